@@ -41,6 +41,7 @@ from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.limits import EngineLimits, StepLimits
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.engine.scheduler.state_slots import StateSlots
 from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
@@ -94,8 +95,18 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         self.runner = make_runner(config, model, execution.attention, execution.sampler, limits)
         self._fallback = " ".join(filter(None, (execution.fallback, self.runner.graph_problem)))
         self._kv_bytes_per_token = sum(layer.bytes_per_token(self.runner.kv_dtype) for layer in model.layers)
-        pool = BlockPool(self.runner.num_blocks, config.block_size)
-        self.scheduler = Scheduler(pool, limits, model.max_model_len, prefix_cache=config.prefix_cache)
+        pool, state_pool = BlockPool(self.runner.num_blocks, config.block_size), self.runner.state_pool
+        self._state_slots, self._state_bytes = (
+            (0, 0) if state_pool is None else (state_pool.num_slots, state_pool.slot_bytes)
+        )
+        self.scheduler = Scheduler(
+            pool,
+            limits,
+            model.max_model_len,
+            prefix_cache=config.prefix_cache,
+            state_slots=StateSlots(self._state_slots) if self._state_slots else None,
+            chunk_multiple=model.chunk_multiple,
+        )
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         self._core = EngineCore(self.scheduler, self.runner, execution.sampler, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
@@ -121,6 +132,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         template = self.tokenizer.templates if self.tokenizer else None
         dtype = self.config.quantize or str(self.model.dtype)
         parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
+        if self.config.state_dtype != "auto" and self.model.states:
+            parts.append(f"states in {self.config.state_dtype}")
         if self.config.kv_dtype != "auto":
             parts.append(f"KV cache in {self.config.kv_dtype}")
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
@@ -141,6 +154,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             kv_bytes_per_token=self._kv_bytes_per_token,
+            state_slots=self._state_slots,
+            state_bytes=self._state_bytes,
         )
 
     @property
@@ -160,9 +175,16 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             "attention": self.attention,
             "context": f"{model.max_model_len:,} tokens",
             "KV cache": f"{limits.cache_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}: "
-            f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token",
+            f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token"
+            if per_token
+            else "none, since the model has recurrent layers only",
             "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
         }
+        if limits.state_slots:
+            shown["states"] = (
+                f"{limits.state_slots:,} slots for sequences and snapshots: "
+                f"{format_bytes(limits.state_slots * limits.state_bytes)}, {format_bytes(limits.state_bytes)} a slot"
+            )
         placement = self.loaded.placement
         special = {
             "path": self.loaded.path,
@@ -186,6 +208,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             held_back=dict(scheduler.held_back),
+            num_snapshots=scheduler.states.num_snapshots,
             fallback=self._fallback,
         )
 
@@ -364,6 +387,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """Overwrites the KV cache with zeros, so that the system commits its memory; only while no request runs."""
         for tensor in (*self.runner.kv_cache.keys, *self.runner.kv_cache.values):
             tensor.zero_()
+        if self.runner.state_pool is not None:
+            self.runner.state_pool.zero(range(self.runner.state_pool.num_slots))
 
     def check_kernels(self) -> Iterator[KernelCheck]:
         """Compares each kernel that this model could use on this device with plain torch, one after the other.

@@ -15,6 +15,7 @@ from cbatch.engine.models.base import LinearCost, Model
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.state_pool import StateShape
 from scripts.benchmarks.shapes import Config
 
 
@@ -98,6 +99,9 @@ class FreeModel:
         self.num_parameters = self.weight_bytes = 0
         self.linear_cost = LinearCost(0, 0.0, 0)
         self.has_own_threads, self.capturable = False, None
+        self.states: list[StateShape] = []
+        self.state_devices: list[torch.device] = []
+        self.chunk_multiple = 1
         self._logits = torch.zeros(1, vocab_size)
         self._logits[0, likeliest] = 1
 

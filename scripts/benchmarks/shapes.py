@@ -116,8 +116,51 @@ FAMILY_SHAPES: dict[str, Config] = {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 4096,
     },
+    "qwen3.5": _SMALL_FAMILY
+    | {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "lfm2": {name: value for name, value in _SMALL_FAMILY.items() if name != "hidden_act"}
+    | {
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 1024,
+        "intermediate_size": 6656,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+        "tie_word_embeddings": True,
+    },
+    "granite4": _SMALL_FAMILY
+    | {
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "shared_intermediate_size": 2048,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["full_attention" if layer in (10, 13, 17, 27) else "linear_attention" for layer in range(32)],
+        "mamba_n_heads": 48,
+        "mamba_d_head": 32,
+        "mamba_d_state": 128,
+        "tie_word_embeddings": True,
+    },
 }
-"""Small models of 130 to 520 million parameters, in the shapes of families that are not Llamas."""
+"""Small models of 130 to 750 million parameters, in the shapes of families that are not Llamas.
+
+The last three are those of Qwen3.5-0.8B, LFM2-350M and Granite-4.0-H-350M, which have recurrent layers.
+"""
 
 GPU_SHAPES: dict[str, Config] = {
     "0.6B": _LLAMA_AND_QWEN

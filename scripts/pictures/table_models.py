@@ -32,12 +32,12 @@ INTRODUCTION = """# Models
 Which causal language models of `transformers` run here. Written by `python -m scripts.pictures.table_models` with
 transformers {version}, torch {torch}: {counts}.
 
-A model needs no entry in a list: any causal language model of transformers whose layers go through its
-`AttentionInterface` runs. When the engine loads a model, it looks at what the model does: it records what the
-attention layers store and may see, and compares small ragged steps with the model's own forward (two sequences side
-by side in two chunks each, and one of them beside the last positions of the context). A model that would be wrong
-here is refused, with the reason. Only safetensors weights are read, and no code that comes with a model is run.
-All of that happens on the device of the run, in the dtype of the run.
+A model needs no entry in a list: any causal language model of transformers runs whose layers go through its
+`AttentionInterface`, or ask one of its caches for [recurrent states](recurrent.md). When the engine loads a model, it
+looks at what the model does: it records what the layers store and may see, and compares small ragged steps with the
+model's own forward (two sequences side by side in two chunks each, and one of them beside the last positions of the
+context). A model that would be wrong here is refused, with the reason. Only safetensors weights are read, and no code
+that comes with a model is run. All of that happens on the device of the run, in the dtype of the run.
 
 Types with a **fast path** have a [declaration](families.md): a CPU and an NVIDIA [GPU](gpu.md) compute them with
 kernels of their own, and transformers is not imported. On a CPU that is about three times as fast as by the modules of
@@ -49,9 +49,10 @@ For this table, a tiny random model of each type is built. Every window, chunk a
 prompts, and its weights are such that the first token of a prompt decides the output.
 
 - **equal**: in float32 on a CPU, greedy output equals that of `generate`, token for token: with whole prompts, in
-  chunks of 7 tokens, preempted, with shared prefixes, and while other requests come and go. Faults planted in the
-  engine (positions shifted by one, a block of a neighbour, a window one token too wide) are noticed in every one of
-  them.
+  chunks of 7 tokens, preempted, with shared prefixes, and while other requests come and go. At temperature 1, outputs
+  in chunks of 7 tokens equal those of whole prompts. Faults planted in the engine (positions shifted by one, a block or
+  a state of a neighbour, a window one token too wide, a state that is stale or lacks a token) are noticed in every one
+  of them that has such a thing.
 - **refused**: loading the model ends with this sentence.
 - **not built**: no tiny model of this type could be made.
 

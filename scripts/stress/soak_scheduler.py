@@ -1,6 +1,6 @@
 """Runs block pool, prefix cache and scheduler in many small random simulations, each step against a plain model.
 
-    python -m scripts.stress.soak_scheduler --steps 1000000
+    python -m scripts.stress.soak_scheduler --steps 1000000 [--recurrent]
 
 Exits with 1 at the first violation, and prints how to repeat it. Needs no language model.
 """
@@ -30,17 +30,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps in all (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all simulations (%(default)s)")
     parser.add_argument("--simulation", type=int, default=0, help="number of the first simulation, to repeat one")
+    parser.add_argument("--recurrent", action="store_true", help="with the states of recurrent layers and snapshots")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     began, number, told = time.monotonic(), arguments.simulation, 0
     while counts["steps"] < arguments.steps:
-        walk = RandomWalk(arguments.seed, number)
+        walk = RandomWalk(arguments.seed, number, recurrent=arguments.recurrent)
         try:
             walk.run(ACTIONS)
         except Exception:
             traceback.print_exc()
             print(report(counts, number - arguments.simulation, 1, began))
-            sys.exit(f"{walk.simulation.sizes}\nTo repeat it: --seed {arguments.seed} --simulation {number} --steps 1")
+            states = " --recurrent" if arguments.recurrent else ""
+            again = f"--seed {arguments.seed} --simulation {number} --steps 1{states}"
+            sys.exit(f"{walk.simulation.sizes}\nTo repeat it: {again}")
         counts += walk.simulation.counts + Counter(preemptions=walk.simulation.scheduler.num_preemptions)
         number += 1
         if counts["steps"] - told >= 100_000:

@@ -62,6 +62,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"zero_expert_num", 2),
     (r"(shape|pronunciation)_embed_dim|encoder_hash_byte_group_vocab", 32),
     (r"is_decoder", True),
+    (r"mamba_chunk_size|chunk_size", 8),
     (r"index_topk", 8),
     (r"num_kv_shared_layers", 2),
     (r"index_block_size", 4),
@@ -70,6 +71,7 @@ SIZES: list[tuple[str, Any]] = [
 ]
 # What one family needs beyond that: fields that the table above cannot know.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
@@ -82,6 +84,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "per_layer_config": {1: {"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}},
     },
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "per_layer_config": {}},
+    "falcon_h1": {"attention_out_multiplier": 4.0, "ssm_out_multiplier": 0.5},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -97,12 +100,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {"per_layer_config": {1: {"head_dim": 32}}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
     "mllama_text_model": {"cross_attention_layers": [1]},
+    "minimax": {"block_size": 8, "sliding_window": None},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "nemotron_h": {"moe_latent_size": None},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_budget": 8,
@@ -110,10 +117,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 16,
         "indexer_kv_heads": 1,
     },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
+FADING = ("A_log", "time_decay")
+"""Logarithms of how fast a state fades: it does so over some twenty tokens."""
 NOT_BUILT_HERE: dict[str, str] = {
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": "a draft model, which reads the keys and values of the model it drafts for",
@@ -130,10 +143,16 @@ def tiny_config(model_type: str) -> Any:
     return kind(**_shrunk(kind().to_dict()))
 
 
-def make_architecture(model_type: str, gain: float = 1.5) -> Any:
-    """A float32 model of a type, built as `from_pretrained` builds it, with weights that make its context matter."""
+def make_architecture(model_type: str, gain: float = 1.5, **sizes: Any) -> Any:
+    """A float32 model of a type, built as `from_pretrained` builds it, with weights that make its context matter.
+
+    sizes: keys of its configuration that are to be different
+    """
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
+    config = tiny_config(model_type)
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    network = AutoModelForCausalLM.from_config(config).eval()
     draw(network, gain)
     return network
 
@@ -142,9 +161,15 @@ def draw(network: nn.Module, gain: float) -> None:
     """Weights of std gain / sqrt(fan_in), embeddings of 0.4, vectors near 1 and biases near 0."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for module in network.modules():
+        for path, module in network.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() < 2:
+                if name in FADING:
+                    parameter.uniform_(0.02, 0.1, generator=generator).log_()
+                elif name.startswith("time_mix_"):  # shares of two tokens
+                    parameter.uniform_(0.2, 0.8, generator=generator)
+                elif path.endswith("fgate_preact") and name == "bias":
+                    parameter.fill_(4.0)
+                elif parameter.dim() < 2:
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(0.1 * noise + ("bias" not in name))
                 elif isinstance(module, nn.Embedding):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from cbatch.engine.models.programs.declarations import declared_kinds
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate
-from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
+from tests.support.planted_faults import INDEX_FAULTS, STATE_FAULTS, leak_neighbour, shift_positions, widen_window
 from tests.support.tiny_models import generate_alone, make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"
+UNSEEN = " is not seen"
+"""How a difference ends that says that a fault makes none, as it may be with some weights."""
 GAINS = (1.5, 2.5, 4.0, 1.0)
 
 # Longer than every window, chunk and threshold of the architectures; the first two begin alike, and come twice.
@@ -54,12 +57,16 @@ def check_model(model_type: str, differences: Callable[[Any, SteppingEngine], li
         engine = small_engine(network)
     except ModelError as error:
         return CheckResult(REFUSED, plain_reason(str(error)))
+    result = CheckResult(INSENSITIVE, "no weights were found with which its output depends on its context")
     for gain in GAINS:
         draw(network, gain)
         if depends_on_context(network):
             wrong = differences(network, engine)
-            return CheckResult("wrong", ", ".join(wrong)) if wrong else CheckResult(EQUAL)
-    return CheckResult(INSENSITIVE, "no weights were found with which its output depends on its context")
+            result = CheckResult("wrong", ", ".join(wrong)) if wrong else CheckResult(EQUAL)
+            if not wrong or not all(one.endswith(UNSEEN) for one in wrong):
+                return result
+            engine = small_engine(network)  # without prefixes that other weights have computed
+    return result
 
 
 def plain_reason(message: str) -> str:
@@ -94,14 +101,31 @@ def with_fault(plant: Fault) -> Callable[[Any, SteppingEngine], list[str]]:
 
 def unseen_faults(network: Any, engine: SteppingEngine) -> list[str]:
     """Which faults planted in the engine do not change what comes out."""
-    faults: list[Fault] = [shift_positions, leak_neighbour]
+    faults: list[Fault] = [shift_positions] if depends_on_positions(network) else []
+    if engine.model.layers:
+        faults.append(leak_neighbour)
     if any(engine.model.windows):
         faults.append(widen_window)
-    return [f"{plant.__name__} is not seen" for plant in faults if not with_fault(plant)(network, engine)]
+    if engine.model.states:
+        faults += STATE_FAULTS
+    if not all(layer.value_dim for layer in engine.model.layers):
+        faults += INDEX_FAULTS
+    return [f"{plant.__name__}{UNSEEN}" for plant in faults if not with_fault(plant)(network, engine)]
 
 
 def run_combined(engine: SteppingEngine) -> Outputs:
-    outputs = [list(output.token_ids) for output in generate(engine, PROMPTS, PARAMS)]
+    rows = {engine.add(prompt, params): row for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))}
+    outputs: Outputs = [[] for _ in PROMPTS]
+    for step in itertools.count():
+        if step % 6 == 5 and step < 20:  # with recurrent layers, requests that wait for a snapshot seldom lack blocks
+            engine.scheduler.shrink(2)
+            while not engine.grow():
+                pass
+        for event in engine.step():
+            if event.request_id is not None and event.token_id is not None:
+                outputs[rows[event.request_id]].append(event.token_id)
+        if not engine.has_work:
+            break
     assert [len(output) for output in outputs] == LENGTHS
     assert engine.scheduler.num_preemptions > 0, "nothing was preempted"
     assert engine.scheduler.num_cached_tokens > len(TRUNK), "no blocks were shared"
@@ -123,6 +147,22 @@ def depends_on_context(network: Any) -> bool:
     outputs: Outputs = ids[:, 14:].tolist()
     changed = all(before != after for before, after in zip(outputs[:3], outputs[3:], strict=True))
     return changed and sum(len(set(output)) > 4 for output in outputs) > 3
+
+
+def depends_on_positions(network: Any) -> bool:
+    """Whether position ids change what comes out."""
+    ids, positions = torch.tensor([TRUNK]), torch.arange(len(TRUNK))[None]
+    with eager_attention(network), torch.inference_mode():
+        logits = [
+            network(
+                input_ids=ids,
+                position_ids=positions + shift * (positions > 8),
+                attention_mask=torch.ones_like(ids),  # otherwise a gap begins another text
+                use_cache=False,
+            ).logits
+            for shift in (0, 1)
+        ]
+    return not torch.equal(*logits)
 
 
 def reference_logits(network: Any, ids: Any) -> torch.Tensor:
@@ -155,13 +195,20 @@ def compare_all_scenarios(network: Any, engine: SteppingEngine) -> list[str]:
         "rows come and go": lambda: run_with_arrivals(network),
         "combined": lambda: run_combined(engine),
     }
-    return [name for name, run in runs.items() if run() != expected]
+    different = [name for name, run in runs.items() if run() != expected]
+    sampled = run_all_at_once(network, max_batch_tokens=256, prefix_cache=False, temperature=1.0)
+    if run_all_at_once(network, max_batch_tokens=7, kv_blocks=28, temperature=1.0) != sampled:
+        different.append("temperature 1")
+    return different
 
 
-def run_all_at_once(network: Any, *, times: int = 1, preempted: bool = False, **config: Any) -> Outputs:
+def run_all_at_once(
+    network: Any, *, times: int = 1, preempted: bool = False, temperature: float = 0.0, **config: Any
+) -> Outputs:
     engine = make_engine(network, **config)
+    params = [replace(one, temperature=temperature) for one in PARAMS]
     for _ in range(times):
-        outputs = [list(output.token_ids) for output in generate(engine, PROMPTS, PARAMS)]
+        outputs = [list(output.token_ids) for output in generate(engine, PROMPTS, params)]
     assert not preempted or engine.scheduler.num_preemptions > 0, "nothing was preempted"
     assert times == 1 or engine.scheduler.num_cached_tokens > 200, "no blocks were shared"
     return outputs

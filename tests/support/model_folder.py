@@ -40,11 +40,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_model(
-    folder: Path, *, tokenizer: bool = True, generation: dict[str, Any] | None = None, context: int = 256
+    folder: Path,
+    *,
+    kind: str = "llama",
+    tokenizer: bool = True,
+    generation: dict[str, Any] | None = None,
+    context: int = 256,
 ) -> Path:
-    """Writes config, weights, tokenizer and generation_config.json as a downloaded model would have them."""
+    """Writes config, weights, tokenizer and generation_config.json as a downloaded model would have them.
+
+    kind: its `model_type`
+    """
     made = make_tokenizer()
-    network = make_network("llama", vocab_size=len(made), max_position_embeddings=context, eos_token_id=2)
+    sizes: dict[str, Any] = {"vocab_size": len(made), "max_position_embeddings": context, "eos_token_id": 2}
+    if kind == "llama":
+        network = make_network(kind, **sizes)
+    else:
+        from tests.support.architectures import make_architecture  # which takes a while
+
+        network = make_architecture(kind, **sizes)
     network.save_pretrained(folder)
     if tokenizer:
         made.save_pretrained(folder)

@@ -11,6 +11,8 @@ from cbatch.engine.models.programs.program import (
     Embed,
     Experts,
     Gate,
+    GatedDelta,
+    GatedNorm,
     Gather,
     Head,
     Linear,
@@ -22,6 +24,8 @@ from cbatch.engine.models.programs.program import (
     Program,
     Route,
     Scale,
+    SelectiveScan,
+    ShortConvolution,
 )
 
 Fault = Callable[[Program], Program]
@@ -70,6 +74,11 @@ def _rotary(edit: Callable[[Any], Any]) -> Fault:
 
 def _unordered(matrix: Matrix) -> Matrix:
     return Matrix(tuple(replace(part, rows=None) for part in matrix.parts), matrix.biases)
+
+
+def _whole_unordered(matrix: Matrix) -> Matrix:
+    """Unless it has only some of the rows."""
+    return _unordered(matrix) if matrix.parts[0].size == matrix.parts[0].shape else matrix
 
 
 FAULTS: dict[str, tuple[str, Fault]] = {
@@ -126,6 +135,29 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         "llama4_text", change(Experts, lambda one: replace(one, weigh_input=False))
     ),
     "experts exchanged": ("olmoe", change(Experts, lambda one: replace(one, up=one.up[::-1]))),
+    "input gate of the convolution dropped": (
+        "lfm2", change(ShortConvolution, lambda one: replace(one, input_gate=None))
+    ),
+    "gates of the convolution exchanged": (
+        "lfm2_moe", change(ShortConvolution, lambda one: replace(one, input_gate=one.output_gate, output_gate=0))
+    ),
+    "convolution without its activation": (
+        "qwen3_5_text", change(ShortConvolution, lambda one: replace(one, activation="none"))
+    ),
+    "convolution without its biases": (
+        "granitemoehybrid", change(ShortConvolution, lambda one: replace(one, bias=None))
+    ),
+    "delta rule without its bias": (
+        "qwen3_5_text", change(GatedDelta, lambda one: replace(one, decay_bias=one.decay_log))
+    ),
+    "gate of the delta net moved": ("qwen3_next", change(GatedNorm, lambda one: replace(one, gate_start=0))),
+    "interleaved heads not brought together": ("qwen3_next", _matrix(_whole_unordered)),
+    "gate of attention dropped": ("qwen3_5_text", drop(Gate)),
+    "scan without its skip": ("granitemoehybrid", change(SelectiveScan, lambda one: replace(one, skip=one.step_bias))),
+    "steps of another head": (
+        "granitemoehybrid", change(SelectiveScan, lambda one: replace(one, step_start=one.step_start - 1))
+    ),
+    "gate after the norm": ("granitemoehybrid", change(GatedNorm, lambda one: replace(one, gate_first=False))),
     "logits not scaled": ("cohere", change(Head, lambda one: replace(one, factor=1.0))),
     "softcap of logits dropped": ("gemma2", change(Head, lambda one: replace(one, softcap=3.0))),
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.state_pool import StatePool, StepStates
 from tests.support.architectures import draw, make_architecture
 from tests.support.model_checks import GAINS, depends_on_context, reference_logits
 from tests.support.tiny_models import make_prompts
@@ -87,15 +88,29 @@ def logits_in_chunks(model: Model, attention: AttentionBackend, prompt: list[int
     for layer in (*kv_cache.keys, *kv_cache.values):
         layer.fill_(torch.nan)
     table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
+    states = state_pool_of(model)
     found = []
     for start, stop in pairwise(CHUNKS):
         positions = np.arange(start, stop)
         slots, rows = positions + BLOCK_SIZE, np.arange(stop - start)
         ids = np.array(prompt[start:stop])
         batch = RaggedBatch(ids, positions, slots, rows, table, [start], [stop], model.device)
+        if states is not None:
+            batch = replace(batch, states=StepStates(states, np.array([1]), np.array([0]), np.array([-1])))
         with torch.inference_mode():
             found.append(model.forward(batch, kv_cache, attention).values.float().cpu().clone())
     return torch.cat(found)
+
+
+def state_pool_of(model: Model, slots: int = 3) -> StatePool | None:
+    """States of zeros in slot 1 and of NaN in the others; None for a model without recurrent layers."""
+    if not model.states:
+        return None
+    pool = StatePool(model.states, slots, model.device)
+    for tensor in pool.tensors:
+        tensor.fill_(torch.nan)
+    pool.zero([1])
+    return pool
 
 
 @cache

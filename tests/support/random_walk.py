@@ -27,7 +27,8 @@ MOST_LIVE = 20
 class RandomWalk:
     """One simulation, and the random actions on it."""
 
-    def __init__(self, seed: int, number: int) -> None:
+    def __init__(self, seed: int, number: int, *, recurrent: bool = False) -> None:
+        """recurrent: of a model with recurrent layers"""
         self._random = random.Random(f"{seed}/{number}")
         below = self._random.random
         self._has_one_priority = below() < 0.3
@@ -44,8 +45,14 @@ class RandomWalk:
                 colliding=below() < 0.2,
                 overlap=below() < 0.7,
                 vocabulary=self._random.choice((3, 50)),
+                **self._state_sizes(recurrent),
             )
         )
+
+    def _state_sizes(self, recurrent: bool) -> dict[str, int]:
+        if not recurrent:
+            return {}
+        return {"state_slots": self._random.randint(1, 16), "chunk_multiple": self._random.choice((1, 1, 2, 4, 6))}
 
     def run(self, actions: int) -> SchedulerSimulation:
         """Does so many random actions, then steps until all requests are done."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cbatch.engine.scheduler.admission import priority_key
 from cbatch.engine.scheduler.output import SchedulerOutput
+from cbatch.engine.scheduler.recurrent_states import RecurrentStates
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
 
@@ -75,13 +76,27 @@ def check_scheduled(scheduler: Scheduler, scheduled: SchedulerOutput, before: St
     ):
         require(first in planned, "the oldest of the highest priority does not advance")
     is_spent = _check_prefill_limit(scheduler, scheduled, before)
-    if scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
+    if isinstance(scheduler.states, RecurrentStates):
+        _check_cuts(scheduler, scheduled)
+    elif scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
         whole = {chunk.request for chunk in scheduled.chunks if chunk.is_last}
         require(whole == set(scheduler.running), "budget is left, and a request did not get all it needs")
-    _check_oldest_prompts(scheduled, before)
+    if not isinstance(scheduler.states, RecurrentStates):
+        _check_oldest_prompts(scheduled, before)
     for request in before.decoding:
         if request.is_running and request not in planned:
             _check_passed_over(scheduler, scheduled, request)
+
+
+def _check_cuts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
+    """Prompts of a model with recurrent layers are cut at multiples, or where a snapshot is made."""
+    assert isinstance(scheduler.states, RecurrentStates)
+    multiple = scheduler.states.chunk_multiple
+    if scheduler.max_batch_tokens - scheduler.max_seqs < multiple:
+        return
+    for chunk in scheduled.chunks:
+        is_snapshot = chunk.state is not None and chunk.state.snapshot is not None
+        require(chunk.is_last or is_snapshot or chunk.stop % multiple == 0, f"a prompt that is cut at {chunk.stop}")
 
 
 def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> bool:
@@ -91,6 +106,8 @@ def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, befor
     prompts = [chunk for chunk in scheduled.chunks if chunk.request not in decoding]
     if limit is None or not rows:
         return False
+    if isinstance(scheduler.states, RecurrentStates):
+        limit = max(limit, scheduler.states.chunk_multiple)
     total = sum(chunk.num_tokens for chunk in prompts)
     limited = any(chunk.request.priority >= min(rows) for chunk in prompts)
     require(not limited or total <= limit, f"{total} tokens of prompts beside decoding requests, {limit} are allowed")

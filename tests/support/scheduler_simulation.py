@@ -22,8 +22,10 @@ from cbatch.engine.scheduler.admission import MAX_PREEMPTIONS
 from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
+from cbatch.engine.scheduler.recurrent_states import RecurrentStates
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.engine.scheduler.state_slots import ZERO, StateSlots
 from tests.support.oracle import CollidingToken, OracleRequest, Stamps, make_request, next_token
 from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_scheduled, require
 
@@ -37,6 +39,7 @@ class SimulationSizes:
 
     vocabulary: number of different generated tokens
     colliding:  whether all tokens have the same hash
+    state_slots, chunk_multiple: of a model with recurrent layers; None for one without
     overlap:    whether a step is scheduled before the tokens of the previous one are known
     """
 
@@ -50,6 +53,8 @@ class SimulationSizes:
     vocabulary: int = 50
     colliding: bool = False
     overlap: bool = False
+    state_slots: int | None = None
+    chunk_multiple: int = 1
 
 
 class StepInFlight(NamedTuple):
@@ -84,7 +89,11 @@ class SchedulerSimulation:
             StepLimits(sizes.max_seqs, sizes.max_batch_tokens),
             sizes.max_model_len,
             prefix_cache=sizes.prefix_cache,
+            state_slots=None if sizes.state_slots is None else StateSlots(sizes.state_slots),
+            chunk_multiple=sizes.chunk_multiple,
         )
+        self.states = np.full(sizes.state_slots or 0, UNWRITTEN, np.int64)
+        """What each slot of state holds: the stamp of the last token that it has taken in, 0 before the first."""
         self.cache = np.full((sizes.num_blocks, sizes.block_size), UNWRITTEN, np.int64)
         self.requests: dict[Request, OracleRequest] = {}
         self.past: deque[OracleRequest] = deque(maxlen=8)
@@ -93,6 +102,8 @@ class SchedulerSimulation:
         self._tables = BlockTables()
         self._lost_finishing: set[Request] = set()
         """Requests that only waited for the last token of a step, and the step was rolled back."""
+        self._lost_running: set[Request] = set()
+        """Requests whose state was lost because a step was rolled back, while younger ones may have kept theirs."""
         self._token = CollidingToken if sizes.colliding else int
         self._next_id = 0
         self._priorities: set[int] = set()
@@ -185,7 +196,9 @@ class SchedulerSimulation:
     def grow(self) -> bool:
         """Doubles the size of steps, up to the original one; True if that is reached."""
         done = self.scheduler.grow()
-        limits = self.sizes.max_batch_tokens, min(self.sizes.max_seqs, self.sizes.max_batch_tokens)
+        sizes = self.sizes
+        seqs = min(sizes.max_seqs, sizes.max_batch_tokens, sizes.state_slots or sizes.max_seqs)
+        limits = sizes.max_batch_tokens, seqs
         require(
             done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits),
             "grow returns the wrong value",
@@ -218,6 +231,8 @@ class SchedulerSimulation:
         check_between_steps(self.scheduler, self.requests.keys())
         for request in self.scheduler.running:
             self._compare(self.requests[request], request.blocks, request.num_computed)
+            if request.state is not None:
+                self._compare_state(self.requests[request], request.state.slot, request.num_computed)
         in_flight = self._in_flight.scheduled.to_sample if self._in_flight is not None else []
         in_flight_tokens = {chunk.request for chunk in in_flight}
         wrong = [
@@ -236,7 +251,7 @@ class SchedulerSimulation:
     # How they are done
 
     def _schedule(self) -> SchedulerOutput:
-        before = StateBefore.of(self.scheduler, self._lost_finishing)
+        before = StateBefore.of(self.scheduler, self._lost_finishing | self._lost_running)
         scheduled = self.scheduler.schedule()
         check_scheduled(self.scheduler, scheduled, before)
         self.counts["steps"] += 1
@@ -253,7 +268,13 @@ class SchedulerSimulation:
                 places = np.arange(chunk.start, chunk.stop)
                 blocks = np.array(chunk.blocks)[places // self.sizes.block_size]
                 self.cache[blocks, places % self.sizes.block_size] = GARBAGE
+                if chunk.state is not None:
+                    self.states[chunk.state.slot] = GARBAGE
+                    if chunk.state.snapshot is not None:
+                        self.states[chunk.state.snapshot.slot] = GARBAGE
         self.scheduler.rollback(scheduled)
+        if isinstance(self.scheduler.states, RecurrentStates):
+            self._lost_running |= {chunk.request for chunk in scheduled.chunks if not chunk.request.is_running}
 
     def _update(self) -> None:
         """Gives the scheduler the tokens of the step in flight, and checks the events."""
@@ -286,6 +307,7 @@ class SchedulerSimulation:
         slots = batch.slots
         require(len(set(slots.tolist())) == len(slots), "two tokens of a step in one slot")
         ids, positions = batch.ids, batch.positions
+        self._prepare_states(scheduled)
         at = 0
         for chunk in scheduled.chunks:
             part = slice(at, at := at + chunk.num_tokens)
@@ -296,7 +318,9 @@ class SchedulerSimulation:
             offset = chunk.request.position_offset
             places = list(range(chunk.start + offset, chunk.stop + offset))
             require(places == positions[part].tolist(), "wrong positions")
-            self.cache.reshape(-1)[slots[part]] = self._values(expected, chunk, chunk.request in broken)
+            values = self._values(expected, chunk, chunk.request in broken)
+            self.cache.reshape(-1)[slots[part]] = values
+            self._write_states(chunk, values)
         for chunk, table in zip(scheduled.chunks, batch.tables.tolist(), strict=True):
             self._compare(self.requests[chunk.request], table, chunk.stop)
         last = self.cache.reshape(-1)[slots[batch.rows]].tolist()
@@ -304,6 +328,42 @@ class SchedulerSimulation:
         failed = [chunk for chunk, result in zip(scheduled.to_sample, results, strict=True) if result is None]
         values = [self._read(chunk.blocks, chunk.stop) for chunk in failed]
         return StepInFlight(scheduled, results, [nan for one in values for nan in one[one <= FIRST_NAN].tolist()])
+
+    def _prepare_states(self, scheduled: SchedulerOutput) -> None:
+        """Zeroes slots and copies snapshots, as a step does before it computes."""
+        chunks = [chunk.state for chunk in scheduled.chunks if chunk.state is not None]
+        snapshots = [state.snapshot.slot for state in chunks if state.snapshot is not None]
+        written = [state.slot for state in chunks] + snapshots
+        require(len(set(written)) == len(written), "two owners write to a slot of state")
+        sources = {state.slot: state.source for state in chunks if state.source is not None}
+        require(not set(sources.values()) & set(written), "a slot of state is copied and overwritten in one step")
+        found = {slot: 0 if source == ZERO else self.states[source] for slot, source in sources.items()}
+        for slot, value in found.items():
+            self.states[slot] = value
+
+    def _write_states(self, chunk: ScheduledChunk, values: Any) -> None:
+        """Compares a slot with what the chunk is to go on from, and leaves there what the chunk makes of it."""
+        state = chunk.state
+        if state is None:
+            return
+        expected = self.requests[chunk.request]
+        self._compare_state(expected, state.slot, chunk.start)
+        is_nan = np.ndim(values) == 0
+        self.states[state.slot] = values if is_nan else values[-1]
+        if state.snapshot is not None:
+            tokens = state.snapshot.tokens - chunk.start
+            require(0 < tokens <= chunk.num_tokens, "a snapshot outside of its chunk")
+            self.states[state.snapshot.slot] = values if is_nan else values[tokens - 1]
+            self.counts["snapshots"] += 1
+
+    def _compare_state(self, expected: OracleRequest, slot: int, tokens: int) -> None:
+        """A slot holds the state after so many tokens of a request, or a NaN that nobody knew of."""
+        value = int(self.states[slot])
+        if value == (expected.stamps[tokens - 1] if tokens else 0):
+            return
+        require(value <= FIRST_NAN, f"request {expected.request.id} goes on from a state that is not its own: {value}")
+        known = self._seen_nans.get(value, expected.entered) < expected.entered
+        require(not known, f"request {expected.request.id} took over a state that is known to be NaN")
 
     def _will_be_nan(self, request: Request) -> bool:
         """Whether the request's token in flight is NaN, so that what is computed from it is dropped."""
@@ -319,6 +379,8 @@ class SchedulerSimulation:
             return FIRST_NAN + 1 - self._num_nans
         if self._num_nans:
             before = self._read(expected.request.blocks, chunk.start)
+            if chunk.state is not None:
+                before = np.append(before, self.states[chunk.state.slot])
             if (nans := before[before <= FIRST_NAN]).size:
                 return nans[0]
         return expected.stamps[chunk.start : chunk.stop]
@@ -343,6 +405,14 @@ class SchedulerSimulation:
         if wrong:
             require(max(wrong) <= FIRST_NAN, f"blocks {blocks} are offered and hold something else: {values}")
             require(self._seen_nans.keys().isdisjoint(wrong), f"blocks {blocks} are offered and hold NaN")
+        states = self.scheduler.states
+        snapshot = (
+            None if not isinstance(states, RecurrentStates) else states.slots.find(self.scheduler.pool.contents(blocks))
+        )
+        if snapshot is not None and self.states[snapshot.slot] != expected.stamps[snapshot.tokens - 1]:
+            value = int(self.states[snapshot.slot])
+            require(value <= FIRST_NAN, f"a snapshot is offered and holds something else: {value}")
+            require(value not in self._seen_nans, "a snapshot is offered and holds NaN")
 
     def _enter(self, expected: OracleRequest, start: int) -> None:
         expected.entered = self.counts["steps"]

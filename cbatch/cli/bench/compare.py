@@ -28,7 +28,8 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> result
         work, device = _make_workload(options, engine), engine.device
         rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
         # All strategies get the same cache, however many sequences they run at once.
-        config = replace(engine.config, kv_blocks=limits.num_blocks, kv_cache_memory=None)
+        slots = limits.state_slots or None
+        config = replace(engine.config, kv_blocks=limits.num_blocks, state_slots=slots, kv_cache_memory=None)
         experiment = Experiment(engine.loaded, config, work, options.batch_size)
     bound = roofline_bound(work, cost, rates)
     strategies, records = compare(experiment, options, bound, limits.max_batch_tokens, on_progress)

@@ -53,7 +53,11 @@ class ChatStats:
         stats, shown = engine.stats(), engine.core.describe()
         hits = stats.num_cached_tokens / max(stats.num_prompt_tokens, 1)
         lines = [
-            *(f"{name}: {shown[name]}" for name in ("model", "parameters", "context", "KV cache", "batch")),
+            *(
+                f"{name}: {shown[name]}"
+                for name in ("model", "parameters", "context", "KV cache", "states", "batch")
+                if name in shown
+            ),
             f"now: {stats.num_running} running, {stats.num_waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
             f"KV cache {stats.cache_used:.0%} used",
             f"so far: {stats.num_tokens:,} tokens in {stats.num_steps:,} steps, {stats.num_preemptions:,} preemptions",

@@ -82,6 +82,8 @@ def show_loaded(shown: Mapping[str, str], *, is_demo: bool, verbose: bool) -> No
         notice(f"the model's generation_config.json asks for {keys}, which this version does not apply")
     notice(f"parameters: {shown['parameters']} in {shown['dtype']} on {shown['device']}")
     notice(f"KV cache: {shown['KV cache']}")
+    if "states" in shown:
+        notice(f"recurrent states: {shown['states']}")
     for name in ("model", "attention", "context", "batch") if verbose else ():
         notice(f"{name}: {shown[name]}")
 

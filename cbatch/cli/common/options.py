@@ -241,6 +241,18 @@ def engine_options(
         ),
         option("--kv-cache-memory", metavar="SIZE", help="Size of the KV cache: 4GiB, or 90% of free memory."),
         option("--kv-blocks", type=AT_LEAST_1, help="Exact number of blocks in the KV cache (for tests)."),
+        option(
+            "--state-dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            show_default=True,
+            help="Type of recurrent states, of models that have any.",
+        ),
+        option(
+            "--state-slots",
+            type=AT_LEAST_1,
+            help="Exact number of slots for recurrent states, requests and snapshots together (for tests).",
+        ),
     )
 
 

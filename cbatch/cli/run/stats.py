@@ -211,6 +211,7 @@ class RunStats(RunObserver):
             "error_codes": dict(self.errors),
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
             "output_tokens": self.output_tokens,
             "load_s": self.load_s,
             "elapsed_s": self.elapsed_s,

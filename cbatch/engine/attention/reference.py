@@ -63,11 +63,26 @@ class ReferenceAttention:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: ReferenceMetadata, **options: Unpack[AttendOptions]
     ) -> Tensor:
+        return self.attend_to(None, query, keys, values, metadata, **options)
+
+    def attend_to(
+        self,
+        indices: Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        metadata: ReferenceMetadata,
+        **options: Unpack[AttendOptions],
+    ) -> Tensor:
+        """What `attend` gives if each token may only see the positions indices [T, K] of those before it; -1: none."""
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for sequence in metadata.sequences:
             k, v = (_gather(cache, sequence, query.dtype) for cache in (keys, values))
             q = query[sequence.rows].transpose(0, 1)
             mask = causal_mask(sequence, query.device, options.get("window"), options.get("chunk"))
+            if indices is not None:
+                chosen = _chosen(indices[sequence.rows], sequence.stop)
+                mask = chosen if mask is None else mask & chosen
             if options.get("softcap") is None and options.get("sinks") is None:
                 attended = scaled_dot_product_attention(
                     q[None], k[None], v[None], attn_mask=mask, scale=options["scale"], enable_gqa=True
@@ -99,6 +114,12 @@ def causal_mask(
     if chunk is not None:
         mask &= keys >= queries - queries % chunk
     return mask
+
+
+def _chosen(indices: Tensor, stop: int) -> Tensor:
+    """[queries, stop], true for the positions in indices [queries, K]."""
+    chosen = torch.zeros(len(indices), stop + 1, dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(1, torch.where(indices < 0, stop, indices.long()), True)[:, :stop]
 
 
 def _explicit(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: AttendOptions) -> Tensor:

@@ -37,6 +37,10 @@ class EngineConfig:
     run_ahead:        overlap scheduling with execution; None: on an NVIDIA or AMD GPU only
     target_step_ms:   longest time of a step in milliseconds while requests decode; prompts get fewer tokens to keep to
                       it. `auto`: 1.75 times the time of a step without prompts; None: no limit
+    state_slots:      exact number of slots for recurrent states, running requests and snapshots together, of a model
+                      that has any; None: as many as are of use and fit
+    state_dtype:      type of recurrent states. auto: that in which the model's reference has them; bfloat16 or float16:
+                      half of that
     kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU
     quantize:         int8: store weights in one byte each (fast path on a CPU only); None: as they are
     weights_folder:   folder of this user alone, where engines of this machine share packed weights (fast path on a CPU
@@ -62,6 +66,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     run_ahead: bool | None = None
     target_step_ms: float | Literal["auto"] | None = None
+    state_slots: int | None = None
+    state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: str = "auto"
     quantize: str | None = None
     weights_folder: str | None = None
@@ -71,7 +77,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value of another type, or a number below 1."""
-        for name in ("max_seqs", "max_batch_tokens", "block_size", "kv_blocks"):
+        for name in ("max_seqs", "max_batch_tokens", "block_size", "kv_blocks", "state_slots"):
             value = getattr(self, name)
             if value is None and name != "block_size":
                 continue
@@ -86,6 +92,10 @@ class EngineConfig:
             if not isinstance(value, str) and (value is not None or name in always):
                 example = ', such as "4GiB" or "90%"' if name == "kv_cache_memory" else ""
                 raise ConfigError(f"{name} must be a text{example}, not {value!r}.")
+        if self.state_dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(
+                f"There is no state dtype {self.state_dtype!r}; choose auto, float32, bfloat16 or float16."
+            )
         self._check_device_map()
 
     def _check_device_map(self) -> None:

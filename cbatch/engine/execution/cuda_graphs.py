@@ -18,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.engine.attention.base import CapturableAttention, GraphBuffers
+from cbatch.engine.kernels.layer_ops import Recurrence
 from cbatch.engine.models.base import CapturableModel, DeviceInputs, HiddenStates
 from cbatch.engine.runtime.batch import Logits, RaggedBatch, SampledOnDevice
 from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.kv_cache import KVCache
 from cbatch.engine.runtime.memory import is_out_of_memory
+from cbatch.engine.runtime.state_pool import StatePool
 from cbatch.engine.runtime.transfer import pack, padded
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 from cbatch.engine.scheduler.limits import StepLimits
@@ -101,12 +103,41 @@ class GraphSizes:
 
 
 class StepParts(NamedTuple):
-    """All that takes part in a step."""
+    """All that takes part in a step. state_pool: None for a model without recurrent layers"""
 
     model: CapturableModel
     attention: CapturableAttention
     kv_cache: KVCache
     sampler: Sampler
+    state_pool: StatePool | None = None
+
+
+class _RecurrenceBuffers:
+    """Where a captured step finds the states of its chunks: always in the same tensors.
+
+    recurrence: these tensors; chunks after the last have negative slots, and begin where the step's tokens end
+    """
+
+    def __init__(self, sequences: int, tokens: int, device: torch.device, *, is_decode: bool) -> None:
+        """sequences, tokens: of the largest step that is computed with them"""
+        self._sequences = sequences
+        self._words = torch.full((4 * sequences + 1,), -1, dtype=torch.int32, device=device)
+        starts, slots, counts, snapshots = torch.split(self._words, [sequences + 1, sequences, sequences, sequences])
+        starts.zero_()
+        self.recurrence = Recurrence(starts, slots, counts, snapshots, longest=1 if is_decode else tokens)
+
+    def fill(self, batch: RaggedBatch) -> None:
+        """Overwrites the slots of a step, by one copy."""
+        states = batch.states
+        assert states is not None, "a step of a model with recurrent layers, and no slots"
+        ends = batch.counts.cumsum()
+        starts = np.full(self._sequences + 1, ends[-1])
+        starts[0], starts[1 : len(ends) + 1] = 0, ends
+        rest = np.full((3, self._sequences), -1)
+        rest[:, : len(ends)] = states.slots, states.snapshot_counts, states.snapshot_slots
+        words = np.concatenate([starts, rest.reshape(-1)]).astype(np.int32)
+        packed = pack([words], [words], pin=pins_memory(self._words.device))
+        self._words.view(torch.uint8).copy_(packed, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +146,14 @@ class _CapturedStep:
 
     size: int
     buffers: GraphBuffers
+    recurrence: _RecurrenceBuffers | None
     replay: Run
+
+    def fill(self, batch: RaggedBatch) -> None:
+        """Overwrites its inputs with those of another step."""
+        self.buffers.fill(batch)
+        if self.recurrence is not None:
+            self.recurrence.fill(batch)
 
 
 class _Shared:
@@ -179,7 +217,7 @@ class StepGraphs:
         """
         self._parts = parts
         self._sizes = sizes
-        self._num_blocks = num_blocks or len(parts.kv_cache.keys[0])
+        self._num_blocks = num_blocks or parts.kv_cache.num_blocks
         self._samples = parts.sampler.uses_kernel
         self._shared: _Shared | None = None
         self._decode: dict[int, _CapturedStep] = {}
@@ -198,7 +236,7 @@ class StepGraphs:
         if shared is None or step is None or not step.buffers.holds(batch):
             return None
         buffers, count = step.buffers, len(batch.rows)
-        buffers.fill(batch)
+        step.fill(batch)
         if decode is None:
             step.replay()
             out = shared.logits[:count] if count <= len(shared.logits) else None
@@ -246,7 +284,7 @@ class StepGraphs:
 
     def _capture(self, size: int, is_decode: bool, capture: Callable[[Run], Run]) -> _CapturedStep:
         """Runs a step of padding, so that its kernels are compiled, and captures it. It stores nothing in the cache."""
-        model, attention, kv_cache, sampler = self._parts
+        model, attention, kv_cache, sampler, state_pool = self._parts
         assert self._shared is not None
         longest = min(-(-model.max_model_len // kv_cache.block_size), self._num_blocks)
         # Sequences may share blocks, so that together they may be longer than the cache.
@@ -254,6 +292,10 @@ class StepGraphs:
         sequences = size if is_decode else min(self._sizes.max_seqs, size)
         buffers = attention.graph_buffers(size, sequences, longest, kv_cache.block_size, most, decode_only=is_decode)
         inputs, metadata = DeviceInputs(buffers.input_ids, buffers.position_ids, buffers.slots), buffers.metadata
+        recurrence = None
+        if state_pool is not None:
+            recurrence = _RecurrenceBuffers(sequences, size, model.device, is_decode=is_decode)
+            inputs = inputs._replace(recurrence=recurrence.recurrence, states=state_pool.tensors)
         shared, samples = self._shared, self._samples
         hidden = HiddenStates(*(part[:size] for part in shared.hidden))
         logits, words, tokens, largest = (
@@ -268,7 +310,7 @@ class StepGraphs:
                     sampler.sample_on_device(logits, words, tokens, largest)
 
         run()
-        return _CapturedStep(size, buffers, capture(run))
+        return _CapturedStep(size, buffers, recurrence, capture(run))
 
 
 class GraphCapturer:

@@ -82,6 +82,15 @@ def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBa
 
 def _attention_of(config: EngineConfig, model: Model, kv_dtype: torch.dtype | None) -> AttentionBackend:
     """The backend of a model: if its layers are on devices of different kinds, the reference, which serves all."""
+    if not model.layers:
+        return ReferenceAttention(kv_dtype)  # nothing calls it
+    if not all(layer.value_dim for layer in model.layers):
+        if config.attention not in ("auto", ReferenceAttention.name):
+            raise ConfigError(
+                f"The attention backend {config.attention} does not serve the sparse attention of this model; choose "
+                "auto or reference."
+            )
+        return ReferenceAttention(kv_dtype)
     backends = {
         device: select_attention(config.attention, device, model.layers, config.block_size, model.dtype, kv_dtype)
         for device in dict.fromkeys(model.layer_devices)

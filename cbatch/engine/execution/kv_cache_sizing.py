@@ -1,4 +1,4 @@
-"""How large the KV cache is: as large as requested, if the largest step still fits beside it.
+"""How large KV cache and state pool are: together as large as requested, if the largest step still fits beside them.
 
 On a GPU the largest steps are computed before the cache is made, over a single block, and the memory they take is
 measured. (vLLM's profiling run does so with prompts and the sampler. Here decode steps are computed as well: attention
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.units import format_bytes, parse_memory
 from cbatch.engine.execution.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, StepGraphs
-from cbatch.engine.execution.model_runner import ModelRunner, step_parts
+from cbatch.engine.execution.model_runner import ModelRunner, step_parts, stored_states
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
@@ -30,11 +31,18 @@ from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
+from cbatch.engine.scheduler.state_slots import ChunkState
 from cbatch.engine.structured.masks import TokenMasks
 from cbatch.engine.structured.token_bitmask import full_bitmask
 
 RESERVED_BYTES = 256 * 2**20
 """Bytes that stay free beside a step's peak, for fragmentation."""
+
+SNAPSHOTS_PER_SEQ = 3
+"""Slots for snapshots beside the slot of each sequence: the end of its prompt, its latest token, what it shares."""
+
+_INDEX_BLOCKS = 65536
+"""Blocks of a model without keys and values, if full sequences do not need more: they take no memory on the device."""
 
 _MAKES_STEPS_SMALLER = "a smaller --max-batch-tokens makes it smaller, and so does a smaller --max-seqs."
 
@@ -51,6 +59,33 @@ _ALL_FEATURES = SamplingParams(
 """The parameters that take most memory when a token is sampled."""
 
 
+class CacheSize(NamedTuple):
+    """Blocks of the KV cache, and slots of the state pool."""
+
+    num_blocks: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """How many slots of recurrent states are asked for; of a model without such states none.
+
+    slot_bytes: bytes of one slot on the device
+    wanted:     slots for `max_seqs` sequences and their snapshots
+    exactly:    instead of as many as fit; None if that is not said
+    """
+
+    slot_bytes: int = 0
+    wanted: int = 0
+    exactly: int | None = None
+
+    def fitting(self, num_bytes: int) -> int:
+        """Slots to be had in so many bytes."""
+        if not self.slot_bytes:
+            return 0
+        return self.exactly if self.exactly is not None else min(self.wanted, num_bytes // self.slot_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSizeRequest:
     """The requested size of the KV cache.
@@ -59,7 +94,8 @@ class CacheSizeRequest:
     num_blocks:    exact number of blocks, which overrides memory
     block_bytes:   bytes of one block on the device
     blocks_wanted: blocks for `max_seqs` sequences of full length; more would never be used
-    share:         the device's part of a block, if others have layers too: an amount of memory is for all of them
+    share:         the device's part of all memory, if others have layers too: an amount is for all of them
+    slots:         of recurrent states
 
     Raises ConfigError if num_blocks is below 1.
     """
@@ -69,6 +105,7 @@ class CacheSizeRequest:
     block_bytes: int
     blocks_wanted: int
     share: float = 1.0
+    slots: SlotRequest = SlotRequest()
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -77,9 +114,23 @@ class CacheSizeRequest:
     def bytes_of(self, free: int) -> int:
         """Bytes of the requested cache. Raises ConfigError if `memory` cannot be parsed."""
         if self.num_blocks is not None:
-            return self.num_blocks * self.block_bytes
+            slots = self.slots
+            return self.num_blocks * self.block_bytes + (slots.exactly or slots.wanted) * slots.slot_bytes
         asked = parse_memory(self.memory, free)
         return asked if self.is_share else int(asked * self.share)
+
+    def divide(self, num_bytes: int) -> CacheSize:
+        """Blocks and slots that fit in so many bytes; neither is more than wanted, and either may be 0.
+
+        Slots get at most half of it, unless there is nothing but states.
+        """
+        if self.num_blocks is not None:
+            return CacheSize(self.num_blocks, self.slots.fitting(num_bytes - self.num_blocks * self.block_bytes))
+        slots = self.slots.fitting(num_bytes // 2 if self.block_bytes else num_bytes)
+        if not self.block_bytes:
+            return CacheSize(self.blocks_wanted, slots)
+        fitting = (num_bytes - slots * self.slots.slot_bytes) // self.block_bytes
+        return CacheSize(min(fitting, self.blocks_wanted), slots)
 
     @property
     def is_share(self) -> bool:
@@ -94,20 +145,26 @@ def make_runner(
 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
-    size, wanted = config.block_size, limits.max_seqs * -(-model.max_model_len // config.block_size)
-    per_device = dict.fromkeys(model.layer_devices, 0)
-    for layer, device in zip(model.layers, model.layer_devices, strict=True):
-        per_device[device] += size * layer.bytes_per_token(attention.kv_dtype or model.dtype)
-    block_bytes, found = sum(per_device.values()), []
-    for device, count in per_device.items():
-        one = device_memory(device)
+    size, state_dtype = config.block_size, state_dtype_of(config)
+    block_bytes, slot_bytes = bytes_per_device(model, attention, size, state_dtype)
+    wanted = -(-model.max_model_len // size)
+    blocks_wanted = (
+        limits.max_seqs * wanted if model.layers else max(wanted, min(limits.max_seqs * wanted, _INDEX_BLOCKS))
+    )
+    slots_wanted = limits.max_seqs * (1 + (SNAPSHOTS_PER_SEQ if config.prefix_cache else 0)) if model.states else 0
+    total, found = sum(block_bytes.values()) + sum(slot_bytes.values()), []
+    for device in block_bytes.keys() | slot_bytes.keys():
+        one, block, slot = device_memory(device), block_bytes.get(device, 0), slot_bytes.get(device, 0)
         cache_size = CacheSizeRequest(
-            config.kv_cache_memory or one.share, config.kv_blocks, count, wanted, count / block_bytes
-        )
-        found.append((*choose_num_blocks(cache_size, model, attention, sampler, size, limits, one), one))
-    num_blocks, step_bytes, memory = min(found, key=lambda one: one[0])
+            config.kv_cache_memory or one.share, config.kv_blocks, block, blocks_wanted, (block + slot) / total,
+            SlotRequest(slot, slots_wanted, config.state_slots),
+        )  # fmt: skip
+        found.append((*choose_cache_size(cache_size, model, attention, sampler, size, limits, one), one))
+    num_blocks = min(cache_size.num_blocks for cache_size, _, _ in found)
+    num_slots = min((cache_size.num_slots for cache_size, _, _ in found if cache_size.num_slots), default=0)
+    _, step_bytes, memory = min(found, key=lambda one: one[0])
     try:
-        runner = ModelRunner(model, attention, num_blocks, size)
+        runner = ModelRunner(model, attention, num_blocks, size, num_slots, state_dtype)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -115,13 +172,32 @@ def make_runner(
         runner.capture_graphs(sampler, limits, lambda: memory.free() >= step_bytes + GRAPH_BYTES)
         return runner
     # After the except block, since its traceback held the part of the cache that was made.
+    cache_bytes = num_blocks * sum(block_bytes.values()) + num_slots * sum(slot_bytes.values())
     raise ConfigError(
-        f"A KV cache of {format_bytes(num_blocks * block_bytes)} could not be made on {memory.name}, where "
+        f"A KV cache of {format_bytes(cache_bytes)} could not be made on {memory.name}, where "
         f"{format_bytes(memory.free())} are free; give it less (--kv-cache-memory)."
     )
 
 
-def choose_num_blocks(
+def state_dtype_of(config: EngineConfig) -> torch.dtype | None:
+    """The type in which states are kept; None for the model's own."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return names.get(config.state_dtype)
+
+
+def bytes_per_device(
+    model: Model, attention: AttentionBackend, block_size: int, state_dtype: torch.dtype | None
+) -> tuple[dict[torch.device, int], dict[torch.device, int]]:
+    """Bytes of a block, and of a slot of states, on each device that has any."""
+    blocks, slots = dict.fromkeys(model.layer_devices, 0), dict.fromkeys(model.state_devices, 0)
+    for layer, device in zip(model.layers, model.layer_devices, strict=True):
+        blocks[device] += block_size * layer.bytes_per_token(attention.kv_dtype or model.dtype)
+    for state, device in zip(stored_states(model, state_dtype), model.state_devices, strict=True):
+        slots[device] += state.num_bytes
+    return blocks, slots
+
+
+def choose_cache_size(
     cache_size: CacheSizeRequest,
     model: Model,
     attention: AttentionBackend,
@@ -129,8 +205,8 @@ def choose_num_blocks(
     block_size: int,
     limits: StepLimits,
     memory: DeviceMemory,
-) -> tuple[int, int]:
-    """Number of blocks of the cache, and bytes that steps take beside it; call it after loading the weights.
+) -> tuple[CacheSize, int]:
+    """Size of the cache, and bytes that steps take beside it; call it after loading the weights.
 
     Raises ConfigError as `make_runner` does.
     """
@@ -143,6 +219,7 @@ def choose_num_blocks(
     available, step_bytes = free, 0
     if memory.measure_peak is not None:
         cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
+        cache_tokens = min(cache_tokens, cache_size.blocks_wanted * block_size)
         peak, kept = MemoryProfiler(model, attention, sampler, block_size, limits, cache_tokens).measure(memory)
         step_bytes = peak + RESERVED_BYTES
         room = memory.free() - step_bytes  # kernels loaded meanwhile have taken memory
@@ -153,20 +230,19 @@ def choose_num_blocks(
             f"{limits} takes {format_bytes(step_bytes + kept)} of the {format_bytes(free)} that are free "
             f"on {memory.name}"
         )
-        if available < cache_size.block_bytes:
+        if available < cache_size.block_bytes + cache_size.slots.slot_bytes:
             raise ConfigError(f"{takes} after the weights, which leaves no room for a KV cache; {_MAKES_STEPS_SMALLER}")
         if asked > available and not cache_size.is_share:
             raise ConfigError(
                 f"A KV cache of {format_bytes(asked)} was asked for. {takes}, so {format_bytes(max(available, 0))} are "
                 "left for the cache; a smaller --max-batch-tokens leaves more."
             )
-    if cache_size.num_blocks is not None:
-        return cache_size.num_blocks, step_bytes
-    fitting = min(asked, available) // cache_size.block_bytes
-    if fitting < 1:
-        block = format_bytes(cache_size.block_bytes)
-        raise ConfigError(f"--kv-cache-memory {cache_size.memory} does not hold one block of {block}.")
-    return min(fitting, cache_size.blocks_wanted), step_bytes
+    found, slots = cache_size.divide(min(asked, available)), cache_size.slots
+    if found.num_blocks < 1 or (slots.slot_bytes and found.num_slots < 1):
+        parts = [f"one block of {format_bytes(cache_size.block_bytes)}"] if cache_size.block_bytes else []
+        parts += [f"the states of one sequence, {format_bytes(slots.slot_bytes)}"] if slots.slot_bytes else []
+        raise ConfigError(f"--kv-cache-memory {cache_size.memory} does not hold {' and '.join(parts)}.")
+    return found, step_bytes
 
 
 class MemoryProfiler:
@@ -193,9 +269,11 @@ class MemoryProfiler:
         self._cache_tokens = cache_tokens
         self._longest = max(min(model.max_model_len, cache_tokens), 1)
         self._ids = [0] * self._longest
-        self._runner = ModelRunner(model, attention, 1, block_size)
+        self._runner = ModelRunner(model, attention, 1, block_size, num_slots=1)
         for layer in (*self._runner.kv_cache.keys, *self._runner.kv_cache.values):
             layer.zero_()  # NaN would take another path through the sampler
+        if self._runner.state_pool is not None:
+            self._runner.state_pool.zero([0])
 
     def measure(self, memory: DeviceMemory) -> tuple[int, int]:
         """Most bytes that a step takes, and the bytes that CUDA graphs keep beside that.
@@ -222,7 +300,9 @@ class MemoryProfiler:
     def _measure_graphs(self, measure_peak: Callable[[Callable[[], object]], int]) -> int:
         """What the graphs keep: the largest one of each kind, which the others use again, and something for each."""
         runner, limits = self._runner, self._limits
-        parts = step_parts(self._model, runner.attention, runner.kv_cache, self._sampler, limits.graphs)
+        parts = step_parts(
+            self._model, runner.attention, runner.kv_cache, self._sampler, limits.graphs, runner.state_pool
+        )
         if parts is None:
             return 0
         sizes, num_blocks = GraphSizes.of(limits), -(-self._cache_tokens // runner.kv_cache.block_size)
@@ -262,12 +342,16 @@ class MemoryProfiler:
             if request.counts is not None:
                 request.counts.add(0)
             request.blocks = [0] * -(-stop // self._runner.kv_cache.block_size)
-            chunks.append(ScheduledChunk(request, start, stop, True, request.blocks))
+            state = None if self._runner.state_pool is None else ChunkState(0, [])
+            chunks.append(ScheduledChunk(request, start, stop, True, request.blocks, state=state))
         return SchedulerOutput(chunks)
 
     def _forward(self, scheduled: SchedulerOutput) -> tuple[RaggedBatch, Logits]:
-        batch = RaggedBatch.build(scheduled, self._runner.kv_cache.block_size, self._model.device)
-        return batch, self._runner.forward(batch)
+        runner = self._runner
+        batch = RaggedBatch.build(
+            scheduled, runner.kv_cache.block_size, self._model.device, state_pool=runner.state_pool
+        )
+        return batch, runner.forward(batch)
 
     def _compute(self, scheduled: SchedulerOutput) -> None:
         """A step as the engine computes it, with a constraint and all of `_ALL_FEATURES` for each request."""

@@ -134,6 +134,7 @@ class EngineCore:
                 self._block_tables,
                 known_on_device,
                 partial(sampling_params, scheduled),
+                runner.state_pool,
             )
         with span("forward"):
             logits = runner.forward(batch) if on_step is None else self._observe(on_step, scheduled, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import linear
@@ -15,6 +16,7 @@ from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.device import is_nvidia
 from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.state_pool import StatePool, StateShape
 from cbatch.engine.runtime.transfer import use_device
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.limits import StepLimits
@@ -23,23 +25,47 @@ _log = logging.getLogger("cbatch")
 
 
 def step_parts(
-    model: Model, attention: AttentionBackend, kv_cache: KVCache, sampler: Sampler, wanted: bool
+    model: Model,
+    attention: AttentionBackend,
+    kv_cache: KVCache,
+    sampler: Sampler,
+    wanted: bool,
+    state_pool: StatePool | None = None,
 ) -> StepParts | None:
     """What takes part in a step, if steps are to be captured as CUDA graphs and can be."""
     if not wanted or not is_nvidia(model.device) or model.capturable is None or attention.capturable is None:
         return None
-    return StepParts(model.capturable, attention.capturable, kv_cache, sampler)
+    return StepParts(model.capturable, attention.capturable, kv_cache, sampler, state_pool)
+
+
+def stored_states(model: Model, dtype: torch.dtype | None) -> list[StateShape]:
+    """The states of a model as they are kept: in `dtype` if that is smaller than the model's own; None: in its own."""
+    if dtype is None:
+        return model.states
+    return [replace(state, dtype=dtype) if dtype.itemsize < state.dtype.itemsize else state for state in model.states]
 
 
 class ModelRunner:
     """Owns a model, its KV cache and its CUDA graphs until it is closed. Knows nothing of requests."""
 
-    def __init__(self, model: Model, attention: AttentionBackend, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int = 0,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        """num_slots, state_dtype: of recurrent states, if the model has any (see `stored_states`)"""
         self.attention = attention
         self.num_blocks = num_blocks
         self.kv_dtype = attention.kv_dtype or model.dtype
         shapes = [attention.block_shapes(layer, block_size, self.kv_dtype) for layer in model.layers]
         kv_cache = KVCache(shapes, num_blocks, block_size, self.kv_dtype, model.layer_devices)
+        self.state_pool: StatePool | None = None
+        if model.states:
+            self.state_pool = StatePool(stored_states(model, state_dtype), num_slots, model.state_devices)
         self._open: tuple[Model, KVCache] | None = model, kv_cache
         self._graphs: StepGraphs | None = None
 
@@ -51,7 +77,7 @@ class ModelRunner:
         has_room: whether there is memory for another graph
         """
         model, kv_cache = self.check_open()
-        if parts := step_parts(model, self.attention, kv_cache, sampler, limits.graphs):
+        if parts := step_parts(model, self.attention, kv_cache, sampler, limits.graphs, self.state_pool):
             with use_device(model.device):
                 self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
             if self.graph_problem:
@@ -94,11 +120,16 @@ class ModelRunner:
         return self._open
 
     def forward(self, batch: RaggedBatch) -> Logits:
-        """Logits [R, vocabulary] of the batch's `rows`; stores the keys and values of its tokens in the cache."""
+        """Logits [R, vocabulary] of the batch's `rows`.
+
+        Stores the keys and values of its tokens in the cache, and the recurrent states after them in their slots.
+        """
+        if batch.states is not None:
+            batch.states.prepare()
         if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
             return logits
         return self.model.forward(batch, self.kv_cache, self.attention)
 
     def close(self) -> None:
         """Drops the model, the cache and the graphs; to use one of them afterwards raises EngineError."""
-        self._graphs = self._open = None
+        self._graphs = self._open = self.state_pool = None

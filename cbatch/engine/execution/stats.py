@@ -22,6 +22,7 @@ class EngineStats:
     num_cached_tokens:        those of them that were in the KV cache already
     held_back:                steps that left requests waiting, by what was short: `slots`, `cache`, `budget` (tokens
                               of a step) or `target` (the time of a step)
+    num_snapshots:            recurrent states that requests with the same beginning can go on from
     fallback:                 sentences that say what was stepped down from on a GPU, and why
 
     Of the engine's thread:
@@ -46,6 +47,7 @@ class EngineStats:
     num_shrinks: int = 0
     last_error: str = ""
     idle_s: float = 0.0
+    num_snapshots: int = 0
 
 
 def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = ()) -> EngineStats:
@@ -56,7 +58,7 @@ def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = (
     ended: the last figures of engines that are gone: they have no requests and no blocks any more
     """
     alive = list(engines)
-    every = [*(replace(one, num_running=0, num_waiting=0, used_blocks=0) for one in ended), *alive]
+    every = [*(replace(one, num_running=0, num_waiting=0, used_blocks=0, num_snapshots=0) for one in ended), *alive]
     held_back: Counter[str] = Counter()
     for one in every:
         held_back.update(one.held_back)
@@ -71,6 +73,7 @@ def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = (
         num_cached_tokens=sum(one.num_cached_tokens for one in every),
         held_back=dict(held_back),
         fallback=" ".join(dict.fromkeys(one.fallback for one in every if one.fallback)),
+        num_snapshots=sum(one.num_snapshots for one in every),
         num_tokens=sum(one.num_tokens for one in every),
         num_retries=sum(one.num_retries for one in every),
         num_shrinks=sum(one.num_shrinks for one in every),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
+from cbatch.engine.kernels.layer_ops import Recurrence
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.state_pool import StateShape
 
 ALL_EXPERTS_READ = "All experts are assumed to be read in every step, as they are if many requests run at once."
 
@@ -35,11 +38,16 @@ class DeviceInputs(NamedTuple):
     """A step's inputs on the device (see `RaggedBatch`), [T] integers each.
 
     A token with a negative slot is not stored in the cache.
+
+    recurrence: where the step's chunks have the states of recurrent layers; None for a model without such layers
+    states:     each of these states [slots, *shape]
     """
 
     input_ids: Tensor
     position_ids: Tensor
     slot_mapping: Tensor
+    recurrence: Recurrence | None = None
+    states: Sequence[Tensor] = ()
 
 
 class HiddenStates(NamedTuple):
@@ -95,6 +103,9 @@ class Model(Protocol):
     layer_devices:   where each of them computes, and has its keys and values
     device:          where a step's tokens go in, and its logits come out
     max_model_len:   longest sequence, prompt and output, in tokens
+    states:          what its recurrent layers keep for each sequence
+    state_devices:   where each of the states is
+    chunk_multiple:  tokens that its recurrent layers take together, counted from the beginning of a sequence
     short_context:   sequences that may become longer than this are encoded in another way: `max_model_len` is added to
                      their position ids. None if all are encoded alike
     has_own_threads: whether it computes on threads that are not torch's
@@ -112,6 +123,15 @@ class Model(Protocol):
     windows: list[int | None]
     layer_devices: list[torch.device]
     has_own_threads: bool
+
+    @property
+    def states(self) -> list[StateShape]: ...
+
+    @property
+    def state_devices(self) -> list[torch.device]: ...
+
+    @property
+    def chunk_multiple(self) -> int: ...
 
     @property
     def num_parameters(self) -> int: ...

@@ -20,7 +20,8 @@ from cbatch.engine.kernels.cpu import program as kernels
 from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
-from cbatch.engine.kernels.cpu.tensors import block_shapes, fits, paged_caches_of
+from cbatch.engine.kernels.cpu.recurrent.states import Recurrence, new_recurrence, state_layout
+from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.packed_file import PackedFile
@@ -31,6 +32,7 @@ from cbatch.engine.models.programs.program import Attend
 from cbatch.engine.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import empty, num_threads
 from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.state_pool import StatePool, StepStates
 
 _KEPT_LOGIT_ROWS = 256
 """Rows of logits whose memory is kept from step to step."""
@@ -41,6 +43,7 @@ class CpuModel:
 
     has_own_threads = True
     capturable = None
+    chunk_multiple = 1  # recurrent layers go from token to token
 
     def __init__(
         self,
@@ -69,6 +72,8 @@ class CpuModel:
         self.layers = list(program.caches)
         self.windows: list[int | None] = list(program.windows)
         self.layer_devices = [self.device] * len(self.layers)
+        self.states = list(program.states)
+        self.state_devices = [self.device] * len(self.states)
         if not fits(self.layers, LANES, dtype):
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize and dtype != torch.bfloat16:
@@ -92,6 +97,7 @@ class CpuModel:
         )
         self._routing: kernels.RoutingMemory | None = None
         self._paged_caches: WeakKeyDictionary[KVCache, PagedCaches] = WeakKeyDictionary()
+        self._state_memories: WeakKeyDictionary[StatePool, tuple[NDArray[Any], NDArray[np.int64]]] = WeakKeyDictionary()
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
         self._num_positions = 0
@@ -115,7 +121,8 @@ class CpuModel:
     def _warm_up(self) -> None:
         """Compiles the kernels, or loads them from their cache on disk."""
         one = np.zeros(1, np.int64)
-        batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device)
+        states = StepStates(StatePool(self.states, 1, self.device), one, one, one - 1) if self.states else None
+        batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device, states=states)
         shapes = [block_shapes(layer, LANES, self.dtype) for layer in self.layers]
         kv_cache = KVCache(shapes, 1, LANES, self.dtype, self.device)
         self._thread_pool.compile(kernels.run_step, *self._arguments(batch, kv_cache, self._outputs_for(1)[0]))
@@ -135,7 +142,21 @@ class CpuModel:
         inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
         plan = plan_attention(batch, *self._largest_heads)
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
-        return self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, outputs
+        return (
+            self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing,
+            self._recurrence_of(batch), outputs,
+        )  # fmt: skip
+
+    def _recurrence_of(self, batch: RaggedBatch) -> Recurrence | None:
+        """Where the kernels find the states of a step. Raises ValueError if they do not lie in one tensor."""
+        if batch.states is None:
+            return None
+        pool = batch.states.pool
+        if pool not in self._state_memories:
+            if pool.flat is None:
+                raise ValueError("The states must lie in one tensor.")
+            self._state_memories[pool] = as_array(pool.flat), state_layout(pool)
+        return new_recurrence(batch, *self._state_memories[pool])
 
     def _buffers_for(self, length: int) -> kernels.Buffers:
         """Memory for a step of so many tokens, which is kept."""

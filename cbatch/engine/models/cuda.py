@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.kernels.layer_ops import Addend, LayerOps
+from cbatch.engine.kernels.layer_ops import Addend, LayerOps, Recurrence
 from cbatch.engine.models.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.engine.models.device_program import DeviceProgram
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program, resolved, text_config
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.transfer import to_device
 
 
 class CudaModel:
@@ -30,6 +32,7 @@ class CudaModel:
     """
 
     has_own_threads = False
+    chunk_multiple = 64  # of the kernels for prompts of recurrent layers
 
     def __init__(
         self,
@@ -59,6 +62,8 @@ class CudaModel:
         self.layers = list(program.caches)
         self.windows: list[int | None] = list(program.windows)
         self.layer_devices = [self.device] * len(self.layers)
+        self.states = list(program.states)
+        self.state_devices = [self.device] * len(self.states)
         self.ops = ops or _triton_ops(self.layers, dtype, device)
         tensors = resolved(program, tensors)
         self.num_parameters = check_weights(program, tensors)
@@ -87,6 +92,8 @@ class CudaModel:
         """Logits [R, vocabulary] float32 of the wanted rows."""
         metadata = attention.prepare(batch, kv_cache.block_size)
         inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
+        if batch.states is not None:
+            inputs = inputs._replace(recurrence=_recurrence_of(batch), states=batch.states.pool.tensors)
         return Logits(self.run_head(self.run_layers(inputs, metadata, kv_cache, attention), batch.logit_rows))
 
     def new_hidden_states(self, tokens: int) -> HiddenStates:
@@ -129,6 +136,17 @@ class CudaModel:
         if head.bias is not None or head.softcap:
             self.ops.finish_logits(logits, head.bias, head.softcap)
         return logits
+
+
+def _recurrence_of(batch: RaggedBatch) -> Recurrence:
+    """Where the chunks of a step have their states, on the device."""
+    states, counts = batch.states, batch.counts
+    assert states is not None
+    arrays = [np.append(0, counts.cumsum()), states.slots, states.snapshot_counts, states.snapshot_slots]
+    starts, slots, snapshot_counts, snapshot_slots = to_device(
+        [array.astype(np.int32) for array in arrays], batch.device
+    )
+    return Recurrence(starts, slots, snapshot_counts, snapshot_slots, int(counts.max()))
 
 
 def _triton_ops(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> LayerOps:

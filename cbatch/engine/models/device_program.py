@@ -19,14 +19,18 @@ from cbatch.engine.attention.base import AttendOptions, AttentionBackend
 from cbatch.engine.kernels.layer_ops import (
     ActivationSettings,
     Addend,
+    Convolution,
+    DeltaHeads,
     Embedding,
     ExpertWeights,
     Heads,
     LayerOps,
     NormWeights,
     Positions,
+    Recurrence,
     Router,
     Routing,
+    ScanHeads,
 )
 from cbatch.engine.models.base import DeviceInputs, HiddenStates
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
@@ -37,6 +41,8 @@ from cbatch.engine.models.programs.program import (
     Embed,
     Experts,
     Gate,
+    GatedDelta,
+    GatedNorm,
     Gather,
     Head,
     Linear,
@@ -48,6 +54,8 @@ from cbatch.engine.models.programs.program import (
     Program,
     Route,
     Scale,
+    SelectiveScan,
+    ShortConvolution,
     Weight,
 )
 from cbatch.engine.runtime.kv_cache import KVCache
@@ -88,6 +96,12 @@ class Step:
     positions: list[Positions]
     buffers: dict[Buffer, Tensor] = field(default_factory=dict)
     routing: Routing | None = None
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Where the chunks have their states, of a model that has recurrent layers."""
+        assert self.inputs.recurrence is not None
+        return self.inputs.recurrence
 
     def __getitem__(self, buffer: Buffer) -> Tensor:
         """The memory of a buffer, which every layer uses again."""
@@ -229,6 +243,14 @@ class DeviceProgram:
                 self._route(operation)
             case Experts():
                 self._experts(operation)
+            case ShortConvolution():
+                self._convolve(operation)
+            case GatedDelta():
+                self._gated_delta(operation)
+            case SelectiveScan():
+                self._selective_scan(operation)
+            case GatedNorm():
+                self._gated_norm(operation)
             case Head():
                 self._head(operation)
 
@@ -467,6 +489,60 @@ class DeviceProgram:
 
         self.calls.append(run)
 
+    def _convolve(self, one: ShortConvolution) -> None:
+        loader, source, channels = self._loader, self._read(one.source), one.channels
+        target = self._written(one.target, channels)
+        weight = loader.vector(one.weight).view(channels, one.kernel)
+        convolution = Convolution(weight, None if one.bias is None else loader.vector(one.bias), one.activation)
+
+        def run(step: Step) -> None:
+            rows, recurrence, state = step[source], step.recurrence, step.inputs.states[one.state]
+            part, *gates = (
+                None if start is None else rows[:, start : start + channels]
+                for start in (one.start, one.input_gate, one.output_gate)
+            )
+            assert part is not None
+            step.ops.convolve(part, convolution, state, recurrence, step[target], *gates)
+
+        self.calls.append(run)
+
+    def _gated_delta(self, one: GatedDelta) -> None:
+        loader, source, controls = self._loader, self._read(one.source), self._read(one.controls)
+        target = self._written(one.target, one.value_heads * one.value_dim)
+        decay, decay_bias = loader.decay(one.decay_log), loader.vector(one.decay_bias)
+        heads = DeltaHeads(one.key_heads, one.value_heads, one.key_dim, one.value_dim, decay, decay_bias)
+
+        def run(step: Step) -> None:
+            state = step.inputs.states[one.state]
+            step.ops.gated_delta(step[source], step[controls], heads, state, step.recurrence, step[target])
+
+        self.calls.append(run)
+
+    def _selective_scan(self, one: SelectiveScan) -> None:
+        loader, source, steps = self._loader, self._read(one.source), self._read(one.steps)
+        target = self._written(one.target, one.heads * one.head_dim)
+        heads = ScanHeads(
+            one.heads, one.head_dim, one.groups, one.state_size, loader.decay(one.decay_log),
+            loader.vector(one.step_bias), loader.vector(one.skip), one.step_min, one.step_max,
+        )  # fmt: skip
+
+        def run(step: Step) -> None:
+            columns = step[steps][:, one.step_start : one.step_start + one.heads]
+            state = step.inputs.states[one.state]
+            step.ops.selective_scan(step[source], columns, heads, state, step.recurrence, step[target])
+
+        self.calls.append(run)
+
+    def _gated_norm(self, one: GatedNorm) -> None:
+        source, gate, norm = self._read(one.source), self._read(one.gate), self._loader.norm(one.norm)
+        target = self._written(one.target, source.width)
+
+        def run(step: Step) -> None:
+            factors = step[gate][:, one.gate_start : one.gate_start + source.width]
+            step.ops.gated_norm(step[source], factors, norm, one.groups, step[target], gate_first=one.gate_first)
+
+        self.calls.append(run)
+
     def _head(self, one: Head) -> None:
         loader, added = self._loader, None
         if [(each.buffer, each.norm) for each in self._pending] == [(None, None)]:
@@ -569,6 +645,10 @@ class _Loader:
             part.copy_(weight.read(self._tensor(weight.name)).flatten())
         self.loaded.append(out)
         return out if factor == 1 else out.mul_(factor)
+
+    def decay(self, log: Weight) -> Tensor:
+        """-exp of a weight, in float32."""
+        return self.vector(log).exp_().neg_()
 
     def activation(self, activation: Activation) -> ActivationSettings:
         params = [

@@ -26,6 +26,8 @@ from cbatch.engine.models.programs.program import (
     Embed,
     Experts,
     Gate,
+    GatedDelta,
+    GatedNorm,
     Gather,
     Head,
     Linear,
@@ -37,6 +39,8 @@ from cbatch.engine.models.programs.program import (
     Program,
     Route,
     Scale,
+    SelectiveScan,
+    ShortConvolution,
     Weight,
 )
 from cbatch.engine.runtime.cpu import empty
@@ -49,7 +53,7 @@ PACKING = {"version": 2, "lanes": LANES, "columns": COLUMNS}
 _PLACES = (
     "matrix", "scale", "bias", "params", "norm_weight", "norm_bias", "table", "positions", "rotary", "sinks", "index",
     "query_norm_weight", "query_norm_bias", "key_norm_weight", "key_norm_bias", "value_norm_weight", "value_norm_bias",
-    "choice_bias", "expert_scales",
+    "choice_bias", "expert_scales", "input_gate", "output_gate",
 )  # fmt: skip
 """Fields of an instruction that are -1 if they are not used."""
 
@@ -86,6 +90,9 @@ class CpuProgram:
         self._places: dict[tuple[str, int], int] = {}
         self._columns: dict[str, int] = {RESIDUAL: program.hidden_size}
         """How many columns of each buffer are in use, without padding."""
+        self._multiplied = {
+            operation.source for operation in program.operations if isinstance(operation, Linear | Route | Experts)
+        }
         self._packed_embedding: tuple[int, int] | None = None
         self._float(RESIDUAL, pad_columns(program.hidden_size))
         embed, head = program.embed, program.head
@@ -166,6 +173,14 @@ class CpuProgram:
                 self._write_route(operation)
             case Experts():
                 self._write_experts(operation)
+            case ShortConvolution():
+                self._write_convolution(operation)
+            case GatedDelta():
+                self._write_gated_delta(operation)
+            case SelectiveScan():
+                self._write_scan(operation)
+            case GatedNorm():
+                self._write_gated_norm(operation)
             case Head():
                 self._write_head(operation)
 
@@ -374,6 +389,90 @@ class CpuProgram:
             bias = self._biases(matrix, is_gated=is_gated)
             if number == 0:
                 instruction["matrix"], instruction["scale"], instruction["bias"] = start, scale, bias
+
+    def _write_convolution(self, operation: ShortConvolution) -> None:
+        channels, kernel, weight = operation.channels, operation.kernel, operation.weight
+        instruction = self._new(instructions.CONVOLVE)
+        instruction["source"], instruction["source_width"] = self._buffers[operation.source]
+        instruction["columns"], instruction["kernel"] = channels, kernel
+        instruction["start"], instruction["state"] = operation.start, operation.state
+        instruction["function"] = operation.activation == "silu"
+        for name in ("input_gate", "output_gate"):
+            if (start := getattr(operation, name)) is not None:
+                instruction[name] = start
+        instruction["params"] = self._add_vector(
+            kernel * channels,
+            lambda tensors: weight.read(tensors[weight.name]).float().view(channels, kernel).T.flatten(),
+        )
+        if operation.bias is not None:
+            instruction["bias"] = self._vector(operation.bias)
+        self._columns[operation.target] = channels
+        width = pad_columns(channels)
+        if operation.target in self._multiplied:
+            instruction["is_element"] = 1
+            instruction["other"], instruction["other_width"] = self._float(f"sums of {operation.target}", width)
+            place = self._product_source(operation.target, channels)
+            instruction["target"], instruction["target_width"] = place
+        else:
+            instruction["other"], instruction["other_width"] = self._float(operation.target, width)
+
+    def _write_gated_delta(self, operation: GatedDelta) -> None:
+        instruction = self._new(instructions.GATED_DELTA)
+        self._write_recurrence(
+            instruction, operation, operation.controls, operation.value_heads, operation.key_dim, operation.value_dim
+        )
+        instruction["key_heads"] = operation.key_heads
+        instruction["bias"] = self._vector(operation.decay_bias)
+
+    def _write_scan(self, operation: SelectiveScan) -> None:
+        instruction = self._new(instructions.SELECTIVE_SCAN)
+        self._write_recurrence(
+            instruction, operation, operation.steps, operation.heads, operation.state_size, operation.head_dim
+        )
+        instruction["groups"], instruction["start"] = operation.groups, operation.step_start
+        instruction["step_min"], instruction["step_max"] = operation.step_min, operation.step_max
+        instruction["bias"], instruction["scale"] = self._vector(operation.step_bias), self._vector(operation.skip)
+
+    def _write_recurrence(
+        self,
+        instruction: Any,
+        operation: GatedDelta | SelectiveScan,
+        controls: str,
+        heads: int,
+        keys: int,
+        columns: int,
+    ) -> None:
+        """keys, columns: of the state of a head"""
+        if columns % LANES:
+            raise UnsupportedConfig(f"the kernels do not support heads of {columns} in recurrent layers")
+        instruction["source"], instruction["source_width"] = self._buffers[operation.source]
+        instruction["other"], instruction["other_width"] = self._buffers[controls]
+        instruction["heads"], instruction["key_dim"], instruction["value_dim"] = heads, keys, columns
+        instruction["state"], log = operation.state, operation.decay_log
+        instruction["params"] = self._add_vector(
+            heads, lambda tensors: -log.read(tensors[log.name]).float().flatten().exp()
+        )
+        self._columns[operation.target] = heads * columns
+        place = self._float(operation.target, pad_columns(heads * columns))
+        instruction["target"], instruction["target_width"] = place
+
+    def _write_gated_norm(self, operation: GatedNorm) -> None:
+        instruction = self._new(instructions.GATED_NORM)
+        width = self._columns[operation.source]
+        instruction["source"], instruction["source_width"] = self._buffers[operation.source]
+        instruction["other"], instruction["other_width"] = self._buffers[operation.gate]
+        instruction["start"], instruction["columns"] = operation.gate_start, width
+        instruction["groups"], instruction["gate_first"] = operation.groups, operation.gate_first
+        self._columns[operation.target] = width
+        place = self._product_source(operation.target, width)
+        instruction["target"], instruction["target_width"] = place
+        self._write_norm(instruction, "", operation.norm)
+
+    def _product_source(self, name: str, width: int) -> tuple[int, int]:
+        """A buffer of what goes into products, without padding."""
+        if width % LANES:
+            raise UnsupportedConfig(f"the kernels do not support {width} channels in recurrent layers")
+        return self._element(name, width)
 
     def _float(self, name: str, width: int) -> tuple[int, int]:
         """Where a buffer of float32 begins that is written next, and its width."""

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.runtime.state_pool import StepStates
+from cbatch.engine.runtime.state_pool import StatePool, StepStates
 from cbatch.engine.runtime.transfer import to_device
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -208,14 +208,16 @@ class RaggedBatch:
         tables: BlockTables | None = None,
         in_flight_tokens: InFlightTokens | None = None,
         sampling_params: Callable[[], NDArray[np.int32] | None] | None = None,
+        state_pool: StatePool | None = None,
     ) -> RaggedBatch:
         """The batch of a scheduled step.
 
         tables:           kept from step to step, so that they need not be rebuilt
         in_flight_tokens: tokens that the host does not know yet; on a CPU they are put into `ids` at once
         sampling_params:  see `RaggedBatch`
+        state_pool:       of a model with recurrent layers
         """
-        requests, starts, stops, are_last, blocks, _ = zip(*scheduled.chunks, strict=True)
+        requests, starts, stops, are_last, blocks, _, states = zip(*scheduled.chunks, strict=True)
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
@@ -243,7 +245,11 @@ class RaggedBatch:
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None
-        return cls(ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens, sampling_params)
+        step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
+        return cls(
+            ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens, sampling_params,
+            step_states,
+        )  # fmt: skip
 
 
 def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], list[int]]:

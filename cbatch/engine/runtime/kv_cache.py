@@ -63,6 +63,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | Sequence[torch.device],
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.flat: tuple[Tensor, Tensor] | None = None
         devices = [device] * len(shapes) if isinstance(device, torch.device) else device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 ROOT, UNKNOWN = 0, -1
 """Content numbers: of what comes before a first block, and of a block that is not cached."""
@@ -30,6 +30,10 @@ class BlockPool:
         self._keys: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
         self._contents = [UNKNOWN] * num_blocks
         self._last_content = ROOT
+        self.cached_contents: dict[int, int] = {}
+        """The blocks that can be found, by their content numbers."""
+        self.on_evict: Callable[[int], None] | None = None
+        """Called with the content number of each block that leaves the prefix cache."""
 
     @property
     def num_free(self) -> int:
@@ -50,6 +54,10 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         """Number of requests that hold a block."""
         return self._references[block]
+
+    def contents(self, blocks: Sequence[int]) -> list[int]:
+        """The content number of each block, which stands for its tokens and all before them; UNKNOWN if not cached."""
+        return [self._contents[block] for block in blocks]
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks. The caller has made sure that they are free."""
@@ -108,22 +116,27 @@ class BlockPool:
                 self._last_content += 1
                 self._known[key], self._keys[block] = block, key
                 self._contents[block] = self._last_content
+                self.cached_contents[self._last_content] = block
             else:  # computed twice, side by side: what follows is the same
                 self._contents[block] = self._contents[same]
 
     def evict(self, blocks: Sequence[int]) -> None:
         """Removes blocks from the prefix cache."""
         for block in blocks:
-            self._contents[block] = UNKNOWN
             if (key := self._keys[block]) is not None:
                 del self._known[key]
                 self._keys[block] = None
+                del self.cached_contents[self._contents[block]]
+                if self.on_evict is not None:
+                    self.on_evict(self._contents[block])
+            self._contents[block] = UNKNOWN
 
     def check_integrity(self) -> None:
         """Raises AssertionError if references, free blocks and contents do not fit; tests call it after every step."""
         assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
         assert all(self._keys[block] == key for key, block in self._known.items())
         assert sum(key is not None for key in self._keys) == len(self._known), "a key leads to another block"
+        assert self.cached_contents == {self._contents[block]: block for block in self._known.values()}
 
 
 def _root(kind: int) -> int:

@@ -91,6 +91,8 @@ class EngineLimits:
     block_size:         tokens in one block of the KV cache
     num_blocks:         blocks of the KV cache
     kv_bytes_per_token: bytes of keys and values of one token, over all layers
+    state_slots:        slots for recurrent states, of running requests and snapshots; 0 for a model without such states
+    state_bytes:        bytes of one slot
     """
 
     max_seqs: int
@@ -99,6 +101,8 @@ class EngineLimits:
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int
+    state_slots: int = 0
+    state_bytes: int = 0
 
     @property
     def cache_tokens(self) -> int:

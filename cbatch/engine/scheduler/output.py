@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from cbatch.engine.base.outputs import Sample, TokenLogprobs
 from cbatch.engine.scheduler.request import Request
+from cbatch.engine.scheduler.state_slots import ChunkState
 
 
 class ScheduledChunk(NamedTuple):
@@ -16,6 +17,7 @@ class ScheduledChunk(NamedTuple):
     is_last:  whether the request's last token is among them, so that its next one is sampled
     blocks:   the request's own list of blocks; if `request.blocks` is another list, it has lost them since
     to_score: positions whose logits give the log-probability of the prompt's next token, if those are asked for
+    state:    of a model with recurrent layers
     """
 
     request: Request
@@ -24,16 +26,17 @@ class ScheduledChunk(NamedTuple):
     is_last: bool
     blocks: list[int]
     to_score: range = range(0)
+    state: ChunkState | None = None
 
     @classmethod
-    def of(cls, request: Request, most: int) -> ScheduledChunk:
+    def of(cls, request: Request, most: int, state: ChunkState | None = None) -> ScheduledChunk:
         """The next tokens of a request, at most `most`."""
         start, wanted = request.num_computed, request.num_tokens
         stop = min(wanted, start + most)
         to_score = range(0)
         if request.scores_prompt:
             to_score = range(max(start, len(request.scored)), min(stop, request.num_prompt - 1))
-        return cls(request, start, stop, stop == wanted, request.blocks, to_score)
+        return cls(request, start, stop, stop == wanted, request.blocks, to_score, state)
 
     @property
     def num_tokens(self) -> int:

@@ -26,11 +26,13 @@ class PrefillBudget:
 
     limit:      most tokens of all prompts, or None. It applies to prompts that come after a decoding request.
     is_limited: whether a decoding request has been scheduled
+    multiple:   of which prompts get parts, if they do not get all; neither limit nor shares are below it
     """
 
-    def __init__(self, limit: int | None, running: Iterable[tuple[ScheduleKey, Request]]) -> None:
+    def __init__(self, limit: int | None, running: Iterable[tuple[ScheduleKey, Request]], multiple: int = 1) -> None:
         self.is_limited = False
-        self._left = limit
+        self._left = max(limit, multiple) if limit is not None and multiple > 1 else limit
+        self._multiple = multiple
         self._kept: dict[int, int] = {}
         self._oldest: dict[int, Request] = {}
         for (priority, pending, _), request in running:
@@ -51,8 +53,9 @@ class PrefillBudget:
             return budget
         kept = self._kept.get(request.priority)
         if kept is None:
-            wanted = oldest.num_pending
-            kept = self._kept[request.priority] = wanted if wanted <= budget else -(-budget // 2)
+            wanted, half = oldest.num_pending, -(-budget // 2)
+            kept = wanted if wanted <= budget else min(-(-half // self._multiple) * self._multiple, budget)
+            self._kept[request.priority] = kept
         return budget - kept
 
     def take(self, request: Request, count: int) -> None:

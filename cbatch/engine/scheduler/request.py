@@ -10,6 +10,7 @@ from typing import Protocol
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import FinishReason, Sample, TokenEvent, TokenLogprobs
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.scheduler.state_slots import Snapshot
 
 
 class StopStringDetokenizer(Protocol):
@@ -58,6 +59,23 @@ class TokenCounts:
         self.counts[place] += 1
 
 
+@dataclass(slots=True)
+class RequestState:
+    """The recurrent state of a running request.
+
+    source:    what its slot is to hold before the next chunk (see `ChunkState`)
+    planned:   numbers of tokens after which snapshots are still to be made, ascending
+    snapshots: from which it began, and which it made
+    latest:    the one of them that was made after the most generated tokens that are known
+    """
+
+    slot: int
+    source: int | None
+    planned: list[int]
+    snapshots: list[Snapshot]
+    latest: Snapshot | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """Prompt and generated tokens in one list, how many of them are in the KV cache, and the blocks that hold them.
@@ -81,6 +99,7 @@ class Request:
     num_peer_preemptions: how often requests of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
+    state:          its recurrent state while it runs, if the model has recurrent layers
     position_offset: what is added to its position ids: a model may encode long sequences in another way. Requests with
                      other offsets share no blocks
     """
@@ -109,6 +128,7 @@ class Request:
     has_ended: bool = False
     scored: list[TokenLogprobs] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    state: RequestState | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)

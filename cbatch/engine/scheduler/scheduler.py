@@ -36,17 +36,33 @@ from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.limits import SequenceLimits, StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.engine.scheduler.prefill_budget import PrefillBudget, ScheduleKey, schedule_key
+from cbatch.engine.scheduler.recurrent_states import NoStates, RecurrentStates
 from cbatch.engine.scheduler.request import Request
+from cbatch.engine.scheduler.state_slots import StateSlots
 
 
 class Scheduler:
     """Owns the waiting and running requests and their blocks. Nothing else changes a request."""
 
-    def __init__(self, pool: BlockPool, limits: StepLimits, max_model_len: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: StepLimits,
+        max_model_len: int,
+        *,
+        prefix_cache: bool = True,
+        state_slots: StateSlots | None = None,
+        chunk_multiple: int = 1,
+    ) -> None:
+        """state_slots, chunk_multiple: of a model with recurrent layers; see `recurrent_states`"""
         self.pool = pool
         self.max_batch_tokens = limits.max_batch_tokens
         # With more slots than budget, decoding requests could starve a prefill.
         self.max_seqs = min(limits.max_seqs, limits.max_batch_tokens)
+        self.states: NoStates | RecurrentStates = NoStates()
+        if state_slots is not None:
+            self.max_seqs = min(self.max_seqs, state_slots.num_slots)
+            self.states = RecurrentStates(state_slots, pool, chunk_multiple, snapshots=prefix_cache)
         self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
         self._admission = AdmissionPolicy(pool, self.sequence_limits)
@@ -90,15 +106,16 @@ class Scheduler:
         for request in [request for request in self.running if request.is_finishing]:
             self._stop_running(request)  # this step can use its slot and blocks
         self._admission.running_changed()
-        budget = self.max_batch_tokens
+        budget, states = self.max_batch_tokens, self.states
+        states.begin_step(self.running, budget - self.max_seqs)
         preempted: set[Request] = set()
         running = sorted([(schedule_key(request), request) for request in self.running])
-        prompts = PrefillBudget(self.prefill_limit, running)
+        prompts = PrefillBudget(self.prefill_limit, running, states.multiple)
         order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
         for (_, pending, _), request in order:
             if budget == 0:
                 break
-            allowed = prompts.allow(request, budget) if pending else budget
+            allowed = states.allowed(request, prompts.allow(request, budget)) if pending else budget
             if request in preempted or allowed == 0:
                 continue
             if request.is_running:
@@ -122,7 +139,8 @@ class Scheduler:
 
     def _schedule_chunk(self, request: Request, budget: int) -> ScheduledChunk:
         """The request's next tokens, as many as `budget` allows; they count as computed."""
-        chunk = ScheduledChunk.of(request, budget)
+        will_admit = bool(self.waiting) and len(self.running) < self.max_seqs
+        chunk = self.states.schedule_chunk(request, budget, spare=will_admit)
         request.num_computed = chunk.stop
         request.num_output_placeholders += chunk.is_last
         self._cache_full_blocks(request, chunk.start)
@@ -133,6 +151,7 @@ class Scheduler:
         stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
         if self.prefix_cache and start // size < stop // size:
             self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop, request.position_offset)
+            self.states.publish(request)
 
     def shrink(self, num_tokens: int) -> bool:
         """Halves the size of steps, from `num_tokens`, which did not fit in memory; False if that is 1."""
@@ -168,6 +187,7 @@ class Scheduler:
         events = []
         for chunk, sample in zip(scheduled.to_sample, result.samples, strict=True):
             if sample.error is not None and sample.error.code == "nan_logits":
+                self.states.evict(chunk)
                 self.pool.evict(chunk.blocks)  # their keys and values may be NaN, too
             if not chunk.request.has_ended:
                 events.append(self._accept(chunk.request, sample))
@@ -198,7 +218,10 @@ class Scheduler:
             request = chunk.request
             self.pool.evict(chunk.blocks[chunk.start // size : chunk.stop // size])
             request.num_output_placeholders -= chunk.is_last
-            if request.blocks is chunk.blocks:
+            self.states.rollback(chunk)
+            if request.blocks is chunk.blocks and chunk.state is not None:
+                self._stop_running(request)  # parts of the step may have changed its state
+            elif request.blocks is chunk.blocks:
                 request.num_computed = min(request.num_computed, chunk.start)
             elif request in self.finishing:
                 self.finishing.remove(request)
@@ -219,6 +242,7 @@ class Scheduler:
         assert not any(request.blocks or request in self.waiting for request in self.finishing)
         for request in self.running:
             assert request.num_computed <= len(request.blocks) * self.pool.block_size
+        self.states.check_integrity(self.running, [*self.waiting, *self.finishing])
 
     def _admit(self, request: Request) -> list[Request]:
         """Admits a waiting request with blocks for all its tokens, or leaves it waiting.
@@ -229,13 +253,18 @@ class Scheduler:
             return []
         # A prompt that is scored needs the logits of all its tokens.
         may_share = self.prefix_cache and not request.has_unscored_prompt
-        shared = self.pool.get_cached_blocks(request.token_ids, request.position_offset) if may_share else []
+        cached = self.pool.get_cached_blocks(request.token_ids, request.position_offset) if may_share else []
+        prefix = self.states.cached_prefix(request, cached, self.running if may_share else ())
+        if prefix is None:
+            return []
+        shared = prefix.blocks
         victims = self._admission.find_victims(request, shared, self.running, self.max_seqs)
-        if victims is None:
+        if victims is None or not (victims or self.states.has_room()):
             return []
         for victim in victims:
             self._preempt(victim)
         self.waiting.remove(request)
+        self.states.start(request, prefix, len(cached), self.waiting)
         self.running.append(request)
         self.pool.touch(shared)
         request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
@@ -278,3 +307,4 @@ class Scheduler:
         self.running.remove(request)
         self.pool.free(request.blocks)
         request.blocks = []
+        self.states.release(request)

@@ -79,9 +79,11 @@ def engine_with_graphs(
 ) -> SteppingEngine:
     """An engine that captures its steps at start, also on a CPU."""
 
-    def parts(model: Any, attention: Any, kv_cache: KVCache, sampler: Sampler, wanted: bool) -> StepParts:
+    def parts(
+        model: Any, attention: Any, kv_cache: KVCache, sampler: Sampler, wanted: bool, state_pool: Any
+    ) -> StepParts:
         assert wanted
-        return StepParts(model.capturable, attention, kv_cache, Sampler(DEVICE, kernel=True))
+        return StepParts(model.capturable, attention, kv_cache, Sampler(DEVICE, kernel=True), state_pool)
 
     monkeypatch.setattr(model_runner, "step_parts", parts)
     monkeypatch.setattr("cbatch.engine.execution.cuda_graphs.GraphCapturer", lambda device: capture)

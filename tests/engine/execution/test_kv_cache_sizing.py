@@ -24,7 +24,7 @@ from cbatch.engine.execution.kv_cache_sizing import (
     RESERVED_BYTES,
     CacheSizeRequest,
     MemoryProfiler,
-    choose_num_blocks,
+    choose_cache_size,
 )
 from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.models.hf.adapter import TransformersModel
@@ -104,7 +104,7 @@ def choose(
     model.forward = seen  # type: ignore[method-assign]
     cache_size = CacheSizeRequest(memory or "90%", num_blocks, MIB, 100_000)
     limits, sampler = limits or StepLimits(2, 64), Sampler(model.device)
-    return choose_num_blocks(cache_size, model, ReferenceAttention(), sampler, 4, limits, device.memory)[0]
+    return choose_cache_size(cache_size, model, ReferenceAttention(), sampler, 4, limits, device.memory)[0].num_blocks
 
 
 STEP = 64 * BYTES_PER_TOKEN + RESERVED_BYTES
@@ -323,7 +323,7 @@ def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
 def host(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
     model = checked_model(make_network("llama"))
     cache_size = CacheSizeRequest(memory or "25%", num_blocks, per_block, 50)
-    return choose_num_blocks(
+    return choose_cache_size(
         cache_size,
         model,
         ReferenceAttention(),
@@ -331,7 +331,7 @@ def host(memory: str | None = None, num_blocks: int | None = None, per_block: in
         4,
         StepLimits(2, 64),
         DeviceMemory("cpu", "25%", lambda: 10 * GIB),
-    )[0]
+    )[0].num_blocks
 
 
 def test_the_cache_takes_no_more_than_it_can_use() -> None:

@@ -183,8 +183,9 @@ def test_the_scarcest_device_sizes_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     )
     layers = [LayerShape(1, 8, 8)] * 3
     model: Any = SimpleNamespace(
-        layers=layers, layer_devices=[host, other, host], dtype=torch.float32, device=host, max_model_len=10_000
-    )
+        layers=layers, layer_devices=[host, other, host], dtype=torch.float32, device=host, max_model_len=10_000,
+        states=[], state_devices=[],
+    )  # fmt: skip
 
     def blocks(**config: Any) -> int:
         options: Any = {"block_size": 4} | config

@@ -60,8 +60,9 @@ def share_caches(patch: pytest.MonkeyPatch) -> None:
     def attend(self: AttentionCalls, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
         call, self.calls = self.calls, self.calls + 1
         keys, values = self.kv_cache.keys[call // 2], self.kv_cache.values[call // 2]
-        metadata = self._metadata(query.device)
+        metadata = self.metadata_on(query.device)
         self.backend.store_kv(keys, values, key, value, metadata)
+        del options["indices"]
         return self.backend.attend(query, keys, values, metadata, window=self.windows[call], **options)
 
     patch.setattr(AttentionCalls, "attend", attend)

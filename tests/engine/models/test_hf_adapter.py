@@ -19,14 +19,6 @@ from tests.support.tiny_models import COMMON, draw_weights, generate_alone, make
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "built-in attention": ("Bloom", {"n_layer": 2, "n_head": 4}, "would be silently wrong"),
-    "state space": ("Mamba", {"state_size": 4}, "would be silently wrong|not supported"),
-    "recurrent and attention": ("RecurrentGemma", {"head_dim": 16, "lru_width": 48}, "not supported"),
-    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
-    "linear attention": (
-        "Qwen3Next",
-        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2},
-        "layers of type linear_attention",
-    ),
     "an encoder": ("Bert", {"is_decoder": False}, "encoder|not supported"),
     "an encoder that is named a decoder": (
         "Electra",

@@ -13,10 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from cbatch.engine.scheduler.block_pool import BlockPool
 from cbatch.engine.scheduler.limits import StepLimits
-from cbatch.engine.scheduler.output import SchedulerOutput
+from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.prefill_budget import PrefillBudget
+from cbatch.engine.scheduler.recurrent_states import RecurrentStates
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.engine.scheduler.state_slots import Snapshot, StateSlots
 from tests.support.random_walk import RandomWalk
 from tests.support.scheduler_invariants import Violation
 from tests.support.scheduler_simulation import SchedulerSimulation, SimulationSizes
@@ -34,6 +36,8 @@ shapes = st.builds(
     vocabulary=st.sampled_from([2, 50]),
     colliding=st.booleans(),
     overlap=st.sampled_from([True, True, False]),
+    state_slots=st.sampled_from([None, None, 6, 12, 3, 1]),
+    chunk_multiple=st.sampled_from([1, 4, 3]),
 )
 which = st.integers(0, 2 * MOST_LIVE)
 tails = st.lists(st.integers(0, 1), max_size=9)
@@ -140,11 +144,11 @@ def test_the_smallest_step_does_not_shrink() -> None:
     assert not scheduler.shrink(2) and scheduler.max_batch_tokens == scheduler.max_seqs == 1
 
 
-def count_events(walks: int) -> Counter[str]:
+def count_events(walks: int, *, recurrent: bool = False) -> Counter[str]:
     """Counts what happens in so many random walks."""
     counts: Counter[str] = Counter()
     for number in range(walks):
-        simulation = RandomWalk(0, number).run(150)
+        simulation = RandomWalk(0, number, recurrent=recurrent).run(150)
         counts += simulation.counts + Counter(preemptions=simulation.scheduler.num_preemptions)
     return counts
 
@@ -271,6 +275,84 @@ FAULTS: list[tuple[type, str, Any, str]] = [
     (PrefillBudget, "take", take_without_counting, "tokens of prompts"),
     (PrefillBudget, "allow", allow_everything, "does not advance|younger ones"),
 ]
+
+
+def test_random_walks_with_states_meet_everything() -> None:
+    """Guards the soak test of recurrent layers: snapshots are made, taken over, and dropped with NaN in them."""
+    counts = count_events(25, recurrent=True)
+    names = "failed steps,failed late,snapshots,shared blocks,NaN requests,preemptions,cancelled running"
+    assert all(counts[name] >= 10 for name in names.split(",")), counts
+
+
+def leave_what_was_there(self: StateSlots, snapshot: Snapshot | None) -> tuple[int, int | None]:
+    """Neither zeroes a slot nor copies a snapshot to it."""
+    return take_with(self, snapshot)[0], None
+
+
+def find_at_once(self: StateSlots, contents: Sequence[int]) -> Snapshot | None:
+    """Takes over snapshots in the step that makes them."""
+    return next((self._known[content] for content in reversed(contents) if content in self._known), None)
+
+
+def evict_what_is_in_use(self: StateSlots, snapshot: Snapshot) -> bool:
+    """Gives away slots that the step copies from or to."""
+    return True
+
+
+def snapshot_one_token_late(self: StateSlots, tokens: int, spare: bool = False) -> Snapshot | None:
+    """Says that a snapshot is of one token fewer than it has taken in."""
+    snapshot = make(self, tokens, spare)
+    if snapshot is not None:
+        snapshot.tokens += 1
+    return snapshot
+
+
+def keep_states_after_rollback(self: Scheduler, scheduled: SchedulerOutput) -> None:
+    """Lets requests of a step that was rolled back go on from the states that it has left."""
+    stop = self._stop_running
+    self._stop_running = lambda request: stop(request) if request in scheduled.admitted else None  # type: ignore[method-assign]
+    rollback(self, scheduled)
+    self._stop_running = stop  # type: ignore[method-assign]
+    for chunk in scheduled.chunks:
+        if chunk.request.is_running:
+            chunk.request.num_computed = min(chunk.request.num_computed, chunk.start)
+
+
+def keep_nan_snapshots(self: RecurrentStates, chunk: ScheduledChunk) -> None:
+    """Leaves snapshots of a request with a NaN to be found."""
+
+
+def cut_anywhere(self: RecurrentStates, request: Request, budget: int, *, spare: bool) -> ScheduledChunk:
+    """Cuts prompts where the budget ends."""
+    self.multiple = 1
+    return schedule_chunk(self, request, budget, spare=spare)
+
+
+take_with, make, schedule_chunk = StateSlots.take_with, StateSlots.make, RecurrentStates.schedule_chunk
+STATE_FAULTS: list[tuple[type, str, Any, str]] = [
+    (StateSlots, "take_with", leave_what_was_there, "not its own"),
+    (StateSlots, "find", find_at_once, "copied and overwritten|not its own"),
+    (StateSlots, "_can_go", evict_what_is_in_use, "two owners|copied and overwritten|not its own|something else"),
+    (StateSlots, "make", snapshot_one_token_late, "not its own|something else|outside of its chunk"),
+    (Scheduler, "rollback", keep_states_after_rollback, "not its own"),
+    (RecurrentStates, "evict", keep_nan_snapshots, "NaN"),
+    (RecurrentStates, "schedule_chunk", cut_anywhere, "a prompt that is cut at"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "fault", "message"),
+    STATE_FAULTS,
+    ids=[fault.__name__ for _, _, fault, _ in STATE_FAULTS],
+)
+def test_planted_faults_of_states_are_seen(
+    owner: type, method: str, fault: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the simulation: a slot that is not zeroed, a snapshot that is one token off or stale, a shifted grid."""
+    monkeypatch.setattr(owner, method, fault)
+    monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
+    with pytest.raises((Violation, ValueError), match=message):
+        count_events(100, recurrent=True)
 
 
 @pytest.mark.parametrize(

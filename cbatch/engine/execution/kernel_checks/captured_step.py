@@ -43,7 +43,9 @@ def check_captured(
         runner, found = StepRunner(model, attention, block_size, expected.steps), list[Tensor]()
         sequences, tokens = len(expected.steps[0]), sum(stop - start for start, stop in expected.steps[0])
         sizes = GraphSizes(decode=(sequences + 1,), mixed=(tokens + 2,), max_seqs=sequences + 1)
-        parts = StepParts(cast(CapturableModel, model.capturable), attention, runner.kv_cache, sampler)
+        parts = StepParts(
+            cast(CapturableModel, model.capturable), attention, runner.kv_cache, sampler, runner.state_pool
+        )
         graphs = _captured(parts, sizes, capture or GraphCapturer(model.device))
         for step in range(len(expected.steps)):
             params = partial(_packed_params, sequences, step)

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.state_pool import StatePool, StepStates
 
 _SPARE_BLOCKS = 3
 
@@ -57,3 +59,20 @@ def empty_cache(
     for tensor in (*kv_cache.keys, *kv_cache.values):
         tensor.fill_(math.nan)
     return kv_cache
+
+
+def empty_states(model: Model, sequences: int) -> StatePool:
+    """Slots for sequences that begin, every second one from the second on; in the others nobody wrote."""
+    pool = StatePool(model.states, 2 * sequences + 1, model.state_devices)
+    for tensor in pool.tensors:
+        tensor.fill_(math.nan)
+    pool.zero(range(1, 2 * sequences, 2))
+    return pool
+
+
+def made_up_states(pool: StatePool, batch: RaggedBatch) -> StepStates:
+    """The slots of a step over such a pool; a snapshot of the first sequence is made after one token."""
+    count = len(batch.stops)
+    snapshots = np.full(count, -1)
+    snapshots[0] = pool.num_slots - 1
+    return StepStates(pool, np.arange(1, 2 * count, 2), np.ones(count, np.int64), snapshots)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,13 @@ from cbatch.engine.base.errors import ModelError, in_short
 from cbatch.engine.execution.kernel_checks.attention import AttentionCall, NotingAttention
 from cbatch.engine.execution.kernel_checks.comparison import product_tolerance
 from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
-from cbatch.engine.execution.kernel_checks.made_up_steps import empty_cache, num_blocks, ragged_batch
+from cbatch.engine.execution.kernel_checks.made_up_steps import (
+    empty_cache,
+    empty_states,
+    made_up_states,
+    num_blocks,
+    ragged_batch,
+)
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.transfer import use_device
@@ -106,10 +112,12 @@ class StepRunner:
         self._lengths = [stop for _, stop in steps[-1]]
         blocks = num_blocks(steps[-1], block_size)
         self.kv_cache = empty_cache(attention, model.layers, blocks, block_size, model.dtype, model.layer_devices)
+        self.state_pool = empty_states(model, len(self._lengths)) if model.states else None
 
     def batch(self, step: int) -> RaggedBatch:
         model, size = self.model, self.kv_cache.block_size
-        return ragged_batch(self._steps[step], size, model.device, model.vocab_size, self._lengths)
+        batch = ragged_batch(self._steps[step], size, model.device, model.vocab_size, self._lengths)
+        return batch if self.state_pool is None else replace(batch, states=made_up_states(self.state_pool, batch))
 
     def forward(self, step: int) -> Tensor:
         """Logits [S, vocabulary] float32."""

@@ -36,10 +36,16 @@ from cbatch.engine.kernels.cpu.paged_kv import (
     PagedKV,
     kv_of_layer,
 )
+from cbatch.engine.kernels.cpu.recurrent.convolution import ConvolutionParams, convolve
+from cbatch.engine.kernels.cpu.recurrent.delta_rule import DeltaParams, gated_delta
+from cbatch.engine.kernels.cpu.recurrent.gated_norm import gated_norm
+from cbatch.engine.kernels.cpu.recurrent.selective_scan import ScanParams, selective_scan
+from cbatch.engine.kernels.cpu.recurrent.states import Recurrence
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, HEAD = range(9)
 ROUTE, GATHER_FOR_EXPERTS, EXPERT_LINEAR, COMBINE_EXPERTS = range(9, 13)
+CONVOLVE, GATED_DELTA, SELECTIVE_SCAN, GATED_NORM = range(13, 17)
 
 IDENTITY, SIGMOID, SOFTPLUS = range(3)
 """Functions of a gate."""
@@ -54,7 +60,8 @@ _INTS = (
     "query_norm_bias", "key_norm_kind", "key_norm_weight", "key_norm_bias", "value_norm_kind", "value_norm_weight",
     "value_norm_bias", "norm_rows", "norm_last", "window", "chunk", "sinks", "index",
     "top_k", "num_experts", "scores", "choice_bias", "expert_scales", "groups", "top_groups", "group_score",
-    "normalize", "weigh_input", "stride", "columns", "scale_stride",
+    "normalize", "weigh_input", "stride", "columns", "scale_stride", "other", "other_width", "state", "kernel",
+    "input_gate", "output_gate", "is_element", "key_heads", "key_dim", "value_dim", "gate_first",
 )  # fmt: skip
 _FLOATS = (
     "factor",
@@ -67,6 +74,8 @@ _FLOATS = (
     "softcap",
     "epsilon",
     "least_sum",
+    "step_min",
+    "step_max",
 )
 INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)])
 """One instruction. What an operation does not use is 0, or -1 if it is a place.
@@ -82,6 +91,9 @@ table, positions: where an embedding begins among the tables; the first is a pac
 rotary:        number of the rotary tables
 index:         place of column numbers among the indices
 stride, columns: how far apart the matrices of experts are, and their factors and biases
+other:         where a second buffer begins: memory for the sums of a convolution, what controls a recurrence, or a gate
+is_element:    whether what a convolution gives goes into a product
+heads, key_dim, value_dim: also of a recurrence; of a scan, state_size and head_dim
 """
 
 
@@ -565,16 +577,84 @@ def _mix_experts(
     return _combine_experts(worker, phase, op, tokens, arenas, routing)
 
 
+@kernel
+def _convolve(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, recurrence: Recurrence
+) -> int:
+    columns = op.columns
+    taps = vector_of(weights, op.params, op.kernel * columns).reshape(op.kernel, columns)
+    params = ConvolutionParams(
+        taps, vector_of(weights, op.bias, columns), op.function, op.start, op.input_gate, op.output_gate
+    )
+    source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
+    sums = buffer_of(arenas.floats, op.other, op.other_width, tokens)
+    if op.is_element:
+        out = buffer_of(arenas.elements, op.target, op.target_width, tokens)
+        return convolve(worker, phase, recurrence, op.state, params, source, sums, out)
+    return convolve(worker, phase, recurrence, op.state, params, source, sums, sums)
+
+
+@kernel
+def _gated_delta(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, recurrence: Recurrence
+) -> int:
+    params = DeltaParams(
+        op.key_heads, op.heads, op.key_dim, op.value_dim, vector_of(weights, op.params, op.heads),
+        vector_of(weights, op.bias, op.heads),
+    )  # fmt: skip
+    source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
+    controls = buffer_of(arenas.floats, op.other, op.other_width, tokens)
+    out = buffer_of(arenas.floats, op.target, op.target_width, tokens)
+    return gated_delta(worker, phase, recurrence, op.state, params, source, controls, out)
+
+
+@kernel
+def _selective_scan(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, recurrence: Recurrence
+) -> int:
+    params = ScanParams(
+        op.heads, op.value_dim, op.groups, op.key_dim, vector_of(weights, op.params, op.heads),
+        vector_of(weights, op.bias, op.heads), vector_of(weights, op.scale, op.heads), op.step_min, op.step_max,
+    )  # fmt: skip
+    source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
+    steps = buffer_of(arenas.floats, op.other, op.other_width, tokens)
+    out = buffer_of(arenas.floats, op.target, op.target_width, tokens)
+    return selective_scan(worker, phase, recurrence, op.state, params, source, steps, op.start, out)
+
+
+@kernel
+def _gated_norm(worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas) -> int:
+    source = buffer_of(arenas.floats, op.source, op.source_width, tokens)
+    gates = buffer_of(arenas.floats, op.other, op.other_width, tokens)
+    out = buffer_of(arenas.elements, op.target, op.target_width, tokens)
+    norm = _norm_of(weights, op, op.columns)
+    return gated_norm(worker, phase, source, gates, op.start, op.columns, norm, op.groups, op.gate_first, out)
+
+
+@kernel
+def _recur(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, recurrence: Recurrence
+) -> int:
+    """The instructions of a recurrent layer."""
+    if op.code == CONVOLVE:
+        return _convolve(worker, phase, op, weights, tokens, arenas, recurrence)
+    if op.code == GATED_DELTA:
+        return _gated_delta(worker, phase, op, weights, tokens, arenas, recurrence)
+    if op.code == SELECTIVE_SCAN:
+        return _selective_scan(worker, phase, op, weights, tokens, arenas, recurrence)
+    return _gated_norm(worker, phase, op, weights, tokens, arenas)
+
+
 @entry
 def run_step(
     worker: Worker, program: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
-    buffers: Buffers, routing: RoutingMemory | None, outputs: StepOutputs,
+    buffers: Buffers, routing: RoutingMemory | None, recurrence: Recurrence | None, outputs: StepOutputs,
 ) -> None:  # fmt: skip
     """Computes the outputs of a step, and stores its keys and values in the cache.
 
     Every thread of a pool calls it. Each phase returns when all of its tasks are complete.
 
-    routing: None for a model without experts, which is compiled without them
+    routing, recurrence: None for a model without experts or recurrent layers, which is compiled without them
     """
     arenas, tokens, phase = buffers.arenas, len(inputs.ids), 0
     for index in range(len(program)):
@@ -597,5 +677,8 @@ def run_step(
             phase = _scale(worker, phase, op, weights, tokens, arenas)
         elif op.code == HEAD:
             phase = _head(worker, phase, op, weights, inputs, arenas, buffers.linear, outputs)
+        elif op.code >= CONVOLVE:
+            if recurrence is not None:
+                phase = _recur(worker, phase, op, weights, tokens, arenas, recurrence)
         elif routing is not None:
             phase = _mix_experts(worker, phase, op, weights, tokens, arenas, routing, buffers.linear)

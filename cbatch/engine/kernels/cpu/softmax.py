@@ -19,7 +19,7 @@ _SLACK = 8.0
 """How far a score may exceed the reference of the weights before all sums are rescaled to a new reference."""
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
+_FLOATS, _WORDS, _HALVES = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _INT32, _INT16))
 _TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 """Coefficients of Cephes' expf."""
 
@@ -32,7 +32,38 @@ def _words(value: int) -> Any:
     return ir.Constant(_WORDS, [value] * LANES)
 
 
-class _SoftmaxEmitter(VectorEmitter):
+class FloatEmitter(VectorEmitter):
+    """Loads and stores vectors of 16 float32, or bfloat16."""
+
+    def load(self, address: Any, index: int, element: Any) -> Any:
+        """Float32, also of bfloat16."""
+        builder = self.builder
+        if element != types.uint16:
+            return builder.load(self.place(address, index * LANES * 4, _FLOATS), align=4)
+        halves = builder.load(self.place(address, index * LANES * 2, _HALVES), align=2)
+        return builder.bitcast(builder.shl(builder.zext(halves, _WORDS), _words(16)), _FLOATS)
+
+    def place(self, address: Any, offset: int, kind: Any) -> Any:
+        return self.builder.inttoptr(self.builder.add(address, _INT64(offset)), kind.as_pointer())
+
+    def store(self, vector: Any, address: Any, index: int, element: Any) -> None:
+        """Stores as float32, or rounded to the nearest bfloat16."""
+        builder = self.builder
+        if element == types.uint16 and HAS_BFLOAT16:
+            vector = builder.bitcast(
+                builder.fptrunc(vector, ir.VectorType(BFloat16(), LANES)), ir.VectorType(_INT16, LANES)
+            )
+        elif element == types.uint16:
+            bits = builder.bitcast(vector, _WORDS)
+            odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+            rounded = builder.lshr(builder.add(builder.add(bits, _words(0x7FFF)), odd), _words(16))
+            rounded = builder.select(builder.fcmp_unordered("uno", vector, vector), _words(0x7FC0), rounded)
+            vector = builder.trunc(rounded, ir.VectorType(_INT16, LANES))
+        size = 2 if element == types.uint16 else 4
+        builder.store(vector, self.place(address, index * LANES * size, vector.type), align=size)
+
+
+class _SoftmaxEmitter(FloatEmitter):
     """Emits code for vectors of 16 float32."""
 
     def larger(self, one: Any, other: Any) -> Any:
@@ -63,23 +94,6 @@ class _SoftmaxEmitter(VectorEmitter):
         p = builder.fadd(self.fma(builder.fmul(p, r), r, r), _floats(1.0))
         power = builder.shl(builder.add(builder.fptosi(n, _WORDS), _words(127)), _words(23))
         return builder.select(is_tiny, _floats(0.0), builder.fmul(p, builder.bitcast(power, _FLOATS)))
-
-    def store(self, vector: Any, address: Any, index: int, element: Any) -> None:
-        """Stores as float32, or rounded to the nearest bfloat16."""
-        builder = self.builder
-        if element == types.uint16 and HAS_BFLOAT16:
-            vector = builder.bitcast(
-                builder.fptrunc(vector, ir.VectorType(BFloat16(), LANES)), ir.VectorType(_INT16, LANES)
-            )
-        elif element == types.uint16:
-            bits = builder.bitcast(vector, _WORDS)
-            odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
-            rounded = builder.lshr(builder.add(builder.add(bits, _words(0x7FFF)), odd), _words(16))
-            rounded = builder.select(builder.fcmp_unordered("uno", vector, vector), _words(0x7FC0), rounded)
-            vector = builder.trunc(rounded, ir.VectorType(_INT16, LANES))
-        offset = _INT64(index * vector.type.count * (2 if element == types.uint16 else 4))
-        pointer = builder.inttoptr(builder.add(address, offset), vector.type.as_pointer())
-        builder.store(vector, pointer, align=2)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

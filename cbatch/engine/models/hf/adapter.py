@@ -4,10 +4,12 @@ One attention function is registered under the name `cbatch`. No mask function i
 transformers builds no masks. A probe learns once which tokens a layer may see, from the mask functions that the model
 itself asks for (see `mask_patterns`).
 
-Some models keep state outside the keys and values seen here: recurrent layers, convolutions over tokens, sparse
-attention with an index of its own, position encodings that depend on the length of the whole text. They would run on
-a ragged batch and be silently wrong, so `TransformersModel` refuses them: the probe looks at every call of the
-interface, and `self_check` compares small ragged steps with the model's own forward.
+Recurrent layers go on from the states in their slots (see `recurrent`).
+
+Some models keep something else outside the keys and values seen here: sparse attention with an index of its own, or
+position encodings that depend on the length of the whole text. They would run on a ragged batch and be silently wrong,
+so `TransformersModel` refuses them: the probe looks at every call of the interface, and `self_check` compares small
+ragged steps with the model's own forward.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -27,24 +30,52 @@ from torch import Tensor, nn
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.models.base import LinearCost
-from cbatch.engine.models.hf.attention_calls import AttentionCalls, AttentionProbe, attending, paged_attention
+from cbatch.engine.models.hf.attention_calls import (
+    AttentionCalls,
+    AttentionProbe,
+    attending,
+    paged_attention,
+    placeholder_mask,
+)
 from cbatch.engine.models.hf.capture import CapturableNetwork
 from cbatch.engine.models.hf.hooks import accept_host_rows, input_device, parameters_once
+from cbatch.engine.models.hf.indexed import INDEXED_LAYERS, serve_indexers
 from cbatch.engine.models.hf.linear_cost import linear_cost_of
 from cbatch.engine.models.hf.mask_patterns import MaskPattern, probe_mask
+from cbatch.engine.models.hf.recurrent import StateLayout, recurring, serve_modules
+from cbatch.engine.models.hf.recurrent_modules import modules_with_conventions
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.device import has_bfloat16, samples_on
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.state_pool import StateShape
 
 ATTENTION_NAME = "cbatch"
 PROBE_NAME = "cbatch_probe"
+INDEXED_NAME = "cbatch_indexed"
+"""Of models with an indexer, whose modules take masks apart before they reach the attention function."""
 
-SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Types of layers whose only state is keys and values, whatever the length of the text."""
+ATTENTION_LAYERS = {
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+    "chunked_attention": "chunked_attention",
+    "indexed_attention": "full_attention",
+    "hybrid": "full_attention",
+    "hybrid_sliding": "sliding_attention",
+}
+"""Types of layers that attend over keys and values, and which of them a token sees."""
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Types of layers that keep recurrent states."""
+SUPPORTED_LAYER_TYPES = ATTENTION_LAYERS.keys() | RECURRENT_LAYERS | {"mlp", "moe"}
+DEFAULT_CHUNK = 64
+"""Tokens that recurrent layers take together, if the config of a model does not say: those of a gated delta rule."""
 
 
 _in_use: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 """Held while a network runs: another engine that is made of it changes its attention, to compare."""
+_served: WeakKeyDictionary[nn.Module, StateLayout] = WeakKeyDictionary()
+"""The states of networks whose recurrent layers are served already."""
+_indexed: WeakSet[nn.Module] = WeakSet()
+"""Networks whose indexers are served already."""
 _claiming = threading.Lock()
 os.register_at_fork(after_in_child=_in_use.clear)  # the parent may hold them
 
@@ -61,8 +92,10 @@ class TransformersModel:
         from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        AttentionInterface.register(PROBE_NAME, paged_attention)
+        for name in (PROBE_NAME, INDEXED_NAME):
+            AttentionInterface.register(name, paged_attention)
         AttentionMaskInterface.register(PROBE_NAME, probe_mask)
+        AttentionMaskInterface.register(INDEXED_NAME, placeholder_mask)
         self._network = network
         with _claiming:
             self._in_use = _in_use.setdefault(network, threading.Lock())
@@ -78,11 +111,37 @@ class TransformersModel:
         self.short_context: int | None = None
         try:
             _check_config(network.config, self.config)
+            self._attention_name = self._serve_indexers()
+            self._recurrent = self._serve_recurrent_layers()
             self.layers, self.windows, self.layer_devices = self._probe()
         except ModelError as error:
             raise ModelError(f"{self.name} is not supported: {error}.") from error
         except Exception as error:  # whatever a model's own code raises
             raise ModelError(f"{self.name} is not supported: it fails on a ragged batch ({error}).") from error
+
+    @property
+    def states(self) -> list[StateShape]:
+        return [] if self._recurrent is None else self._recurrent.shapes
+
+    @property
+    def state_devices(self) -> list[torch.device]:
+        return [] if self._recurrent is None else self._recurrent.devices
+
+    @property
+    def chunk_multiple(self) -> int:
+        return 1 if self._recurrent is None else _chunk_multiple(self.config, self._recurrent)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether indexers keep keys of their own, which only the reference of attention serves."""
+        return len(self.layers) > len(self.windows)
+
+    def go_on_by_token(self) -> bool:
+        """Gives its recurrent layers prompts that go on from a state token by token; False if that changes nothing."""
+        if self._recurrent is None or self._recurrent.by_token:
+            return False
+        self._recurrent.by_token = True
+        return True
 
     @property
     def num_parameters(self) -> int:
@@ -99,7 +158,7 @@ class TransformersModel:
     @cached_property
     def capturable(self) -> CapturableNetwork | None:
         """Its decoder and its head by themselves, if together they are the network; see `CapturableNetwork`."""
-        if self._is_emulated or len({self.device, *self.layer_devices}) > 1:
+        if self._is_emulated or self.states or self.has_index or len({self.device, *self.layer_devices}) > 1:
             return None
         return CapturableNetwork.of(self, self._network)
 
@@ -109,20 +168,25 @@ class TransformersModel:
 
         They are in the model's dtype, or in float32 if the sampling kernel cannot read that.
         """
-        with self._checked(AttentionCalls(kv_cache, attention, batch, self.windows)):
+        with self._checked(AttentionCalls(kv_cache, attention, batch, self.windows)), self._recurring(batch):
             logits = self._call(batch)
         if self._is_emulated:
             logits = logits.float()
         return Logits(logits if samples_on(self.device) else logits.cpu())
+
+    def _recurring(self, batch: RaggedBatch) -> AbstractContextManager[None]:
+        if self._recurrent is None or batch.states is None:
+            return nullcontext()
+        return recurring(self._recurrent, batch.states, batch.starts, batch.stops)
 
     @contextmanager
     def _checked(self, step: AttentionCalls) -> Iterator[None]:
         """Raises ModelError if it calls attention more or less often than when it was loaded."""
         with self._in_use, attending(step):
             yield
-        if step.calls != len(self.layers):
+        if step.calls != len(self.windows):
             raise ModelError(
-                f"it called attention {step.calls} times in a step, and {len(self.layers)} times when it was loaded"
+                f"it called attention {step.calls} times in a step, and {len(self.windows)} times when it was loaded"
             )
 
     def _call(self, batch: RaggedBatch) -> Tensor:
@@ -153,12 +217,41 @@ class TransformersModel:
 
     def _plain(self, module: Any, token_ids: list[int]) -> Any:
         ids = torch.tensor([token_ids], device=self.device)
+        with self._own_attention():
+            return module(input_ids=ids, use_cache=False)
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """While the network computes as it does in transformers."""
         with self._in_use:
             self._network.set_attn_implementation("eager")
             try:
-                return module(input_ids=ids, use_cache=False)
+                yield
             finally:
-                self._network.set_attn_implementation(ATTENTION_NAME)
+                self._network.set_attn_implementation(self._attention_name)
+
+    def _serve_indexers(self) -> str:
+        """The name of the attention function that it calls in a step."""
+        if not INDEXED_LAYERS.intersection(getattr(self.config, "layer_types", None) or ()):
+            return ATTENTION_NAME
+        self._attention_name = INDEXED_NAME
+        with _claiming:
+            if self._network not in _indexed:
+                with self._own_attention(), torch.inference_mode():
+                    serve_indexers(self._network, self.config, self.device)
+                _indexed.add(self._network)
+        return INDEXED_NAME
+
+    def _serve_recurrent_layers(self) -> StateLayout | None:
+        """The states of its recurrent layers; None if it has none."""
+        is_recurrent = RECURRENT_LAYERS.intersection(getattr(self.config, "layer_types", None) or ())
+        if not is_recurrent and not modules_with_conventions(self._network):
+            return None
+        with _claiming:
+            if self._network not in _served:
+                with self._own_attention(), torch.inference_mode():
+                    _served[self._network] = serve_modules(self._network, self.config, self.device)
+        return replace(_served[self._network])
 
     def _probe(self) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
         """The shape of what each attention call stores, its window, and where it computes."""
@@ -168,9 +261,9 @@ class TransformersModel:
         with self._in_use, torch.inference_mode(), attending(probe):
             self._network.set_attn_implementation(PROBE_NAME)
             self._call(batch)
-            self._network.set_attn_implementation(ATTENTION_NAME)
-        layers = self.config.num_hidden_layers
-        if len(probe.shapes) < layers:
+            self._network.set_attn_implementation(self._attention_name)
+        layers = len(_attention_kinds(self.config) or range(self.config.num_hidden_layers))
+        if self._recurrent is None and len(probe.shapes) < layers:
             raise ModelError(
                 f"{len(probe.shapes)} of its {layers} layers call attention that can be paged; "
                 "the others (recurrent, convolutional, or with attention of their own) would be silently wrong"
@@ -178,7 +271,23 @@ class TransformersModel:
         _check_patterns(self.config, probe.patterns)
         chunks = [pattern.chunk for pattern in probe.patterns if pattern.chunk]
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees every token
-        return probe.shapes, [pattern.window for pattern in probe.patterns], probe.devices
+        indices = [LayerShape(1, dim, 0) for dim, _ in probe.index_dims]
+        devices = [*probe.devices, *(device for _, device in probe.index_dims)]
+        return probe.shapes + indices, [pattern.window for pattern in probe.patterns], devices
+
+
+def _attention_kinds(config: Any) -> list[str]:
+    """Which tokens the layers see that attend, as far as the config says; without recurrent and feed-forward layers."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return [ATTENTION_LAYERS[kind] for kind in kinds if kind in ATTENTION_LAYERS]
+
+
+def _chunk_multiple(config: Any, states: StateLayout) -> int:
+    """How many tokens its recurrent layers take together."""
+    if all(kind == "conv" for _, kind, _ in states.numbers):
+        return 1
+    sizes = (getattr(config, name, None) for name in ("mamba_chunk_size", "chunk_size", "block_size"))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), DEFAULT_CHUNK)
 
 
 def _max_model_len(config: Any) -> int:
@@ -223,8 +332,8 @@ def _check_config(config: Any, text_config: Any) -> None:
 
 def _check_patterns(config: Any, patterns: list[MaskPattern]) -> None:
     """Checks that the masks agree with the config, by which `generate` sizes its cache."""
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
+    kinds = _attention_kinds(config)
+    if not getattr(config, "layer_types", None):
         in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
         kinds = ["sliding_attention" if in_use and _knows_windows(config) else "full_attention"] * len(patterns)
     if len(kinds) != len(patterns):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.models.hf.mask_patterns import MaskPattern, pattern_of
 from cbatch.engine.runtime.batch import RaggedBatch
@@ -43,16 +44,22 @@ class AttentionCalls:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """Stores the step's keys and values [T, heads, dim], then attends with query [T, heads, dim]."""
-        if mask is not None:
+        if mask is not None and not getattr(mask, "is_placeholder", False):
             raise ModelError("it uses attention masks of its own")
         call, self.calls = self.calls, self.calls + 1
         if call == len(self.windows):
             raise ModelError(f"it calls attention more than {call} times in a step, unlike when it was loaded")
-        keys, values, metadata = self.kv_cache.keys[call], self.kv_cache.values[call], self._metadata(query.device)
+        keys, values, metadata = self.kv_cache.keys[call], self.kv_cache.values[call], self.metadata_on(query.device)
         self.backend.store_kv(keys, values, key, value, metadata)
-        return self.backend.attend(query, keys, values, metadata, window=self.windows[call], **options)
+        indices, window = options.pop("indices"), self.windows[call]
+        if indices is None:
+            return self.backend.attend(query, keys, values, metadata, window=window, **options)
+        if not isinstance(self.backend, ReferenceAttention):
+            raise ModelError("its sparse attention needs --attention reference")
+        return self.backend.attend_to(indices, query, keys, values, metadata, window=window, **options)
 
-    def _metadata(self, device: torch.device) -> Any:
+    def metadata_on(self, device: torch.device) -> Any:
+        """What the backend has prepared for the layers of a device."""
         if device not in self.metadata:
             assert self.batch is not None
             self.metadata[device] = self.backend.prepare(self.batch.on(device), self.kv_cache.block_size)
@@ -66,6 +73,8 @@ class AttentionProbe:
     shapes: list[LayerShape] = field(default_factory=list)
     patterns: list[MaskPattern] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
+    index_dims: list[tuple[int, torch.device]] = field(default_factory=list)
+    """Of the keys of each indexer (see `indexed`), and where they are."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
@@ -76,6 +85,18 @@ class AttentionProbe:
 
 _current: ContextVar[AttentionCalls | AttentionProbe] = ContextVar("cbatch_step")
 """The current forward pass. It is not a keyword of the model's forward, because not every family passes those on."""
+
+
+def current_pass() -> AttentionCalls | AttentionProbe | None:
+    """What the calls of the running model go to; None if it computes as in transformers."""
+    return _current.get(None)
+
+
+def placeholder_mask(*, q_length: int, kv_length: int, device: torch.device | str = "cpu", **_: Any) -> Tensor:
+    """A mask [1, 1, q_length, kv_length] without memory, for models that take it apart and do not use it."""
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device).expand(1, 1, q_length, kv_length)
+    mask.is_placeholder = True  # type: ignore[attr-defined]
+    return mask
 
 
 @contextmanager
@@ -98,9 +119,14 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each attention layer; query, key, value: [1, heads, T, dim]."""
+    """What transformers calls for each attention layer.
+
+    query, key, value: [1, heads, T, dim]
+    indices:           [1, T, K] positions that each token may see (see `indexed`); None for all before it
+    """
     unknown = sorted(
         name
         for name, value in keywords.items()
@@ -116,5 +142,6 @@ def paged_attention(
         scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
         softcap=softcap,
         sinks=s_aux,
+        indices=None if indices is None else indices[0],
     )
     return out[None], None

@@ -33,6 +33,7 @@ from cbatch.engine.models.programs.program import (
     Weight,
 )
 from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.runtime.state_pool import StateShape
 
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -118,6 +119,7 @@ class Builder:
         self._caches: list[LayerShape] = []
         self._windows: list[int | None] = []
         self._rotaries: list[Rotary] = []
+        self._states: list[StateShape] = []
         config.expect("quantization_config", None)
 
     @property
@@ -146,13 +148,25 @@ class Builder:
             replaced_ids=self.replaced_ids,
             layouts=self.layouts,
             spare=tuple(self.spare),
+            states=tuple(self._states),
         )
 
-    def head_sizes(self, *, kv_heads: int | None = None, part: float = 1.0, is_interleaved: bool = False) -> HeadSizes:
-        """As most configurations give them. part: of each head that is rotated"""
+    def head_sizes(
+        self,
+        *,
+        kv_heads: int | None = None,
+        part: float = 1.0,
+        is_interleaved: bool = False,
+        head_dim: int | None = None,
+    ) -> HeadSizes:
+        """As most configurations give them.
+
+        part:     of each head that is rotated
+        head_dim: of files that do not say it; by default heads share the hidden size
+        """
         config = self.config
         heads = int(config.first("num_attention_heads", "n_head"))
-        head_dim = int(config.get("head_dim") or self.hidden_size // heads)
+        head_dim = int(config.get("head_dim") or head_dim or self.hidden_size // heads)
         kv_heads = kv_heads or int(config.get("num_key_value_heads") or heads)
         if heads % kv_heads or min(heads, kv_heads, head_dim) < 1:
             raise UnsupportedConfig(f"its {heads} query heads cannot share {kv_heads} KV heads")
@@ -184,9 +198,11 @@ class Builder:
         size = int(self.config["sliding_window"]) if window is None else window
         return [size if kind == "sliding_attention" else 0 for kind in kinds]
 
-    def layer_types(self, default: Sequence[str]) -> list[str]:
+    def layer_types(
+        self, default: Sequence[str], known: Sequence[str] = ("full_attention", "sliding_attention")
+    ) -> list[str]:
         kinds = list(self.config.get("layer_types") or default)
-        if not set(kinds) <= {"full_attention", "sliding_attention"} or len(kinds) != self.num_layers:
+        if not set(kinds) <= set(known) or len(kinds) != self.num_layers:
             raise UnsupportedConfig("it has layers of other types")
         return kinds
 
@@ -232,6 +248,11 @@ class Builder:
         self._caches.append(shape)
         self._windows.append(window or None)
         return len(self._caches) - 1
+
+    def new_state(self, *shape: int, dtype: torch.dtype = torch.float32) -> int:
+        """The number of a state of a recurrent layer."""
+        self._states.append(StateShape(shape, dtype))
+        return len(self._states) - 1
 
 
 @dataclass(frozen=True)
@@ -345,6 +366,11 @@ class Layer:
         out = out or self.out(sizes, bias=out_bias)
         self.add_to_residual("attended", out, factor=factor, post_norm=post_norm)
         return cache
+
+    def head_gate(self, source: str, sizes: HeadSizes, name: str) -> Gate:
+        """A gate of what attention gives, one number for each head."""
+        self.model.add(Linear(source, "gate", self.matrix(name, sizes.heads, self.model.hidden_size)))
+        return Gate("gate", "attended", width=sizes.cache.value_dim)
 
     def qkv(self, sizes: HeadSizes, prefix: str = "self_attn.", *, bias: bool = False) -> Matrix:
         """The linears q_proj, k_proj and v_proj."""

@@ -107,11 +107,11 @@ def qwen_moe(model: Builder) -> None:
             continue
         layer.experts(source, experts, size, activation)
         if kind == "qwen2_moe":
-            _gated_shared_expert(layer, source, activation)
+            add_gated_shared_expert(layer, source, activation)
     model.head(norm("model.norm", model.hidden_size))
 
 
-def _gated_shared_expert(layer: Layer, source: str, activation: Activation) -> None:
+def add_gated_shared_expert(layer: Layer, source: str, activation: Activation) -> None:
     """The gate multiplies what goes into the last linear, which is the same."""
     model, size = layer.model, int(layer.model.config["shared_expert_intermediate_size"])
     names = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]

@@ -1,0 +1,1 @@
+"""Layers with a state that goes from token to token."""

@@ -1,0 +1,204 @@
+"""Models with recurrent layers in the engine: the same outputs whatever happens, and nothing computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.errors import ConfigError, ModelError
+from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.models.hf import recurrent
+from cbatch.engine.models.hf.self_check import checked_model
+from cbatch.engine.runtime.state_pool import StatePool, StateShape
+from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.architectures import make_architecture
+from tests.support.generation import generate
+from tests.support.tiny_models import loaded, make_engine, make_prompts
+
+HYBRID = "qwen3_5_text"
+"""Gated delta nets and attention."""
+KINDS = [HYBRID, "bamba", "lfm2", "jamba"]
+"""With a scan of Mamba 2, with convolutions only, and with a scan that cannot go on from a state."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def network(request: pytest.FixtureRequest) -> Any:
+    return make_architecture(request.param)
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> Any:
+    return make_architecture(HYBRID)
+
+
+@pytest.fixture
+def engine(hybrid: Any) -> Iterator[SteppingEngine]:
+    with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200) as engine:
+        yield engine
+
+
+def outputs(engine: SteppingEngine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [list(completion.token_ids) for completion in generate(engine, prompts, params)]
+
+
+SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+PROMPTS = make_prompts([40, 3, 25, 1, 17, 40])
+
+
+@pytest.mark.slow
+def test_sampled_outputs_do_not_depend_on_chunks_company_or_overlap(network: Any) -> None:
+    """Guards temperature 1: noise must meet the same logits, chunked by 7, preempted, alone, a step ahead."""
+    with make_engine(network, max_batch_tokens=512) as engine:
+        expected = outputs(engine, PROMPTS, SAMPLED)
+    assert len({tuple(output) for output in expected}) > 3
+    for settings in (
+        {"max_batch_tokens": 7},
+        {"max_batch_tokens": 40, "run_ahead": True},
+        {"max_seqs": 1},
+        {"max_batch_tokens": 24, "kv_blocks": 18},
+        {"state_slots": 2},
+    ):
+        with make_engine(network, **settings) as engine:
+            assert outputs(engine, PROMPTS, SAMPLED) == expected, settings
+
+
+def test_a_second_turn_computes_only_what_is_new(engine: SteppingEngine) -> None:
+    """Guards the chat: behind a long first turn, the second takes over the state at its end."""
+    [prompt] = make_prompts([100])
+    [first] = outputs(engine, [prompt], SamplingParams(max_tokens=20))
+    second = [*prompt, *first, *make_prompts([6], seed=1)[0]]
+    [completion] = generate(engine, [second], SamplingParams(max_tokens=4))
+    assert completion.usage.cached_tokens >= 120 - 1 - engine.limits.block_size
+    with make_engine(engine.loaded.network, prefix_cache=False, kv_blocks=200) as plain:
+        assert outputs(plain, [second], SamplingParams(max_tokens=4)) == [list(completion.token_ids)]
+
+
+def test_samples_of_a_prompt_share_its_state(engine: SteppingEngine) -> None:
+    """Guards `n`: the outputs of a prompt wait for its snapshot, and do not compute it again."""
+    [prompt] = make_prompts([50])
+    [completion] = generate(engine, [prompt], replace(SAMPLED, n=4))
+    assert len(completion.choices) == 4 and len({tuple(choice.token_ids) for choice in completion.choices}) > 1
+    computed = engine.scheduler.num_prompt_tokens - engine.scheduler.num_cached_tokens
+    assert computed == 50 + 3 * (50 - 48)
+
+
+def test_rows_with_a_common_beginning_compute_it_once(engine: SteppingEngine) -> None:
+    """Guards against a hit rate of 0: snapshots must not all fall into what is each row's own."""
+    shared, *tails = make_prompts([40, 9, 9, 9, 9, 9])
+    [first], rest = outputs(engine, [shared + tails[0]], SAMPLED), [shared + tail for tail in tails[1:]]
+    assert first
+    outputs(engine, rest[:1], SAMPLED)  # the second that begins so leaves a snapshot at the end of what is shared
+    for completion in generate(engine, rest[1:], SAMPLED):
+        assert completion.usage.cached_tokens == 40
+
+
+def test_a_batch_with_a_common_beginning_computes_it_once(engine: SteppingEngine) -> None:
+    """Guards `run` with a system prompt: rows that arrive together wait until the first has computed it."""
+    shared, *tails = make_prompts([64, 5, 5, 5, 5])
+    completions = generate(engine, [shared + tail for tail in tails], SAMPLED)
+    assert [completion.usage.cached_tokens for completion in completions] == [0, 64, 64, 64]
+
+
+def test_a_step_that_fails_is_computed_from_states_that_it_has_not_touched(
+    engine: SteppingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards retries: unlike keys and values, a state that a failed step has changed must not be used again."""
+    expected = outputs(engine, PROMPTS[:3], SAMPLED)
+    with make_engine(engine.loaded.network, max_batch_tokens=32) as failing:
+        forward, count = failing.runner.forward, 0
+
+        def fails_sometimes(batch: Any) -> Any:
+            nonlocal count
+            count += 1
+            logits = forward(batch)
+            if count in (2, 5, 6):
+                raise RuntimeError("planted")
+            return logits
+
+        monkeypatch.setattr(failing.runner, "forward", fails_sometimes)
+        rows = {failing.add(prompt, SAMPLED): [] for prompt in PROMPTS[:3]}  # type: dict[int, list[int]]
+        failures = 0
+        while failing.has_work:
+            try:
+                events = failing.step()
+            except RuntimeError:
+                failures += 1
+                continue
+            for event in events:
+                if event.request_id is not None and event.token_id is not None:
+                    rows[event.request_id].append(event.token_id)
+        assert failures == 3 and list(rows.values()) == expected
+
+
+def test_states_can_be_kept_in_half_the_memory(hybrid: Any) -> None:
+    """Guards `--state-dtype`: it halves what the reference keeps in float32, and changes the key of a result."""
+    with make_engine(hybrid) as whole, make_engine(hybrid, state_dtype="bfloat16") as half:
+        assert half.limits.state_bytes * 2 == whole.limits.state_bytes
+        assert half.fingerprint != whole.fingerprint
+        assert "slots for sequences and snapshots" in half.describe()["states"]
+        assert [len(output) for output in outputs(half, PROMPTS, SAMPLED)] == [12] * 6
+
+
+def test_a_model_of_recurrent_layers_needs_no_pages() -> None:
+    """Guards Mamba: no byte for keys and values, and prompts as long as the context all the same."""
+    with make_engine(make_architecture("mamba2")) as engine:
+        assert engine.limits.kv_bytes_per_token == 0 and engine.limits.state_slots > 0
+        assert engine.describe()["KV cache"].startswith("none")
+        assert [len(output) for output in outputs(engine, PROMPTS, SAMPLED)] == [12] * 6
+
+
+def test_slots_are_paid_by_the_memory_of_the_cache(hybrid: Any) -> None:
+    """Guards `--kv-cache-memory`: pages and states together take no more than it says."""
+    settings: dict[str, Any] = {"block_size": 4, "device": "cpu", "max_seqs": 8}
+    with SteppingEngine(EngineConfig(kv_cache_memory="1MiB", **settings), loaded(hybrid)) as engine:
+        limits = engine.limits
+        pages = limits.cache_tokens * limits.kv_bytes_per_token
+        assert limits.state_slots >= 8
+        assert pages + limits.state_slots * limits.state_bytes <= 2**20
+    with pytest.raises(ConfigError, match=r"does not hold .*states of one sequence"):
+        SteppingEngine(EngineConfig(kv_cache_memory="4KiB", **settings), loaded(hybrid))
+
+
+def test_fewer_slots_than_sequences_make_requests_wait(hybrid: Any) -> None:
+    """Guards admission: a slot is counted like a seat, so two slots run two requests."""
+    with make_engine(hybrid, state_slots=2, max_seqs=8, max_batch_tokens=64) as engine:
+        assert engine.limits.max_seqs == 2
+        for prompt in PROMPTS:
+            engine.add(prompt, SAMPLED)
+        while engine.has_work:
+            engine.step()
+            engine.scheduler.check_integrity()
+            assert engine.stats().num_running <= 2
+
+
+def test_old_versions_of_transformers_are_named(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the message: with a transformers whose caches have no such methods, the user learns which one has."""
+    from transformers.cache_utils import Cache
+
+    monkeypatch.delattr(Cache, "get_conv_state")
+    with pytest.raises(ModelError, match=r"need transformers 5\.21 or newer"):
+        checked_model(make_architecture("lfm2"))
+
+
+def test_a_model_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the check at load: what does not go on from the state in its slot is noticed, whatever it is called."""
+    monkeypatch.setattr(recurrent.StateView, "get_recurrent_state", lambda self, layer_idx, state_idx=0: None)
+    with pytest.raises(ModelError, match="differs from its own"):
+        checked_model(make_architecture(HYBRID))
+
+
+def test_slots_of_a_pool_are_independent() -> None:
+    """Guards the pool: zeroing and copying touch the named slots of every state, and no other."""
+    pool = StatePool([StateShape((2, 3), torch.float32), StateShape((4,), torch.bfloat16)], 5, torch.device("cpu"))
+    for tensor in pool.tensors:
+        tensor.copy_(torch.arange(5).view(5, *[1] * (tensor.dim() - 1)).expand_as(tensor))
+    pool.zero([1, 3])
+    pool.copy([4, 2], [1, 0])
+    for tensor in pool.tensors:
+        assert [float(slot.float().mean()) for slot in tensor] == [2, 4, 2, 0, 4]
+    assert pool.slot_bytes == 2 * 3 * 4 + 4 * 2
