@@ -28,9 +28,13 @@ BLOCK_SIZE = 16
 
 PARTS = ("attention", "forms", "rest", "families", "recurrence")
 KV_DTYPES = ("auto", "fp8")
-SPILLS = {("_prefill_kernel", 100, 256): 8}
-"""Bytes that a kernel may spill, by its chip and head size. These 8 are 2 KiB for all threads of a program, if each
-tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more."""
+SPILLS = {
+    ("_prefill_kernel", 100, 256): 8, ("_gated_delta_tile_kernel", 120, 0): 48,
+    ("_selective_scan_tile_kernel", 120, 0): 24,
+}  # fmt: skip
+"""Bytes that a kernel may spill, by its chip and head size. The 8 of attention are 2 KiB for all threads of a program,
+if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more. Recurrent
+layers have the smallest tiles that matrix units take."""
 
 
 class Case(NamedTuple):

@@ -44,6 +44,13 @@ STEPS = {
     "decode": [Chunk(1, 4), Chunk(1, 0, (1, 8)), Chunk(1, -1, (1, 7)), Chunk(1, 6, (0, -1))],
     "one chunk": [Chunk(11, 2)],
     "mixed": [Chunk(1, 4), Chunk(7, -1), Chunk(2, 3), Chunk(23, 1), Chunk(1, 0), Chunk(0, 6)],
+    "long chunks": [Chunk(40, 3), Chunk(1, 0), Chunk(27, -1), Chunk(19, 5), Chunk(16, 1)],
+    "long chunks, snapshots": [
+        Chunk(40, 3, (21, 8)),
+        Chunk(25, 0, (16, 7)),
+        Chunk(21, 1, (18, 4)),
+        Chunk(29, 2, (29, 6)),
+    ],
     "snapshots": [Chunk(9, 0, (1, 5)), Chunk(9, 1, (4, 6)), Chunk(2, 2, (2, 7)), Chunk(5, -1, (2, 3)), Chunk(1, 4)],
 }
 
@@ -218,27 +225,71 @@ def test_gated_norm(groups: int, size: int, gate_first: bool, dtype: torch.dtype
     torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-CASES: dict[str, Callable[[int], tuple[Run, Tensor]]] = {
-    "gated delta": lambda tokens: delta_case(delta_heads(2, 4, 8, 10), tokens, torch.float32, torch.float32),
-    "scan": lambda tokens: scan_case(scan_heads(4, 10, 2, 8), tokens, torch.float32, torch.float32),
-    "convolution": lambda tokens: convolution_case(40, 4, tokens, torch.float32, torch.float32),
+CASES: dict[str, Callable[[int, torch.dtype], tuple[Run, Tensor]]] = {
+    "gated delta": lambda tokens, dtype: delta_case(delta_heads(2, 4, 8, 10), tokens, dtype, dtype),
+    "scan": lambda tokens, dtype: scan_case(scan_heads(4, 10, 2, 8), tokens, dtype, dtype),
+    "convolution": lambda tokens, dtype: convolution_case(40, 4, tokens, dtype, dtype),
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_company_changes_no_bit(name: str) -> None:
+def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     """Guards rows and states of a chunk against its place in a step, and against what else is in it."""
-    chunks = [Chunk(3, 2), Chunk(1, 0), Chunk(18, 5, (7, 6))]
-    run, state = CASES[name](rows_of(chunks))
-    ops = TritonLayerOps.for_device(DEVICE)
-    together, after = results(run, ops, chunks, state, blank(rows_of(chunks), 40, torch.float32))
+    chunks = [Chunk(3, 2), Chunk(1, 0), Chunk(37, 5, (7, 6))]
+    run, state = CASES[name](rows_of(chunks), dtype)
+    ops, out = TritonLayerOps.for_device(DEVICE), blank(rows_of(chunks), 40, dtype)
+    together, after = results(run, ops, chunks, state, out)
     for number, chunk in enumerate(chunks):
         alone = [Chunk(one.tokens, one.slot if one is chunk else -1, one.snapshot) for one in chunks]
-        rows, states = results(run, ops, alone, state, blank(rows_of(chunks), 40, torch.float32))
+        rows, states = results(run, ops, alone, state, out)
         begin = rows_of(chunks[:number])
         assert torch.equal(rows, together[begin : begin + chunk.tokens])
         kept = [slot for slot in (chunk.slot, chunk.snapshot[1]) if slot >= 0]
         assert torch.equal(states[kept], after[kept])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_decoded_token_beside_chunks_has_the_same_bits(name: str) -> None:
+    """Guards steps that only decode, which launch fewer kernels, or others."""
+    chunks = [Chunk(1, 2), Chunk(1, 0), Chunk(20, 5)]
+    run, state = CASES[name](rows_of(chunks), torch.float16)
+    ops, out = TritonLayerOps.for_device(DEVICE), blank(rows_of(chunks), 40, torch.float16)
+    rows, states = results(run, ops, chunks, state, out)
+    decoded, after = results(run, ops, [*chunks[:2], *[Chunk(1, -1)] * 20], state, out)
+    assert torch.equal(decoded, rows[:2]) and torch.equal(after[[0, 2]], states[[0, 2]])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cutting_a_prompt_changes_no_bit(name: str) -> None:
+    """Guards prompts that are cut at a multiple of 64 tokens, where the engine cuts them."""
+    run, state = CASES[name](75, torch.float16)
+    ops, out = TritonLayerOps.for_device(DEVICE), blank(75, 40, torch.float16)
+    whole, expected = results(run, ops, [Chunk(75, 3)], state, out)
+    first, between = results(run, ops, [Chunk(64, 3), Chunk(11, -1)], state, out)
+    last, found = results(run, ops, [Chunk(64, -1), Chunk(11, 3)], between, out)
+    assert torch.equal(torch.cat([first, last]), whole) and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gated delta", "scan"])
+def test_tiles_are_exact(name: str) -> None:
+    """Guards products of 16-bit numbers with states of float32: rounded states would be wrong by a thousand times."""
+    chunks = [Chunk(48, 3, (37, 4)), Chunk(32, 1)]
+    run, state = CASES[name](rows_of(chunks), torch.float16)
+    check(run, chunks, state.float() + 0.1, blank(rows_of(chunks), 40, torch.float32))
+
+
+def test_tiles_of_equal_keys() -> None:
+    """Guards prompts that repeat a token: the systems of tiles are then as far from 1 as they can be."""
+    heads = delta_heads(1, 2, 16, 16)._replace(decay=torch.full((2,), -1e-4, device=DEVICE))
+    qkv = draw(1, 64, dtype=torch.float16).repeat(64, 1)
+    qkv[:, 32:] = draw(64, 32, dtype=torch.float16, seed=1)
+    controls = torch.full((64, 4), 3.0, dtype=torch.float16, device=DEVICE)
+
+    def run(ops: LayerOps, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
+        ops.gated_delta(qkv, controls, heads, state, recurrence, out)
+
+    check(run, [Chunk(64, 0)], draw(1, 2, 16, 16, seed=2), blank(64, 32, torch.float32))
 
 
 FAULTS: dict[str, Callable[[Recurrence], Recurrence]] = {
@@ -253,13 +304,13 @@ FAULTS: dict[str, Callable[[Recurrence], Recurrence]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_faults_are_noticed(name: str, fault: str) -> None:
     """Guards the tests above: they see a wrong slot, snapshot or boundary."""
-    chunks = [Chunk(3, 2), Chunk(2, 1, (2, 4)), Chunk(5, 5, (3, 7))]
-    run, state = CASES[name](rows_of(chunks))
+    chunks = [Chunk(3, 2), Chunk(2, 1, (2, 4)), Chunk(19, 5, (3, 7))]
+    run, state = CASES[name](rows_of(chunks), torch.float16)
 
     def broken(ops: LayerOps, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
         run(ops, FAULTS[fault](recurrence) if isinstance(ops, TritonLayerOps) else recurrence, state, out)
 
-    checked = partial(check, chunks=chunks, state=state, out=blank(rows_of(chunks), 40, torch.float32))
+    checked = partial(check, chunks=chunks, state=state, out=blank(rows_of(chunks), 40, torch.float16))
     checked(run)
     with pytest.raises(AssertionError):
         checked(broken)

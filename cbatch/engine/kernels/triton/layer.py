@@ -133,12 +133,12 @@ class TritonLayerOps:
     def gated_delta(
         self, qkv: Tensor, controls: Tensor, heads: DeltaHeads, state: Tensor, recurrence: Recurrence, out: Tensor
     ) -> None:
-        delta_rules.gated_delta(qkv, controls, heads, state, recurrence, out)
+        delta_rules.gated_delta(qkv, controls, heads, state, recurrence, out, self.capability)
 
     def selective_scan(
         self, xbc: Tensor, steps: Tensor, heads: ScanHeads, state: Tensor, recurrence: Recurrence, out: Tensor
     ) -> None:
-        scans.selective_scan(xbc, steps, heads, state, recurrence, out)
+        scans.selective_scan(xbc, steps, heads, state, recurrence, out, self.capability)
 
     def gated_norm(
         self, source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool

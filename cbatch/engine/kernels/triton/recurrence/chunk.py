@@ -1,34 +1,20 @@
-"""What the kernels of recurrent layers share: chunks of a step, tiles of states, and softplus."""
+"""What the kernels of recurrent layers share: where a chunk is, how its state is cut, and softplus."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cbatch.engine.kernels.layer_ops import Recurrence
-from cbatch.engine.kernels.triton.attention_tile import power_of_2
-from cbatch.engine.kernels.triton.launch import launch_options
 
 CHUNK_TENSORS = ["starts", "slots", "snapshot_counts", "snapshot_slots"]
 """Arguments of all these kernels; see `Recurrence`. Where they begin may change from step to step."""
-
-_TILE = 4096
-"""Numbers of a tile of states: 32 registers of each of 128 threads."""
 
 
 def chunk_tensors(recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Arguments of a kernel, in the order of `CHUNK_TENSORS`."""
     return recurrence.starts, recurrence.slots, recurrence.snapshot_counts, recurrence.snapshot_slots
-
-
-def tile_constants(length: int, width: int) -> dict[str, Any]:
-    """How a head's states, each `length` long, are cut into tiles of up to WIDTH of its `width` states."""
-    padded = power_of_2(length)
-    columns = min(max(_TILE // padded, 1), power_of_2(width))
-    return {"LENGTH_TILE": padded, "WIDTH": columns, **launch_options(padded * columns // 32)}
 
 
 @triton.jit
