@@ -84,18 +84,24 @@ def _nemotron_layers(model: Builder) -> list[str]:
     config, kinds = model.config, model.config.get("layers_block_type")
     if kinds is None:
         kinds = [_LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]]
-    kinds = [{"mamba": _MAMBA, "attention": _ATTENTION}.get(kind, kind) for kind in kinds]
-    if not set(kinds) <= set(_LETTERS.values()) or len(kinds) != model.num_layers:
+    older = {"mamba": _MAMBA, "attention": _ATTENTION}
+    found = [str(older.get(kind, kind)) for kind in kinds]
+    if not set(found) <= set(_LETTERS.values()) or len(found) != model.num_layers:
         raise UnsupportedConfig("it has layers of other types")
     config.ignore("hybrid_override_pattern")
-    return kinds
+    return found
 
 
 def _nemotron_scan(model: Builder) -> ScanSizes:
     config = model.config
-    keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-    sizes = (int(config.get(key, each)) for key, each in zip(keys, (128, 64, 8, 128, 4), strict=True))
-    return ScanSizes(*sizes, limits=(float(config.get("time_step_min", 0.001)), math.inf))
+    return ScanSizes(
+        heads=int(config.get("mamba_num_heads", 128)),
+        head_dim=int(config.get("mamba_head_dim", 64)),
+        groups=int(config.get("n_groups", 8)),
+        state_size=int(config.get("ssm_state_size", 128)),
+        kernel=int(config.get("conv_kernel", 4)),
+        limits=(float(config.get("time_step_min", 0.001)), math.inf),
+    )
 
 
 def _nemotron_experts(layer: Layer, source: str, activation: Activation, *, bias: bool) -> None:
