@@ -23,7 +23,8 @@ from tests.support.tiny_models import make_prompts
 pytestmark = pytest.mark.kernels
 
 KINDS = [
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid",
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "bamba",
+    "nemotron_h",
 ]  # fmt: skip
 MIXERS = ["qwen3_next", "lfm2", "granitemoehybrid"]
 """One of each kind of recurrent layer."""

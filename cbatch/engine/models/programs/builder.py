@@ -109,7 +109,8 @@ class Builder:
         self.config = config
         self.hidden_size = int(config.first("hidden_size", "n_embd"))
         self.vocab_size = int(config["vocab_size"])
-        self.num_layers = int(config.first("num_hidden_layers", "n_layer"))
+        kinds = config.values.get("layers_block_type")  # which some files have instead of a number
+        self.num_layers = len(kinds) if kinds else int(config.first("num_hidden_layers", "n_layer"))
         self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
         self.is_tied = False
         self.replaced_ids: dict[int, int] = {}

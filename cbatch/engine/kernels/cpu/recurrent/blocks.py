@@ -1,4 +1,4 @@
-"""Blocks of a state, in vector registers: a token reads and writes each of their numbers once.
+"""Blocks of a state, in vector registers: a token fetches and writes each of their numbers once.
 
 A block has some columns of a state [keys, columns], which are independent of each other. It lies in one piece, so that
 it stays in the processor's first cache from token to token: within a slot, a state is [heads, blocks, keys, columns of
@@ -105,15 +105,13 @@ class _BlockEmitter(FloatEmitter):
         self.builder.store(self.fma(one, other, self.builder.load(sums)), sums)
 
     def emit_delta(self, addresses: Any, factors: Any) -> None:
+        """Reads the state twice, the second time from the first cache, and writes it."""
         state, keys, query, key, value, out = addresses
         decay, rate, seen, old, new, key_factor = map(self.broadcast, factors)
         builder, by_key, by_query, changes = self.builder, self.zeros(), self.zeros(), []
         with cgutils.for_range(builder, keys) as loop:
-            row, one, other = (
-                self.key_row(state, loop.index),
-                self.number(key, loop.index),
-                self.number(query, loop.index),
-            )
+            row = self.key_row(state, loop.index)
+            one, other = (self.number(start, loop.index) for start in (key, query))
             for panel in self.panels:
                 numbers = self.load(row, panel, self.element)
                 self.add(by_key[panel], one, numbers)
@@ -131,13 +129,15 @@ class _BlockEmitter(FloatEmitter):
                 self.store(self.fma(number, changes[panel], numbers), row, panel, self.element)
 
     def emit_scan(self, addresses: Any, factors: Any) -> None:
+        """Reads and writes the state once."""
         state, keys, b, c, x, out = addresses
         decay, step, skip = map(self.broadcast, factors)
         builder, sums = self.builder, self.zeros()
         inputs = [self.load(x, panel, types.float32) for panel in self.panels]
         changes = [builder.fmul(step, one) for one in inputs]
         with cgutils.for_range(builder, keys) as loop:
-            row, one, other = self.key_row(state, loop.index), self.number(b, loop.index), self.number(c, loop.index)
+            row = self.key_row(state, loop.index)
+            one, other = (self.number(start, loop.index) for start in (b, c))
             for panel in self.panels:
                 numbers = builder.fmul(decay, self.load(row, panel, self.element))
                 numbers = self.fma(one, changes[panel], numbers)

@@ -9,6 +9,7 @@ from cbatch.engine.models.programs.families import gpt as gpt
 from cbatch.engine.models.programs.families import granite as granite
 from cbatch.engine.models.programs.families import lfm as lfm
 from cbatch.engine.models.programs.families import llama as llama
+from cbatch.engine.models.programs.families import mamba_hybrid as mamba_hybrid
 from cbatch.engine.models.programs.families import parallel as parallel
 from cbatch.engine.models.programs.families import post_norm as post_norm
 from cbatch.engine.models.programs.families import qwen_hybrid as qwen_hybrid

@@ -76,7 +76,7 @@ def granite_hybrid(model: Builder) -> None:
     config.expect("hidden_act", "silu")  # also after the convolutions
     activation, bias = Activation("silu"), bool(config.get("attention_bias", False))
     factor, has_experts = float(config.get("residual_multiplier", 1.0)), int(config.get("num_local_experts", 8)) > 0
-    scan, attends = _scan_sizes(model), _attending_layers(model)
+    scan, attends = expanded_scan(model), _attending_layers(model)
     model.embed(scale=float(config.get("embedding_multiplier", 1.0)))
     for layer, is_attention in zip(model.layers(), attends, strict=True):
         source = layer.norm(norm, "input_layernorm")
@@ -106,7 +106,8 @@ def _attending_layers(model: Builder) -> list[bool]:
             for kind in model.layer_types([known[2]] * model.num_layers, known)]  # fmt: skip
 
 
-def _scan_sizes(model: Builder) -> ScanSizes:
+def expanded_scan(model: Builder) -> ScanSizes:
+    """The heads of Mamba's layers, which share a multiple of the hidden size."""
     config = model.config
     inner, heads = int(config.get("mamba_expand", 2)) * model.hidden_size, int(config.get("mamba_n_heads", 128))
     head_dim = config.get("mamba_d_head", "auto")
