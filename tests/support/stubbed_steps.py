@@ -25,12 +25,14 @@ from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime import transfer
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.state_pool import StatePool, StepStates
 from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
 from cbatch.engine.scheduler.limits import StepLimits
 from cbatch.engine.structured.token_bitmask import bitmask_size
 from tests.support.triton_driver import stub_driver
 
 BLOCK_SIZE = 16
+MAX_SEQS = 512
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -48,6 +50,17 @@ TINY: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": TINY | {"model_type": "llama"},
     "mistral, window": TINY | {"model_type": "mistral", "sliding_window": 700},
+    "qwen3.5, recurrent": TINY
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+    },
     "qwen3, odd sizes": TINY
     | {"model_type": "qwen3", "num_attention_heads": 6, "head_dim": 10, "intermediate_size": 70, "vocab_size": 333},
 }
@@ -63,6 +76,7 @@ class StubbedSteps:
         self.sampler = Sampler(CPU, kernel=True)
         shapes = [self.attention.block_shapes(layer, BLOCK_SIZE, dtype) for layer in self.model.layers]
         self.kv_cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype, CPU)
+        self.state_pool = StatePool(self.model.states, MAX_SEQS, CPU) if self.model.states else None
 
     def batch(self, starts: Sequence[int], stops: Sequence[int]) -> RaggedBatch:
         """Tokens `starts` to `stops` of sequences, which share the blocks of the cache; all but the longest chunk have
@@ -78,9 +92,14 @@ class StubbedSteps:
         if lengths.max() > 1:
             rows = np.delete(rows, lengths.argmax())
         ids, words = np.zeros_like(positions), np.ones((len(rows), PARAM_WORDS), np.int32)
+        states = None
+        if self.state_pool is not None:
+            order = np.arange(len(stops))
+            states = StepStates(self.state_pool, order, lengths, np.where(order % 3 == 0, MAX_SEQS - 1 - order, -1))
         return RaggedBatch(
-            ids, positions, slots, rows, tables, list(starts), list(stops), CPU, sampling_params=lambda: words
-        )
+            ids, positions, slots, rows, tables, list(starts), list(stops), CPU, sampling_params=lambda: words,
+            states=states,
+        )  # fmt: skip
 
     def run(self, batch: RaggedBatch) -> None:
         """A step that is not captured, and sampling."""
@@ -95,7 +114,7 @@ class StubbedSteps:
 
     def capture(self, max_seqs: int, max_batch_tokens: int) -> StepGraphs:
         """All graphs of an engine. To replay one does nothing."""
-        parts = StepParts(self.model, self.attention, self.kv_cache, self.sampler)
+        parts = StepParts(self.model, self.attention, self.kv_cache, self.sampler, self.state_pool)
         sizes = GraphSizes.of(StepLimits(max_seqs, max_batch_tokens, graphs=True))
         return StepGraphs(parts, sizes, lambda run: lambda: None)
 
@@ -154,7 +173,7 @@ def compiled_late(config: Mapping[str, Any], decode_rows: Sequence[int], chunks:
     with stub_driver() as stub, host_work_only(), torch.inference_mode():
         steps.run(steps.batch([1999] * 5, [2000] * 5))
         steps.run(steps.batch([0, 1999, 7], [40, 2000, 12]))
-        graphs = steps.capture(512, 1024)
+        graphs = steps.capture(MAX_SEQS, 1024)
         begin = len(stub.compilations)
         for size in decode_rows:
             lengths = [1 + row * 37 % 1100 for row in range(size)]

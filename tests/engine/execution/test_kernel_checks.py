@@ -23,12 +23,14 @@ from cbatch.engine.base.errors import ModelError
 from cbatch.engine.execution.cuda_graphs import Run
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
 from cbatch.engine.execution.kernel_checks import cpu as cpu_checks
+from cbatch.engine.execution.kernel_checks import layer as layer_checks
 from cbatch.engine.execution.kernel_checks import whole_step as step_checks
 from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
 from cbatch.engine.execution.kernel_checks.captured_step import check_captured
 from cbatch.engine.execution.kernel_checks.comparison import product_tolerance
 from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, run_check
 from cbatch.engine.execution.kernel_checks.layer import LayerChecks
+from cbatch.engine.execution.kernel_checks.recurrent_calls import StateChunk
 from cbatch.engine.execution.kernel_checks.sampling import check_sampling
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
@@ -63,6 +65,7 @@ SPLITTING = DecodeTuning(split=8)
 SPLIT_CALL = AttentionCall(2, LayerShape(1, 12, 12), 0.3)
 LONG_CHUNKS = {"decode attention": [(0, 1), (263, 264)]}
 CAPTURED_STEPS = [(39, 40), (263, 264), (0, 1)], [(39, 40), (262, 264), (0, 1), (39, 59)]
+RECURRENT_STEPS = {"decode": [StateChunk(1, 1)], "chunks": [StateChunk(1), StateChunk(6, 4)]}
 STEPS = [(0, 3), (0, 1)], [(3, 4), (1, 3)], [(4, 5), (3, 4)], [(5, 6), (4, 5)]
 
 
@@ -71,6 +74,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_checks, "CHUNKS", CHUNKS)
     monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", CAPTURED_STEPS)
     monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
+    monkeypatch.setattr(layer_checks, "STEPS", RECURRENT_STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -215,33 +219,40 @@ OPERATIONS = {name for name, value in vars(TorchLayerOps).items() if callable(va
 WRITTEN = {
     "embed_and_norm": (3, 5), "add_and_norm": (0, 3), "select_and_norm": (5,), "normalize": (4,),
     "prepare_heads": (3, 4, 5), "activate": (2,), "gate": (4,), "finish_logits": (0,), "expert_linear": (3,),
-    "combine": (3,), "logits": (), "route": (),
+    "combine": (3,), "convolve": (2, 4), "gated_delta": (3, 5), "selective_scan": (3, 5), "gated_norm": (4,),
+    "logits": (), "route": (),
 }  # fmt: skip
 """The arguments that each operation writes; the last two return what they have computed."""
+RECURRENT = {
+    "convolve": "lfm2", "gated_delta": "qwen3_5_text", "selective_scan": "granitemoehybrid",
+    "gated_norm": "granitemoehybrid",
+}  # fmt: skip
+"""A family that calls an operation of recurrent layers."""
 
 
 @cache
+def family_model(family: str) -> Any:
+    saved = saved_model(family)
+    return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
+
+
 def varied_model() -> Any:
     """Experts, a gate after attention, and norms on both sides."""
-    saved = saved_model("afmoe")
-    return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
+    return family_model("afmoe")
 
 
 def models_of(name: str, model: Any) -> Any:
     """A model that calls an operation."""
-    if name == "finish_logits":
-        saved = saved_model("gemma2")
-        return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
-    if name == "normalize":
-        saved = saved_model("olmo2")
-        return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
+    families = {"finish_logits": "gemma2", "normalize": "olmo2"} | RECURRENT
+    if name in families:
+        return family_model(families[name])
     return varied_model() if name in ("gate", "route", "expert_linear", "combine") else model
 
 
 def test_right_layer_kernels_agree(model: Any) -> None:
     """Guards the checks of a layer: every operation that some model calls has one."""
     seen = set()
-    for each in (model, *(models_of(name, model) for name in ("gate", "finish_logits", "normalize"))):
+    for each in (model, *(models_of(name, model) for name in ("gate", "finish_logits", "normalize", *RECURRENT))):
         checks = list(LayerChecks(each, 16).run())
         assert wrong_of(checks) == []
         seen |= {check.name for check in checks}

@@ -21,6 +21,13 @@ from cbatch.engine.execution.kernel_checks.comparison import (
 )
 from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.engine.execution.kernel_checks.layer_calls import CHUNKS, LayerCall, noted_calls
+from cbatch.engine.execution.kernel_checks.recurrent_calls import (
+    STATES,
+    STEPS,
+    StateChunk,
+    bytes_per_sequence,
+    over_chunks,
+)
 from cbatch.engine.kernels.layer_ops import Addend, Embedding, ExpertWeights, Positions, Router, Routing
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import HiddenStates
@@ -65,7 +72,10 @@ class LayerChecks:
             tolerance = TOLERANCES[model.dtype]
             if call.name == "expert_linear":
                 tolerance = product_tolerance(model.dtype, tolerance)
-            yield run_check(name, model.device, tolerance, partial(self._error, call), partial(self._workload, call))
+            error, workload = self._error, self._workload
+            if call.name in STATES:
+                error, workload = self._recurrent_error, self._recurrent_workload
+            yield run_check(name, model.device, tolerance, partial(error, call), partial(workload, call))
         tolerance = product_tolerance(model.dtype, _HEAD_TOLERANCES[model.dtype])
         yield run_check("output head", model.device, tolerance, self._head_error, self._head_workload)
 
@@ -89,6 +99,16 @@ class LayerChecks:
     def _error(self, call: LayerCall) -> float:
         results = zip(call(self.model.ops), call(TorchLayerOps(self.model.ops.heads_first)), strict=True)
         return max(_error_of_result(found, expected) for found, expected in results)
+
+    def _recurrent_error(self, call: LayerCall) -> float:
+        return max(self._error(over_chunks(call, chunks, self._draw)) for chunks in STEPS.values())
+
+    def _recurrent_workload(self, call: LayerCall) -> Workload:
+        """A step in which so many sequences decode that the device's memory limits it."""
+        sequences = max(self.workload_bytes // bytes_per_sequence(call), 1)
+        grown = over_chunks(call, [StateChunk(1)] * sequences, self._draw)
+        run = partial(getattr(self.model.ops, call.name), *grown.arguments, **call.keywords)
+        return Workload(run, bytes_read=bytes_per_sequence(call) * sequences)
 
     def _head_error(self) -> float:
         """With the model's own matrix, compared with a product in float64."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
@@ -11,10 +11,15 @@ from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.attention.reference import ReferenceAttention, ReferenceMetadata
-from cbatch.engine.execution.kernel_checks.made_up_steps import empty_cache, num_blocks, ragged_batch
+from cbatch.engine.execution.kernel_checks.made_up_steps import (
+    empty_cache,
+    empty_states,
+    made_up_states,
+    num_blocks,
+    ragged_batch,
+)
 from cbatch.engine.kernels.layer_ops import Addend, LayerOps, Positions, Routing
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
-from cbatch.engine.models.base import DeviceInputs
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
@@ -115,10 +120,10 @@ def noted_calls(model: CudaModel, block_size: int, kv_dtype: torch.dtype | None)
     kv_cache = empty_cache(
         attention, model.layers, num_blocks(CHUNKS, block_size), block_size, model.dtype, model.device
     )
+    if model.states:
+        batch = replace(batch, states=made_up_states(empty_states(model, len(CHUNKS)), batch))
     plain: Any = _NotingOps(TorchLayerOps(first), calls)
-    noting, metadata = model.with_ops(plain), attention.prepare(batch, block_size)
-    inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
-    noting.run_head(noting.run_layers(inputs, metadata, kv_cache, attention), batch.logit_rows)
+    model.with_ops(plain).forward(batch, kv_cache, attention)
     slots = torch.arange(len(batch.ids), device=model.device) + block_size - 2
     slots[len(slots) // 2] = -1
     for call in calls.values():
