@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
         triton_interpreter.prepare()
     import torch
 
-    from scripts.benchmarks.shapes import GPU_SHAPES, TINY
+    from scripts.benchmarks.shapes import GPU_SHAPES, TINY, with_layers
 
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -116,7 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     prefix = options.out or f"bench_gpu-{slug(name)}-{slug(what_runs(options))}"
-    shapes = {name: GPU_SHAPES[name] | (TINY if options.tiny else {}) for name in names}
+    shapes = {name: GPU_SHAPES[name] for name in names}
+    if options.tiny:
+        shapes = {name: with_layers(shape | TINY, 2) for name, shape in shapes.items()}
     report = Report()
     logger = logging.getLogger("cbatch")
     logger.addHandler(report)
@@ -203,11 +205,12 @@ def parts_of(
 
 def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace) -> Iterator[Any]:
     from scripts.benchmarks.models import load_random
+    from scripts.benchmarks.shapes import with_layers
     from scripts.gpu import checks
 
     failed = []
     for name, config in shapes.items():
-        loaded = load_random(name, config | {"num_hidden_layers": 2}, device)
+        loaded = load_random(name, with_layers(config, 2), device)
         try:
             yield from checks.check_lines(name, loaded, device, options.rates)
         except RuntimeError as error:  # the other shapes follow

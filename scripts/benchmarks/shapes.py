@@ -182,6 +182,7 @@ GPU_SHAPES: dict[str, Config] = {
         "use_sliding_window": False,
         "max_window_layers": 28,
     },
+    "0.8B": FAMILY_SHAPES["qwen3.5"] | {"dtype": "bfloat16", "eos_token_id": 0, "max_position_embeddings": 32768},
     "8B": _LLAMA
     | {
         "hidden_size": 4096,
@@ -194,7 +195,7 @@ GPU_SHAPES: dict[str, Config] = {
         "max_position_embeddings": 131072,
     },
 }
-"""The shapes of Qwen3-0.6B and Llama-3.1-8B."""
+"""The shapes of Qwen3-0.6B, Qwen3.5-0.8B, which has recurrent layers, and Llama-3.1-8B."""
 
 _SMALL = {
     "num_hidden_layers": 6,
@@ -221,3 +222,9 @@ TINY: Config = {
     "max_position_embeddings": 512,
 }
 """Overrides with which a script can be tried anywhere."""
+
+
+def with_layers(config: Config, layers: int) -> Config:
+    """The same with so few layers, among them one of each kind."""
+    is_hybrid = config["model_type"] == "qwen3_5_text"
+    return config | {"num_hidden_layers": layers} | ({"full_attention_interval": layers} if is_hybrid else {})

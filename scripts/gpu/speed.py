@@ -6,10 +6,11 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from cbatch.cli.bench.roofline import DeviceRates
@@ -19,6 +20,7 @@ from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
 from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.state_pool import StatePool, StepStates
 from cbatch.engine.sampling.sampler import Sampler
 from scripts.benchmarks.shapes import Config
 from scripts.gpu.clock import make_batch, seconds
@@ -128,7 +130,8 @@ def sweep_lines(config: Config, rates: DeviceRates, device: torch.device) -> Ite
 def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Line]:
     """Measures decode steps by their number of requests, as graphs and as single launches.
 
-    They are compared with the time in which the device reads the weights and the context.
+    They are compared with the time in which the device reads the weights and the context, and reads and writes the
+    states of recurrent layers.
     """
     device, attention = decoder.device, TritonAttention(decoder.device)
     on_gpu = device.type == "cuda"
@@ -139,12 +142,18 @@ def step_lines(name: str, decoder: CudaModel, rates: DeviceRates) -> Iterator[Li
     kv_cache = KVCache(shapes, blocks, BLOCK_SIZE, decoder.dtype, device)
     for tensor in kv_cache.flat or ():
         tensor.zero_()
-    parts = StepParts(decoder, attention, kv_cache, Sampler(device))
+    states = StatePool(decoder.states, max(sizes), device) if decoder.states else None
+    if states is not None:
+        states.zero(range(max(sizes)))
+    parts = StepParts(decoder, attention, kv_cache, Sampler(device), states)
     graphs = StepGraphs(parts, GraphSizes(sizes, (), max(sizes)), None if on_gpu else lambda run: run)
-    read = context * len(decoder.layers) * shape.bytes_per_token(decoder.dtype)
+    moved = context * len(decoder.layers) * shape.bytes_per_token(decoder.dtype)
+    moved += 2 * states.slot_bytes if states is not None else 0
     for rows in sizes:
         batch = make_batch([context - 1] * rows, [context] * rows, blocks, BLOCK_SIZE, decoder.vocab_size, device)
-        floor = (decoder.linear_cost.weight_bytes + rows * read) / rates.bytes_per_s
+        if states is not None:
+            batch = replace(batch, states=StepStates(states, np.arange(rows), np.zeros(rows, int), np.full(rows, -1)))
+        floor = (decoder.linear_cost.weight_bytes + rows * moved) / rates.bytes_per_s
         ways: dict[str, Callable[[], Any]] = {
             "a graph": partial(graphs.forward, batch),
             "launched": partial(decoder.forward, batch, kv_cache, attention),
