@@ -15,8 +15,8 @@ from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program, resolved
-from tests.support.model_checks import is_greedy_output
-from tests.support.programs import PROMPT, error_of, expected_logits, saved_model, typical_error
+from tests.support.model_checks import is_greedy_output, reference_logits
+from tests.support.programs import PROMPT, error_of, expected_logits, reconfigured, saved_model, typical_error
 from tests.support.recurrent_runs import Chunk, Runner
 from tests.support.tiny_models import make_prompts
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.kernels
 
 KINDS = [
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "bamba",
-    "nemotron_h",
+    "nemotron_h", "falcon_h1",
 ]  # fmt: skip
 MIXERS = ["qwen3_next", "lfm2", "granitemoehybrid"]
 """One of each kind of recurrent layer."""
@@ -132,6 +132,23 @@ def test_files_with_all_experts_in_one_tensor() -> None:
     name = next(iter(network))
     with pytest.raises(UnsupportedConfig, match="missing"):
         CpuModel(saved.config, {key: one for key, one in tensors.items() if key != name}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ssm_multipliers": [0.5, 2.0, 0.3, 3.0, 0.7], "ssm_in_multiplier": 1.5, "key_multiplier": 0.6},
+        {"attention_in_multiplier": 1.3, "mlp_multipliers": [0.7, 1.6], "lm_head_multiplier": 0.4},
+        {"embedding_multiplier": 2.5, "ssm_out_multiplier": 1.2, "attention_out_multiplier": 0.8},
+    ],
+)
+def test_multipliers_of_falcon(settings: dict[str, Any]) -> None:
+    """Guards multipliers that go into weights, scores and sums: the tiny model has none of them by itself."""
+    saved = reconfigured(saved_model("falcon_h1"), settings | {"time_step_limit": [0.0, float("inf")]})
+    run = Runner(CpuModel(saved.config, saved.tensors, torch.float32), CpuAttention(), 2)
+    expected = reference_logits(saved.network, [PROMPT])[0].float()
+    assert error_of(logits_in_chunks(run, 25, 35), expected) < 2e-4
+    assert error_of(expected_logits("falcon_h1"), expected) > 1e-2
 
 
 @pytest.mark.parametrize(

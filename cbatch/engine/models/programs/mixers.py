@@ -101,16 +101,27 @@ def mamba2(
     *,
     prefix: str = "mamba.",
     norm_groups: int = 1,
+    gate_first: bool = True,
     bias: bool = False,
     conv_bias: bool = True,
+    out_bias: bool | None = None,
+    multipliers: Sequence[float] = (1.0,) * 5,
     factor: float = 1.0,
 ) -> None:
-    """A layer of Mamba 2, whose result is added to the residual. norm: of the result times its gate"""
+    """A layer of Mamba 2, whose result is added to the residual.
+
+    norm, gate_first: of the result, and whether its gate comes before that
+    out_bias:         if it is another than `bias`
+    multipliers:      of the gates, x, B, C and the steps
+    """
     model, inner, channels = layer.model, sizes.inner, sizes.channels
     if sizes.heads % sizes.groups:
         raise UnsupportedConfig(f"its {sizes.heads} heads cannot share {sizes.groups} groups")
-    columns = inner + channels + sizes.heads
-    model.add(Linear(source, "mixed", layer.matrix(prefix + "in_proj", columns, model.hidden_size, bias=bias)))
+    columns, shared = inner + channels + sizes.heads, sizes.groups * sizes.state_size
+    mixed = layer.matrix(prefix + "in_proj", columns, model.hidden_size, bias=bias)
+    if set(multipliers) != {1.0}:
+        mixed = _scaled_parts(mixed, [inner, inner, shared, shared, sizes.heads], multipliers)
+    model.add(Linear(source, "mixed", mixed))
     weight = layer.weight(prefix + "conv1d.weight", channels, 1, sizes.kernel)
     conv = layer.weight(prefix + "conv1d.bias", channels) if conv_bias else None
     state = model.new_state(channels, sizes.kernel - 1)
@@ -125,9 +136,19 @@ def mamba2(
             step_start=inner + channels, step_min=low, step_max=high,
         )
     )  # fmt: skip
-    model.add(GatedNorm("recurrent", "mixed", "gated", norm, norm_groups, gate_first=True))
-    out = layer.matrix(prefix + "out_proj", model.hidden_size, inner, bias=bias)
+    model.add(GatedNorm("recurrent", "mixed", "gated", norm, norm_groups, gate_first=gate_first))
+    out = layer.matrix(prefix + "out_proj", model.hidden_size, inner, bias=bias if out_bias is None else out_bias)
     layer.add_to_residual("gated", out, factor=factor)
+
+
+def _scaled_parts(matrix: Matrix, widths: Sequence[int], factors: Sequence[float]) -> Matrix:
+    """A matrix of one linear, of which each part of the columns is multiplied with a factor."""
+    rows = torch.split(torch.arange(matrix.columns), list(widths))
+    parts, biases = (
+        [replace(each[0], rows=part, factor=factor) for part, factor in zip(rows, factors, strict=True)] if each else []
+        for each in (matrix.parts, matrix.biases)
+    )
+    return Matrix(tuple(parts), tuple(biases))
 
 
 def gated_convolution(

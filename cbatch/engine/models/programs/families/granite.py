@@ -110,6 +110,8 @@ def expanded_scan(model: Builder) -> ScanSizes:
     """The heads of Mamba's layers, which share a multiple of the hidden size."""
     config = model.config
     inner, heads = int(config.get("mamba_expand", 2)) * model.hidden_size, int(config.get("mamba_n_heads", 128))
+    if config.kind == "falcon_h1":
+        inner = int(config.get("mamba_d_ssm", 1024) or inner)
     head_dim = config.get("mamba_d_head", "auto")
     low, high = map(_number, config.get("time_step_limit") or (0.0, math.inf))
     sizes = ScanSizes(

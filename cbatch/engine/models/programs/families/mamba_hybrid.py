@@ -1,16 +1,17 @@
-"""Mamba 2 with attention in a few layers: Bamba and Nemotron H."""
+"""Mamba 2 with attention, in other layers (Bamba, Nemotron H) or beside it (Falcon H1)."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from cbatch.engine.models.programs.builder import Builder, Layer, NormKind
-from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.config_reader import ConfigReader, UnsupportedConfig
 from cbatch.engine.models.programs.families.experts import biased_router
 from cbatch.engine.models.programs.families.granite import expanded_scan
 from cbatch.engine.models.programs.families.registry import family
 from cbatch.engine.models.programs.mixers import ScanSizes, mamba2
-from cbatch.engine.models.programs.program import Activation
+from cbatch.engine.models.programs.program import Activation, Linear, Matrix, Norm
 from cbatch.engine.models.programs.rotary import read_rotary
 
 _MAMBA, _ATTENTION, _EXPERTS, _DENSE = "linear_attention", "full_attention", "moe", "mlp"
@@ -42,6 +43,60 @@ def bamba(model: Builder) -> None:
         source = layer.norm(norm, "pre_ff_layernorm")
         layer.feed_forward(source, config["intermediate_size"], activation, prefix="feed_forward.", bias=mlp_bias)
     model.head(norm("model.final_layernorm", model.hidden_size))
+
+
+@family("falcon_h1")
+def falcon_h1(model: Builder) -> None:
+    """Mamba and attention read the same norm in every layer. There are multipliers everywhere."""
+    config = model.config
+    norm, sizes = NormKind(config.get("rms_norm_eps", 1e-5)), model.head_sizes()
+    rotary = model.rotary(read_rotary(config, sizes.head_dim))
+    config.expect("hidden_act", "silu")  # also after the convolutions
+    config.ignore("mamba_chunk_size", "num_logits_to_keep", "mamba_use_mlp", "time_step_rank", "time_step_min",
+                  "time_step_max", "time_step_floor")  # fmt: skip
+    bias, enters = bool(config.get("attention_bias", False)), _multiplier(config, "attention_in")
+    if bias and enters != 1:
+        raise UnsupportedConfig("its attention has biases and a multiplier of its input")
+    scale = sizes.head_dim**-0.5 * _multiplier(config, "key") * enters * enters
+    scan, has_norm = expanded_scan(model), bool(config.get("mamba_rms_norm", False))
+    comes_in = _multiplier(config, "ssm_in")
+    multipliers = [comes_in * float(one) for one in config.get("ssm_multipliers") or [1.0] * 5]
+    proj_bias = bool(config.get("mamba_proj_bias", False))
+    if proj_bias and comes_in != 1:
+        raise UnsupportedConfig("its recurrent layers have biases and a multiplier of their input")
+    model.embed(scale=_multiplier(config, "embedding"))
+    for layer in model.layers():
+        source = layer.norm(norm, "input_layernorm")
+        mamba2(
+            layer, source, scan, norm(layer.prefix + "mamba.norm", scan.inner) if has_norm else Norm("none", 0.0),
+            norm_groups=scan.groups, gate_first=not config.get("mamba_norm_before_gate", True), bias=proj_bias,
+            conv_bias=bool(config.get("mamba_conv_bias", True)), out_bias=bool(config.get("projectors_bias", False)),
+            multipliers=multipliers, factor=_multiplier(config, "ssm_out"),
+        )  # fmt: skip
+        layer.attention(
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, scale=scale,
+            factor=_multiplier(config, "attention_out") * enters,
+        )  # fmt: skip
+        _scaled_feed_forward(layer, layer.norm(norm, "pre_ff_layernorm"))
+    model.head(norm("model.final_layernorm", model.hidden_size), factor=_multiplier(config, "lm_head"))
+
+
+def _multiplier(config: ConfigReader, name: str) -> float:
+    return float(config.get(f"{name}_multiplier", 1.0))
+
+
+def _scaled_feed_forward(layer: Layer, source: str) -> None:
+    """With a multiplier of what goes into the activation, and one of the result."""
+    model, config, prefix = layer.model, layer.model.config, "feed_forward."
+    size, bias = int(config["intermediate_size"]), bool(config.get("mlp_bias", False))
+    before, after = (float(one) for one in config.get("mlp_multipliers") or [1.0, 1.0])
+    up = layer.matrix([prefix + "gate_proj", prefix + "up_proj"], [size, size], model.hidden_size, bias=bias)
+    parts, biases = (
+        tuple(replace(one, factor=before) for one in each[:1]) + each[1:] for each in (up.parts, up.biases)
+    )
+    model.add(Linear(source, "intermediate", Matrix(parts, biases), activation=Activation("silu")))
+    down = layer.matrix(prefix + "down_proj", model.hidden_size, size, bias=bias)
+    layer.add_to_residual("intermediate", down, factor=after)
 
 
 @family("nemotron_h")
