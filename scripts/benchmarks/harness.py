@@ -28,6 +28,7 @@ BENCHMARKS = {
     "sharing": "scripts.benchmarks.sharing",
     "startup": "scripts.benchmarks.startup",
     "structured": "scripts.benchmarks.structured",
+    "turns": "scripts.benchmarks.turns",
 }
 
 Way = TypeVar("Way")

@@ -158,7 +158,9 @@ def test_each_gpu_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
     def chosen(*numbers: int) -> Any:
         devices = [gpus[number] for number in numbers]
-        model: Any = SimpleNamespace(layer_devices=devices, layers=[None] * len(devices), dtype=torch.float32)
+        model: Any = SimpleNamespace(
+            layer_devices=devices, layers=[LayerShape(1, 8, 8)] * len(devices), dtype=torch.float32
+        )
         return fallback._attention_of(EngineConfig(), model, None)
 
     assert isinstance(chosen(0, 0), _NotingBackend)
