@@ -14,11 +14,19 @@ import torch
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.models.programs.declarations import declared_kinds
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate
-from tests.support.planted_faults import INDEX_FAULTS, STATE_FAULTS, leak_neighbour, shift_positions, widen_window
+from tests.support.planted_faults import (
+    INDEX_FAULTS,
+    STATE_FAULTS,
+    leak_neighbour,
+    shift_chunk_grid,
+    shift_positions,
+    widen_window,
+)
 from tests.support.tiny_models import generate_alone, make_engine, make_prompts
 
 EQUAL, REFUSED, NOT_BUILT, INSENSITIVE = "equal", "refused", "not built", "insensitive"
@@ -110,7 +118,33 @@ def unseen_faults(network: Any, engine: SteppingEngine) -> list[str]:
         faults += STATE_FAULTS
     if not all(layer.value_dim for layer in engine.model.layers):
         faults += INDEX_FAULTS
-    return [f"{plant.__name__}{UNSEEN}" for plant in faults if not with_fault(plant)(network, engine)]
+    unseen = [plant for plant in faults if not with_fault(plant)(network, engine)]
+    if engine.model.chunk_multiple > 1 and keeps_to_grid(network, shift_chunk_grid):
+        unseen.append(shift_chunk_grid)
+    return [f"{plant.__name__}{UNSEEN}" for plant in unseen]
+
+
+def keeps_to_grid(network: Any, plant: Fault | None = None) -> bool:
+    """Whether a long prompt is cut at multiples of what recurrent layers take together, or where a snapshot is made."""
+    [prompt] = make_prompts([140], seed=8)
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        multiple = make_engine(network).model.chunk_multiple
+        with make_engine(network, max_seqs=2, max_batch_tokens=multiple + 5) as engine:
+            engine.add(prompt, SamplingParams(max_tokens=1))
+            cuts: list[bool] = []
+
+            def note(record: StepRecord) -> None:
+                for chunk in record.scheduled.chunks:
+                    is_snapshot = chunk.state is not None and chunk.state.snapshot is not None
+                    cuts.append(chunk.is_last or is_snapshot or chunk.stop % multiple == 0)
+
+            engine.on_step = note
+            while engine.has_work:
+                engine.step()
+    assert len(cuts) > 1, "the prompt is not cut"
+    return all(cuts)
 
 
 def run_combined(engine: SteppingEngine) -> Outputs:
@@ -199,6 +233,8 @@ def compare_all_scenarios(network: Any, engine: SteppingEngine) -> list[str]:
     sampled = run_all_at_once(network, max_batch_tokens=256, prefix_cache=False, temperature=1.0)
     if run_all_at_once(network, max_batch_tokens=7, kv_blocks=28, temperature=1.0) != sampled:
         different.append("temperature 1")
+    if not keeps_to_grid(network):
+        different.append("chunk grid")
     return different
 
 

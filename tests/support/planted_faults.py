@@ -12,6 +12,7 @@ from cbatch.engine.attention import reference
 from cbatch.engine.models.hf import indexed, recurrent
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.state_pool import StatePool, StepStates
+from cbatch.engine.scheduler.recurrent_states import RecurrentStates
 
 
 def shift_positions(patch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,17 @@ def forget_old_index(patch: pytest.MonkeyPatch) -> None:
         return found
 
     patch.setattr(indexed.IndexView, "update_indexer", forgetful)
+
+
+def shift_chunk_grid(patch: pytest.MonkeyPatch) -> None:
+    """Prompts of models with recurrent layers are cut where the budget of a step ends."""
+    begin = RecurrentStates.begin_step
+
+    def anywhere(self: RecurrentStates, running: Any, room: int) -> None:
+        begin(self, running, room)
+        self.multiple = 1
+
+    patch.setattr(RecurrentStates, "begin_step", anywhere)
 
 
 INDEX_FAULTS = [ignore_index, forget_old_index]
