@@ -1,12 +1,16 @@
 """Attention over the paged cache, without copying keys or values.
 
 Keys and values lie in panels (see `paged_kv`), so scores and weighted sums use the same microkernel as all products.
-Tiles of 64 tokens, at fixed positions of the sequence, go through the online softmax one after the other (Milakov and
-Gimelshein, 2018), and splits of 512 tokens are merged. So a token's result has the same bits however its sequence was
-cut into steps, and however many threads shared it.
+Tiles of 128 tokens, at fixed positions of the sequence, go through the online softmax one after the other (see
+`softmax`), and splits of 512 tokens are merged. So a token's result has the same bits however its sequence was cut into
+steps, and however many threads shared it.
 
-The state of a row is what it has seen so far: the weighted sum of values, and in the last two places the score that the
-weights are relative to, and the sum of the weights.
+A prompt's query tokens, times the heads that share keys, are multiplied with a tile as a block of rows. Only rows whose
+last token lies in the tile, or whose window begins in it, need a mask.
+
+The state of a row is what it has seen so far (see `softmax_row`): the weighted sum of values in its first `value_dim`
+places, the score that the weights are relative to in place -32, and from place -16 on sums of weights, which are added
+up at the end of a split.
 """
 
 from __future__ import annotations
@@ -19,19 +23,22 @@ from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_floa
 from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.engine.kernels.cpu.paged_kv import (
+    BLOCK_ROWS,
+    REFERENCE,
     SPLIT,
+    WEIGHT_SUM,
     AttentionParams,
     AttentionPlan,
     AttentionWorkspace,
     PagedKV,
 )
-from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS, softmax_weights
+from cbatch.engine.kernels.cpu.softmax import LOG2_E, TILE_TOKENS, masked_softmax_row, softmax_row
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 _TASKS_PER_THREAD = 8
 """Enough that no thread waits long for the others at the end of a layer's attention."""
 
-_MINUS_INFINITY = np.float32(-np.inf)
+_MINUS_INFINITY, _LN2 = np.float32(-np.inf), np.float32(1 / LOG2_E)
 
 
 class _QueryRows(NamedTuple):
@@ -43,6 +50,13 @@ class _QueryRows(NamedTuple):
     start: int
     rows: int
     group: int
+
+
+class _TilePart(NamedTuple):
+    """The tokens of a tile that a block of rows sees: from `first`, a multiple of 32, up to `stop`."""
+
+    first: int
+    stop: int
 
 
 @kernel
@@ -70,7 +84,7 @@ def store_kv(kv: PagedKV, slot: int, head: int, key: Any, value: Any, is_last: b
 
 @kernel
 def _list_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any) -> None:
-    """Addresses of the panels of keys and of values of the 64 tokens from `token`: panels [2, 4].
+    """Addresses of the panels of keys and of values of the tile from `token`: panels [2, TILE_TOKENS / 16].
 
     Panels past `stop` get the address of the first, which is safe to read and whose products are not used.
     """
@@ -88,37 +102,43 @@ def _list_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, pane
 
 
 @kernel
-def _compute_scores(kv: PagedKV, query: Rows, rows: int, count: int, panels: Any, scores: Any) -> None:
-    """scores [rows, 64] = query [rows, key_dim] times the keys of the first `count` tokens of a tile."""
+def _compute_scores(kv: PagedKV, query: Rows, rows: int, part: _TilePart, panels: Any, scores: Any) -> None:
+    """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile."""
     keys = kv.keys
     pair = 1 if keys.itemsize == 4 else 2
     stride, depth = LANES * pair * keys.itemsize, kv.key_dim // pair
-    for left in range(0, count, COLUMNS):
+    for left in range(part.first, part.stop, COLUMNS):
         columns = Panels(panels.ctypes.data + left // LANES * 8, depth, stride, depth)
-        multiply_tile(
-            kv.microkernel, keys[0], query, columns, Rows(scores.ctypes.data + left * 4, TILE_TOKENS * 4), rows, 0
-        )
+        for top in range(0, rows, MAX_ROWS):
+            out = Rows(scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
+            rows_of_query = Rows(query.address + top * query.stride, query.stride)
+            multiply_tile(kv.microkernel, keys[0], rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
 
 
 @kernel
-def _accumulate_values(kv: PagedKV, weights: Any, rows: int, count: int, panels: Any, pairs: Any, out: Rows) -> None:
-    """out [rows, value_dim] += weights [rows, 64] times the values of the first `count` tokens of a tile."""
+def _accumulate_values(
+    kv: PagedKV, weights: Any, rows: int, part: _TilePart, panels: Any, pairs: Any, out: Rows
+) -> None:
+    """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
     values = kv.values
     pair = 1 if values.itemsize == 4 else 2
-    stride, depth, run = LANES * pair * values.itemsize, -(-count // pair), LANES // pair
+    stride, depth, run = LANES * pair * values.itemsize, -(-(part.stop - part.first) // pair), LANES // pair
     width, last = LANES * kv.block_size * values.itemsize, kv.value_dim // LANES - 1
-    left = Rows(np.int64(weights.ctypes.data), TILE_TOKENS * values.itemsize)
+    weights_stride, first_panel = TILE_TOKENS * values.itemsize, part.first // LANES
     for panel in range(0, last + 1, 2):
-        for part in range(TILE_TOKENS // LANES):
-            pairs[part, 0] = panels[1, part] + panel * width
-            pairs[part, 1] = pairs[part, 0] + (width if panel < last else 0)
-        target = Rows(out.address + panel * LANES * 4, out.stride)
-        multiply_tile(kv.microkernel, values[0], left, Panels(pairs.ctypes.data, run, stride, depth), target, rows, 1)
+        for i in range(first_panel, TILE_TOKENS // LANES):
+            pairs[i, 0] = panels[1, i] + panel * width
+            pairs[i, 1] = pairs[i, 0] + (width if panel < last else 0)
+        columns = Panels(pairs.ctypes.data + first_panel * 16, run, stride, depth)
+        for top in range(0, rows, MAX_ROWS):
+            left = Rows(weights.ctypes.data + top * weights_stride + part.first * values.itemsize, weights_stride)
+            target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
+            multiply_tile(kv.microkernel, values[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
 
 
 @kernel
 def _prefetch_tile(kv: PagedKV, head: int, table: Any, token: int, stop: int) -> None:
-    """Prefetches the keys and values of 64 tokens."""
+    """Prefetches the keys and values of a tile."""
     keys, values, size = kv.keys, kv.values, kv.block_size
     for first in range(token, min(token + TILE_TOKENS, stop), size):
         page = (table[first // size] * kv.heads + head) * size
@@ -129,25 +149,40 @@ def _prefetch_tile(kv: PagedKV, head: int, table: Any, token: int, stop: int) ->
 
 
 @kernel
-def _online_softmax_update(
-    scores: Any, first: int, stop: int, params: AttentionParams, weights: Any, state: Any
-) -> None:
-    """Turns a row of 64 products into weights, of which those from `first` up to `stop` count; rescales its state."""
-    width = len(state) - 2
-    scale, cap, before = np.float32(params.scale), np.float32(params.softcap), state[width]
-    if cap > 0:
+def _cap_scores(scores: Any, rows: int, params: AttentionParams) -> None:
+    """Replaces products [rows, TILE_TOKENS] by softcap * tanh(product * scale / softcap)."""
+    scale, cap = np.float32(params.scale), np.float32(params.softcap)
+    for i in range(rows):
+        row = scores[i]
         for j in range(TILE_TOKENS):
-            scores[j] = cap * tanh(scores[j] * scale / cap)
-        scale = np.float32(1)
-    most, added = softmax_weights(weights[0], scores.ctypes.data, weights.ctypes.data, scale, first, stop, before)
-    if before != most:
-        state[width] = most
-        if before > _MINUS_INFINITY:
-            shrink = exp(before - most)
-            for j in range(width):
-                state[j] *= shrink
-            state[width + 1] *= shrink
-    state[width + 1] += added
+            row[j] = cap * tanh(row[j] * scale / cap)
+
+
+@kernel
+def _weigh(
+    token: int, query_rows: _QueryRows, top: int, rows: int, params: AttentionParams, scratch: AttentionWorkspace,
+    states: Rows, width: int,
+) -> None:  # fmt: skip
+    """Turns the scores of the rows from `top` on into weights, and rescales their states if need be."""
+    scores, weights, group = scratch.scores, scratch.weights, query_rows.group
+    scale = np.float32(LOG2_E)
+    if params.softcap > 0:
+        _cap_scores(scores, rows, params)
+    else:
+        scale = np.float32(params.scale * LOG2_E)
+    first_position, last_position = query_rows.start + top // group, query_rows.start + (top + rows - 1) // group
+    is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
+    for i in range(rows):
+        source = np.int64(scores.ctypes.data) + i * TILE_TOKENS * 4
+        target = np.int64(weights.ctypes.data) + i * TILE_TOKENS * weights.itemsize
+        state = states.address + i * states.stride
+        if not is_whole:
+            position = query_rows.start + (top + i) // group
+            first, stop = first_seen(position, params) - token, position + 1 - token
+            if first > 0 or stop < TILE_TOKENS:
+                masked_softmax_row(weights[0, 0], source, target, state, width, scale, first, stop)
+                continue
+        softmax_row(weights[0, 0], source, target, state, width, scale)
 
 
 @kernel
@@ -163,45 +198,57 @@ def _attend_tile(
     kv: PagedKV, token: int, query_rows: _QueryRows, begin: int, params: AttentionParams, scratch: AttentionWorkspace,
     states: Any,
 ) -> None:  # fmt: skip
-    """Lets the rows of a head see the 64 tokens from `token`. begin: the first of these rows in the task"""
-    query, panels, scores, weights = scratch.query, scratch.panels, scratch.scores, scratch.weights
+    """Lets the rows of a head see the tile from `token`. begin: the first of these rows in the task"""
+    query, panels = scratch.query, scratch.panels
     start, group = query_rows.start, query_rows.group
-    for top in range(0, query_rows.rows, MAX_ROWS):
-        rows, first_row = min(MAX_ROWS, query_rows.rows - top), begin + top
-        count = min(TILE_TOKENS, start + (top + rows - 1) // group + 1 - token)
-        if count <= 0:
+    query_stride, state_stride = query.shape[1] * query.itemsize, states.shape[1] * 4
+    for top in range(0, query_rows.rows, BLOCK_ROWS):
+        rows = min(BLOCK_ROWS, query_rows.rows - top)
+        part = _TilePart(
+            max(0, first_seen(start + top // group, params) - token) // COLUMNS * COLUMNS,
+            min(TILE_TOKENS, start + (top + rows - 1) // group + 1 - token),
+        )
+        if part.stop <= part.first:
             continue
-        stride = query.shape[1] * query.itemsize
-        _compute_scores(kv, Rows(query.ctypes.data + first_row * stride, stride), rows, count, panels, scores)
-        for i in range(rows):
-            position = start + (top + i) // group
-            first = first_seen(position, params) - token
-            _online_softmax_update(scores[i], first, position + 1 - token, params, weights[i], states[first_row + i])
-        stride = states.shape[1] * 4
-        out = Rows(states.ctypes.data + first_row * stride, stride)
-        _accumulate_values(kv, weights, rows, count, panels, scratch.pairs, out)
+        source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
+        target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
+        _compute_scores(kv, source, rows, part, panels, scratch.scores)
+        _weigh(token, query_rows, top, rows, params, scratch, target, states.shape[1] - 2 * LANES)
+        _accumulate_values(kv, scratch.weights, rows, part, panels, scratch.pairs, target)
 
 
 @kernel
 def _reset(state: Any) -> None:
     for j in range(len(state)):
         state[j] = np.float32(0)
-    state[len(state) - 2] = _MINUS_INFINITY
+    state[len(state) - REFERENCE] = _MINUS_INFINITY
 
 
 @kernel
-def _merge_state(state: Any, later: Any, width: int) -> None:
-    """Adds the state of a later split; its first `width` numbers are the weighted sum."""
-    before, largest, total = state[len(state) - 2], later[len(later) - 2], later[len(later) - 1]
-    if largest == _MINUS_INFINITY and total == 0:
+def _add_up_weights(state: Any) -> None:
+    """Adds the sums of weights of a row into the first of them."""
+    total = np.float32(0)
+    for j in range(len(state) - WEIGHT_SUM, len(state)):
+        total += state[j]
+        state[j] = np.float32(0)
+    state[len(state) - WEIGHT_SUM] = total
+
+
+@kernel
+def _merge_state(state: Any, later: Any) -> None:
+    """Adds the state of a later split."""
+    width = len(state) - REFERENCE
+    before, largest = state[width], later[width]
+    total, added = len(state) - WEIGHT_SUM, later[len(later) - WEIGHT_SUM]
+    if largest == _MINUS_INFINITY and added == 0:
         return
     most = max(before, largest)
-    keep = exp(before - most) if before > _MINUS_INFINITY else np.float32(0)
-    share = exp(largest - most) if largest > _MINUS_INFINITY else np.float32(1)
+    keep = exp((before - most) * _LN2) if before > _MINUS_INFINITY else np.float32(0)
+    share = exp((largest - most) * _LN2) if largest > _MINUS_INFINITY else np.float32(1)
     for j in range(width):
         state[j] = state[j] * keep + later[j] * share
-    state[len(state) - 2] = most
-    state[len(state) - 1] = state[len(state) - 1] * keep + total * share
+    state[width] = most
+    state[total] = state[total] * keep + added * share
 
 
 @kernel
@@ -229,8 +276,10 @@ def _attend_task(
                     _prefetch_tile(kv, first_head, table, token + TILE_TOKENS, end)
                 _list_panels(kv, head, table, token, stop, scratch.panels)
                 _attend_tile(kv, token, query_rows, (head - first_head) * per_head, params, scratch, states)
-        for i in range(0 if is_first else rows):
-            _merge_state(all_before[i], states[i], kv.value_dim)
+        for i in range(rows):
+            _add_up_weights(states[i])
+            if not is_first:
+                _merge_state(all_before[i], states[i])
 
 
 @kernel
@@ -283,8 +332,7 @@ def attend(
         for i in range((stop_head - first_head) * per_head):
             token, query_head = row + i % per_head // group, (first_head + i // per_head) * group + i % group
             if partial >= 0:
-                _reset(plan.partials[partial, query_head])
-                _merge_state(plan.partials[partial, query_head], states[i], width)
+                _copy(states[i], plan.partials[partial, query_head])
             else:
                 _normalize(states[i], query_head, params, out[token, query_head * width : (query_head + 1) * width])
         task = next_task(worker, phase, num_tasks)
@@ -307,7 +355,7 @@ def _merge_partials(
         for head in range(heads):
             _reset(state)
             for partial in range(first, first + count):
-                _merge_state(state, plan.partials[partial, head], width)
+                _merge_state(state, plan.partials[partial, head])
             _normalize(state, head, params, out[row, head * width : (head + 1) * width])
         task = next_task(worker, phase, num_tasks)
     return phase + 1
@@ -322,12 +370,13 @@ def _copy(source: Any, target: Any) -> None:
 @kernel
 def _normalize(state: Any, head: int, params: AttentionParams, out: Any) -> None:
     """out [value_dim] = a row's weighted sum divided by the sum of its weights."""
-    largest, share = state[len(state) - 2], state[len(state) - 1]
+    largest, share = state[len(state) - REFERENCE], state[len(state) - WEIGHT_SUM]
     factor = np.float32(1)
     if len(params.sinks):
-        most = max(largest, params.sinks[head])
-        factor = exp(largest - most)
-        share = share * factor + exp(params.sinks[head] - most)
+        sink = params.sinks[head] * np.float32(LOG2_E)
+        most = max(largest, sink)
+        factor = exp((largest - most) * _LN2)
+        share = share * factor + exp((sink - most) * _LN2)
     factor = factor / share
     for j in range(len(out)):
         out[j] = from_float32(state[j] * factor, out)

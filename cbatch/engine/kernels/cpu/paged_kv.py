@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, pad_columns
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.cpu import empty
@@ -22,6 +22,11 @@ from cbatch.engine.runtime.cpu import empty
 _MAX_QUERY_ROWS = 96
 """Query rows (tokens times the heads that share keys) of a task: they use a tile of keys while it is in the cache."""
 
+BLOCK_ROWS = 48
+"""Query rows whose scores with a tile of keys are there at once: they stay in the processor's first cache."""
+
+REFERENCE, WEIGHT_SUM = 2 * LANES, LANES
+"""Places from the end of a row's state of what its weights are relative to, and of the sum of its weights."""
 
 SPLIT = 512
 """Tokens of a sequence whose values are summed apart; the partial sums are merged in their order.
@@ -78,7 +83,7 @@ class AttentionPlan(NamedTuple):
                 tokens, the positions that they may see (from, up to), and the index of the partial result if other
                 tasks see the rest, else -1
     merges:     [M, 3] int64: row of the step, the first of its partial results, and their number
-    partials:   [partials, query heads, value_dim + 2] float32 states (see `attention`)
+    partials:   [partials, query heads, state size] float32 states (see `attention`)
     slots:      [T] int64 where each token goes in the cache: block * block_size + offset
     is_last:    [T] bool, whether a token is the last that the step computes of its sequence
     """
@@ -108,9 +113,13 @@ def plan_attention(batch: RaggedBatch, heads: int, group: int, value_dim: int) -
     num_tasks, num_merges, num_partials = _plan_tasks(
         begins, ends, max_tokens, tasks, order, first_rows, merges, is_last
     )
-    partials = np.empty((num_partials, heads, value_dim + 2), np.float32)
+    partials = np.empty((num_partials, heads, _state_size(value_dim)), np.float32)
     tasks, merges = tasks[order[:num_tasks, 0]], merges[:num_merges]
     return AttentionPlan(batch.tables, begins, first_rows, tasks, merges, partials, slots, is_last)
+
+
+def _state_size(value_dim: int) -> int:
+    return pad_columns(value_dim) + REFERENCE
 
 
 @entry
@@ -170,11 +179,11 @@ class AttentionWorkspace(NamedTuple):
 
     Rows are query tokens times the heads of a group.
 
-    panels: [threads, 2, 4] addresses of the panels of keys and of values of a tile
-    pairs:  [threads, 4, 2] addresses of two panels of values each
+    panels: [threads, 2, TILE_TOKENS / 16] addresses of the panels of keys and of values of a tile
+    pairs:  [threads, TILE_TOKENS / 16, 2] addresses of two panels of values each
     query:  [threads, rows, key_dim]
-    scores, weights: [threads, MAX_ROWS, 64] before and after the softmax
-    states: [threads, 2, rows, padded value_dim + 32] (see `attention`) of the first split and of a later one
+    scores, weights: [threads, BLOCK_ROWS, TILE_TOKENS] before and after the softmax
+    states: [threads, 2, rows, state size] (see `attention`) of the first split and of a later one
     """
 
     panels: NDArray[np.int64]
@@ -193,7 +202,7 @@ def new_attention_workspace(
         empty((threads, 2, TILE_TOKENS // LANES), np.int64),
         empty((threads, TILE_TOKENS // LANES, 2), np.int64),
         empty((threads, rows, key_dim), dtype),
-        empty((threads, MAX_ROWS, TILE_TOKENS), np.float32),
-        empty((threads, MAX_ROWS, TILE_TOKENS), dtype),
-        empty((threads, 2, rows, pad_columns(value_dim) + COLUMNS), np.float32),
+        empty((threads, BLOCK_ROWS, TILE_TOKENS), np.float32),
+        empty((threads, BLOCK_ROWS, TILE_TOKENS), dtype),
+        empty((threads, 2, rows, _state_size(value_dim)), np.float32),
     )

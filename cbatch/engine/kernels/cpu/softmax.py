@@ -1,4 +1,9 @@
-"""The softmax weights of a tile of scores, computed in vector registers."""
+"""The online softmax of a row of scores over a tile of tokens, computed in vector registers.
+
+Scores are in units of log2(e), so that a weight is a power of 2. They are relative to a reference, which only changes
+when a score exceeds it by far (Milakov and Gimelshein, 2018, rescale at every new maximum): most tiles compare once and
+rescale nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,32 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter
 
-TILE_TOKENS = 64
+TILE_TOKENS = 128
 """Tokens whose scores go through the online softmax at once."""
 
-_SLACK = 8.0
-"""How far a score may exceed the reference of the weights before all sums are rescaled to a new reference."""
+LOG2_E = 1.4426950408889634
+
+_SLACK = 11.5
+"""How far a score may exceed the reference of the weights, in powers of 2, before sums are rescaled to a new one."""
+
+_LOWEST = -126.0
+"""Scores further below the reference count as this one, whose weight is the smallest normal float32."""
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS, _HALVES = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _INT32, _INT16))
-_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""Coefficients of Cephes' expf."""
+
+_POWERS_OF_2 = {
+    types.uint16: (9.570102e-3, 5.591786e-2, 2.4024744e-1, 6.931218e-1, 9.999993e-1),
+    types.float32: (1.3276472e-3, 9.675541e-3, 5.550713e-2, 2.402212e-1, 6.9314694e-1, 1.0000001),
+}
+"""Coefficients of 2^x between -1/2 and 1/2, the highest power first, with the least relative error (Remez): 2.7e-6 for
+weights in bfloat16, which are rounded by 2e-3, and 2.1e-7 for those in float32."""
 
 
 def _floats(value: float) -> Any:
@@ -63,11 +79,15 @@ class FloatEmitter(VectorEmitter):
         builder.store(vector, self.place(address, index * LANES * size, vector.type), align=size)
 
 
-class _SoftmaxEmitter(FloatEmitter):
-    """Emits code for vectors of 16 float32."""
+class _RowEmitter(FloatEmitter):
+    """Emits the code for one row of scores."""
+
+    def __init__(self, builder: Any, element: Any) -> None:
+        super().__init__(builder)
+        self.element = element
 
     def larger(self, one: Any, other: Any) -> Any:
-        """The lanewise maximum; the second where the first is NaN."""
+        """The lanewise maximum; the second where either is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
 
     def reduce(self, vector: Any, combine: Any) -> Any:
@@ -80,60 +100,109 @@ class _SoftmaxEmitter(FloatEmitter):
             width //= 2
         return self.builder.extract_element(vector, _INT32(0))
 
-    def exp(self, x: Any) -> Any:
-        """As `fast_math.exp`."""
+    def power_of_2(self, x: Any) -> Any:
+        """2^x; x must be below 127."""
         builder = self.builder
-        is_tiny = builder.fcmp_ordered("<", x, _floats(-87.0))
-        x = builder.select(is_tiny, _floats(-87.0), x)
-        n = self.call(f"floor.v{LANES}f32", self.fma(x, _floats(1.4426950408889634), _floats(0.5)))
-        r = self.fma(n, _floats(-0.693359375), x)
-        r = self.fma(n, _floats(2.12194440e-4), r)
-        p = _floats(_TERMS[0])
-        for term in _TERMS[1:]:
-            p = self.fma(p, r, _floats(term))
-        p = builder.fadd(self.fma(builder.fmul(p, r), r, r), _floats(1.0))
-        power = builder.shl(builder.add(builder.fptosi(n, _WORDS), _words(127)), _words(23))
-        return builder.select(is_tiny, _floats(0.0), builder.fmul(p, builder.bitcast(power, _FLOATS)))
+        x = self.larger(_floats(_LOWEST), x)
+        n = self.call(f"rint.v{LANES}f32", x)
+        rest = builder.fsub(x, n)
+        first, *others = _POWERS_OF_2[self.element]
+        p = _floats(first)
+        for term in others:
+            p = self.fma(p, rest, _floats(term))
+        exponent = builder.shl(builder.fptosi(n, _WORDS), _words(23))
+        return builder.bitcast(builder.add(builder.bitcast(p, _WORDS), exponent), _FLOATS)
+
+    def largest(self, vectors: list[Any]) -> Any:
+        """Lanewise over all vectors; a NaN is ignored, unless it is in the last of them."""
+        most = _floats(float("-inf"))
+        for vector in vectors:
+            most = self.larger(vector, most)
+        return most
+
+    def relative(self, products: list[Any], counts: list[Any], scale: Any, reference: Any) -> list[Any]:
+        """Scores relative to a reference; minus infinity where one does not count. counts: empty if all do"""
+        below = self.broadcast(self.builder.fneg(reference))
+        found = [self.fma(product, scale, below) for product in products]
+        if counts:
+            lowest = _floats(float("-inf"))
+            found = [self.builder.select(*pair, lowest) for pair in zip(counts, found, strict=True)]
+        return found
+
+
+def _emit_row(builder: Any, element: Any, args: Any, bounds: tuple[Any, Any] | None) -> None:
+    """The code of `softmax_row`, and of `masked_softmax_row` if there are bounds."""
+    scores, weights, state, width, scale = args
+    emitter = _RowEmitter(builder, element)
+    parts = range(TILE_TOKENS // LANES)
+    products = [emitter.load(scores, part, types.float32) for part in parts]
+    counts = []
+    if bounds is not None:
+        low, high = (emitter.broadcast(builder.trunc(bound, _INT32)) for bound in bounds)
+        for part in parts:
+            places = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
+            after, before = builder.icmp_signed(">=", places, low), builder.icmp_signed("<", places, high)
+            counts.append(builder.and_(after, before))
+    scale = emitter.broadcast(scale)
+    last = builder.add(state, builder.mul(width, _INT64(4)))
+    place = emitter.place(last, 0, _FLOAT)
+    reference = builder.load(place)
+    found = emitter.relative(products, counts, scale, reference)
+    kept = [cgutils.alloca_once_value(builder, vector) for vector in found]
+    far = builder.fcmp_ordered(">", emitter.largest(found), _floats(_SLACK))
+    is_far = builder.icmp_signed("!=", builder.bitcast(far, ir.IntType(LANES)), ir.IntType(LANES)(0))
+    with builder.if_then(is_far, likely=False):
+        scaled = emitter.relative(products, counts, scale, _FLOAT(0))
+        largest = emitter.reduce(emitter.largest(scaled), emitter.larger)
+        builder.store(largest, place)
+        for target, vector in zip(kept, emitter.relative(products, counts, scale, largest), strict=True):
+            builder.store(vector, target)
+        shrink = emitter.power_of_2(emitter.broadcast(builder.fsub(reference, largest)))
+        with cgutils.for_range(builder, builder.udiv(width, _INT64(LANES))) as loop:
+            there = builder.add(state, builder.mul(loop.index, _INT64(LANES * 4)))
+            emitter.store(builder.fmul(emitter.load(there, 0, types.float32), shrink), there, 0, types.float32)
+        emitter.store(builder.fmul(emitter.load(last, 1, types.float32), shrink), last, 1, types.float32)
+    total = emitter.load(last, 1, types.float32)
+    for part in parts:
+        weight = emitter.power_of_2(builder.load(kept[part]))
+        if counts:
+            weight = builder.select(counts[part], weight, _floats(0.0))
+        total = builder.fadd(total, weight)
+        emitter.store(weight, weights, part, element)
+    emitter.store(total, last, 1, types.float32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def softmax_weights(
-    context: Any, like: Any, scores: Any, weights: Any, scale: Any, first: Any, stop: Any, before: Any
-) -> Any:
-    """Of 64 scores times `scale`, of which those from `first` up to `stop` count: e^(score - reference).
+def softmax_row(context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any) -> Any:
+    """Turns a row of products into weights 2^(product * scale - reference), and updates its state.
 
     like:    an element of the weights: float32, or uint16 for bfloat16
-    scores, weights: addresses; the weights are written
-    before:  the reference of the weights of earlier tiles
+    scores:  address of TILE_TOKENS float32
+    weights: address of as many weights, which are written
+    state:   address of the row's state: a sum of `width` float32, a multiple of 16; then 16 places, of which the first
+             is the reference of its weights, minus infinity before the first; then 16 sums of weights
+    scale:   positive
 
-    Returns the reference of these weights (minus infinity if no score has counted yet) and their sum. The reference is
-    `before` as long as the largest score is not far above it. The sum is NaN if one of the scores is.
+    If a score is NaN, so are its weight and one of the sums of weights.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, scores, weights, scale, first, stop, before = args
-        vectors = _SoftmaxEmitter(builder)
-        low, high = (vectors.broadcast(builder.trunc(bound, _INT32)) for bound in (first, stop))
-        lowest = _floats(float("-inf"))
-        rows, most = [], lowest
-        for part in range(TILE_TOKENS // LANES):
-            pointer = builder.inttoptr(builder.add(scores, _INT64(part * LANES * 4)), _FLOATS.as_pointer())
-            row = builder.fmul(builder.load(pointer, align=4), vectors.broadcast(scale))
-            places = ir.Constant(_WORDS, [part * LANES + lane for lane in range(LANES)])
-            counts = builder.and_(builder.icmp_signed(">=", places, low), builder.icmp_signed("<", places, high))
-            rows.append(builder.select(counts, row, lowest))
-            most = vectors.larger(rows[-1], most)
-        largest = vectors.reduce(most, vectors.larger)
-        far = builder.fcmp_ordered(">", largest, builder.fadd(before, _FLOAT(_SLACK)))
-        largest = builder.select(far, largest, before)
-        is_lowest = builder.fcmp_ordered("==", largest, _FLOAT(float("-inf")))
-        base = builder.select(is_lowest, _FLOAT(0.0), largest)  # no score counts, or none that is a number
-        total = _floats(0.0)
-        for part, row in enumerate(rows):
-            weight = vectors.exp(builder.fsub(row, vectors.broadcast(base)))
-            total = builder.fadd(total, weight)
-            vectors.store(weight, weights, part, like)
-        return context.make_tuple(builder, signature.return_type, [largest, vectors.reduce(total, builder.fadd)])
+        _emit_row(builder, like, args[1:], None)
+        return context.get_dummy_value()
 
-    arguments = (like, types.int64, types.int64, types.float32, types.int64, types.int64, types.float32)
-    return types.UniTuple(types.float32, 2)(*arguments), generate
+    return types.void(like, types.int64, types.int64, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def masked_softmax_row(
+    context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, first: Any, stop: Any
+) -> Any:
+    """As `softmax_row`, but only products from `first` up to `stop` count; the weights of others are 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        *args, first, stop = args[1:]
+        _emit_row(builder, like, args, (first, stop))
+        return context.get_dummy_value()
+
+    row = types.int64, types.int64, types.int64, types.int64, types.float32
+    return types.void(like, *row, types.int64, types.int64), generate
