@@ -27,12 +27,13 @@ class CpuMetadata:
     """What the layers of a step share: its attention plans, one for each shape of heads."""
 
     batch: RaggedBatch
+    block_size: int
     plans: dict[tuple[int, int, int], paged_kv.AttentionPlan] = field(default_factory=dict)
 
     def plan(self, heads: int, group: int, value_dim: int) -> paged_kv.AttentionPlan:
         shape = heads, group, value_dim
         if shape not in self.plans:
-            self.plans[shape] = paged_kv.plan_attention(self.batch, *shape)
+            self.plans[shape] = paged_kv.plan_attention(self.batch, self.block_size, *shape)
         return self.plans[shape]
 
 
@@ -52,7 +53,7 @@ class CpuAttention:
         return block_shapes(layer, block_size, dtype)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> CpuMetadata:
-        return CpuMetadata(batch)
+        return CpuMetadata(batch, block_size)
 
     def store_kv(
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: CpuMetadata

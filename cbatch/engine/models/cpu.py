@@ -140,7 +140,7 @@ class CpuModel:
             shift = self._num_positions - self.max_model_len
             positions = np.where(positions >= self.max_model_len, positions + shift, positions)
         inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
-        plan = plan_attention(batch, *self._largest_heads)
+        plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
         return (
             self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing,

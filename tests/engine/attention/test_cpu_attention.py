@@ -116,18 +116,33 @@ def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tasks_cover_every_token_once(seed: int) -> None:
-    """Guards the plan: each token sees all before it, long rows in adjacent splits, expensive tasks first."""
+    """Guards the plan: each token sees all before it in its own blocks, long rows in adjacent splits, those that are
+    common to several sequences once, expensive tasks first."""
     chance, group = random.Random(seed), random.Random(seed).choice([1, 3, 8, 100])
-    starts = [chance.choice([0, 3, SPLIT - 1, SPLIT, 2 * SPLIT, 1300]) for _ in range(chance.randint(1, 30))]
+    starts = [chance.choice([0, 3, SPLIT - 1, SPLIT, 2 * SPLIT, 5 * SPLIT // 2]) for _ in range(chance.randint(1, 30))]
     stops = [start + chance.choice([1, 1, 1, 2, chance.randint(3, 200)]) for start in starts]
     total = sum(stops) - sum(starts)
-    tokens, tables = np.arange(total), np.zeros((len(starts), 1), np.int32)
+    tokens, blocks = np.arange(total), SPLIT // 64
+    beginnings = [chance.choices(range(3), k=4) for _ in starts]  # sequences whose splits are alike in some places
+    tables = np.array(
+        [[9 * (3 * i + of[i]) + j for i in range(4) for j in range(blocks)] for of in beginnings], np.int32
+    )
     batch = RaggedBatch(tokens, tokens, tokens, tokens[:0], tables, starts, stops, torch.device("cpu"))
-    plan = plan_attention(batch, group, group, 4)
+    plan = plan_attention(batch, 64, group, group, 4)
     seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for sequence, first, tokens, begin, end, part in plan.tasks.tolist():
-        for token in range(first, first + tokens):
-            seen.setdefault((sequence, token), []).append((begin, end - (first + tokens - 1 - token), part))
+    whole: list[tuple[int, ...]] = []
+    for sequence, first, tokens, begin, end, member in plan.tasks.tolist():
+        members = plan.members[member : member + tokens].tolist() if member >= 0 else []
+        for number, part in members:
+            seen.setdefault((number, 0), []).append((begin, end, part))
+            assert (tables[number, begin // 64 : end // 64] == tables[sequence, begin // 64 : end // 64]).all()
+        positions = [starts[number] for number, _ in members]
+        assert positions == sorted(positions)
+        if members and end - begin == SPLIT:
+            whole += [(begin, *tables[sequence, begin // 64 : end // 64])] * (tokens < max(1, 96 // group))
+        for token in range(first, first + tokens) if member < 0 else ():
+            seen.setdefault((sequence, token), []).append((begin, end - (first + tokens - 1 - token), -1))
+    assert len(set(whole)) == len(whole), "sequences with the same blocks are in two tasks"
     wanted = {(number, token) for number in range(len(starts)) for token in range(stops[number] - starts[number])}
     ends = np.cumsum(np.subtract(stops, starts))
     assert seen.keys() == wanted and np.flatnonzero(plan.is_last).tolist() == (ends - 1).tolist()
@@ -139,7 +154,40 @@ def test_tasks_cover_every_token_once(seed: int) -> None:
         numbers = [part for _, _, part in found]
         assert numbers == parts.pop(int(plan.first_rows[sequence]) + token, [-1])
     costs = (plan.tasks[:, 4] - plan.tasks[:, 3]) * plan.tasks[:, 2]
-    assert not parts and (np.diff(costs) <= 0).all()
+    assert not parts and (np.diff(costs) <= 0).all() and plan.most_tokens == plan.tasks[:, 2].max()
+
+
+@pytest.mark.parametrize("window", [None, SPLIT + 70, 90])
+@pytest.mark.parametrize("heads", [3, 9, 99])
+def test_common_blocks_change_no_bit(window: int | None, heads: int) -> None:
+    """Guards sequences that read the same blocks together: each gets what it gets alone, wherever it is."""
+    layer, backend, generator = LayerShape(3, 32, 32), CpuAttention(), torch.Generator().manual_seed(0)
+    shapes = backend.block_shapes(layer, 32, torch.bfloat16)
+    lengths = [2 * SPLIT + 40, 2 * SPLIT, 3 * SPLIT + 1, SPLIT + 3, 2 * SPLIT + 200, 3 * SPLIT - 1]
+    common, blocks = 2 * SPLIT // 32, -(-max(lengths) // 32)
+    table = [
+        [*range(common), *range(common + number * blocks, common + (number + 1) * blocks)][:blocks]
+        for number in range(len(lengths))
+    ]
+    kv_cache = KVCache([shapes], common + blocks * len(lengths), 32, torch.bfloat16, CPU)
+    for number, length in enumerate(lengths):
+        key, value = (torch.randn(length, 3, 32, generator=generator).bfloat16() for _ in "kv")
+        metadata = backend.prepare(make_batch([(number, 0, length)], table, 32), 32)
+        backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key, value, metadata)
+    query = torch.randn(len(lengths), heads, 32, generator=generator).bfloat16()
+    options = {"scale": 0.2, "window": window, "sinks": torch.ones(heads)}
+
+    def attend(numbers: list[int]) -> Tensor:
+        batch = make_batch([(number, lengths[number] - 1, lengths[number]) for number in numbers], table, 32)
+        metadata = backend.prepare(batch, 32)
+        return backend.attend(query[numbers], kv_cache.keys[0], kv_cache.values[0], metadata, **options)  # type: ignore[arg-type]
+
+    numbers = list(range(len(lengths)))
+    together = attend(numbers)
+    assert together.isfinite().all()
+    for number in numbers:
+        assert torch.equal(attend([number]), together[number : number + 1])
+    assert torch.equal(attend(numbers[::-1]).flip(0), together)
 
 
 @pytest.mark.parametrize("window, shift", [(None, 0.0), (16, 0.0), (16, -4.0), (16, -300.0)])

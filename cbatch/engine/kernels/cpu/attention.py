@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, kernel
@@ -42,12 +43,12 @@ _MINUS_INFINITY, _LN2 = np.float32(-np.inf), np.float32(1 / LOG2_E)
 
 
 class _QueryRows(NamedTuple):
-    """Rows of a task that share the keys of a head: `group` for each token, the first of which is at `start`.
+    """Rows of a task that share the keys of a head: `group` for each token, whose positions do not decrease.
 
     A task may have several heads, the rows of one after those of the other.
     """
 
-    start: int
+    positions: NDArray[np.int64]
     rows: int
     group: int
 
@@ -170,14 +171,15 @@ def _weigh(
         _cap_scores(scores, rows, params)
     else:
         scale = np.float32(params.scale * LOG2_E)
-    first_position, last_position = query_rows.start + top // group, query_rows.start + (top + rows - 1) // group
+    positions = query_rows.positions
+    first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
     is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
     for i in range(rows):
         source = np.int64(scores.ctypes.data) + i * TILE_TOKENS * 4
         target = np.int64(weights.ctypes.data) + i * TILE_TOKENS * weights.itemsize
         state = states.address + i * states.stride
         if not is_whole:
-            position = query_rows.start + (top + i) // group
+            position = positions[(top + i) // group]
             first, stop = first_seen(position, params) - token, position + 1 - token
             if first > 0 or stop < TILE_TOKENS:
                 masked_softmax_row(weights[0, 0], source, target, state, width, scale, first, stop)
@@ -200,13 +202,13 @@ def _attend_tile(
 ) -> None:  # fmt: skip
     """Lets the rows of a head see the tile from `token`. begin: the first of these rows in the task"""
     query, panels = scratch.query, scratch.panels
-    start, group = query_rows.start, query_rows.group
+    positions, group = query_rows.positions, query_rows.group
     query_stride, state_stride = query.shape[1] * query.itemsize, states.shape[1] * 4
     for top in range(0, query_rows.rows, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, query_rows.rows - top)
         part = _TilePart(
-            max(0, first_seen(start + top // group, params) - token) // COLUMNS * COLUMNS,
-            min(TILE_TOKENS, start + (top + rows - 1) // group + 1 - token),
+            max(0, first_seen(positions[top // group], params) - token) // COLUMNS * COLUMNS,
+            min(TILE_TOKENS, positions[(top + rows - 1) // group] + 1 - token),
         )
         if part.stop <= part.first:
             continue
@@ -257,7 +259,7 @@ def _attend_task(
     params: AttentionParams, scratch: AttentionWorkspace,
 ) -> None:  # fmt: skip
     """Lets all rows of a task see the tokens from `begin` up to `end`, as far as each may."""
-    start, per_head = query_rows.start, query_rows.rows
+    start, per_head = query_rows.positions[0], query_rows.rows
     rows = (stop_head - first_head) * per_head
     lowest = first_seen(start, params) // TILE_TOKENS * TILE_TOKENS
     all_before = scratch.states[0]
@@ -285,8 +287,8 @@ def _attend_task(
 @kernel
 def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> AttentionWorkspace:
     return AttentionWorkspace(
-        workspace.panels[index], workspace.pairs[index], workspace.query[index], workspace.scores[index],
-        workspace.weights[index], workspace.states[index],
+        workspace.panels[index], workspace.pairs[index], workspace.positions[index], workspace.query[index],
+        workspace.scores[index], workspace.weights[index], workspace.states[index],
     )  # fmt: skip
 
 
@@ -299,7 +301,7 @@ def _heads_of_a_task(kv: PagedKV, plan: AttentionPlan, group: int, workspace: At
     if len(plan.slots) > len(plan.starts):
         return 1
     enough = len(plan.tasks) * kv.heads // (_TASKS_PER_THREAD * len(workspace.query))
-    return max(1, min(kv.heads, len(workspace.query[0]) // group, enough))
+    return max(1, min(kv.heads, len(workspace.query[0]) // (group * plan.most_tokens), enough))
 
 
 @kernel
@@ -320,21 +322,26 @@ def attend(
     while task >= 0:
         first_head = task % parts * heads
         stop_head = min(kv.heads, first_head + heads)
-        sequence, first, tokens, begin, end, partial = plan.tasks[task // parts]
-        row, start = plan.first_rows[sequence] + first, plan.starts[sequence] + first
+        sequence, first, tokens, begin, end, member = plan.tasks[task // parts]
         per_head = tokens * group
-        for i in range((stop_head - first_head) * per_head):
-            token, query_head = row + i % per_head // group, (first_head + i // per_head) * group + i % group
-            _copy(query[token, query_head * kv.key_dim : (query_head + 1) * kv.key_dim], scratch.query[i])
-        query_rows = _QueryRows(start, per_head, group)
+        for token in range(tokens):
+            of, offset = (sequence, first + token) if member < 0 else (plan.members[member + token, 0], 0)
+            row, scratch.positions[token] = plan.first_rows[of] + offset, plan.starts[of] + offset
+            for head in range(first_head, stop_head):
+                at = (head - first_head) * per_head + token * group
+                for i in range(group):
+                    start = (head * group + i) * kv.key_dim
+                    _copy(query[row, start : start + kv.key_dim], scratch.query[at + i])
+        query_rows = _QueryRows(scratch.positions[:tokens], per_head, group)
         table = plan.tables[sequence]
         _attend_task(kv, first_head, stop_head, table, begin, end, query_rows, params, scratch)
         for i in range((stop_head - first_head) * per_head):
-            token, query_head = row + i % per_head // group, (first_head + i // per_head) * group + i % group
-            if partial >= 0:
-                _copy(states[i], plan.partials[partial, query_head])
+            token, query_head = i % per_head // group, (first_head + i // per_head) * group + i % group
+            if member >= 0:
+                _copy(states[i], plan.partials[plan.members[member + token, 1], query_head])
             else:
-                _normalize(states[i], query_head, params, out[token, query_head * width : (query_head + 1) * width])
+                row = plan.first_rows[sequence] + first + token
+                _normalize(states[i], query_head, params, out[row, query_head * width : (query_head + 1) * width])
         task = next_task(worker, phase, num_tasks)
     if len(plan.merges):
         return _merge_partials(worker, phase + 1, plan, params, kv, states[0], out)
