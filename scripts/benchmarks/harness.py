@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "chat": "scripts.benchmarks.chat",
     "fairness": "scripts.benchmarks.fairness",
+    "grid": "scripts.benchmarks.peers.grid",
     "host": "scripts.benchmarks.host",
     "launches": "scripts.benchmarks.launches",
     "peers": "scripts.benchmarks.peers.benchmark",

@@ -15,16 +15,19 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.benchmarks.harness import in_columns, main, parse
-from scripts.benchmarks.peers import llama_cpp_peer, worker
+from scripts.benchmarks.peers import grid, llama_cpp_peer, worker
 from scripts.benchmarks.peers.table import System, disturbance, ratio, table
 from scripts.benchmarks.peers.work import (
     OUTPUT_LENGTHS,
     PROMPT_LENGTHS,
     PeerJob,
     PeerWork,
+    make_equal_work,
     make_model,
     make_once,
     make_work,
+    read_jobs,
+    write_jobs,
 )
 from scripts.benchmarks.peers.worker import PEERS
 from scripts.benchmarks.shapes import PEER_SHAPES
@@ -69,11 +72,22 @@ def test_lengths_are_log_uniform() -> None:
     assert min(tokens) >= 10 and max(tokens) == 511
 
 
+def test_prompts_that_begin_alike() -> None:
+    """Guards the floor of shared prefixes, and warm-ups: those fill no prefix cache with tokens of the work."""
+    work = make_equal_work(3, prompt=9, output=2, seed=1, vocabulary=512, common=6)
+    assert [len(prompt) for prompt in work.prompts] == [9] * 3 and work.lengths == [2] * 3
+    assert len({tuple(prompt[:6]) for prompt in work.prompts}) == 1 and len(set(map(tuple, work.prompts))) == 3
+    assert [len(prompt) for prompt in work.distinct_prompts] == [9, 3, 3]
+    warm = work.warm_up().prompts
+    assert len({tuple(prompt[:6]) for prompt in warm}) == 1
+    assert all(one != other for pair in zip(warm, work.prompts, strict=True) for one, other in zip(*pair, strict=True))
+
+
 def test_a_job_goes_through_a_file(tmp_path: Path) -> None:
     """Guards the job that the processes of systems read."""
     job = PeerJob("somewhere", "float32", 1, 2, 16, SMALL)
-    job.write(tmp_path / "job.json")
-    assert PeerJob.read(tmp_path / "job.json") == job
+    write_jobs(tmp_path / "jobs.json", [job, replace(job, weights="int4")])
+    assert read_jobs(tmp_path / "jobs.json") == [job, replace(job, weights="int4")]
     assert job.most_tokens == 29 + 7
 
 
@@ -155,8 +169,8 @@ def test_columns() -> None:
 @pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("cbatch", "transformers"))])
 def test_a_system_does_the_work(job: PeerJob, name: str) -> None:
     """Guards the systems that are always installed: all give the same tokens as cbatch."""
-    reply = worker.run(PEERS[name], job)
-    assert reply["outputs"] == worker.run(PEERS["cbatch"], job)["outputs"]
+    [reply] = worker.run(PEERS[name], [job])["runs"]
+    assert reply["outputs"] == worker.run(PEERS["cbatch"], [job])["runs"][0]["outputs"]
     assert list(map(len, reply["outputs"])) == SMALL.lengths and reply["seconds"] > 0
     assert reply["steps"] == {"cbatch": 10, "transformers-one": 14, "transformers-static": 9}.get(name)
 
@@ -165,7 +179,7 @@ def test_a_package_that_is_missing(job: PeerJob) -> None:
     """Guards the line about a missing package: it says what is missing, and how to install it."""
     peer = replace(PEERS["cbatch"], packages=("no_such_package",))
     system = System("other", "Other")
-    system.take(worker.prepare(peer, job), "pip install it", SMALL.lengths)
+    system.take(worker.prepare(peer, [job]), "pip install it", SMALL.lengths)
     assert system.error == "not installed (No module named 'no_such_package'): pip install it"
     assert table([system], floor=None)[1] == ["Other", "–", "", "", "", "", system.error]
 
@@ -230,3 +244,27 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert floor["seconds"] == max(floor["weights_s"], floor["compute_s"]) + floor["cache_s"] > 0
     speed = ours["runs"][0]["output_tokens"] / ours["runs"][0]["seconds"]
     assert f"| cbatch                | {speed:>15,.1f} |" in shown
+
+
+@pytest.mark.slow
+def test_a_grid_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Guards hours of measuring: what is in the file is not measured again, and its medians make the table."""
+    monkeypatch.setitem(grid.GRID_SHAPES, "tiny", PEER_SHAPES["tiny"] | {"max_position_embeddings": 512})
+    monkeypatch.setitem(grid.KINDS, "mixed", grid.Kind(lambda vocabulary: SMALL, 2))
+    options = ["--shape", "tiny", "--kind", "mixed,one", "--weights", "bf16", "--peers", "cbatch,openvino"]
+    options += ["--threads", "1", "--work-dir", str(tmp_path), "--results", str(tmp_path / "grid.json")]
+    options += ["--python", f"openvino={tmp_path / 'nowhere'}"]
+    assert main(["grid", *options, "--rounds", "1"]) == 0
+    file = tmp_path / "grid.json"
+    first = json.loads(file.read_text())
+    assert main(["grid", *options, "--rounds", "1"]) == 0
+    assert json.loads(file.read_text()) == first
+    assert main(["grid", *options, "--rounds", "2"]) == 0
+    second = json.loads(file.read_text())
+    seconds = second["runs"]["tiny/bf16/mixed"]["cbatch"]
+    assert len(seconds) == 2 and seconds[:1] == first["runs"]["tiny/bf16/mixed"]["cbatch"]
+    assert main(["grid", *options, "--table", "--markdown"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert f"tiny/bf16/openvino: failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory" in shown
+    [line] = [line for line in shown[-6:] if "| mixed" in line.replace("  ", "")]
+    assert f" {SMALL.output_tokens / (sum(seconds) / 2):,.0f} |" in line

@@ -23,12 +23,13 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.harness import ROOT, Report, at_least_one, cpu_seconds_elsewhere
 from scripts.benchmarks.peers.table import OURS, System, disturbance, summary, table
-from scripts.benchmarks.peers.work import PeerJob, make_model, make_once, make_work
+from scripts.benchmarks.peers.work import PeerJob, make_model, make_once, make_work, write_jobs
 from scripts.benchmarks.peers.worker import PEERS
 from scripts.benchmarks.shapes import FAMILY_SHAPES, PEER_SHAPES
 
@@ -41,12 +42,15 @@ ALL_SHAPES = PEER_SHAPES | FAMILY_SHAPES
 Interpreters = dict[str, str]
 
 
-def call(name: str, task: str, job: PeerJob, interpreters: Interpreters) -> dict[str, Any]:
-    """Has a task done in the interpreter of a system. Returns its reply, which is an `error` if it gave none."""
+def call(name: str, task: str, jobs: Sequence[PeerJob], interpreters: Interpreters) -> dict[str, Any]:
+    """Has a task done in the interpreter of a system. Returns its reply, which is an `error` if it gave none.
+
+    jobs: for the same model
+    """
     python = interpreters.get(name) or interpreters.get(name.partition("-")[0]) or sys.executable
-    file, log = Path(job.folder) / "job.json", Path(job.folder) / f"{name}-{task}.log"
-    job.write(file)
-    threads = str(job.threads)
+    file, log = Path(jobs[0].folder) / "jobs.json", Path(jobs[0].folder) / f"{name}-{task}.log"
+    write_jobs(file, jobs)
+    threads = str(jobs[0].threads)
     settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     command = [python, "-m", "scripts.benchmarks.peers.worker", name, task, str(file)]
     before, started = cpu_seconds_elsewhere(), time.perf_counter()
@@ -86,7 +90,8 @@ class Comparison:
                 self._do(system, "prepare")
             for number in range(1, rounds + 1):
                 note(f"round {number} of {rounds}")
-                self.floors.append(call(OURS, "floor", self._job, self._interpreters))
+                reply = call(OURS, "floor", [self._job], self._interpreters)
+                self.floors += reply.get("floors", [reply])
                 for system in self.systems:
                     if not system.error:
                         self._do(system, "run")
@@ -95,8 +100,9 @@ class Comparison:
 
     def _do(self, system: System, task: str) -> None:
         """Has a system do a task, and says what came of it."""
-        reply = call(system.name, task, self._job, self._interpreters)
-        system.take(reply, PEERS[system.name].install, self._job.work.lengths)
+        reply = call(system.name, task, [self._job], self._interpreters)
+        for run in reply.get("runs", [{}]):
+            system.take(reply | run, PEERS[system.name].install, self._job.work.lengths)
         done = "ready" if task == "prepare" else f"{system.speeds[-1]:,.1f} output tokens/s" if system.runs else ""
         self._report.note(f"  {system.title}: {system.error or done}")
 
@@ -146,8 +152,11 @@ def describe(job: PeerJob, shape: str, facts: dict[str, Any], floor: dict[str, A
     }
 
 
+def default_work_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cbatch-peers"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cbatch-peers"
     add = parser.add_argument
     add("--rounds", type=at_least_one, default=3, help="how often each system runs (3); medians count")
     add("--peers", type=peer_names, default=list(PEERS), metavar="NAME,...", help="systems to run (all)")
@@ -171,7 +180,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     threads = "threads of each system (%(default)s, one for each core)"
     add("--threads", type=at_least_one, default=default_threads(), help=threads)
-    add("--work-dir", type=Path, default=cache, help="where models are kept (%(default)s); the first run takes minutes")
+    add(
+        "--work-dir",
+        type=Path,
+        default=default_work_dir(),
+        help="where models are kept (%(default)s); the first run takes minutes",
+    )
 
 
 def peer_names(text: str) -> list[str]:

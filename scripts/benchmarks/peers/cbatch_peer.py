@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(job: PeerJob) -> Engine:
-    """An engine on the CPU, without a prefix cache."""
+    """An engine on the CPU."""
     import torch
 
     from cbatch import Engine, EngineConfig
@@ -25,9 +26,10 @@ def make_engine(job: PeerJob) -> Engine:
             model=str(job.model),
             device="cpu",
             dtype=job.dtype,
+            quantize=job.weights or None,
             max_seqs=job.max_seqs,
             max_batch_tokens=job.max_batch_tokens,
-            prefix_cache=False,
+            prefix_cache=job.prefix_cache,
         )
     )
 
@@ -50,16 +52,39 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
         yield generate
 
 
-def measure_floor(job: PeerJob) -> dict[str, Any]:
-    """The rates of the machine, and the least seconds that the work can take with them, by its parts."""
+def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
+    """The rates of the machine, and the least seconds that the work of each job can take with them, by its parts.
+
+    Quantized weights are multiplied at the rate of int8 products.
+    """
     from cbatch.cli.bench.roofline import ROWS_PER_STEP, ModelCost, measure_rates, roofline_bound
     from cbatch.cli.bench.workload import Workload
 
-    work = Workload(job.work.prompts, job.work.lengths, "")
-    with make_engine(job) as engine:
-        rates = measure_rates(engine.device, engine.model.dtype)
-        parts = roofline_bound(work, ModelCost.of(engine), rates)
-    return asdict(rates) | asdict(parts) | {"seconds": parts.seconds, "rows_per_step": ROWS_PER_STEP}
+    with make_engine(jobs[0]) as engine:
+        rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
+    if jobs[0].weights:
+        rates = replace(rates, flops_per_s=measure_int8_rate())
+    floors = []
+    for job in jobs:
+        work = job.work
+        parts = roofline_bound(Workload(work.prompts, work.lengths, ""), cost, rates)
+        if job.prefix_cache:
+            computed = roofline_bound(Workload(work.distinct_prompts, work.lengths, ""), cost, rates)
+            parts = replace(parts, compute_s=computed.compute_s)
+        floors.append(asdict(rates) | asdict(parts) | {"seconds": parts.seconds, "rows_per_step": ROWS_PER_STEP})
+    return floors
+
+
+def measure_int8_rate() -> float:
+    """Operations a second of a product of int8 matrices, which torch adds up in int32."""
+    import torch
+
+    from cbatch.cli.bench.roofline import best_time
+
+    size = 1024
+    left, right = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
+    seconds = best_time(lambda: torch._int_mm(left, right), torch.device("cpu"), time.perf_counter, repeats=1)
+    return 2 * size**3 / seconds
 
 
 PEER = Peer("cbatch", ("cbatch", "torch", "transformers"), "pip install .", session)

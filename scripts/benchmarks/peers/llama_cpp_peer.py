@@ -7,7 +7,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +16,99 @@ from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork, m
 PADDING = 256
 """llama.cpp makes contexts of multiples of this many tokens."""
 
+FAMILIES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+"""What llama.cpp calls a model type."""
+
+
+QUANTIZED = {"int8": "LLAMA_FTYPE_MOSTLY_Q8_0", "int4": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+
 
 def prepare(job: PeerJob) -> None:
-    make_once(job.converted("gguf"), lambda target: write_gguf(job, target))
+    import gguf  # noqa: F401  a missing package is to be told before a model is converted
+    import llama_cpp
+
+    whole = replace(job, weights="")
+    make_once(whole.converted("gguf"), lambda target: write_gguf(whole, target))
+    if job.weights:
+
+        def quantize(target: Path) -> None:
+            settings = llama_cpp.llama_model_quantize_default_params()
+            settings.ftype = getattr(llama_cpp, QUANTIZED[job.weights])
+            names = str(whole.converted("gguf")).encode(), str(target).encode()
+            if llama_cpp.llama_model_quantize(*names, settings) != 0:
+                raise RuntimeError(f"llama.cpp could not quantize the model to {job.weights}.")
+
+        make_once(job.converted("gguf"), quantize)
 
 
 def write_gguf(job: PeerJob, target: Path) -> None:
-    """Converts the model: names of its own, and the rows of queries and keys in the order of its rotary embedding."""
+    """Converts the model: names of its own, and what its families expect to lie in another way."""
     import gguf
 
     config = job.model_config
+    family = FAMILIES.get(config["model_type"])
+    if family is None:
+        raise NotImplementedError(f"no conversion of {config['model_type']} for llama.cpp is written")
     as_bfloat16 = job.dtype == "bfloat16"
     kinds = gguf.GGMLQuantizationType
-    writer = gguf.GGUFWriter(str(target), "llama")
+    writer = gguf.GGUFWriter(str(target), family)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(rope_theta(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if as_bfloat16 else gguf.LlamaFileType.ALL_F32)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, bits in read_bfloat16(job.model / "model.safetensors"):
-        bits = reorder(name, bits, config)
+    if family == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
+    if family == "qwen3moe":
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config["num_hidden_layers"])
+    for name, bits in with_stacked_experts(read_bfloat16(job.model / "model.safetensors")):
+        if family == "llama":
+            bits = reorder(name, bits, config)
+        floats = bits.astype("uint32") << 16
+        is_offset = family == "gemma3" and name.endswith("norm.weight")
         name = names.get_name(name, try_suffixes=(".weight",)) or name
-        if as_bfloat16 and bits.ndim == 2:
+        if as_bfloat16 and bits.ndim > 1 and "ffn_gate_inp" not in name:
             writer.add_tensor(name, bits.view("uint8"), raw_dtype=kinds.BF16)
         else:
-            writer.add_tensor(name, (bits.astype("uint32") << 16).view("float32"))
+            writer.add_tensor(name, floats.view("float32") + (1 if is_offset else 0))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rope_theta(config: dict[str, Any]) -> float:
+    """That of layers without a window, if there are two kinds."""
+    parameters = config["rope_parameters"]
+    return float(parameters.get("full_attention", parameters)["rope_theta"])
+
+
+def with_stacked_experts(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The same tensors, with those of all experts of a layer in one."""
+    import numpy as np
+
+    experts: dict[str, dict[int, Any]] = {}
+    for name, bits in tensors:
+        layer, is_expert, rest = name.partition(".experts.")
+        if is_expert:
+            number, _, rest = rest.partition(".")
+            experts.setdefault(f"{layer}.experts.{rest}", {})[int(number)] = bits
+        else:
+            yield name, bits
+    for name, parts in experts.items():
+        yield name, np.stack([parts[number] for number in range(len(parts))])
 
 
 def read_bfloat16(file: Path) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,9 @@ from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork, m
 WEIGHTS = {"bfloat16": "fp16", "float32": "fp32"}
 """In files; where they are computed with in bfloat16, they are converted when they are loaded."""
 
+INT4 = ["--sym", "--group-size", "128", "--group-size-fallback", "adjust", "--ratio", "1.0"]
+"""All matrices but the embedding and the head, which get int8."""
+
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -25,7 +28,8 @@ def prepare(job: PeerJob) -> None:
         if importlib.util.find_spec("optimum.intel") is None:
             raise ImportError("optimum-intel exports the model.")
         command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino", "-m", str(job.model)]
-        command += ["--task", "text-generation-with-past", "--weight-format", WEIGHTS[job.dtype]]
+        command += ["--task", "text-generation-with-past"]
+        command += ["--weight-format", job.weights or WEIGHTS[job.dtype], *(INT4 if job.weights == "int4" else [])]
         subprocess.run([*command, "--disable-convert-tokenizer", str(target)], check=True)
 
     make_once(job.converted("openvino"), export)
@@ -40,7 +44,7 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     scheduler.max_num_seqs = job.max_seqs
     scheduler.cache_size = cache_gib(job)
     scheduler.dynamic_split_fuse = True
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = job.prefix_cache
     settings = {"INFERENCE_PRECISION_HINT": HINTS[job.dtype], "INFERENCE_NUM_THREADS": job.threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(job.converted("openvino"), scheduler, "CPU", settings)
     ids = itertools.count()

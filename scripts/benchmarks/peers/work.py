@@ -9,9 +9,10 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (16, 512), (8, 256)
 """Tokens, log-uniform; the high end is not reached."""
 
 FIRST_TOKEN = 10
-"""The ids below stand for special tokens in most vocabularies."""
+"""The ids below stand for special tokens in most vocabularies. It is even, as `warm_up` needs it to be."""
 
 WARM_OUTPUT = 4
 
@@ -44,16 +45,29 @@ class PeerWork:
         """Tokens of each request, prompt and output."""
         return [len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True)]
 
-    def warm_up(self) -> PeerWork:
-        """All prompts and the first tokens of each output, for what a system does only once: compile, and touch memory.
+    @property
+    def distinct_prompts(self) -> list[list[int]]:
+        """The prompts, each without what it has in common with the beginning of the first one."""
+        first = self.prompts[0]
 
-        A virtual machine may take a second for each GiB that is touched for the first time.
+        def common(prompt: list[int]) -> int:
+            pairs = zip(first, prompt[:-1], strict=False)
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        return [first, *(prompt[common(prompt) :] for prompt in self.prompts[1:])]
+
+    def warm_up(self) -> PeerWork:
+        """As long prompts and the first tokens of each output, for what a system does only once: compile, touch memory.
+
+        A virtual machine may take a second for each GiB that is touched for the first time. Every token differs, so
+        that a prefix cache knows nothing of the work; prompts that begin alike still do.
         """
-        return PeerWork(self.prompts, [min(length, WARM_OUTPUT) for length in self.lengths])
+        prompts = [[token ^ 1 for token in prompt] for prompt in self.prompts]
+        return PeerWork(prompts, [min(length, WARM_OUTPUT) for length in self.lengths])
 
 
 def make_work(requests: int, seed: int, vocabulary: int) -> PeerWork:
-    """The same requests for the same seed, on any machine."""
+    """Prompts and outputs of mixed lengths: the same requests for the same seed, on any machine."""
     chance = random.Random(seed)
 
     def draw(ends: tuple[int, int]) -> int:
@@ -67,6 +81,18 @@ def make_work(requests: int, seed: int, vocabulary: int) -> PeerWork:
     return PeerWork(prompts, lengths)
 
 
+def make_equal_work(
+    requests: int, prompt: int, output: int, seed: int, vocabulary: int, *, common: int = 0
+) -> PeerWork:  # fmt: skip
+    """Requests of the same length, whose prompts begin with the same `common` tokens."""
+    chance = random.Random(seed)
+    beginning, *rests = (
+        [chance.randrange(FIRST_TOKEN, vocabulary) for _ in range(size)]
+        for size in (common, *[prompt - common] * requests)
+    )
+    return PeerWork([beginning + rest for rest in rests], [output] * requests)
+
+
 @dataclass(frozen=True)
 class PeerJob:
     """What a system is asked to do.
@@ -76,6 +102,8 @@ class PeerJob:
     threads: how many a system may use
     max_seqs: most requests that run at once
     max_batch_tokens: most tokens in a step
+    weights: int8 or int4 if the matrices are quantized; empty if they are of the dtype
+    prefix_cache: whether prompts that begin alike may share what was computed, if a system can do that
     """
 
     folder: str
@@ -84,6 +112,8 @@ class PeerJob:
     max_seqs: int
     max_batch_tokens: int
     work: PeerWork
+    weights: str = ""
+    prefix_cache: bool = False
 
     @property
     def model(self) -> Path:
@@ -102,15 +132,15 @@ class PeerJob:
 
     def converted(self, name: str) -> Path:
         """Where a system keeps the model in a format of its own."""
-        return Path(self.folder) / f"{name}-{self.dtype}"
+        return Path(self.folder) / f"{name}-{self.weights or self.dtype}"
 
-    def write(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self)))
 
-    @classmethod
-    def read(cls, file: Path) -> PeerJob:
-        fields = json.loads(file.read_text())
-        return cls(**fields | {"work": PeerWork(**fields["work"])})
+def write_jobs(file: Path, jobs: Sequence[PeerJob]) -> None:
+    file.write_text(json.dumps([asdict(job) for job in jobs]))
+
+
+def read_jobs(file: Path) -> list[PeerJob]:
+    return [PeerJob(**fields | {"work": PeerWork(**fields["work"])}) for fields in json.loads(file.read_text())]
 
 
 class PeerResult(NamedTuple):

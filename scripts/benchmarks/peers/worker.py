@@ -8,12 +8,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.peers import cbatch_peer, llama_cpp_peer, openvino_peer, transformers_peer
-from scripts.benchmarks.peers.work import Peer, PeerJob
+from scripts.benchmarks.peers.work import Peer, PeerJob, PeerResult, PeerWork, read_jobs
 
 PEERS: dict[str, Peer] = {
     "cbatch": cbatch_peer.PEER,
@@ -25,33 +26,42 @@ PEERS: dict[str, Peer] = {
 Reply = dict[str, Any]
 
 
-def prepare(peer: Peer, job: PeerJob) -> Reply:
+def prepare(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
     """Imports a system and converts the model for it. Replies `versions`, or `missing` if a package is not there."""
     try:
         modules = [importlib.import_module(name) for name in peer.packages]
-        peer.prepare(job)
+        for job in jobs:
+            peer.prepare(job)
     except ImportError as error:
         return {"missing": str(error)}
     versions = {module.__name__: getattr(module, "__version__", "").partition("-")[0] for module in modules}
     return {"versions": {name: version for name, version in versions.items() if version}}
 
 
-def run(peer: Peer, job: PeerJob) -> Reply:
-    """Does all of the work once, after a warm-up that does not count."""
-    with peer.open(job) as generate:
-        generate(job.work.warm_up())
-        started = time.perf_counter()
-        done = generate(job.work)
-        seconds = time.perf_counter() - started
+def run(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
+    """Does all of the work of each job once, after a warm-up that does not count. Replies `runs`, one for each job.
+
+    The jobs are for the same model, which is loaded once, for the one that needs the most memory.
+    """
+    largest = max(jobs, key=lambda job: job.most_tokens)
+    with peer.open(replace(largest, max_seqs=max(job.max_seqs for job in jobs))) as generate:
+        return {"runs": [timed(generate, job.work) for job in jobs]}
+
+
+def timed(generate: Callable[[PeerWork], PeerResult], work: PeerWork) -> Reply:
+    generate(work.warm_up())
+    started = time.perf_counter()
+    done = generate(work)
+    seconds = time.perf_counter() - started
     return {"seconds": seconds, "outputs": done.outputs, "steps": done.steps}
 
 
-def floor(peer: Peer, job: PeerJob) -> Reply:
-    """What the machine could do at best, as cbatch measures it."""
-    return cbatch_peer.measure_floor(job)
+def floor(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
+    """What the machine could do at best, as cbatch measures it. Replies `floors`, one for each job."""
+    return {"floors": cbatch_peer.measure_floors(jobs)}
 
 
-TASKS: dict[str, Callable[[Peer, PeerJob], Reply]] = {"prepare": prepare, "run": run, "floor": floor}
+TASKS: dict[str, Callable[[Peer, Sequence[PeerJob]], Reply]] = {"prepare": prepare, "run": run, "floor": floor}
 
 
 def serve(name: str, task: str, file: Path) -> None:
@@ -62,7 +72,7 @@ def serve(name: str, task: str, file: Path) -> None:
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        reply = TASKS[task](PEERS[name], PeerJob.read(file))
+        reply = TASKS[task](PEERS[name], read_jobs(file))
     except Exception as error:  # any error of somebody else's system is a line of the table
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
