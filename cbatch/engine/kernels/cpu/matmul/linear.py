@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
@@ -19,6 +23,7 @@ from cbatch.engine.kernels.cpu.matmul.microkernel import (
     MAX_ROWS,
     Panels,
     Rows,
+    VectorEmitter,
     microkernel_address,
     multiply_tile,
 )
@@ -34,6 +39,9 @@ FEW_ROWS = 4
 """Rows that every thread quantizes for itself, which takes less time than waiting for each other."""
 
 _ROWS_PER_TASK = 8
+
+_AHEAD_OF_ONE_ROW = 2048
+"""Bytes that weights are prefetched ahead of a product of one row, which is held by memory."""
 
 WRITE, ADD, ACTIVATED, GATED = 0, 1, 2, 3
 """What `matmul` does with its results."""
@@ -159,15 +167,20 @@ def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: Li
 
 @kernel
 def _multiply(
-    a: Any, left: Rows, matrix: PackedMatrix, tile: int, out: Rows, count: int, add: int, workspace: LinearWorkspace,
-    thread: int,
+    a: Any, left: Rows, matrix: PackedMatrix, tile: int, is_first: bool, out: Rows, count: int, add: int,
+    workspace: LinearWorkspace, thread: int,
 ) -> None:  # fmt: skip
-    """out [count, 32] = rows of `left` times a tile of the matrix. `left`: of `a`, see `prepare_rows`."""
+    """out [count, 32] = rows of `left` times a tile of the matrix.
+
+    left:     of `a`, see `prepare_rows`
+    is_first: whether the tile has not been multiplied with other rows just now
+    """
     depth, kind = a.shape[1], matrix.format
     place = matrix.data.ctypes.data + matrix.start + tile * tile_bytes(kind, depth)
     microkernel = workspace.microkernels[kind]
     if is_quantized(kind):
-        multiply_quantized(microkernel, left, place, padded_depth(kind, depth) // 4, out, count, add)
+        ahead = 0 if not is_first else tile_bytes(kind, depth) if count > 1 else _AHEAD_OF_ONE_ROW
+        multiply_quantized(microkernel, left, place, ahead, padded_depth(kind, depth) // 4, out, count, add)
         return
     panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
     panels[0], panels[1] = place, place + 4 * LANES
@@ -175,23 +188,54 @@ def _multiply(
     multiply_tile(microkernel, a[0, 0], left, Panels(panels.ctypes.data, steps, 4 * COLUMNS, steps), out, count, add)
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _emit_scaling(context: Any, sums: Any, factors: Any, out: Any, count: Any) -> Any:
+    """Rows of 32 float32 times a factor for each column, plus a bias, plus what is in `out` if that is asked for."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emitter, word = VectorEmitter(builder), ir.IntType(64)
+        vector = ir.VectorType(ir.FloatType(), LANES)
+        (source, source_stride), (scale, bias, add), (target, target_stride) = (
+            cgutils.unpack_tuple(builder, record) for record in args[:3]
+        )
+
+        def load(start: Any, panel: int) -> Any:
+            return builder.load(place(start, panel), align=4)
+
+        def place(start: Any, panel: int) -> Any:
+            return builder.inttoptr(builder.add(start, word(4 * LANES * panel)), vector.as_pointer())
+
+        def load_if(start: Any, panel: int, otherwise: float) -> Any:
+            """What is at an address unless that is 0."""
+            found = cgutils.alloca_once_value(builder, ir.Constant(vector, [otherwise] * LANES))
+            with builder.if_then(builder.icmp_signed("!=", start, word(0))):
+                builder.store(load(start, panel), found)
+            return builder.load(found)
+
+        both = [(load_if(scale, panel, 1.0), load_if(bias, panel, 0.0)) for panel in (0, 1)]
+        with cgutils.for_range(builder, args[3]) as loop:
+            there = builder.add(target, builder.mul(target_stride, loop.index))
+            before = builder.select(builder.icmp_signed("!=", add, word(0)), there, word(0))
+            for panel, (factor, offset) in enumerate(both):
+                total = load(builder.add(source, builder.mul(source_stride, loop.index)), panel)
+                total = emitter.fma(total, factor, offset)
+                builder.store(builder.fadd(total, load_if(before, panel, 0.0)), place(there, panel), align=4)
+        return context.get_dummy_value()
+
+    return types.void(sums, factors, out, count), generate
+
+
 @kernel
-def _scale_and_add_bias(sums: Any, matrix: PackedMatrix, first: int) -> None:
-    """sums [rows, 32] times the factors of the columns from `first`, plus their biases."""
-    scale, bias = matrix.scale, matrix.bias
-    if len(scale):
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                sums[i, j] *= scale[first + j]
-    if len(bias):
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                sums[i, j] += bias[first + j]
+def _scale_and_add_bias(sums: Rows, matrix: PackedMatrix, first: int, out: Rows, count: int, add: int) -> None:
+    """out [count, 32] = sums times the factors of the columns from `first`, plus their biases; added to it if `add`."""
+    scale = matrix.scale.ctypes.data + 4 * first if len(matrix.scale) else 0
+    bias = matrix.bias.ctypes.data + 4 * first if len(matrix.bias) else 0
+    _emit_scaling((sums.address, sums.stride), (scale, bias, add), (out.address, out.stride), count)
 
 
 @kernel
 def _write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, first: int, out: Any) -> None:
-    """Writes results [rows, 32] to the columns of `out` from `first`; if GATED, to 16 of them.
+    """Writes activated results [rows, 32] to the columns of `out` from `first`; if GATED, to 16 of them.
 
     gates: [rows * 16] memory
     """
@@ -211,19 +255,11 @@ def _write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, 
         for i in range(len(sums)):
             for j in range(LANES):
                 out[i, first + j] = from_float32(gates[i * LANES + j] * sums[i, LANES + j], out)
-    elif mode == ACTIVATED:
+    else:
         activate(sums.reshape(-1), activation)
         for i in range(len(sums)):
             for j in range(COLUMNS):
                 out[i, first + j] = from_float32(sums[i, j], out)
-    elif mode == ADD:
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                out[i, first + j] += sums[i, j]
-    else:
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                out[i, first + j] = sums[i, j]
 
 
 @kernel
@@ -241,11 +277,15 @@ def multiply_tiles(
             rows, part = min(most, count - row), Rows(left.address + row * left.stride, left.stride)
             if mode <= ADD and has_neither:
                 target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
-                _multiply(a, part, matrix, tile, target, rows, mode, workspace, thread)
+                _multiply(a, part, matrix, tile, row == 0, target, rows, mode, workspace, thread)
                 continue
-            _multiply(a, part, matrix, tile, results, rows, 0, workspace, thread)
+            _multiply(a, part, matrix, tile, row == 0, results, rows, 0, workspace, thread)
+            if mode <= ADD:
+                target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
+                _scale_and_add_bias(results, matrix, tile * COLUMNS, target, rows, mode)
+                continue
             if not has_neither:
-                _scale_and_add_bias(sums[:rows], matrix, tile * COLUMNS)
+                _scale_and_add_bias(results, matrix, tile * COLUMNS, results, rows, 0)
             _write_tile(sums[:rows], mode, activation, gates, tile * columns, out[row : row + rows])
 
 

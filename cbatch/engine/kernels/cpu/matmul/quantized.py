@@ -41,7 +41,9 @@ _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _VECTOR_BYTES = 4 * LANES
 _UNROLLED = 4
 """Quads that are multiplied before the loop looks whether it is at its end: depths are multiples of 16."""
-_NUM_ARGUMENTS = 8
+_SECOND_CACHE = 2
+"""How near prefetched weights are brought, for `llvm.prefetch`: not all of a tile may fit into the first cache."""
+_NUM_ARGUMENTS = 9
 
 
 def max_rows(weights: int) -> int:
@@ -129,11 +131,25 @@ class _QuantizedEmitter(VectorEmitter):
                 for panel in (0, 1):
                     sums[row, panel] = self.multiply_pairs(sums[row, panel], pairs[panel][odd], left)
 
-    def emit(self, left: tuple[Any, Any], weights: Any, quads: Any, out: tuple[Any, Any], count: Any, add: Any) -> None:
+    def weights(self, there: Any, number: int) -> list[Any]:
+        """The vectors of both panels so many vectors further on. Those `ahead` of them are prefetched."""
+        both = [(2 * number + panel) * _VECTOR_BYTES for panel in (0, 1)]
+        kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
+        fetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        for offset in both:
+            place = self.address(self.builder.add(there, self.ahead), _INT64(offset), _INT8)
+            self.builder.call(fetch, [place, _INT32(0), _INT32(_SECOND_CACHE), _INT32(1)])
+        return [self.load(there, offset, _WORDS) for offset in both]
+
+    def emit(
+        self, left: tuple[Any, Any], place: tuple[Any, Any], quads: Any, out: tuple[Any, Any], count: Any, add: Any
+    ) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times.
 
+        place: address of the tile, and bytes from each of its vectors to what is prefetched meanwhile
         quads: so many times four numbers of the depth
         """
+        weights, self.ahead = place
         builder, (left_address, left_stride), (out_address, out_stride) = self.builder, left, out
         last = builder.sub(count, _INT64(1))
         numbers = [
@@ -180,8 +196,7 @@ class _QuantizedEmitter(VectorEmitter):
             there = builder.add(weights, builder.mul(step, _INT64(2 * _VECTOR_BYTES)))
             current = {place: builder.load(totals[place]) for place in self.places}
             for number in range(_UNROLLED):
-                both = [self.load(there, (2 * number + panel) * _VECTOR_BYTES, _WORDS) for panel in (0, 1)]
-                self.multiply_quads(current, both, rows, builder.add(step, _INT64(number)))
+                self.multiply_quads(current, self.weights(there, number), rows, builder.add(step, _INT64(number)))
             for place in self.places:
                 builder.store(current[place], totals[place])
         for row, panel in self.places:
@@ -201,7 +216,7 @@ class _QuantizedEmitter(VectorEmitter):
         }
         low = self.constant(0x0F0F0F0F)
         for pair in range(GROUP // 8):
-            both = [self.load(start, (2 * pair + panel) * _VECTOR_BYTES, _WORDS) for panel in (0, 1)]
+            both = self.weights(start, pair)
             high = [builder.and_(builder.lshr(words, self.constant(4)), low) for words in both]
             for odd, quads in enumerate(([builder.and_(words, low) for words in both], high)):
                 self.multiply_quads(totals, quads, rows, builder.add(first, _INT64(2 * pair + odd)))
@@ -232,7 +247,7 @@ def _emit_loop(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *_, left, place, quads, out, count, add = args
-        left, out = (cgutils.unpack_tuple(builder, record) for record in (left, out))
+        left, place, out = (cgutils.unpack_tuple(builder, record) for record in (left, place, out))
         kind = weights.literal_value, left_bytes.literal_value
         row_counts = ROW_COUNTS[kind[0] != INT8]
         end = builder.append_basic_block("end")
@@ -260,9 +275,9 @@ def quantized_address(weights: int, left_bytes: int) -> int:
     """
 
     def loop(
-        left: int, left_stride: int, place: int, quads: int, out: int, out_stride: int, count: int, add: int
+        left: int, left_stride: int, place: int, ahead: int, quads: int, out: int, out_stride: int, count: int, add: int
     ) -> None:
-        _emit_loop(weights, left_bytes, (left, left_stride), place, quads, (out, out_stride), count, add)
+        _emit_loop(weights, left_bytes, (left, left_stride), (place, ahead), quads, (out, out_stride), count, add)
 
     return address_of(loop, types.void(*[types.int64] * _NUM_ARGUMENTS))
 
@@ -278,12 +293,15 @@ def _call_loop(context: Any, address: Any, arguments: Any) -> Any:
 
 
 @kernel
-def multiply_quantized(address: int, left: Rows, place: int, quads: int, out: Rows, count: int, add: int) -> None:
+def multiply_quantized(
+    address: int, left: Rows, place: int, ahead: int, quads: int, out: Rows, count: int, add: int
+) -> None:
     """out [count, 32] float32 = left [count, 4 * quads] times a tile; added to `out` if `add` is 1.
 
     address: see `quantized_address`
     left:    see `quantized_rows.py`
     place:   the address of the tile
+    ahead:   bytes from there to what is to be prefetched meanwhile, as much as the tile
     count:   rows, 1 to `max_rows`
     """
-    _call_loop(address, (left.address, left.stride, place, quads, out.address, out.stride, count, add))
+    _call_loop(address, (left.address, left.stride, place, ahead, quads, out.address, out.stride, count, add))
