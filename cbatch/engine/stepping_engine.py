@@ -19,6 +19,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.base.units import format_bytes, parse_memory
@@ -72,7 +73,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         if config.kv_cache_memory is not None:
             parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
         fast = has_fast_path(config.attention, device, config.block_size)
-        quantize = check_quantize(config.quantize, device, fast=fast)
+        quantize = check_quantize(config.quantize, config.activations, device, fast=fast)
         check_kv_dtype(config.kv_dtype, config.attention, device)
         kind = "gpu" if is_accelerator(device) else "cpu"
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
@@ -130,7 +131,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
     def fingerprint(self) -> str:
         """A hash of everything about the model that decides its output: no paths, no times, no device."""
         template = self.tokenizer.templates if self.tokenizer else None
-        dtype = self.config.quantize or str(self.model.dtype)
+        quantize = self.config.quantize
+        dtype = str(Quantization(quantize, self.config.activations) if quantize else self.model.dtype)
         parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
         if self.config.state_dtype != "auto" and self.model.states:
             parts.append(f"states in {self.config.state_dtype}")

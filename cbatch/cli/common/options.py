@@ -223,7 +223,18 @@ def engine_options(
         option(
             "--run-ahead/--no-run-ahead", default=None, help="Overlap scheduling with execution [default: on for CUDA]."
         ),
-        option("--quantize", metavar="int8", help="Quantize weights to one byte each (Llama-like models, CPU)."),
+        option(
+            "--quantize",
+            metavar="int8|int4",
+            help="Quantize weights to one byte each, or to half a byte (models with a fast path, CPU).",
+        ),
+        option(
+            "--activations",
+            default="int8",
+            show_default=True,
+            metavar="int8|bf16",
+            help="How products with quantized weights round activations; bf16 is slower and more exact.",
+        ),
         option(
             "--target-step-ms",
             default=target_step_ms,

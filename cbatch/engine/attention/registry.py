@@ -7,6 +7,7 @@ import torch
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.base.quantization import ACTIVATIONS, WEIGHTS, Quantization
 from cbatch.engine.runtime.device import has_bfloat16, is_accelerator, is_nvidia
 from cbatch.engine.runtime.kv_cache import FP8, LayerShape
 
@@ -35,18 +36,20 @@ def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
     return "reference" not in (name, own) and (own == "triton" or block_size % 16 == 0)
 
 
-def check_quantize(name: str | None, device: torch.device, *, fast: bool) -> bool:
-    """Whether to quantize the weights. Raises ConfigError for an unknown type, and without a fast path for it."""
+def check_quantize(name: str | None, activations: str, device: torch.device, *, fast: bool) -> Quantization | None:
+    """How to quantize the weights. Raises ConfigError for an unknown type, and without a fast path for it."""
+    if activations not in ACTIVATIONS:
+        raise ConfigError(f"Activations cannot be rounded to {activations!r}; choose {' or '.join(ACTIVATIONS)}.")
     if name is None:
-        return False
-    if name != "int8":
-        raise ConfigError(f"Weights cannot be quantized to {name!r}; the only choice is int8.")
+        return None
+    if name not in WEIGHTS:
+        raise ConfigError(f"Weights cannot be quantized to {name!r}; choose {' or '.join(WEIGHTS)}.")
     if not fast or is_accelerator(device):
         raise ConfigError(
-            "Only the CPU's fast path has int8 weights: use --device cpu, --attention auto or cpu, and blocks of "
+            f"Only the CPU's fast path has {name} weights: use --device cpu, --attention auto or cpu, and blocks of "
             "a multiple of 16 tokens."
         )
-    return True
+    return Quantization(name, activations)
 
 
 def check_kv_dtype(name: str, attention: str, device: torch.device) -> torch.dtype | None:

@@ -42,7 +42,10 @@ class EngineConfig:
     state_dtype:      type of recurrent states. auto: that in which the model's reference has them; bfloat16 or float16:
                       half of that
     kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU
-    quantize:         int8: store weights in one byte each (fast path on a CPU only); None: as they are
+    quantize:         int8: store weights in one byte each; int4: in half a byte, but the head (fast path on a CPU
+                      only); None: as they are
+    activations:      how products with quantized weights round what they multiply them with: int8, or bf16, which is
+                      slower and loses nothing
     weights_folder:   folder of this user alone, where engines of this machine share packed weights (fast path on a CPU
                       only); None: each engine packs its own
     device_map:       auto: spread a model that is larger than its device over CUDA GPUs, CPU memory and disk; none:
@@ -70,6 +73,7 @@ class EngineConfig:
     state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: str = "auto"
     quantize: str | None = None
+    activations: str = "int8"
     weights_folder: str | None = None
     device_map: Literal["none", "auto"] = "none"
     max_memory: Mapping[str, str | int] | None = None
@@ -86,7 +90,7 @@ class EngineConfig:
         for name in ("prefix_cache", "cuda_graphs", "run_ahead"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        always = ("kv_dtype", "device", "dtype", "attention")
+        always = ("kv_dtype", "device", "dtype", "attention", "activations")
         for name in ("model", "revision", "quantize", "weights_folder", "kv_cache_memory", "offload_folder", *always):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name in always):
@@ -108,8 +112,8 @@ class EngineConfig:
                     raise ConfigError(f"--{name.replace('_', '-')} is only for --device-map auto.")
         elif self.quantize is not None:
             raise ConfigError(
-                "--device-map auto runs a model by the layers of transformers, which have no int8 weights here; leave "
-                "out --quantize or --device-map."
+                "--device-map auto runs a model by the layers of transformers, which have no quantized weights here; "
+                "leave out --quantize or --device-map."
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import read_program
@@ -56,7 +57,7 @@ def load_fast_model(
     device: torch.device,
     dtype: str,
     *,
-    quantize: bool = False,
+    quantize: Quantization | None = None,
     weights_folder: str | None = None,
 ) -> CpuModel | CudaModel:
     """The model on the fast path. For `quantize` see `CpuModel`.
@@ -73,8 +74,8 @@ def load_fast_model(
             raise
         reason = str(error).partition(". ")[0].rstrip(".")
     except (UnsupportedConfig, InvalidFile, ImportError, OSError, SafetensorError) as error:
-        if quantize:
-            raise ConfigError(f"{source} cannot be quantized to int8: {error}.") from error
+        if quantize is not None:
+            raise ConfigError(f"{source} cannot be quantized to {quantize.weights}: {error}.") from error
         _log.info("%s does not use the fast path: %s.", source, error)
         raise NoFastPath(str(error)) from error
     # Raised here, where the weights that were loaded have been freed.
@@ -82,7 +83,12 @@ def load_fast_model(
 
 
 def _load(
-    source: str, revision: str | None, device: torch.device, dtype: str, quantize: bool, weights_folder: str | None
+    source: str,
+    revision: str | None,
+    device: torch.device,
+    dtype: str,
+    quantize: Quantization | None,
+    weights_folder: str | None,
 ) -> CpuModel | CudaModel:
     folder = model_folder(source, revision)
     config = read_json_object(folder / "config.json")
@@ -92,7 +98,7 @@ def _load(
     if "eos_token_id" not in config | read_json_object(folder / "generation_config.json"):
         raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
     stored = config.get("dtype", config.get("torch_dtype"))
-    number = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, stored, device)
+    number = torch.bfloat16 if quantize is not None and dtype == "auto" else choose_dtype(dtype, stored, device)
     if is_accelerator(device):
         if number == torch.bfloat16 and not has_bfloat16(device):
             raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
@@ -106,14 +112,15 @@ def _load(
     return CpuModel(config, tensors, number, quantize=quantize, shared=shared)
 
 
-def _packed_file(weights_folder: str, folder: Path, dtype: torch.dtype, quantize: bool) -> PackedFile:
+def _packed_file(weights_folder: str, folder: Path, dtype: torch.dtype, quantize: Quantization | None) -> PackedFile:
     """The file of packed weights for a model's folder. The fingerprint takes samples; times notice any other change."""
     from cbatch.engine.models.packed_file import PackedFile
     from cbatch.engine.models.packing import PACKING
 
     times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in weight_files(folder))]
     content = {"packing": PACKING, "model": fingerprint(folder), "files": times}
-    return PackedFile(Path(weights_folder), content | {"dtype": str(dtype), "quantize": quantize})
+    weights = None if quantize is None else quantize.weights
+    return PackedFile(Path(weights_folder), content | {"dtype": str(dtype), "quantize": weights})
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype | str | None, device: torch.device) -> torch.dtype:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.cpu import program as kernels
 from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
@@ -51,13 +52,13 @@ class CpuModel:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         *,
-        quantize: bool = False,
+        quantize: Quantization | None = None,
         shared: PackedFile | None = None,
     ) -> None:
         """Raises UnsupportedConfig if another path has to serve the model.
 
         tensors:  the weights by their names in the files
-        quantize: keep the matrices as int8, and compute in bfloat16
+        quantize: keep the matrices as integers; what is not one stays bfloat16
         shared:   a file of packed weights, which engines of this machine map
         """
         self.config = text_config(config)
@@ -76,12 +77,12 @@ class CpuModel:
         self.state_devices = [self.device] * len(self.states)
         if not fits(self.layers, LANES, dtype):
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
-        if quantize and dtype != torch.bfloat16:
-            raise UnsupportedConfig(f"int8 weights need bfloat16, not {dtype}")
-        self.is_quantized = quantize
+        if quantize is not None and dtype != torch.bfloat16:
+            raise UnsupportedConfig(f"{quantize.weights} weights need bfloat16, not {dtype}")
+        self.quantization = quantize
         tensors = resolved(program, tensors)
         self.num_parameters = check_weights(program, tensors)
-        self._packed = packed = CpuProgram(program, dtype, quantize=quantize)
+        self._packed = packed = CpuProgram(program, dtype, quantize)
         self._weights = packed.load(tensors, shared)
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
@@ -92,7 +93,7 @@ class CpuModel:
         threads = self._thread_pool.size
         self._buffers = kernels.Buffers(
             kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element)),
-            new_linear_workspace(threads, self._weights.matrices.dtype, packed.deepest),
+            new_linear_workspace(threads, packed.formats, packed.deepest, left_bytes=packed.left_bytes),
             new_attention_workspace(threads, group, key_dim, value_dim, self._element),
         )
         self._routing: kernels.RoutingMemory | None = None
@@ -103,6 +104,16 @@ class CpuModel:
         self._num_positions = 0
         self._grow_rotary_tables(16)
         self._warm_up()
+
+    @property
+    def formats(self) -> frozenset[int]:
+        """How its matrices are packed (see `kernels/cpu/matmul/formats.py`)."""
+        return frozenset(self._packed.formats)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of a number of a row that is multiplied with quantized weights."""
+        return self._packed.left_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -166,7 +177,8 @@ class CpuModel:
             arenas = kernels.Arenas(
                 empty(length * packed.float_columns, np.float32), empty(length * packed.element_columns, self._element)
             )
-            self._buffers = buffers._replace(arenas=arenas)
+            linear = buffers.linear._replace(rows=empty(length * packed.quantized_bytes, np.uint8))
+            self._buffers = buffers._replace(arenas=arenas, linear=linear)
             self._routing = self._new_routing(length) if packed.num_experts else None
         return self._buffers
 

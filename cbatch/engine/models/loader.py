@@ -17,6 +17,7 @@ from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, Mode
 from cbatch.engine.base.hub import looks_like_path, reachable_source
 from cbatch.engine.base.model_files import model_folder, read_json_object
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
@@ -94,14 +95,14 @@ def load_model(
     dtype: str,
     *,
     fast: bool = False,
-    quantize: bool = False,
+    quantize: Quantization | None = None,
     weights_folder: str | None = None,
     device_map: DeviceMap | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
 
     fast:           take the fast path if the model has one
-    quantize:       keep the matrices of the fast path as int8
+    quantize:       keep the matrices of the fast path as integers
     weights_folder: where engines of this machine share packed weights; for the fast path on a CPU
     device_map:     spread the model if it does not fit on its device
 

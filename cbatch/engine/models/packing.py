@@ -5,16 +5,30 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.cpu import activation, norm
 from cbatch.engine.kernels.cpu import program as instructions
-from cbatch.engine.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE, pack_weight
+from cbatch.engine.kernels.cpu.matmul.formats import (
+    BFLOAT16,
+    FLOAT32,
+    GROUP,
+    INT4,
+    INT8,
+    is_quantized,
+    matrix_bytes,
+    pack_int4,
+    pack_weight,
+)
+from cbatch.engine.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
+from cbatch.engine.kernels.cpu.matmul.quantized_rows import row_bytes
 from cbatch.engine.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile
@@ -47,7 +61,7 @@ from cbatch.engine.runtime.cpu import empty
 
 _log = logging.getLogger("cbatch")
 
-PACKING = {"version": 2, "lanes": LANES, "columns": COLUMNS}
+PACKING = {"version": 3, "lanes": LANES, "columns": COLUMNS}
 """The order of packed numbers. It is the same for every processor; whoever changes it raises the version."""
 
 _PLACES = (
@@ -66,22 +80,36 @@ _NORMED = "normed"
 Fill = Callable[[Arrays, Mapping[str, Tensor]], None]
 
 
+class _MatrixPlace(NamedTuple):
+    """Where a matrix begins, how it is packed, and where the factors of its columns begin, -1 if it has none."""
+
+    start: int
+    format: int
+    scale: int
+
+
 class CpuProgram:
     """A program as the kernels run it.
 
     instructions:  [operations] of type INSTRUCTION
     float_columns, element_columns: widths of both arenas of buffers, in numbers for each token
     deepest:       the largest depth of a product
+    formats:       of the matrices
+    left_bytes:    bytes of a number of a row that is multiplied with quantized weights
+    quantized_bytes: the most bytes that quantized rows of a product take, for each token
     routing_columns, num_experts: the most experts of a token, and of a layer; 0 without experts
     """
 
-    def __init__(self, program: Program, dtype: torch.dtype, *, quantize: bool) -> None:
+    def __init__(self, program: Program, dtype: torch.dtype, quantize: Quantization | None) -> None:
         """Raises UnsupportedConfig for what the kernels do not support."""
         self.program = program
         self.dtype = dtype
         self.quantize = quantize
         self.float_columns = self.element_columns = 0
         self.deepest = 0
+        self.formats: set[int] = set()
+        self.left_bytes = 2 if quantize is not None and quantize.activations == "bf16" else 1
+        self.quantized_bytes = 0
         self.routing_columns = self.num_experts = 0
         self._routing = 0, 0
         self._sizes = dict.fromkeys(("matrices", "scales", "vectors", "tables", "indices"), 0)
@@ -93,13 +121,12 @@ class CpuProgram:
         self._multiplied = {
             operation.source for operation in program.operations if isinstance(operation, Linear | Route | Experts)
         }
-        self._packed_embedding: tuple[int, int] | None = None
+        self._packed_embedding: _MatrixPlace | None = None
         self._float(RESIDUAL, pad_columns(program.hidden_size))
         embed, head = program.embed, program.head
         if head.matrix.parts == (embed.table,) and not head.matrix.biases:
             # The embedding is read from the matrix of the head.
-            start, scale = self._matrix(head.matrix, pad_columns(program.hidden_size))
-            self._packed_embedding = start, scale
+            self._packed_embedding = self._matrix(head.matrix, pad_columns(program.hidden_size), is_head=True)
         self._instructions: list[Any] = []
         for operation in program.operations:
             self._write(operation)
@@ -110,8 +137,8 @@ class CpuProgram:
         """The arrays of `Weights`."""
         element = np.dtype(np.float32 if self.dtype == torch.float32 else np.uint16)
         single = np.dtype(np.float32)
-        types = {
-            "matrices": np.dtype(np.int8) if self.quantize else element,
+        types: dict[str, np.dtype[Any]] = {
+            "matrices": np.dtype(np.uint8),
             "scales": single,
             "vectors": single,
             "tables": element,
@@ -194,7 +221,7 @@ class CpuProgram:
         instruction["position_offset"] = operation.position_offset
         if self._packed_embedding is not None and operation is self.program.embed:
             instruction["is_packed"] = 1
-            instruction["matrix"], instruction["scale"] = self._packed_embedding
+            self._place(instruction, self._packed_embedding)
         else:
             instruction["table"] = self._table(operation.table)
         if operation.positions is not None:
@@ -235,9 +262,16 @@ class CpuProgram:
         self._write_matrix(instruction, operation.matrix, depth, is_gated=mode == GATED, factor=operation.factor)
 
     def _write_matrix(
-        self, instruction: Any, matrix: Matrix, depth: int, *, is_gated: bool = False, factor: float = 1.0
+        self,
+        instruction: Any,
+        matrix: Matrix,
+        depth: int,
+        *,
+        is_gated: bool = False,
+        factor: float = 1.0,
+        is_head: bool = False,
     ) -> None:
-        instruction["matrix"], instruction["scale"] = self._matrix(matrix, depth, is_gated=is_gated, factor=factor)
+        self._place(instruction, self._matrix(matrix, depth, is_gated=is_gated, factor=factor, is_head=is_head))
         instruction["bias"] = self._biases(matrix, is_gated=is_gated, factor=factor)
 
     def _biases(self, matrix: Matrix, *, is_gated: bool, factor: float = 1.0) -> int:
@@ -282,12 +316,11 @@ class CpuProgram:
         instruction["mode"] = WRITE
         self._write_norm(instruction, "", operation.norm)
         if self._packed_embedding is None:
-            self._write_matrix(instruction, operation.matrix, depth, factor=operation.factor)
+            self._write_matrix(instruction, operation.matrix, depth, factor=operation.factor, is_head=True)
         else:
-            start, scale = self._packed_embedding
-            instruction["matrix"], instruction["scale"] = start, scale
+            self._place(instruction, self._packed_embedding)
             if operation.factor != 1:
-                instruction["scale"] = self._scaled(scale, operation.matrix, operation.factor)
+                instruction["scale"] = self._scaled(self._packed_embedding.scale, operation.matrix, operation.factor)
 
     def _write_attend(self, operation: Attend) -> None:
         instruction = self._new(instructions.ATTEND)
@@ -383,12 +416,13 @@ class CpuProgram:
         """All experts' matrices, and then their biases, each as far from the one before as all are."""
         columns = matrices[0].columns
         instruction["columns"] = _gated_columns(columns) if is_gated else pad_columns(columns)
-        instruction["stride"] = instruction["columns"] * depth
         for number, matrix in enumerate(matrices):
-            start, scale = self._matrix(matrix, depth, is_gated=is_gated)
+            place = self._matrix(matrix, depth, is_gated=is_gated, rows=int(instruction["top_k"]))
             bias = self._biases(matrix, is_gated=is_gated)
             if number == 0:
-                instruction["matrix"], instruction["scale"], instruction["bias"] = start, scale, bias
+                self._place(instruction, place)
+                instruction["bias"] = bias
+                instruction["stride"] = matrix_bytes(place.format, int(instruction["columns"]), depth)
 
     def _write_convolution(self, operation: ShortConvolution) -> None:
         channels, kernel, weight = operation.channels, operation.kernel, operation.weight
@@ -490,30 +524,49 @@ class CpuProgram:
         self._buffers[name] = self._places[name, width], width
         return self._buffers[name]
 
-    def _matrix(self, matrix: Matrix, depth: int, *, is_gated: bool = False, factor: float = 1.0) -> tuple[int, int]:
-        """Where a matrix begins, and where the factors of its columns do, -1 if it has none."""
+    def _place(self, instruction: Any, place: _MatrixPlace) -> None:
+        instruction["matrix"], instruction["format"], instruction["scale"] = place
+
+    def _format(self, *, is_head: bool) -> int:
+        """How a matrix is packed. Heads are int8 in int4 models, as llama.cpp and OpenVINO have them."""
+        if self.quantize is None:
+            return FLOAT32 if self.dtype == torch.float32 else BFLOAT16
+        return INT4 if self.quantize.weights == "int4" and not is_head else INT8
+
+    def _matrix(
+        self,
+        matrix: Matrix,
+        depth: int,
+        *,
+        is_gated: bool = False,
+        factor: float = 1.0,
+        is_head: bool = False,
+        rows: int = 1,
+    ) -> _MatrixPlace:
+        """Where a matrix lies that is multiplied with so many rows for each token."""
         columns = _gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
+        kind = self._format(is_head=is_head)
         self.deepest = max(self.deepest, depth)
+        self.formats.add(kind)
+        if is_quantized(kind):
+            self.quantized_bytes = max(self.quantized_bytes, rows * row_bytes(kind, self.left_bytes, depth))
         start, scale = self._sizes["matrices"], -1
-        self._sizes["matrices"] += columns * depth
-        if self.quantize or factor != 1:
+        self._sizes["matrices"] += matrix_bytes(kind, columns, depth)
+        if kind == INT8 or factor != 1:
             scale = self._sizes["scales"]
             self._sizes["scales"] += columns
 
         def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
             weight = torch.cat([part.read(tensors[part.name]).to(self.dtype) for part in matrix.parts])
             weight = interleaved(weight) if is_gated else weight
-            factors = torch.full((len(weight),), factor)
-            if self.quantize:
-                weight, quantum = quantized(weight)
-                factors *= quantum
-            packed = pack_weight(as_array(weight), depth)
+            packed, scales = pack_matrix(weight, kind, depth)
             arrays["matrices"][start : start + packed.size] = packed
             if scale >= 0:
+                factors = factor * (torch.ones(len(weight)) if scales is None else scales)
                 arrays["scales"][scale : scale + columns] = np.pad(factors.numpy(), (0, columns - len(factors)))
 
         self._fills.append(fill)
-        return start, scale
+        return _MatrixPlace(start, kind, scale)
 
     def _scaled(self, scale: int, matrix: Matrix, factor: float) -> int:
         """Where the factors of a matrix's columns, multiplied once more, begin."""
@@ -580,6 +633,34 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight.float()
     scale = weight.abs().amax(dim=1).clamp(min=1e-30) / 127
     return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def pack_matrix(weight: Tensor, kind: int, depth: int | None = None) -> tuple[NDArray[np.uint8], Tensor | None]:
+    """A weight [columns, depth] as packed bytes of that format, and the scale of each column if it is INT8.
+
+    depth: padded to so many
+    """
+    if kind == INT4:
+        numbers, scales = quantized_in_groups(weight)
+        return pack_int4(numbers.numpy(), scales.numpy(), depth=depth), None
+    if kind == INT8:
+        integers, scale = quantized(weight)
+        return pack_weight(integers.numpy(), depth), scale
+    return pack_weight(as_array(weight), depth), None
+
+
+def quantized_in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [columns, depth] as integers from 0 to 15, and the scales [columns, groups] of its groups of 32.
+
+    A number is scale * (integer - 8). As in llama.cpp's Q4_0, the number furthest from 0 of a group becomes 0 or 16.
+    """
+    groups = -(-weight.shape[1] // GROUP)
+    padded = torch.nn.functional.pad(weight.float(), (0, groups * GROUP - weight.shape[1])).view(-1, groups, GROUP)
+    furthest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
+    scales = (furthest / -8).half().float()
+    inverse = torch.where(scales == 0, 0, 1 / scales)
+    numbers = (padded * inverse).round_().add_(8).clamp_(0, 15).to(torch.uint8)
+    return numbers.view(len(weight), -1)[:, : weight.shape[1]], scales[..., 0]
 
 
 def _gated_columns(columns: int) -> int:

@@ -13,11 +13,12 @@ from cbatch.engine.kernels.cpu import fast_math
 from cbatch.engine.kernels.cpu.activation import SILU, ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
 from cbatch.engine.kernels.cpu.matmul import amx, linear
-from cbatch.engine.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace, pack_weight
+from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, pack_weight
+from cbatch.engine.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import MAX_ROWS
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
-from cbatch.engine.models.packing import interleaved, quantized
+from cbatch.engine.models.packing import interleaved
 from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels
@@ -54,11 +55,17 @@ def worker() -> Worker:
     return Worker(new_work_queue(), 0)
 
 
+def format_of(dtype: np.dtype[Any]) -> int:
+    return FLOAT32 if dtype == np.float32 else BFLOAT16
+
+
 def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
-    workspace = new_linear_workspace(1, weight.dtype, weight.shape[1])
-    matmul(worker(), 0, a, PackedMatrix(pack_weight(weight), 0, NOTHING, NOTHING), out, WRITE, SILU_PARAMS, workspace)
+    kind = format_of(weight.dtype)
+    workspace = new_linear_workspace(1, [kind], weight.shape[1])
+    matrix = PackedMatrix(pack_weight(weight), 0, kind, NOTHING, NOTHING)
+    matmul(worker(), 0, a, matrix, out, WRITE, SILU_PARAMS, workspace)
     return out[:, : len(weight)]
 
 
@@ -86,53 +93,10 @@ def test_products_that_are_added(dtype: np.dtype[Any], scaled: bool) -> None:
     weight, a, before = draw((32, 48), dtype, 1), draw((21, 48), dtype, 2), draw((21, 32), DTYPES[0], 3)
     scale = draw((32,), DTYPES[0], 4) if scaled else NOTHING
     out = before.copy()
-    matrix = PackedMatrix(pack_weight(weight), 0, scale, NOTHING)
-    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, dtype, 48))
+    matrix = PackedMatrix(pack_weight(weight), 0, format_of(dtype), scale, NOTHING)
+    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, [format_of(dtype)], 48))
     expected = before + (as_float(a) @ as_float(weight).T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [64, 600])
-def test_products_with_quantized_weights(depth: int) -> None:
-    """Guards int8 weights, and rows quantized in blocks: near the product, and the same bits in every batch."""
-    weight, a = torch.randn(70, depth, generator=torch.Generator().manual_seed(0)), draw((40, depth), DTYPES[1], 2)
-    a[3, :256] = 0
-    a[4, 7] = torch.tensor([3e4]).bfloat16().view(torch.uint16).item()
-    steps, scale = quantized(weight)
-    assert (steps.float() * scale[:, None] - weight).abs().amax() <= scale.max() / 2 + 1e-7
-    factors = np.pad(scale.numpy(), (0, 26))
-    results = []
-    for rows in (40, 5):
-        out = np.full((rows, 96), np.nan, np.float32)
-        matrix = PackedMatrix(pack_weight(steps.numpy()), 0, factors, NOTHING)
-        matmul(
-            worker(),
-            0,
-            a[:rows].copy(),
-            matrix,
-            out,
-            WRITE,
-            SILU_PARAMS,
-            new_linear_workspace(1, np.dtype(np.int8), depth),
-        )
-        results.append(out[:, :70])
-    expected = as_float(a) @ (steps.float() * scale[:, None]).numpy().T
-    errors = np.abs(results[0] - expected).max(axis=1)
-    errors[4] /= 3e4  # its scale is that of a large number
-    assert errors.max() < 5e-3
-    assert np.array_equal(results[0][:5], results[1])
-
-
-def test_quantized_products_of_nan_and_infinity() -> None:
-    """Guards rows with NaN or infinity, which must come out as NaN, and tiny ones, which may become 0."""
-    a = np.zeros((4, 64), np.uint16)
-    for row, value in enumerate([float("nan"), float("inf"), 1e-38, 1.0]):
-        a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
-    out = np.empty((4, 32), np.float32)
-    matrix = PackedMatrix(pack_weight(np.ones((32, 64), np.int8)), 0, np.ones(32, np.float32), NOTHING)
-    matmul(worker(), 0, a, matrix, out, WRITE, SILU_PARAMS, new_linear_workspace(1, np.dtype(np.int8), 64))
-    assert np.isnan(out[:2]).all() and (out[2] == 0).all() and np.allclose(out[3], 1)
 
 
 def test_gated_products() -> None:
@@ -141,16 +105,8 @@ def test_gated_products() -> None:
     gate, up, a = draw((48, 32), dtype, 1), draw((48, 32), dtype, 2), draw((30, 32), dtype, 3)
     out = np.full((30, 48), np.nan, np.float32)
     packed = pack_weight(interleaved(torch.from_numpy(np.concatenate([gate, up]))).numpy())
-    matmul(
-        worker(),
-        0,
-        a,
-        PackedMatrix(packed, 0, NOTHING, NOTHING),
-        out,
-        GATED,
-        SILU_PARAMS,
-        new_linear_workspace(1, dtype, 32),
-    )
+    matrix = PackedMatrix(packed, 0, FLOAT32, NOTHING, NOTHING)
+    matmul(worker(), 0, a, matrix, out, GATED, SILU_PARAMS, new_linear_workspace(1, [FLOAT32], 32))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 

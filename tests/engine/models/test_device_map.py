@@ -165,7 +165,7 @@ def test_the_self_check_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("options", "sentence"),
     [
         ({"device_map": "balanced"}, "no device map 'balanced'"),
-        ({"quantize": "int8"}, "no int8 weights"),
+        ({"quantize": "int8"}, "no quantized weights"),
         ({"max_memory": ["1GiB"]}, "how much each device may hold"),
         ({"max_memory": {"gpu": "1GiB"}}, "no device 'gpu'"),
         ({"max_memory": {"cpu": "some"}}, "'some' is not an amount"),

@@ -17,6 +17,7 @@ from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.cuda import CudaModel
@@ -53,7 +54,7 @@ def describe(program: Program) -> str:
     return re.sub(r"tensor\(.*?\)", "", repr(shown), flags=re.DOTALL)
 
 
-def cpu_model(kind: str, dtype: torch.dtype = torch.float32, *, quantize: bool = False) -> CpuModel:
+def cpu_model(kind: str, dtype: torch.dtype = torch.float32, *, quantize: Quantization | None = None) -> CpuModel:
     saved = saved_model(kind)
     return CpuModel(saved.config, saved.tensors, dtype, quantize=quantize)
 
@@ -109,12 +110,14 @@ def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "starcoder2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v2"])
-def test_bfloat16_and_int8_are_near_float32(kind: str) -> None:
+def test_rounded_weights_are_near_float32(kind: str) -> None:
     """Guards the other kinds of weights, with rounding as all that they may differ by."""
     expected = expected_logits(kind)
     assert typical_error(logits_in_chunks(cpu_model(kind, torch.bfloat16), CpuAttention()), expected) < 0.1
-    rounded = cpu_model(kind, torch.bfloat16, quantize=True)
-    assert typical_error(logits_in_chunks(rounded, CpuAttention()), expected) < 0.15
+    for weights, activations, tolerance in (("int8", "int8", 0.2), ("int8", "bf16", 0.15), ("int4", "int8", 0.8)):
+        rounded = cpu_model(kind, torch.bfloat16, quantize=Quantization(weights, activations))
+        error = typical_error(logits_in_chunks(rounded, CpuAttention()), expected)
+        assert error < tolerance
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "gemma2", "stablelm"])

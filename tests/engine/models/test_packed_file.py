@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from cbatch import ConfigError, Engine, EngineConfig
+from cbatch.engine.base.quantization import WEIGHTS, Quantization
 from cbatch.engine.kernels.cpu import program
 from cbatch.engine.models import packed_file
 from cbatch.engine.models.checkpoint import load_fast_model
@@ -69,13 +70,14 @@ def pages_of(pattern: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_mapped_weights_are_the_same(family: str, dtype: str, tmp_path: Path) -> None:
     """Guards every bit of the weights, the number of their bytes, and the kernels against being compiled again."""
     network = network_of(family)
     config, tensors = network.config.to_dict(), network.state_dict()
-    number, quantize = torch.float32 if dtype == "float32" else torch.bfloat16, dtype == "int8"
+    number = torch.float32 if dtype == "float32" else torch.bfloat16
+    quantize = Quantization(dtype) if dtype.startswith("int") else None
     shared = PackedFile(tmp_path, {"model": family})
     own = CpuModel(config, tensors, number, quantize=quantize)
     compiled = len(program.run_step.signatures)  # type: ignore[attr-defined]
@@ -122,7 +124,7 @@ def test_what_decides_the_weights_decides_the_name(tmp_path: Path) -> None:
         return len(list(tmp_path.glob("weights/*.weights")))
 
     assert [count_files("float32"), count_files("float32"), count_files("bfloat16")] == [1, 1, 2]
-    assert count_files("bfloat16", quantize=True) == 3
+    assert count_files("bfloat16", quantize=Quantization("int8")) == 3
     (weights,) = folder.glob("*.safetensors")
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
     assert count_files("float32") == 4
@@ -136,7 +138,11 @@ def test_the_order_of_packed_numbers_has_a_version() -> None:
     """Guards files that an older version left: who changes the order raises `PACKING["version"]`, then this hash."""
     network = network_of("qwen2")
     digest = hashlib.blake2b(digest_size=8)
-    for number, quantize in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+    for number, quantize in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        *((torch.bfloat16, Quantization(one)) for one in WEIGHTS),
+    ):
         tensors = {
             name: (torch.arange(tensor.numel()) % 251 - 125).reshape(tensor.shape) / 128
             for name, tensor in network.state_dict().items()
@@ -144,7 +150,7 @@ def test_the_order_of_packed_numbers_has_a_version() -> None:
         weights = CpuModel(network.config.to_dict(), tensors, number, quantize=quantize)._weights
         for part in weights:
             digest.update(part.tobytes() if isinstance(part, np.ndarray) else b"")
-    assert (PACKING["version"], digest.hexdigest()) == (2, "524089b095b31740")
+    assert (PACKING["version"], digest.hexdigest()) == (3, "a0459347e28f2125")
 
 
 @contextmanager

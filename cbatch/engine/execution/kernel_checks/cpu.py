@@ -19,21 +19,25 @@ from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Work
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace, pack_weight
-from cbatch.engine.kernels.cpu.matmul.microkernel import pad_columns
+from cbatch.engine.kernels.cpu.matmul.formats import FORMATS, GROUP, INT4, INT8, is_quantized, tile_bytes
+from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.models.packing import quantized
+from cbatch.engine.models.packing import pack_matrix, quantized, quantized_in_groups
 from cbatch.engine.models.programs.program import Attend, Linear
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.engine.runtime.memory import device_memory
 
 _WORKLOAD_BYTES = 2**26
 _MANY_ROWS = 256
-_INT8_TOLERANCE = 0.3
-"""Most that the logits of int8 weights differ from those of the weights they were made of."""
+_QUANTIZED_TOLERANCES = {"int8": 0.3, "int4": 2.0}
+"""Most that the logits of rounded weights differ from those of the weights they were made of."""
+
+_INT8_ROWS_TOLERANCE = 0.05
+"""Most that products of rows rounded to int8 differ from those of the rows, relative to the largest."""
 
 
 def _call_of(call: Attend) -> AttentionCall:
@@ -62,11 +66,11 @@ class CpuChecks:
         yield from attention.run(list(dict.fromkeys(calls)))
         matrices = [one.matrix for one in model.program.operations if isinstance(one, Linear)]
         largest = max(matrices, key=lambda matrix: matrix.columns * matrix.depth)
-        product = _Product(largest.columns, largest.depth, model.dtype, model.is_quantized)
-        dtype = model.dtype
-        for name, rows in (("one row", 1), ("many rows", _MANY_ROWS)):
-            measure, workload = partial(product.error, rows), partial(product.workload, rows)
-            yield run_check(f"linear, {name} ({product.kind})", device, TOLERANCES[dtype], measure, workload)
+        for kind in sorted(model.formats):
+            product = _Product(largest.columns, largest.depth, model.dtype, kind, model.left_bytes)
+            for name, rows in (("one row", 1), ("many rows", _MANY_ROWS)):
+                measure, workload = partial(product.error, rows), partial(product.workload, rows)
+                yield run_check(f"linear, {name} ({product.name})", device, product.tolerance, measure, workload)
         yield self._step()
         yield run_check("argmax", device, 0.0, self._argmax_error, of_tokens=True)
 
@@ -78,7 +82,8 @@ class CpuChecks:
             missing = f"it needs {format_bytes(needed)} more memory, and {format_bytes(free)} are free"
             return KernelCheck(name, 0.0, 0.0, skipped=missing)
         expected = ExpectedSteps.of(self.make_plain(), self.block_size)
-        tolerance = _INT8_TOLERANCE if self.model.is_quantized else None
+        quantization = self.model.quantization
+        tolerance = None if quantization is None else _QUANTIZED_TOLERANCES[quantization.weights]
         # Fewer weights stay in the processor's caches, and are not read from memory.
         workload = self._step_workload if self.model.weight_bytes >= _WORKLOAD_BYTES else None
         return expected.check(name, self.model, self.attention, self.block_size, tolerance, workload)
@@ -113,54 +118,69 @@ def _multiply(worker: Any, a: Any, matrix: Any, out: Any, workspace: Any) -> Non
 
 @dataclass(frozen=True)
 class _Product:
-    """The kernel of the products with weights [columns, depth], in the model's type or int8."""
+    """The kernel of the products with weights [columns, depth] of a format.
+
+    left_bytes: see `LinearWorkspace`
+    """
 
     columns: int
     depth: int
     dtype: torch.dtype
-    is_int8: bool
+    format: int
+    left_bytes: int
 
     @property
-    def kind(self) -> str:
-        return "int8" if self.is_int8 else str(self.dtype).removeprefix("torch.")
+    def name(self) -> str:
+        name = FORMATS[self.format]
+        return f"{name} by {('int8', 'int16')[self.left_bytes - 1]}" if is_quantized(self.format) else name
+
+    @property
+    def tolerance(self) -> float:
+        return _INT8_ROWS_TOLERANCE if is_quantized(self.format) and self.left_bytes == 1 else TOLERANCES[self.dtype]
 
     @cached_property
-    def _weight(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and the scale of each column, if it is int8."""
+    def _weight(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(self.columns, self.depth, generator=generator)
-        return quantized(weight) if self.is_int8 else (weight.to(self.dtype), None)
+        return torch.randn(self.columns, self.depth, generator=generator).to(self.dtype)
+
+    @cached_property
+    def _rounded(self) -> Tensor:
+        """The numbers that the packed weight stands for."""
+        if self.format == INT8:
+            integers, scale = quantized(self._weight)
+            return integers * scale[:, None]
+        if self.format == INT4:
+            integers, scales = quantized_in_groups(self._weight)
+            return (integers.float() - 8) * scales.repeat_interleave(GROUP, dim=1)[:, : self.depth]
+        return self._weight.float()
 
     @cached_property
     def _packed(self) -> PackedMatrix:
-        weight, scale = self._weight
+        packed, scale = pack_matrix(self._weight, self.format)
         scales = np.empty(0, np.float32)
         if scale is not None:
             scales = np.pad(scale.numpy(), (0, pad_columns(self.columns) - self.columns))
-        packed = pack_weight(as_array(weight))
         data = empty(packed.size, packed.dtype)
         data[:] = packed
-        return PackedMatrix(data, 0, scales, np.empty(0, np.float32))
+        return PackedMatrix(data, 0, self.format, scales, np.empty(0, np.float32))
 
     def _call(self, rows: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """Rows, their products [rows, columns], and the call that computes these."""
         generator, pool = torch.Generator().manual_seed(rows), shared_thread_pool(num_threads())
         left = torch.randn(rows, self.depth, generator=generator).to(self.dtype)
         out = empty((rows, pad_columns(self.columns)), np.float32)
-        workspace = new_linear_workspace(pool.size, self._packed.data.dtype, self.depth)
+        workspace = new_linear_workspace(pool.size, [self.format], self.depth, rows=rows, left_bytes=self.left_bytes)
         run = partial(pool.run, _multiply, as_array(left), self._packed, out, workspace)
         return left, torch.from_numpy(out)[:, : self.columns], run
 
     def error(self, rows: int) -> float:
         left, found, run = self._call(rows)
-        weight, scale = self._weight
-        expected = left.float() @ weight.float().T
         run()
-        return largest_error(found, expected if scale is None else expected * scale)
+        return largest_error(found, left.float() @ self._rounded.T)
 
     def workload(self, rows: int) -> Workload:
         if rows == 1:  # more weights than the processor's caches hold
-            columns = max(self.columns, _WORKLOAD_BYTES // (self.depth * self._packed.data.itemsize))
+            columns = max(self.columns, _WORKLOAD_BYTES // tile_bytes(self.format, self.depth) * COLUMNS)
             larger = replace(self, columns=columns)
             return Workload(larger._call(rows)[2], bytes_read=larger._packed.data.nbytes)
         *_, run = self._call(rows)

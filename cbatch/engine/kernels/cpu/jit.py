@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 from numba import njit
+from numba.extending import register_jitable
 
 from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
 
@@ -23,8 +24,10 @@ FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().ite
 HAS_AVX512 = "avx512f" in FEATURES
 HAS_BFLOAT16 = "avx512bf16" in FEATURES
 """Whether one instruction multiplies pairs of bfloat16 into float32."""
-HAS_INT16 = "avx512vnni" in FEATURES
-"""Whether one instruction multiplies pairs of int16 and adds them to an int32."""
+HAS_VNNI = "avx512vnni" in FEATURES
+"""Whether one instruction adds the products of two int16, or of four bytes, to each of 16 int32."""
+HAS_VNNI_256 = "avxvnni" in FEATURES
+"""The same for 8 int32."""
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -48,6 +51,11 @@ def kernel(function: Function) -> Function:
 def inlined(function: Function) -> Function:
     """A kernel whose code becomes a part of its callers: others cannot return a part of an array."""
     return cast(Function, njit(inline="always", **OPTIONS)(function))
+
+
+def shared(function: Function) -> Function:
+    """A function that Python and kernels call."""
+    return cast(Function, register_jitable(**OPTIONS)(function))
 
 
 def entry(function: Function) -> Function:

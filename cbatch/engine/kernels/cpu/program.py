@@ -25,8 +25,8 @@ from cbatch.engine.kernels.cpu.matmul.experts import (
     gather_rows,
     route,
 )
+from cbatch.engine.kernels.cpu.matmul.formats import unpack_column
 from cbatch.engine.kernels.cpu.matmul.linear import ADD, WRITE, LinearWorkspace, PackedMatrix, matmul
-from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS
 from cbatch.engine.kernels.cpu.norm import RMS_NORM, NormParams, inverse_rms, normalize
 from cbatch.engine.kernels.cpu.paged_kv import (
     AttentionParams,
@@ -55,7 +55,7 @@ ROWS_PER_TASK = 8
 
 _INTS = (
     "code", "source", "source_width", "target", "target_width", "start", "width", "add", "mode", "function",
-    "matrix", "scale", "bias", "params", "norm_kind", "norm_weight", "norm_bias", "table", "positions",
+    "matrix", "format", "scale", "bias", "params", "norm_kind", "norm_weight", "norm_bias", "table", "positions",
     "position_offset", "is_packed", "cache", "stores", "heads", "rotary", "query_norm_kind", "query_norm_weight",
     "query_norm_bias", "key_norm_kind", "key_norm_weight", "key_norm_bias", "value_norm_kind", "value_norm_weight",
     "value_norm_bias", "norm_rows", "norm_last", "window", "chunk", "sinks", "index",
@@ -82,7 +82,8 @@ INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float
 
 code:          which operation (see `models/programs/program.py`)
 source, target: where a buffer begins in its arena, in columns of the step; with its width
-matrix, scale, bias: where they begin among all; -1 for none
+matrix, scale, bias: where they begin among all, the matrix in bytes; -1 for none
+format:        how the matrix is packed (see `matmul/formats.py`)
 norm_*, query_norm_*, ...: see `NormParams`; the weight and bias are places among the vectors
 add:           1: to what a target of float32 holds; 2: a norm replaces what it holds
 params:        place of an activation's parameters among the vectors
@@ -90,7 +91,7 @@ sinks:         likewise
 table, positions: where an embedding begins among the tables; the first is a packed matrix if `is_packed`
 rotary:        number of the rotary tables
 index:         place of column numbers among the indices
-stride, columns: how far apart the matrices of experts are, and their factors and biases
+stride, columns: how far apart the matrices of experts are, in bytes, and their factors and biases
 other:         where a second buffer begins: memory for the sums of a convolution, what controls a recurrence, or a gate
 is_element:    whether what a convolution gives goes into a product
 heads, key_dim, value_dim: also of a recurrence; of a scan, state_size and head_dim
@@ -100,14 +101,14 @@ heads, key_dim, value_dim: also of a recurrence; of a scan, state_size and head_
 class Weights(NamedTuple):
     """A model's weights.
 
-    matrices: every linear, packed (see `linear.pack_weight`) one after the other
+    matrices: every linear, packed (see `matmul/formats.py`) one after the other
     scales:   float32, a factor for each column of some matrices
     vectors:  float32: norms, biases, parameters of activations
     tables:   embeddings, row by row
     indices:  int64 column numbers
     """
 
-    matrices: NDArray[Any]
+    matrices: NDArray[np.uint8]
     scales: NDArray[np.float32]
     vectors: NDArray[np.float32]
     tables: NDArray[Any]
@@ -188,6 +189,7 @@ def matrix_of(weights: Weights, op: Any) -> PackedMatrix:
     return PackedMatrix(
         weights.matrices,
         op.matrix,
+        op.format,
         weights.scales[op.scale :] if op.scale >= 0 else nothing,
         weights.vectors[op.bias :] if op.bias >= 0 else nothing,
     )
@@ -210,18 +212,14 @@ def _embed(worker: Worker, phase: int, op: Any, weights: Weights, inputs: StepIn
     out = buffer_of(arenas.floats, op.target, op.target_width, len(ids))
     num_tasks = -(-len(ids) // ROWS_PER_TASK)
     hidden = out.shape[1]
-    pair = 1 if weights.matrices.itemsize == 4 else 2
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         for row in range(task * ROWS_PER_TASK, min(len(ids), (task + 1) * ROWS_PER_TASK)):
             factor = op.factor
             if op.is_packed:
-                tile, column = ids[row] // COLUMNS, ids[row] % COLUMNS
-                base = op.matrix + tile * hidden * COLUMNS + column * pair
                 if op.scale >= 0:
                     factor = factor * weights.scales[op.scale + ids[row]]
-                for i in range(hidden):
-                    out[row, i] = factor * to_float32(weights.matrices[base + i // pair * COLUMNS * pair + i % pair])
+                unpack_column(weights.matrices, op.matrix, op.format, ids[row], factor, out[row])
             else:
                 base = op.table + ids[row] * op.width
                 for i in range(op.width):

@@ -22,7 +22,7 @@ from cbatch.engine.kernels.cpu.matmul.linear import (
     prepare_rows,
     row_block,
 )
-from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, Rows
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN, SIGMOID_OF_CHOSEN = range(4)
@@ -73,7 +73,7 @@ class Routing(NamedTuple):
 
 
 class ExpertMatrix(NamedTuple):
-    """One matrix of each expert, side by side: the first, and how far apart they and their biases are."""
+    """One matrix of each expert, side by side: the first, and how far apart they [bytes] and their biases are."""
 
     first: PackedMatrix
     stride: int
@@ -255,23 +255,24 @@ def expert_matmul(
     num_tiles, active = out.shape[1] // columns, routing.active[len(routing.active) - 1]
     tiles = min(num_tiles, max(1, active * num_tiles // (_TASKS_PER_THREAD * len(workspace.sums))))
     parts = -(-num_tiles // tiles)
-    num_tasks, block = active * parts, row_block(a, workspace.rows)
+    phase, left = prepare_rows(worker, phase, a, first.format, workspace)
+    num_tasks, block = active * parts, row_block(left, workspace.max_rows[first.format])
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         expert = routing.active[task // parts]
         each = PackedMatrix(
             first.data,
             first.start + expert * matrix.stride,
+            first.format,
             first.scale[expert * matrix.columns if len(first.scale) else 0 :],
             first.bias[expert * matrix.columns if len(first.bias) else 0 :],
         )
         first_tile, stop = task % parts * tiles, routing.starts[expert + 1]
         for begin in range(routing.starts[expert], stop, block):
-            count = min(stop - begin, block)
-            left = prepare_rows(a, begin, count, each, workspace.quantized[worker.thread])
+            part = Rows(left.address + begin * left.stride, left.stride)
             multiply_tiles(
-                left, a.shape[1], first_tile, min(num_tiles, first_tile + tiles), each, out[begin : begin + count],
-                mode, activation, workspace, worker.thread,
+                a, part, first_tile, min(num_tiles, first_tile + tiles), each,
+                out[begin : min(stop, begin + block)], mode, activation, workspace, worker.thread,
             )  # fmt: skip
         task = next_task(worker, phase, num_tasks)
     return phase + 1

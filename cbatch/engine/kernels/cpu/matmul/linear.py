@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
-from cbatch.engine.kernels.cpu.fast_math import bits_of, from_bits, from_float32, silu, to_float32
+from cbatch.engine.kernels.cpu.fast_math import from_float32, silu
 from cbatch.engine.kernels.cpu.jit import kernel
 from cbatch.engine.kernels.cpu.matmul import amx
+from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, FORMATS, is_quantized, tile_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import (
     COLUMNS,
     LANES,
     MAX_ROWS,
-    QUANT_BLOCK,
     Panels,
     Rows,
+    VectorEmitter,
     microkernel_address,
     multiply_tile,
-    pad_columns,
 )
+from cbatch.engine.kernels.cpu.matmul.quantized import max_rows, multiply_quantized, quantized_address
+from cbatch.engine.kernels.cpu.matmul.quantized_rows import padded_depth, quantize_row, row_bytes
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 from cbatch.engine.runtime.cpu import empty
 
 _ROW_BLOCK_BYTES = 384 * 1024
 """Bytes of left-hand rows that are multiplied with a part of the weights before the next: they stay in the cache."""
 
-_ZERO_BELOW = np.float32(1e-34)
-"""A block of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
+FEW_ROWS = 4
+"""Rows that every thread quantizes for itself, which takes less time than waiting for each other."""
+
+_ROWS_PER_TASK = 8
+
+_AHEAD_OF_ONE_ROW = 2048
+"""Bytes that weights are prefetched ahead of a product of one row, which is held by memory."""
 
 WRITE, ADD, ACTIVATED, GATED = 0, 1, 2, 3
 """What `matmul` does with its results."""
@@ -41,64 +53,72 @@ _TASKS_PER_THREAD = 4
 class PackedMatrix(NamedTuple):
     """A weight [columns, depth] among packed ones.
 
-    data:   all matrices of a model, packed (see `pack_weight`) one after the other: float32, uint16 (bfloat16) or int8
-    start:  where this one begins
+    data:   all matrices of a model, packed one after the other (see `formats.py`)
+    start:  the byte at which this one begins
+    format: one of FORMATS
     scale:  float32, a factor for each column, which other factors may follow; empty if there is none
     bias:   likewise, what is added to each column
     """
 
-    data: NDArray[Any]
+    data: NDArray[np.uint8]
     start: int
+    format: int
     scale: NDArray[np.float32]
     bias: NDArray[np.float32]
 
 
 class LinearWorkspace(NamedTuple):
-    """What each thread needs for a product.
+    """What the threads need for products.
 
-    microkernel: address of the loop for the packed matrices
-    rows:        the most rows that it takes
-    sums:        [threads, rows, 32] the results of a tile
-    gates:       [threads, rows * 16] the activated half of them
-    panels:      [threads, blocks, 2] the addresses of its panels
-    quantized:   [threads, numbers] left-hand rows as int16; empty unless the matrices are int8
+    microkernels: [formats] addresses of the loops, 0 for formats that no matrix has
+    max_rows:     [formats] the most rows that each takes
+    left_bytes:   bytes of a number of a left-hand row, for quantized weights: 1 or 2
+    sums:         [threads, rows, 32] the results of a tile
+    gates:        [threads, rows * 16] the activated half of them
+    panels:       [threads, 2] the addresses of its panels
+    few_rows:     [threads, bytes] a few quantized rows of each thread's own
+    rows:         [bytes] quantized rows of a step
     """
 
-    microkernel: int
-    rows: int
+    microkernels: NDArray[np.int64]
+    max_rows: NDArray[np.int64]
+    left_bytes: int
     sums: NDArray[np.float32]
     gates: NDArray[np.float32]
     panels: NDArray[np.int64]
-    quantized: NDArray[np.int16]
+    few_rows: NDArray[np.uint8]
+    rows: NDArray[np.uint8]
 
 
-def new_linear_workspace(threads: int, dtype: np.dtype[Any], depth: int) -> LinearWorkspace:
-    """dtype: of the packed matrices; depth: the largest of them"""
-    numbers = max(_ROW_BLOCK_BYTES // 2, MAX_ROWS * depth)
-    has_unit = dtype == np.uint16 and amx.has_amx()
-    rows = amx.MAX_ROWS if has_unit else MAX_ROWS
+def new_linear_workspace(
+    threads: int, formats: Iterable[int], depth: int, *, rows: int = 0, left_bytes: int = 1
+) -> LinearWorkspace:
+    """formats: of the matrices; depth: the largest of them; rows: the most left-hand rows of a product"""
+    addresses, most = np.zeros(len(FORMATS), np.int64), np.zeros(len(FORMATS), np.int64)
+    width = 0
+    for kind in formats:
+        addresses[kind], most[kind] = _microkernel_of(kind, left_bytes)
+        if is_quantized(kind):
+            width = max(width, row_bytes(kind, left_bytes, depth))
     return LinearWorkspace(
-        amx.amx_address() if has_unit else microkernel_address(dtype),
-        rows,
-        empty((threads, rows, COLUMNS), np.float32),
-        empty((threads, rows * LANES), np.float32),
-        empty((threads, -(-depth // QUANT_BLOCK), 2), np.int64),
-        # A float32 scale takes the place of 2 int16; blocks have 16 numbers at least.
-        empty((threads, numbers * 9 // 8 if dtype == np.int8 else 0), np.int16),
+        addresses,
+        most,
+        left_bytes,
+        empty((threads, int(most.max()), COLUMNS), np.float32),
+        empty((threads, int(most.max()) * LANES), np.float32),
+        empty((threads, 2), np.int64),
+        empty((threads, FEW_ROWS * width), np.uint8),
+        empty(rows * width, np.uint8),
     )
 
 
-def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[Any]:
-    """A weight [columns, depth] in the order in which the microkernel reads it: flat, columns padded to whole tiles.
-
-    depth: padded to so many
-    Layout [tiles, depth / pair, 2, 16, pair]: two panels side by side.
-    """
-    depth = weight.shape[1] if depth is None else depth
-    pair = 1 if weight.dtype == np.float32 else 2
-    padded = np.zeros((pad_columns(len(weight)), depth), weight.dtype)
-    padded[: len(weight), : weight.shape[1]] = weight
-    return padded.reshape(-1, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
+def _microkernel_of(kind: int, left_bytes: int) -> tuple[int, int]:
+    """The address of the loop for a format, and the most rows that it takes."""
+    if is_quantized(kind):
+        return quantized_address(kind, left_bytes), max_rows(kind)
+    if kind == BFLOAT16 and amx.has_amx():
+        return amx.amx_address(), amx.MAX_ROWS
+    return microkernel_address(np.dtype(np.float32 if kind == FLOAT32 else np.uint16)), MAX_ROWS
 
 
 class _Tiling(NamedTuple):
@@ -111,84 +131,111 @@ class _Tiling(NamedTuple):
 
 
 @kernel
-def row_block(a: Any, rows: int) -> int:
+def row_block(left: Rows, rows: int) -> int:
     """How many left-hand rows are multiplied with a part of the weights before the next: a multiple of `rows`."""
-    fitting: int = _ROW_BLOCK_BYTES // (a.shape[1] * a.itemsize) // rows * rows
+    fitting: int = _ROW_BLOCK_BYTES // left.stride // rows * rows
     return max(fitting, rows)
 
 
 @kernel
-def _cut(a: Any, num_tiles: int, workspace: LinearWorkspace) -> _Tiling:
-    rows = min(a.shape[0], row_block(a, workspace.rows))
-    tiles = max(1, num_tiles // (_TASKS_PER_THREAD * len(workspace.sums)))
+def _cut(left: Rows, num_rows: int, num_tiles: int, most: int, threads: int) -> _Tiling:
+    rows = min(num_rows, row_block(left, most))
+    tiles = max(1, num_tiles // (_TASKS_PER_THREAD * threads))
     tasks_per_block = -(-num_tiles // tiles)
-    return _Tiling(rows, tiles, tasks_per_block, -(-a.shape[0] // rows) * tasks_per_block)
+    return _Tiling(rows, tiles, tasks_per_block, -(-num_rows // rows) * tasks_per_block)
 
 
 @kernel
-def _quantize_row(row: Any, quantized: Any) -> None:
-    """A row [depth] as int16, each block in units of a 32767th of its largest number; their float32 scales follow."""
-    depth = len(row)
-    for block in range(-(-depth // QUANT_BLOCK)):
-        first, stop = block * QUANT_BLOCK, min(depth, (block + 1) * QUANT_BLOCK)
-        bits = np.uint32(0)
-        for i in range(first, stop):
-            bits = max(bits, bits_of(to_float32(row[i])) & np.uint32(0x7FFFFFFF))
-        largest = from_bits(bits)
-        scale, factor = largest / np.float32(32767), np.float32(0)
-        if not largest < np.float32(np.inf):
-            scale = np.float32(np.nan)
-        elif largest > _ZERO_BELOW:
-            factor = np.float32(32767) / largest
-        for i in range(first, stop):
-            quantized[i] = np.int16(np.rint(to_float32(row[i]) * factor)) if factor > 0 else np.int16(0)
-        bits = bits_of(scale)
-        quantized[depth + 2 * block] = np.int16(bits & np.uint32(0xFFFF))
-        quantized[depth + 2 * block + 1] = np.int16(bits >> np.uint32(16))
+def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: LinearWorkspace) -> tuple[int, Rows]:
+    """Rows of `a` as the microkernel takes them for weights of that format, and the next phase."""
+    if not is_quantized(weights):
+        return phase, Rows(np.int64(a.ctypes.data), a.shape[1] * a.itemsize)
+    num_rows, width = len(a), row_bytes(weights, workspace.left_bytes, a.shape[1])
+    if num_rows <= FEW_ROWS:
+        own = workspace.few_rows[worker.thread]
+        for row in range(num_rows):
+            quantize_row(a[row], own[row * width : (row + 1) * width], weights, workspace.left_bytes)
+        return phase, Rows(np.int64(own.ctypes.data), width)
+    rows, num_tasks = workspace.rows, -(-num_rows // _ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * _ROWS_PER_TASK, min(num_rows, (task + 1) * _ROWS_PER_TASK)):
+            quantize_row(a[row], rows[row * width : (row + 1) * width], weights, workspace.left_bytes)
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1, Rows(np.int64(rows.ctypes.data), width)
 
 
 @kernel
-def prepare_rows(a: Any, first: int, count: int, matrix: PackedMatrix, quantized: Any) -> Rows:
-    """Rows of `a` as the microkernel takes them for the matrix."""
-    if matrix.data.itemsize > 1:
-        stride = a.shape[1] * a.itemsize
-        return Rows(np.int64(a.ctypes.data) + first * stride, stride)
-    width = a.shape[1] + 2 * -(-a.shape[1] // QUANT_BLOCK)
-    for row in range(count):
-        _quantize_row(a[first + row], quantized[row * width : (row + 1) * width])
-    return Rows(np.int64(quantized.ctypes.data), width * 2)
+def _multiply(
+    a: Any, left: Rows, matrix: PackedMatrix, tile: int, is_first: bool, out: Rows, count: int, add: int,
+    workspace: LinearWorkspace, thread: int,
+) -> None:  # fmt: skip
+    """out [count, 32] = rows of `left` times a tile of the matrix.
+
+    left:     of `a`, see `prepare_rows`
+    is_first: whether the tile has not been multiplied with other rows just now
+    """
+    depth, kind = a.shape[1], matrix.format
+    place = matrix.data.ctypes.data + matrix.start + tile * tile_bytes(kind, depth)
+    microkernel = workspace.microkernels[kind]
+    if is_quantized(kind):
+        ahead = 0 if not is_first else tile_bytes(kind, depth) if count > 1 else _AHEAD_OF_ONE_ROW
+        multiply_quantized(microkernel, left, place, ahead, padded_depth(kind, depth) // 4, out, count, add)
+        return
+    panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
+    panels[0], panels[1] = place, place + 4 * LANES
+    steps = depth // pair
+    multiply_tile(microkernel, a[0, 0], left, Panels(panels.ctypes.data, steps, 4 * COLUMNS, steps), out, count, add)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _emit_scaling(context: Any, sums: Any, factors: Any, out: Any, count: Any) -> Any:
+    """Rows of 32 float32 times a factor for each column, plus a bias, plus what is in `out` if that is asked for."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emitter, word = VectorEmitter(builder), ir.IntType(64)
+        vector = ir.VectorType(ir.FloatType(), LANES)
+        (source, source_stride), (scale, bias, add), (target, target_stride) = (
+            cgutils.unpack_tuple(builder, record) for record in args[:3]
+        )
+
+        def load(start: Any, panel: int) -> Any:
+            return builder.load(place(start, panel), align=4)
+
+        def place(start: Any, panel: int) -> Any:
+            return builder.inttoptr(builder.add(start, word(4 * LANES * panel)), vector.as_pointer())
+
+        def load_if(start: Any, panel: int, otherwise: float) -> Any:
+            """What is at an address unless that is 0."""
+            found = cgutils.alloca_once_value(builder, ir.Constant(vector, [otherwise] * LANES))
+            with builder.if_then(builder.icmp_signed("!=", start, word(0))):
+                builder.store(load(start, panel), found)
+            return builder.load(found)
+
+        both = [(load_if(scale, panel, 1.0), load_if(bias, panel, 0.0)) for panel in (0, 1)]
+        with cgutils.for_range(builder, args[3]) as loop:
+            there = builder.add(target, builder.mul(target_stride, loop.index))
+            before = builder.select(builder.icmp_signed("!=", add, word(0)), there, word(0))
+            for panel, (factor, offset) in enumerate(both):
+                total = load(builder.add(source, builder.mul(source_stride, loop.index)), panel)
+                total = emitter.fma(total, factor, offset)
+                builder.store(builder.fadd(total, load_if(before, panel, 0.0)), place(there, panel), align=4)
+        return context.get_dummy_value()
+
+    return types.void(sums, factors, out, count), generate
 
 
 @kernel
-def _list_panels(matrix: PackedMatrix, tile: int, depth: int, table: Any) -> Panels:
-    """The panels of a tile, whose addresses are written to the table [blocks, 2]."""
-    size = matrix.data.itemsize
-    pair = 1 if size == 4 else 2
-    steps, run, stride = depth // pair, (QUANT_BLOCK if size == 1 else depth) // pair, COLUMNS * pair * size
-    begin = matrix.data.ctypes.data + matrix.start * size + tile * steps * stride
-    for block in range(-(-steps // run)):
-        table[block, 0] = begin + block * run * stride
-        table[block, 1] = table[block, 0] + stride // 2
-    return Panels(table.ctypes.data, run, stride, steps)
-
-
-@kernel
-def _scale_and_add_bias(sums: Any, matrix: PackedMatrix, first: int) -> None:
-    """sums [rows, 32] times the factors of the columns from `first`, plus their biases."""
-    scale, bias = matrix.scale, matrix.bias
-    if len(scale):
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                sums[i, j] *= scale[first + j]
-    if len(bias):
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                sums[i, j] += bias[first + j]
+def _scale_and_add_bias(sums: Rows, matrix: PackedMatrix, first: int, out: Rows, count: int, add: int) -> None:
+    """out [count, 32] = sums times the factors of the columns from `first`, plus their biases; added to it if `add`."""
+    scale = matrix.scale.ctypes.data + 4 * first if len(matrix.scale) else 0
+    bias = matrix.bias.ctypes.data + 4 * first if len(matrix.bias) else 0
+    _emit_scaling((sums.address, sums.stride), (scale, bias, add), (out.address, out.stride), count)
 
 
 @kernel
 def _write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, first: int, out: Any) -> None:
-    """Writes results [rows, 32] to the columns of `out` from `first`; if GATED, to 16 of them.
+    """Writes activated results [rows, 32] to the columns of `out` from `first`; if GATED, to 16 of them.
 
     gates: [rows * 16] memory
     """
@@ -208,42 +255,37 @@ def _write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, 
         for i in range(len(sums)):
             for j in range(LANES):
                 out[i, first + j] = from_float32(gates[i * LANES + j] * sums[i, LANES + j], out)
-    elif mode == ACTIVATED:
+    else:
         activate(sums.reshape(-1), activation)
         for i in range(len(sums)):
             for j in range(COLUMNS):
                 out[i, first + j] = from_float32(sums[i, j], out)
-    elif mode == ADD:
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                out[i, first + j] += sums[i, j]
-    else:
-        for i in range(len(sums)):
-            for j in range(COLUMNS):
-                out[i, first + j] = sums[i, j]
 
 
 @kernel
 def multiply_tiles(
-    left: Rows, depth: int, first_tile: int, stop: int, matrix: PackedMatrix, out: Any, mode: int,
+    a: Any, left: Rows, first_tile: int, stop: int, matrix: PackedMatrix, out: Any, mode: int,
     activation: ActivationParams, workspace: LinearWorkspace, thread: int,
 ) -> None:  # fmt: skip
     """out [rows, columns] = rows of `left` times some tiles of the matrix; see `matmul`."""
-    columns, count = LANES if mode == GATED else COLUMNS, len(out)
-    sums, gates, table = workspace.sums[thread], workspace.gates[thread], workspace.panels[thread]
+    columns, count, most = LANES if mode == GATED else COLUMNS, len(out), workspace.max_rows[matrix.format]
+    sums, gates = workspace.sums[thread], workspace.gates[thread]
     ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
     has_neither = len(matrix.scale) == 0 and len(matrix.bias) == 0
     for tile in range(first_tile, stop):
-        panels = _list_panels(matrix, tile, depth, table)
-        for row in range(0, count, workspace.rows):
-            rows, part = min(workspace.rows, count - row), Rows(left.address + row * left.stride, left.stride)
+        for row in range(0, count, most):
+            rows, part = min(most, count - row), Rows(left.address + row * left.stride, left.stride)
             if mode <= ADD and has_neither:
                 target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
-                multiply_tile(workspace.microkernel, matrix.data[0], part, panels, target, rows, mode)
+                _multiply(a, part, matrix, tile, row == 0, target, rows, mode, workspace, thread)
                 continue
-            multiply_tile(workspace.microkernel, matrix.data[0], part, panels, results, rows, 0)
+            _multiply(a, part, matrix, tile, row == 0, results, rows, 0, workspace, thread)
+            if mode <= ADD:
+                target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
+                _scale_and_add_bias(results, matrix, tile * COLUMNS, target, rows, mode)
+                continue
             if not has_neither:
-                _scale_and_add_bias(sums[:rows], matrix, tile * COLUMNS)
+                _scale_and_add_bias(results, matrix, tile * COLUMNS, results, rows, 0)
             _write_tile(sums[:rows], mode, activation, gates, tile * columns, out[row : row + rows])
 
 
@@ -261,28 +303,27 @@ def matmul(
 ) -> int:  # fmt: skip
     """out [T, columns] = a [T, depth] times the matrix. Returns the next phase.
 
-    a:    float32 for a float32 matrix, else bfloat16
+    a:    float32 for a float32 matrix, bfloat16 for one of bfloat16, either for others
     out:  float32, columns padded to whole tiles; after an activation, of the type of `a`, and if GATED padded to half
           tiles
     mode: WRITE; ADD, to what is in `out`; ACTIVATED; or GATED: activation(a times gate) * (a times up), with 16
           columns of both in turn in the matrix
     """
     columns = LANES if mode == GATED else COLUMNS
-    num_tiles = out.shape[1] // columns
-    tiling = _cut(a, num_tiles, workspace)
+    num_tiles, threads = out.shape[1] // columns, len(workspace.sums)
+    phase, left = prepare_rows(worker, phase, a, matrix.format, workspace)
+    tiling = _cut(left, len(a), num_tiles, workspace.max_rows[matrix.format], threads)
     num_tasks = tiling.num_tasks
-    prepared, left = -1, Rows(0, 0)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         first = task // tiling.tasks_per_block * tiling.rows
-        count = min(a.shape[0] - first, tiling.rows)
-        if first != prepared:
-            prepared, left = first, prepare_rows(a, first, count, matrix, workspace.quantized[worker.thread])
-        place = _place_of(task % tiling.tasks_per_block, tiling.tasks_per_block, len(workspace.sums))
+        count = min(len(a) - first, tiling.rows)
+        place = _place_of(task % tiling.tasks_per_block, tiling.tasks_per_block, threads)
         first_tile = place * tiling.tiles
+        part = Rows(left.address + first * left.stride, left.stride)
         multiply_tiles(
-            left, a.shape[1], first_tile, min(num_tiles, first_tile + tiling.tiles), matrix,
-            out[first : first + count], mode, activation, workspace, worker.thread,
+            a, part, first_tile, min(num_tiles, first_tile + tiling.tiles), matrix, out[first : first + count], mode,
+            activation, workspace, worker.thread,
         )  # fmt: skip
         task = next_task(worker, phase, num_tasks)
     return phase + 1

@@ -1,11 +1,9 @@
 """The inner loop of every matrix product: a few rows times 32 columns, accumulated in registers.
 
 The right-hand matrix lies in panels of 16 columns. For each step of the depth, a panel holds one vector: one number of
-each of its columns in float32, two consecutive numbers in bfloat16 and int8, because there are instructions that
-multiply pairs. The loop loads two such vectors and broadcasts one number (or pair) of each left-hand row.
-
-int8 weights are multiplied with int16: left-hand rows are quantized too, in blocks of 256 numbers with a scale each.
-So one instruction widens a weight, and the sum of a block is an integer that becomes float32 at the block's end.
+each of its columns in float32, two consecutive numbers in bfloat16, because there are instructions that multiply pairs.
+The loop loads two such vectors and broadcasts one number (or pair) of each left-hand row. Products with quantized
+weights have loops of their own (`quantized.py`).
 
 Each result is summed over the depth in the same order, whatever the other rows are: a row has the same result, to the
 last bit, in every batch.
@@ -23,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, HAS_INT16, address_of, kernel
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, address_of, kernel
 
 LANES = 16
 """Columns of a panel."""
@@ -36,14 +34,10 @@ ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2)
 
 MAX_ROWS = max(ROW_COUNTS)
 
-QUANT_BLOCK = 256
-"""Numbers of a left-hand row that share a scale if the weights are int8; their products add up within an int32."""
-
-_FLOAT, _INT8, _INT16 = ir.FloatType(), ir.IntType(8), ir.IntType(16)
+_FLOAT, _INT8 = ir.FloatType(), ir.IntType(8)
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
-_SHORTS = ir.VectorType(_INT16, 2 * LANES)
 _NUM_ARGUMENTS = 10
 """int64 arguments of the compiled loop: the fields of Rows, Panels and Rows, a count, and a flag."""
 
@@ -59,7 +53,7 @@ class Panels(NamedTuple):
     """Two panels side by side, in runs that may lie anywhere.
 
     table:  address of [N, 2] int64, the addresses of both panels in each run
-    run:    steps of a run; if the weights are int8, a run is a block of QUANT_BLOCK numbers
+    run:    steps of a run
     stride: bytes from one step to the next
     depth:  steps in all; a step is one number in float32, a pair otherwise
     """
@@ -125,9 +119,6 @@ class _TileEmitter(VectorEmitter):
 
     def weights(self, at: Any, offset: Any) -> Any:
         """One vector of a panel, as `multiply_add` takes it."""
-        if self.element == types.int8:
-            numbers = self.builder.load(self.address(at, offset, ir.VectorType(_INT8, 2 * LANES)), align=1)
-            return self.builder.sext(numbers, _SHORTS)
         if self.element == types.float32:
             return self.builder.load(self.address(at, offset, _SUMS), align=4)
         if HAS_BFLOAT16:
@@ -143,8 +134,6 @@ class _TileEmitter(VectorEmitter):
         if self.element == types.float32:
             return self.load_broadcast(at, offset, _FLOAT)
         words = self.load_broadcast(at, offset, _INT32)
-        if self.element == types.int8:
-            return self.builder.bitcast(words, _SHORTS)
         return self.builder.bitcast(words, _PAIRS) if HAS_BFLOAT16 else self.halves(words)
 
     def halves(self, words: Any) -> list[Any]:
@@ -154,25 +143,11 @@ class _TileEmitter(VectorEmitter):
         return [self.builder.bitcast(half, _SUMS) for half in (low, high)]
 
     def multiply_add(self, total: Any, left: Any, right: Any) -> Any:
-        if self.element == types.int8:
-            return self.multiply_add_int16(total, left, right)
         if self.element != types.float32 and HAS_BFLOAT16:
             return self.call("x86.avx512bf16.dpbf16ps.512", total, left, right)
         both = [(left, right)] if self.element == types.float32 else zip(left, right, strict=True)
         for one, other in both:
             total = self.fma(one, other, total)
-        return total
-
-    def multiply_add_int16(self, total: Any, left: Any, right: Any) -> Any:
-        """The products of pairs of int16, added to int32."""
-        builder = self.builder
-        if HAS_INT16:
-            left, right = (builder.bitcast(pairs, _WORDS) for pairs in (left, right))
-            return self.call("x86.avx512.vpdpwssd.512", total, left, right)
-        for odd in (0, 1):
-            places = ir.Constant(_WORDS, list(range(odd, 2 * LANES, 2)))
-            halves = [builder.sext(builder.shuffle_vector(pairs, pairs, places), _WORDS) for pairs in (left, right)]
-            total = builder.add(total, builder.mul(*halves))
         return total
 
     def emit(self, left: tuple[Any, Any], panels: tuple[Any, ...], out: tuple[Any, Any], count: Any, add: Any) -> None:
@@ -192,25 +167,12 @@ class _TileEmitter(VectorEmitter):
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
             for place in places:
                 builder.store(builder.load(targets[place], align=4), sums[place])
-        is_int8 = self.element == types.int8
-        int_sums = {place: cgutils.alloca_once(builder, _WORDS) for place in places} if is_int8 else sums
         with cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, number):
-            if is_int8:
-                for place in places:
-                    builder.store(ir.Constant(_WORDS, None), int_sums[place])
             rest = builder.sub(depth, first)
             steps = builder.select(builder.icmp_signed("<", rest, run), rest, run)
             at = builder.mul(number, _INT64(16))
             both = [builder.load(self.address(table, builder.add(at, _INT64(8 * i)), _INT64)) for i in (0, 1)]
-            self.emit_run(rows, both, builder.mul(first, _INT64(4)), steps, stride, int_sums)
-            if is_int8:
-                scale = builder.mul(builder.add(depth, number), _INT64(4))
-                for row, panel in places:
-                    total = builder.sitofp(builder.load(int_sums[row, panel]), _SUMS)
-                    total = self.fma(
-                        total, self.load_broadcast(rows[row], scale, _FLOAT), builder.load(sums[row, panel])
-                    )
-                    builder.store(total, sums[row, panel])
+            self.emit_run(rows, both, builder.mul(first, _INT64(4)), steps, stride, sums)
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
 
@@ -259,7 +221,7 @@ def _tile_loop(
 
 @cache
 def microkernel_address(dtype: np.dtype[Any]) -> int:
-    """The address of the loop for right-hand matrices of float32, uint16 (bfloat16) or int8.
+    """The address of the loop for right-hand matrices of float32 or uint16 (bfloat16).
 
     It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
     """
@@ -285,7 +247,7 @@ def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: 
 
     microkernel: see `microkernel_address`
     like:        an element of the right-hand matrix
-    left:        of the same type; for int8, rows of int16 that are followed by the float32 scales of their blocks
+    left:        of the same type
     count:       rows, 1 to MAX_ROWS
     """
     where = (left.address, left.stride, panels.table, panels.run, panels.stride, panels.depth, out.address, out.stride)

@@ -1,0 +1,307 @@
+"""The inner loop of products with quantized weights: a few rows times 32 columns, in integers.
+
+Left-hand rows are quantized too (see `quantized_rows.py`), to int8 or int16, in blocks with a scale each. A vector of
+weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row: one instruction for
+int8, two for int16, whose quads lie in the order 0, 2, 1, 3 for that. Sums of a block are exact integers. They begin
+with what the offset of the stored weights adds too much, and at the block's end they become float32, times the scales
+of the row's block and of the weights.
+
+Each result is summed in the same order, whatever the other rows are: a row has the same result, to the last bit, in
+every batch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, address_of, kernel, shared
+from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4_ZEROS, INT8, group_bytes
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, Rows, VectorEmitter
+
+BLOCK = 128
+"""Numbers of a left-hand row that share a scale if the weights are INT8; with groups of weights, it is a group."""
+
+ROW_COUNTS = {
+    False: (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2),
+    True: (1, 2, 3, 4, 6) if HAS_AVX512 else (1, 2),
+}
+"""Numbers of rows that there is code for, without and with groups of weights."""
+
+_FLOAT, _HALF, _INT8 = ir.FloatType(), ir.HalfType(), ir.IntType(8)
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
+_SUMS = ir.VectorType(_FLOAT, LANES)
+_WORDS = ir.VectorType(_INT32, LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+_VECTOR_BYTES = 4 * LANES
+_UNROLLED = 4
+"""Quads that are multiplied before the loop looks whether it is at its end: depths are multiples of 16."""
+_SECOND_CACHE = 2
+"""How near prefetched weights are brought, for `llvm.prefetch`: not all of a tile may fit into the first cache."""
+_NUM_ARGUMENTS = 9
+
+
+def max_rows(weights: int) -> int:
+    """The most rows of a call, for weights of that format."""
+    return max(ROW_COUNTS[weights != INT8])
+
+
+@shared
+def block_of(weights: int) -> int:
+    """Numbers of a left-hand row that share a scale, for weights of that format."""
+    return BLOCK if weights == INT8 else GROUP
+
+
+class _QuantizedEmitter(VectorEmitter):
+    """Emits the loop for one format of weights, one size of left-hand numbers in bytes, and one number of rows."""
+
+    def __init__(self, builder: Any, weights: int, left_bytes: int, num_rows: int) -> None:
+        super().__init__(builder)
+        self.format = weights
+        self.left_bytes = left_bytes
+        self.num_rows = num_rows
+        self.places = [(row, panel) for row in range(num_rows) for panel in (0, 1)]
+
+    def constant(self, number: int) -> Any:
+        return ir.Constant(_WORDS, [number] * LANES)
+
+    def address(self, start: Any, offset: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(self.builder.add(start, offset), kind.as_pointer())
+
+    def load(self, start: Any, offset: int, kind: Any) -> Any:
+        return self.builder.load(self.address(start, _INT64(offset), kind), align=1)
+
+    def load_broadcast(self, start: Any, offset: Any, kind: Any) -> Any:
+        return self.broadcast(self.builder.load(self.address(start, offset, kind), align=1))
+
+    def even_and_odd(self, quads: Any) -> list[Any]:
+        """Bytes 0 and 2 of each word, and 1 and 3, as unsigned numbers of 16 bits."""
+        mask = self.constant(0x00FF00FF)
+        return [self.builder.and_(quads, mask), self.builder.and_(self.builder.lshr(quads, self.constant(8)), mask)]
+
+    def multiply_pairs(self, total: Any, left: Any, right: Any) -> Any:
+        """The products of pairs of int16, added to int32."""
+        builder = self.builder
+        if HAS_VNNI:
+            return self.call("x86.avx512.vpdpwssd.512", total, left, right)
+        left, right = (builder.bitcast(words, _SHORTS) for words in (left, right))
+        for odd in (0, 1):
+            places = ir.Constant(_WORDS, list(range(odd, 2 * LANES, 2)))
+            halves = [builder.sext(builder.shuffle_vector(pairs, pairs, places), _WORDS) for pairs in (left, right)]
+            total = builder.add(total, builder.mul(*halves))
+        return total
+
+    def multiply_bytes(self, total: Any, quads: Any, left: Any) -> Any:
+        """The products of four unsigned bytes with four signed ones, added to int32."""
+        builder = self.builder
+        if HAS_VNNI:
+            return self.call("x86.avx512.vpdpbusd.512", total, quads, left)
+        if HAS_VNNI_256:
+            halves = []
+            for half in (range(LANES // 2), range(LANES // 2, LANES)):
+                places = ir.Constant(ir.VectorType(_INT32, LANES // 2), list(half))
+                parts = [builder.shuffle_vector(each, each, places) for each in (total, quads, left)]
+                halves.append(self.call("x86.avx512.vpdpbusd.256", *parts))
+            return builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
+        signed = builder.bitcast(left, _SHORTS)
+        eight = ir.Constant(_SHORTS, [8] * 2 * LANES)
+        pairs = [builder.ashr(builder.shl(signed, eight), eight), builder.ashr(signed, eight)]
+        for weights, numbers in zip(self.even_and_odd(quads), pairs, strict=True):
+            total = self.multiply_pairs(total, weights, builder.bitcast(numbers, _WORDS))
+        return total
+
+    def multiply_quads(self, sums: dict[tuple[int, int], Any], quads: list[Any], rows: list[Any], step: Any) -> None:
+        """Adds the products of one vector of both panels. step: number of four numbers of a row"""
+        builder = self.builder
+        there = builder.mul(step, _INT64(4 * self.left_bytes))
+        pairs = [self.even_and_odd(quad) for quad in quads] if self.left_bytes == 2 else []
+        for row in range(self.num_rows):
+            if self.left_bytes == 1:
+                left = self.load_broadcast(rows[row], there, _INT32)
+                for panel in (0, 1):
+                    sums[row, panel] = self.multiply_bytes(sums[row, panel], quads[panel], left)
+                continue
+            for odd in (0, 1):
+                left = self.load_broadcast(rows[row], builder.add(there, _INT64(4 * odd)), _INT32)
+                for panel in (0, 1):
+                    sums[row, panel] = self.multiply_pairs(sums[row, panel], pairs[panel][odd], left)
+
+    def weights(self, there: Any, number: int) -> list[Any]:
+        """The vectors of both panels so many vectors further on. Those `ahead` of them are prefetched."""
+        both = [(2 * number + panel) * _VECTOR_BYTES for panel in (0, 1)]
+        kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
+        fetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        for offset in both:
+            place = self.address(self.builder.add(there, self.ahead), _INT64(offset), _INT8)
+            self.builder.call(fetch, [place, _INT32(0), _INT32(_SECOND_CACHE), _INT32(1)])
+        return [self.load(there, offset, _WORDS) for offset in both]
+
+    def emit(
+        self, left: tuple[Any, Any], place: tuple[Any, Any], quads: Any, out: tuple[Any, Any], count: Any, add: Any
+    ) -> None:
+        """Code for up to so many rows. If there are fewer, it computes the last one several times.
+
+        place: address of the tile, and bytes from each of its vectors to what is prefetched meanwhile
+        quads: so many times four numbers of the depth
+        """
+        weights, self.ahead = place
+        builder, (left_address, left_stride), (out_address, out_stride) = self.builder, left, out
+        last = builder.sub(count, _INT64(1))
+        numbers = [
+            builder.select(builder.icmp_signed("<", _INT64(row), last), _INT64(row), last)
+            for row in range(self.num_rows)
+        ]
+        rows = [builder.add(left_address, builder.mul(left_stride, number)) for number in numbers]
+        outs = [builder.add(out_address, builder.mul(out_stride, number)) for number in numbers]
+        targets = {
+            (row, panel): self.address(outs[row], _INT64(panel * _VECTOR_BYTES), _SUMS) for row, panel in self.places
+        }
+        sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_SUMS, None)) for place in self.places}
+        with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
+            for place in self.places:
+                builder.store(builder.load(targets[place], align=4), sums[place])
+        block = _INT64(block_of(self.format) // 4)
+        blocks = builder.udiv(builder.add(quads, builder.sub(block, _INT64(1))), block)
+        scales = builder.mul(quads, _INT64(4 * self.left_bytes))
+        offsets = builder.add(scales, builder.mul(blocks, _INT64(4)))
+        with cgutils.for_range(builder, blocks) as loop:
+            at = builder.mul(loop.index, _INT64(4))
+            factors = [builder.add(scales, at), builder.add(offsets, at)]
+            if self.format == INT8:
+                self.emit_block(sums, weights, rows, builder.mul(loop.index, block), quads, factors)
+            else:
+                start = builder.add(weights, builder.mul(loop.index, _INT64(group_bytes(self.format))))
+                self.emit_group(sums, start, rows, builder.mul(loop.index, block), factors)
+        for place in self.places:
+            builder.store(builder.load(sums[place]), targets[place], align=4)
+
+    def emit_block(
+        self, sums: dict[tuple[int, int], Any], weights: Any, rows: list[Any], first: Any, quads: Any, factors: Any
+    ) -> None:
+        """A block of INT8, from that quad to its end or that of the depth."""
+        builder, (scale, offset) = self.builder, factors
+        begin = {row: self.load_broadcast(rows[row], offset, _INT32) for row in range(self.num_rows)}
+        totals = {place: cgutils.alloca_once(builder, _WORDS) for place in self.places}
+        for place in self.places:
+            builder.store(begin[place[0]], totals[place])
+        rest, block = builder.sub(quads, first), _INT64(BLOCK // 4)
+        steps = builder.select(builder.icmp_signed("<", rest, block), rest, block)
+        with cgutils.for_range(builder, builder.udiv(steps, _INT64(_UNROLLED))) as loop:
+            step = builder.add(first, builder.mul(loop.index, _INT64(_UNROLLED)))
+            there = builder.add(weights, builder.mul(step, _INT64(2 * _VECTOR_BYTES)))
+            current = {place: builder.load(totals[place]) for place in self.places}
+            for number in range(_UNROLLED):
+                self.multiply_quads(current, self.weights(there, number), rows, builder.add(step, _INT64(number)))
+            for place in self.places:
+                builder.store(current[place], totals[place])
+        for row, panel in self.places:
+            total = builder.sitofp(builder.load(totals[row, panel]), _SUMS)
+            factor = self.load_broadcast(rows[row], scale, _FLOAT)
+            builder.store(self.fma(total, factor, builder.load(sums[row, panel])), sums[row, panel])
+
+    def emit_group(
+        self, sums: dict[tuple[int, int], Any], start: Any, rows: list[Any], first: Any, factors: Any
+    ) -> None:
+        """A group of INT4 or INT4_ZEROS, which begins at `start`."""
+        builder, (scale, offset) = self.builder, factors
+        has_zeros = self.format == INT4_ZEROS
+        totals = {
+            place: self.constant(0) if has_zeros else self.load_broadcast(rows[place[0]], offset, _INT32)
+            for place in self.places
+        }
+        low = self.constant(0x0F0F0F0F)
+        for pair in range(GROUP // 8):
+            both = self.weights(start, pair)
+            high = [builder.and_(builder.lshr(words, self.constant(4)), low) for words in both]
+            for odd, quads in enumerate(([builder.and_(words, low) for words in both], high)):
+                self.multiply_quads(totals, quads, rows, builder.add(first, _INT64(2 * pair + odd)))
+        halves = ir.VectorType(_HALF, LANES)
+        end = GROUP // 4 * _VECTOR_BYTES
+        scales = [builder.fpext(self.load(start, end + 2 * LANES * panel, halves), _SUMS) for panel in (0, 1)]
+        zeros = []
+        if has_zeros:
+            end += 4 * LANES
+            zeros = [builder.fpext(self.load(start, end + 2 * LANES * panel, halves), _SUMS) for panel in (0, 1)]
+        for row in range(self.num_rows):
+            factor = self.load_broadcast(rows[row], scale, _FLOAT)
+            # With zero points, what the row has in place of an offset is minus the sum of its numbers.
+            negative = self.load_broadcast(rows[row], offset, _FLOAT) if has_zeros else None
+            for panel in (0, 1):
+                total = builder.sitofp(totals[row, panel], _SUMS)
+                if has_zeros:
+                    total = self.fma(zeros[panel], negative, total)
+                both_scales = builder.fmul(factor, scales[panel])
+                builder.store(self.fma(total, both_scales, builder.load(sums[row, panel])), sums[row, panel])
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _emit_loop(
+    context: Any, weights: Any, left_bytes: Any, left: Any, place: Any, quads: Any, out: Any, count: Any, add: Any
+) -> Any:
+    """The loop for each number of rows there is code for, and the choice among them. The first two are constants."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        *_, left, place, quads, out, count, add = args
+        left, place, out = (cgutils.unpack_tuple(builder, record) for record in (left, place, out))
+        kind = weights.literal_value, left_bytes.literal_value
+        row_counts = ROW_COUNTS[kind[0] != INT8]
+        end = builder.append_basic_block("end")
+        blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in row_counts}
+        switch = builder.switch(count, end)
+        for number in range(1, max(row_counts) + 1):
+            switch.add_case(_INT64(number), blocks[min(each for each in row_counts if each >= number)])
+        for num_rows, block in blocks.items():
+            with builder.goto_block(block):
+                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, quads, out, count, add)
+                builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    if not isinstance(weights, types.IntegerLiteral):
+        return None
+    return types.void(weights, left_bytes, left, place, quads, out, types.int64, types.int64), generate
+
+
+@cache
+def quantized_address(weights: int, left_bytes: int) -> int:
+    """The address of the loop for a format of weights, and left-hand numbers of 1 byte or 2.
+
+    It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
+    """
+
+    def loop(
+        left: int, left_stride: int, place: int, ahead: int, quads: int, out: int, out_stride: int, count: int, add: int
+    ) -> None:
+        _emit_loop(weights, left_bytes, (left, left_stride), (place, ahead), quads, (out, out_stride), count, add)
+
+    return address_of(loop, types.void(*[types.int64] * _NUM_ARGUMENTS))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _call_loop(context: Any, address: Any, arguments: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_INT64] * _NUM_ARGUMENTS)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), cgutils.unpack_tuple(builder, args[1]))
+        return context.get_dummy_value()
+
+    return types.void(address, arguments), generate
+
+
+@kernel
+def multiply_quantized(
+    address: int, left: Rows, place: int, ahead: int, quads: int, out: Rows, count: int, add: int
+) -> None:
+    """out [count, 32] float32 = left [count, 4 * quads] times a tile; added to `out` if `add` is 1.
+
+    address: see `quantized_address`
+    left:    see `quantized_rows.py`
+    place:   the address of the tile
+    ahead:   bytes from there to what is to be prefetched meanwhile, as much as the tile
+    count:   rows, 1 to `max_rows`
+    """
+    _call_loop(address, (left.address, left.stride, place, ahead, quads, out.address, out.stride, count, add))

@@ -1,0 +1,216 @@
+"""How near the CPU's matrix products come to what the processor can do.
+
+    python -m scripts.benchmarks products
+
+Each product is repeated over matrices that do not fit into the caches together. With one row it is held by memory: its
+share is that of the bandwidth at which all threads read a large array. With many rows it is held by arithmetic: its
+share is that of the rate at which all threads execute the instruction that multiplies, on registers alone. All are
+measured by turns. Processors without AVX-512 VNNI and its bfloat16 cannot be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from cbatch.engine.kernels.cpu.activation import ActivationParams
+from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16, HAS_VNNI, entry
+from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT8, is_quantized, matrix_bytes
+from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter
+from cbatch.engine.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.engine.runtime.cpu import empty, num_threads
+from scripts.benchmarks.harness import Report, at_least_one, by_turns
+
+SHAPES = {"135M Llama": (576, 1536), "Qwen3-0.6B": (1024, 3072), "Llama 3B": (3072, 8192)}
+"""Depth and columns of a matrix of the feed-forward part."""
+
+ROWS = (1, 8, 32, 128, 512)
+
+_ARENA_BYTES = 2**28
+_SECONDS = 0.05
+"""About how long one measurement takes."""
+
+_PIECE = 2**17
+"""Words of a task that reads."""
+
+_INSTRUCTIONS = {"bf16": 32, "int8": 64, "int16": 32}
+"""Products of an instruction that multiplies numbers of 16 bits or bytes."""
+
+_SUMS, _LOOPS = 16, 200_000
+"""Registers that are added to, and how often, by a task that measures the rate of an instruction."""
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _emit_instructions(context: Any, number: Any, memory: Any, loops: Any) -> Any:
+    """Executes an instruction on registers: numbers from memory [bytes], sums of which are written there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emitter, name = VectorEmitter(builder), tuple(_INSTRUCTIONS)[number.literal_value]
+        words = ir.VectorType(ir.IntType(32), LANES)
+        total = ir.VectorType(ir.FloatType(), LANES) if name == "bf16" else words
+        factor = ir.VectorType(BFloat16(), 2 * LANES) if name == "bf16" else words
+        called = {"bf16": "x86.avx512bf16.dpbf16ps.512", "int8": "x86.avx512.vpdpbusd.512"}
+        start = context.make_array(signature.args[1])(context, builder, args[1]).data
+        start = builder.ptrtoint(start, ir.IntType(64))
+
+        def place(index: int, kind: Any) -> Any:
+            return builder.inttoptr(builder.add(start, ir.IntType(64)(64 * index)), kind.as_pointer())
+
+        factors = [builder.load(place(index, factor), align=1) for index in (0, 1)]
+        sums = [cgutils.alloca_once_value(builder, builder.load(place(2, total), align=1)) for _ in range(_SUMS)]
+        with cgutils.for_range(builder, args[2]):
+            for each in sums:
+                instruction = called.get(name, "x86.avx512.vpdpwssd.512")
+                builder.store(emitter.call(instruction, builder.load(each), *factors), each)
+        for index, each in enumerate(sums):
+            builder.store(builder.load(each), place(3 + index, total), align=1)
+        return context.get_dummy_value()
+
+    if not isinstance(number, types.IntegerLiteral):
+        return None
+    return types.void(number, memory, loops), generate
+
+
+@entry
+def _execute(worker: Worker, number: int, memory: Any, num_tasks: int, loops: int) -> None:
+    task = claim(worker, 0, num_tasks)
+    while task >= 0:
+        if number == 0:
+            _emit_instructions(0, memory[worker.thread], loops)
+        elif number == 1:
+            _emit_instructions(1, memory[worker.thread], loops)
+        else:
+            _emit_instructions(2, memory[worker.thread], loops)
+        task = next_task(worker, 0, num_tasks)
+
+
+@entry
+def _read(worker: Worker, words: Any, sums: Any) -> None:
+    num_tasks = len(words) // _PIECE
+    task = claim(worker, 0, num_tasks)
+    while task >= 0:
+        total = np.int64(0)
+        for word in words[task * _PIECE : (task + 1) * _PIECE]:
+            total += word
+        sums[worker.thread, 0] += total
+        task = next_task(worker, 0, num_tasks)
+
+
+@entry
+def _multiply(worker: Worker, a: Any, matrix: Any, size: int, first: int, times: int, out: Any, workspace: Any) -> None:
+    """So many products with the matrices that follow each other in memory, from that one on."""
+    phase, matrices = 0, len(matrix.data) // size
+    for index in range(first, first + times):
+        each = PackedMatrix(matrix.data, index % matrices * size, matrix.format, matrix.scale, matrix.bias)
+        phase = matmul(worker, phase, a, each, out, WRITE, ActivationParams(0, matrix.bias), workspace)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+class _Products:
+    """Products with one shape of a matrix in one format."""
+
+    def __init__(self, pool: ThreadPool, kind: int, depth: int, columns: int, rows: int, left_bytes: int) -> None:
+        self.pool = pool
+        self.depth = depth
+        self.columns = columns
+        self.size = matrix_bytes(kind, columns, depth)
+        nothing = np.empty(0, np.float32)
+        arena = empty(-(-_ARENA_BYTES // self.size) * self.size, np.uint8)
+        arena[:] = 1  # small numbers in every format
+        scale = np.ones(columns, np.float32) if kind == INT8 else nothing
+        self.matrix = PackedMatrix(arena, 0, kind, scale, nothing)
+        self.workspace = new_linear_workspace(pool.size, [kind], depth, rows=rows, left_bytes=left_bytes)
+        self.instruction = "bf16" if not is_quantized(kind) else ("int8", "int16")[left_bytes - 1]
+        self._next = 0
+
+    def seconds_of(self, rows: int) -> Callable[[], float]:
+        """Measures the seconds of a product."""
+        generator = np.random.default_rng(0)
+        bits = generator.standard_normal((rows, self.depth), dtype=np.float32).view(np.uint32)
+        left, out = (bits >> 16).astype(np.uint16), empty((rows, self.columns), np.float32)
+
+        def run(times: int) -> float:
+            arguments = left, self.matrix, self.size, self._next, times, out, self.workspace
+            self._next += times
+            return _seconds(partial(self.pool.run, _multiply, *arguments)) / times
+
+        run(1)
+        times = max(1, round(_SECONDS / min(run(1) for _ in range(3))))
+        return lambda: run(times)
+
+    def bandwidth(self) -> float:
+        """Bytes a second that all threads read."""
+        words = self.matrix.data[: len(self.matrix.data) // (8 * _PIECE) * 8 * _PIECE].view(np.int64)
+        sums = np.zeros((self.pool.size, 8), np.int64)
+        return words.nbytes / _seconds(partial(self.pool.run, _read, words, sums))
+
+    def matrix_rate(self) -> float:
+        """Operations a second of the instruction, two for each product."""
+        memory = np.random.default_rng(0).integers(0, 64, (self.pool.size, 64 * (_SUMS + 3))).astype(np.uint8)
+        tasks, number = 4 * self.pool.size, list(_INSTRUCTIONS).index(self.instruction)
+        seconds = _seconds(partial(self.pool.run, _execute, number, memory, tasks, _LOOPS))
+        return 2.0 * LANES * _INSTRUCTIONS[self.instruction] / LANES * _SUMS * _LOOPS * tasks / seconds
+
+    def measure(self, sizes: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
+        """For each number of rows medians: seconds, bytes a second, operations a second, and shares of what can be."""
+        ways: dict[Any, Callable[[], float]] = {"bandwidth": self.bandwidth, "rate": self.matrix_rate}
+        ways |= {rows: self.seconds_of(rows) for rows in sizes}
+        found = {way: median(times) for way, times in by_turns(ways, rounds).items()}
+        return {
+            rows: {
+                "seconds": found[rows],
+                "bytes/s": self.size / found[rows],
+                "share of bandwidth": self.size / found[rows] / found["bandwidth"],
+                "flop/s": 2 * rows * self.depth * self.columns / found[rows],
+                "share of matrix rate": 2 * rows * self.depth * self.columns / found[rows] / found["rate"],
+            }
+            for rows in sizes
+        }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPES), action="append", help="matrix (all)")
+    add("--format", choices=FORMATS[BFLOAT16:], action="append", help="weights (all but those with zero points)")
+    add("--rows", type=at_least_one, action="append", help=f"rows of a product ({', '.join(map(str, ROWS))})")
+    add("--activations", choices=("int8", "bf16"), default="int8", help="with quantized weights (%(default)s)")
+    add("--rounds", type=at_least_one, default=7, help="medians are printed (%(default)s)")
+
+
+def run(options: argparse.Namespace, report: Report) -> int:
+    if not (HAS_VNNI and HAS_BFLOAT16):
+        report.note("This processor does not have the instructions of AVX-512 for bytes and bfloat16.")
+        return 1
+    sizes, left_bytes = options.rows or ROWS, 1 if options.activations == "int8" else 2
+    pool = shared_thread_pool(num_threads())
+    for shape in options.shape or SHAPES:
+        depth, columns = SHAPES[shape]
+        table = [["weights", "rows", "µs", "GB/s", "of the bandwidth", "TFLOP/s", "of the matrix rate"]]
+        for name in options.format or FORMATS[BFLOAT16:-1]:
+            products = _Products(pool, FORMATS.index(name), depth, columns, max(sizes), left_bytes)
+            report.figures[f"{shape}, {name}"] = found = products.measure(sizes, options.rounds)
+            for rows, figures in found.items():
+                seconds, speed, of_bandwidth, rate, of_rate = figures.values()
+                shares = f"{speed / 1e9:.1f}", f"{of_bandwidth:.0%}", f"{rate / 1e12:.2f}", f"{of_rate:.0%}"
+                table.append([name, str(rows), f"{1e6 * seconds:.0f}", *shares])
+        report.line(f"{shape}: depth {depth}, {columns} columns")
+        report.table(table)
+        report.line()
+    return 0

@@ -1,0 +1,183 @@
+"""Guards products with quantized weights: formats, the rounding of rows, and the loops of every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from cbatch.engine.kernels.cpu import jit
+from cbatch.engine.kernels.cpu.activation import ActivationParams
+from cbatch.engine.kernels.cpu.matmul import linear, quantized
+from cbatch.engine.kernels.cpu.matmul.formats import (
+    BFLOAT16,
+    FLOAT32,
+    FORMATS,
+    GROUP,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    matrix_bytes,
+    pack_int4,
+    pack_weight,
+    unpack_column,
+)
+from cbatch.engine.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
+from cbatch.engine.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.engine.models.packing import quantized_in_groups
+from tests.support.kernels import callable_kernel
+
+pytestmark = pytest.mark.kernels
+
+NOTHING = np.empty(0, np.float32)
+COLUMNS, PADDED = 70, 96
+unpack = callable_kernel(unpack_column)
+
+
+@jit.entry
+def matmul(worker: Worker, a: Any, matrix: Any, out: Any, mode: int, workspace: Any) -> None:
+    linear.matmul(worker, 0, a, matrix, out, mode, ActivationParams(0, matrix.bias), workspace)
+
+
+def bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def as_float(numbers: NDArray[np.uint16]) -> NDArray[np.float64]:
+    return (numbers.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def rows_of(count: int, depth: int) -> NDArray[np.uint16]:
+    return bfloat16(np.random.default_rng(depth).standard_normal((count, depth), dtype=np.float32))
+
+
+def draw(kind: int, depth: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """A matrix [columns, depth] packed, and its numbers. Bytes that are padding are the same as any others' may be."""
+    generator, groups = np.random.default_rng(depth), -(-depth // GROUP)
+    if kind == INT8:
+        integers = generator.integers(-127, 128, (COLUMNS, depth)).astype(np.int8)
+        return pack_weight(integers), integers.astype(np.float64)
+    nibbles = generator.integers(0, 16, (COLUMNS, depth)).astype(np.uint8)
+    scales = generator.uniform(0.5, 2, (COLUMNS, groups)).astype(np.float16)
+    zeros = generator.uniform(0, 15, (COLUMNS, groups)).astype(np.float16) if kind == INT4_ZEROS else None
+    offset = 8.0 if zeros is None else np.repeat(zeros.astype(np.float64), GROUP, axis=1)[:, :depth]
+    numbers = (nibbles - offset) * np.repeat(scales.astype(np.float64), GROUP, axis=1)[:, :depth]
+    return pack_int4(nibbles, scales, zeros), numbers
+
+
+def multiply(
+    a: NDArray[Any], packed: NDArray[np.uint8], kind: int, left_bytes: int, out: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """a [rows, depth] times the matrix; added to `out` if it is given."""
+    mode, out = WRITE if out is None else ADD, np.full((len(a), PADDED), np.nan, np.float32) if out is None else out
+    workspace = new_linear_workspace(1, [kind], a.shape[1], rows=len(a), left_bytes=left_bytes)
+    workspace.rows[:] = workspace.few_rows[:] = 0xFF  # NaN, where nothing is written
+    matrix = PackedMatrix(packed, 0, kind, NOTHING, NOTHING)
+    matmul(Worker(new_work_queue(), 0), a, matrix, out, mode, workspace)
+    return out[:, :COLUMNS]
+
+
+@pytest.fixture(params=["avx512", "256 bits", "any processor"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loops of this processor, and those of ones that have less, compiled anew."""
+    if request.param != "avx512":
+        monkeypatch.setattr(quantized, "HAS_VNNI", False)
+        monkeypatch.setattr(quantized, "HAS_VNNI_256", request.param == "256 bits" and jit.HAS_VNNI_256)
+        monkeypatch.setattr(quantized, "ROW_COUNTS", {False: (1, 2), True: (1, 2)})
+        monkeypatch.setattr(jit, "_keep", lambda *_: None)
+    quantized.quantized_address.cache_clear()
+    yield
+    quantized.quantized_address.cache_clear()
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+def test_products(kind: int, instructions: None) -> None:
+    """Guards every instruction set, depths that end within a block or a group, and every number of rows."""
+    for depth, left_bytes in product((16, 80, 336), (1, 2)):
+        packed, numbers = draw(kind, depth)
+        assert packed.nbytes == matrix_bytes(kind, COLUMNS, depth)
+        a = rows_of(29, depth)
+        found, expected = multiply(a, packed, kind, left_bytes), as_float(a) @ numbers.T
+        sizes = np.linalg.norm(as_float(a), axis=1)[:, None] * np.linalg.norm(numbers, axis=1)
+        assert (np.abs(found - expected) / sizes).max() < (8e-3 if left_bytes == 1 else 3e-5)
+        for rows in range(1, 14):
+            assert np.array_equal(multiply(a[:rows].copy(), packed, kind, left_bytes), found[:rows])
+        before = np.ones((29, PADDED), np.float32)
+        assert np.allclose(multiply(a, packed, kind, left_bytes, before), found + 1, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+def test_rows_that_are_integers_lose_nothing(kind: int) -> None:
+    """Guards the integer sums: with rows that rounding does not change they are those of float64."""
+    packed, numbers = draw(kind, 336)
+    a = np.random.default_rng(1).integers(-127, 128, (7, 336)).astype(np.float32)
+    a[:, ::16] = 127  # so that a block's unit is 1
+    assert np.allclose(multiply(bfloat16(a), packed, kind, 1), a @ numbers.T, rtol=2e-6, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+def test_extreme_sums(kind: int) -> None:
+    """Guards the int32 against overflow: all weights and all numbers of a row are as large as they can be."""
+    for sign, left_bytes in product((-1, 1), (1, 2)):
+        a = bfloat16(np.full((1, 512), sign, np.float32))
+        if kind == INT8:
+            packed, weight = pack_weight(np.full((COLUMNS, 512), -127, np.int8)), -127.0
+        else:
+            ones = np.ones((COLUMNS, 16), np.float16)
+            zeros = np.zeros((COLUMNS, 16), np.float16) if kind == INT4_ZEROS else None
+            packed, weight = pack_int4(np.full((COLUMNS, 512), 15, np.uint8), ones, zeros), 15.0 - 8 * (zeros is None)
+        assert np.allclose(multiply(a, packed, kind, left_bytes), sign * weight * 512, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
+    """Guards rows with NaN or infinity, which must come out as NaN, and tiny ones, which may become 0."""
+    a = rows_of(9, 64)
+    packed, _ = draw(kind, 64)
+    clean = multiply(a, packed, kind, 1)
+    for row, value in enumerate([float("nan"), float("inf"), float("-inf")]):
+        a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
+    a[3] = torch.tensor([1e-38]).bfloat16().view(torch.uint16).item()
+    found = multiply(a, packed, kind, 1)
+    assert np.isnan(found[:3]).all() and (found[3] == 0).all() and np.array_equal(found[4:], clean[4:])
+
+
+def test_a_wrong_offset_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison above: integers that are stored one too high would be noticed."""
+    numbers = np.random.default_rng(0).integers(0, 16, (COLUMNS, 64)).astype(np.uint8)
+    a, ones = rows_of(3, 64), np.ones((COLUMNS, 2), np.float16)
+    right = multiply(a, pack_int4(numbers, ones), INT4, 1)
+    wrong = multiply(a, pack_int4(np.minimum(numbers + 1, 15).astype(np.uint8), ones), INT4, 1)
+    assert np.abs(right - wrong).max() > 0.5
+
+
+@pytest.mark.parametrize("kind", range(len(FORMATS)), ids=FORMATS)
+def test_columns_that_are_read_back(kind: int) -> None:
+    """Guards embeddings that are read from a packed head, in every format."""
+    if kind in (FLOAT32, BFLOAT16):
+        given = np.random.default_rng(0).standard_normal((COLUMNS, 64), dtype=np.float32)
+        weight = given if kind == FLOAT32 else bfloat16(given)
+        packed, numbers = pack_weight(weight), given if kind == FLOAT32 else as_float(weight)
+    else:
+        packed, numbers = draw(kind, 64)
+    memory = np.concatenate([np.zeros(128, np.uint8), packed])
+    for column in (0, 15, 16, 33, COLUMNS - 1):
+        out = np.full(64, np.nan, np.float32)
+        unpack(memory, 128, kind, column, np.float32(2), out)
+        assert np.allclose(out, 2 * numbers[column], rtol=1e-6)
+
+
+def test_groups_of_int4() -> None:
+    """Guards the rounding of weights: the number furthest from 0 of a group is kept, zeros stay zeros."""
+    weight = torch.randn(40, 80, generator=torch.Generator().manual_seed(0))
+    weight[3, :32] = 0
+    integers, scales = quantized_in_groups(weight)
+    rounded = (integers.float() - 8) * scales.repeat_interleave(GROUP, dim=1)[:, :80]
+    steps = scales.abs().repeat_interleave(GROUP, dim=1)[:, :80]
+    assert integers.max() <= 15 and (rounded[3, :32] == 0).all()
+    assert ((rounded - weight).abs() <= steps * 1.01).all() and (rounded - weight).abs().mean() < 0.3 * steps.mean()
