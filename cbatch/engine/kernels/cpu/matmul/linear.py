@@ -96,9 +96,15 @@ def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[Any]:
     """
     depth = weight.shape[1] if depth is None else depth
     pair = 1 if weight.dtype == np.float32 else 2
-    padded = np.zeros((pad_columns(len(weight)), depth), weight.dtype)
-    padded[: len(weight), : weight.shape[1]] = weight
-    return padded.reshape(-1, 2, LANES, depth // pair, pair).transpose(0, 3, 1, 2, 4).reshape(-1)
+    columns = pad_columns(len(weight))
+    if weight.shape != (columns, depth):
+        padded = np.zeros((columns, depth), weight.dtype)
+        padded[: len(weight), : weight.shape[1]] = weight
+        weight = padded
+    # A pair is moved as one number, which is several times as fast.
+    lanes = np.ascontiguousarray(weight).view(f"u{weight.itemsize * pair}")
+    tiles = lanes.reshape(-1, COLUMNS, depth // pair).transpose(0, 2, 1)
+    return np.ascontiguousarray(tiles).view(weight.dtype).reshape(-1)
 
 
 class _Tiling(NamedTuple):
