@@ -225,6 +225,16 @@ def engine_options(
         ),
         option("--quantize", metavar="int8", help="Quantize weights to one byte each (Llama-like models, CPU)."),
         option(
+            "--weight-cache/--no-weight-cache",
+            default=True,
+            help="Keep packed weights in ~/.cache/cbatch for the next start, on a CPU [default: on].",
+        ),
+        option(
+            "--weight-cache-size",
+            metavar="SIZE",
+            help="Most that they may take: 50GiB, or a share of the free disk [default: 50%].",
+        ),
+        option(
             "--target-step-ms",
             default=target_step_ms,
             callback=_parse_target,

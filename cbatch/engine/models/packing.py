@@ -131,7 +131,7 @@ class CpuProgram:
         """The weights as the kernels take them, in memory of this process or mapped.
 
         tensors: by their names in the program; `check_weights` has accepted them. Not read if the shared file is there
-        shared:  the file that other processes map too; if it cannot be used, a line in the log says why
+        shared:  the file that keeps them, and other processes map too; if it cannot be used, the log says why
         """
 
         def fill(arrays: Arrays) -> None:
@@ -147,11 +147,11 @@ class CpuProgram:
                         raise
 
         shapes = self.array_shapes
-        if shared is not None:
+        if shared is not None and sum(array.nbytes for array in shapes.values()) >= shared.cache.least_bytes:
             try:
                 return Weights(**shared.arrays(shapes, fill))
             except OSError as error:
-                _log.warning("Packed weights are not shared with other engines in %s: %s.", shared.folder, error)
+                _log.warning("Packed weights are not kept in %s: %s.", shared.cache.folder, error)
         arrays = {name: empty(*array) for name, array in shapes.items()}
         fill(arrays)
         return Weights(**arrays)
