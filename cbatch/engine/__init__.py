@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.execution.stats import EngineStats as EngineStats
     from cbatch.engine.execution.stats import StepRecord as StepRecord
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
+    from cbatch.engine.models.weight_cache import WeightCache as WeightCache
     from cbatch.engine.replicas.driver import TIMEOUT_S as TIMEOUT_S
     from cbatch.engine.replicas.driver import ReplicaDriver as ReplicaDriver
     from cbatch.engine.replicas.launcher import ReplicaLauncher as ReplicaLauncher

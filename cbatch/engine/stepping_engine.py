@@ -31,6 +31,7 @@ from cbatch.engine.models.base import Model
 from cbatch.engine.models.hf.device_map import choose_device_map
 from cbatch.engine.models.hf.self_check import checked_model
 from cbatch.engine.models.loader import LoadedModel, load_model
+from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.request import EncodedRequest
@@ -72,6 +73,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         check_attention(config.attention, device, config.block_size)
         if config.kv_cache_memory is not None:
             parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
+        if config.weight_cache_size is not None:
+            parse_memory(config.weight_cache_size, free=0)
         fast = has_fast_path(config.attention, device, config.block_size)
         quantize = check_quantize(config.quantize, config.activations, device, fast=fast)
         check_kv_dtype(config.kv_dtype, config.attention, device)
@@ -84,7 +87,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             config.dtype,
             fast=fast,
             quantize=quantize,
-            weights_folder=config.weights_folder,
+            weight_cache=WeightCache.of_config(config),
             device_map=choose_device_map(config, device),
         )
         self.tokenizer = self.loaded.tokenizer

@@ -236,6 +236,16 @@ def engine_options(
             help="How products with quantized weights round activations; bf16 is slower and more exact.",
         ),
         option(
+            "--weight-cache/--no-weight-cache",
+            default=True,
+            help="Keep packed weights in ~/.cache/cbatch for the next start, on a CPU [default: on].",
+        ),
+        option(
+            "--weight-cache-size",
+            metavar="SIZE",
+            help="Most that they may take: 50GiB, or a share of the free disk [default: 50%].",
+        ),
+        option(
             "--target-step-ms",
             default=target_step_ms,
             callback=_parse_target,

@@ -46,8 +46,11 @@ class EngineConfig:
                       only); None: as they are
     activations:      how products with quantized weights round what they multiply them with: int8, or bf16, which is
                       slower and loses nothing
-    weights_folder:   folder of this user alone, where engines of this machine share packed weights (fast path on a CPU
-                      only); None: each engine packs its own
+    weight_cache:     keep packed weights in a file, which later engines and those of other processes map (fast path on
+                      a CPU only, on Linux)
+    weight_cache_size: the most that these files may take: `50GiB`, or a share of what their disk would have free
+                      without them; None: 50%
+    weights_folder:   folder of this user alone for these files, also of small models; None: `~/.cache/cbatch/weights`
     device_map:       auto: spread a model that is larger than its device over CUDA GPUs, CPU memory and disk; none:
                       keep it on its device
     max_memory:       most memory that weights may take on a device when they are spread, such as {"cuda:0": "20GiB",
@@ -74,6 +77,8 @@ class EngineConfig:
     kv_dtype: str = "auto"
     quantize: str | None = None
     activations: str = "int8"
+    weight_cache: bool = True
+    weight_cache_size: str | None = None
     weights_folder: str | None = None
     device_map: Literal["none", "auto"] = "none"
     max_memory: Mapping[str, str | int] | None = None
@@ -87,14 +92,15 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-        for name in ("prefix_cache", "cuda_graphs", "run_ahead"):
+        for name in ("prefix_cache", "cuda_graphs", "run_ahead", "weight_cache"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         always = ("kv_dtype", "device", "dtype", "attention", "activations")
-        for name in ("model", "revision", "quantize", "weights_folder", "kv_cache_memory", "offload_folder", *always):
+        sizes = ("kv_cache_memory", "weight_cache_size")
+        for name in ("model", "revision", "quantize", "weights_folder", "offload_folder", *sizes, *always):
             value = getattr(self, name)
             if not isinstance(value, str) and (value is not None or name in always):
-                example = ', such as "4GiB" or "90%"' if name == "kv_cache_memory" else ""
+                example = ', such as "4GiB" or "90%"' if name in sizes else ""
                 raise ConfigError(f"{name} must be a text{example}, not {value!r}.")
         if self.state_dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(

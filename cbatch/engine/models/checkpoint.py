@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cbatch.engine.models.cpu import CpuModel
     from cbatch.engine.models.cuda import CudaModel
     from cbatch.engine.models.packed_file import PackedFile
+    from cbatch.engine.models.weight_cache import WeightCache
 
 _log = logging.getLogger("cbatch")
 
@@ -58,17 +59,17 @@ def load_fast_model(
     dtype: str,
     *,
     quantize: Quantization | None = None,
-    weights_folder: str | None = None,
+    weight_cache: WeightCache | None = None,
 ) -> CpuModel | CudaModel:
     """The model on the fast path. For `quantize` see `CpuModel`.
 
     Raises NoFastPath if it has none, or if anything about its files is unusual: then transformers loads it, or says
     what is wrong. Raises ModelError if there is not enough memory, because transformers would need as much.
 
-    weights_folder: where engines of this machine share packed weights; for a CPU
+    weight_cache: where packed weights are kept; for a CPU
     """
     try:
-        return _load(source, revision, device, dtype, quantize, weights_folder)
+        return _load(source, revision, device, dtype, quantize, weight_cache)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -88,7 +89,7 @@ def _load(
     device: torch.device,
     dtype: str,
     quantize: Quantization | None,
-    weights_folder: str | None,
+    weight_cache: WeightCache | None,
 ) -> CpuModel | CudaModel:
     folder = model_folder(source, revision)
     config = read_json_object(folder / "config.json")
@@ -108,11 +109,11 @@ def _load(
     from cbatch.engine.models.cpu import CpuModel
 
     tensors = Tensors(folder)
-    shared = _packed_file(weights_folder, folder, number, quantize) if weights_folder else None
+    shared = _packed_file(weight_cache, folder, number, quantize) if weight_cache else None
     return CpuModel(config, tensors, number, quantize=quantize, shared=shared)
 
 
-def _packed_file(weights_folder: str, folder: Path, dtype: torch.dtype, quantize: Quantization | None) -> PackedFile:
+def _packed_file(cache: WeightCache, folder: Path, dtype: torch.dtype, quantize: Quantization | None) -> PackedFile:
     """The file of packed weights for a model's folder. The fingerprint takes samples; times notice any other change."""
     from cbatch.engine.models.packed_file import PackedFile
     from cbatch.engine.models.packing import PACKING
@@ -120,7 +121,7 @@ def _packed_file(weights_folder: str, folder: Path, dtype: torch.dtype, quantize
     times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in weight_files(folder))]
     content = {"packing": PACKING, "model": fingerprint(folder), "files": times}
     weights = None if quantize is None else quantize.weights
-    return PackedFile(Path(weights_folder), content | {"dtype": str(dtype), "quantize": weights})
+    return PackedFile(cache, content | {"dtype": str(dtype), "quantize": weights})
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype | str | None, device: torch.device) -> torch.dtype:

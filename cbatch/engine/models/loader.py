@@ -25,6 +25,7 @@ from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.hf.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.hf.hooks import keep_rewritten_weights
 from cbatch.engine.models.hf.placement import Placement, placement_of
+from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
 from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer
@@ -96,14 +97,14 @@ def load_model(
     *,
     fast: bool = False,
     quantize: Quantization | None = None,
-    weights_folder: str | None = None,
+    weight_cache: WeightCache | None = None,
     device_map: DeviceMap | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
 
     fast:           take the fast path if the model has one
     quantize:       keep the matrices of the fast path as integers
-    weights_folder: where engines of this machine share packed weights; for the fast path on a CPU
+    weight_cache:   where packed weights are kept; for the fast path on a CPU
     device_map:     spread the model if it does not fit on its device
 
     Only safetensors weights are read, and no code that comes with a model is run.
@@ -124,7 +125,7 @@ def load_model(
         if fast and device_map is None:
             try:
                 fast_model, path = (
-                    load_fast_model(source, revision, device, dtype, quantize=quantize, weights_folder=weights_folder),
+                    load_fast_model(source, revision, device, dtype, quantize=quantize, weight_cache=weight_cache),
                     "fast",
                 )
             except NoFastPath as error:

@@ -3,6 +3,10 @@
 The name of the file is a hash of everything that decides its content, and begins with what that was. It gets this name
 when it is complete. While one process fills it, others wait for a lock, which the system releases if the process dies.
 
+A file is kept until others need its place, also when the machine restarts. Nobody waits for the disk: a record beside
+the file holds a checksum of it, so that a file is noticed that a crash has torn, or a disk has spoiled, and is made
+anew. The record also says which file was found to be whole since the machine started; only another one is read again.
+
 Each process maps the file copy-on-write. Nothing writes to weights, so no page is copied; and numba compiles for arrays
 that can be written, as those in private memory can, where read-only ones would need every kernel compiled once more. A
 kernel that did write would harm nobody else.
@@ -14,12 +18,16 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import mmap
 import os
 import stat
 import sys
+import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -29,7 +37,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.base.units import format_bytes
+from cbatch.engine.models.weight_cache import LOCK, PARTIAL, RECORD, WEIGHTS, WeightCache, unlink
+from cbatch.engine.runtime.cpu import num_threads
 from cbatch.engine.runtime.memory import count_as_taken
+
+_log = logging.getLogger("cbatch")
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -41,6 +53,9 @@ _SPARE_BYTES = 64 * 2**20
 """Room that is left on the disk."""
 
 _HUGE_PAGE = 2 * 2**20
+
+_CHECKED_BYTES = 2**20
+"""Each piece of so many bytes has a checksum: few enough for the processor's caches."""
 
 _MAP_FIXED, _MADV_HUGEPAGE, _MADV_COLLAPSE = 0x10, 14, 25
 """Of Linux; Python names few of them. The last (since Linux 6.1) makes huge pages of small ones, which a tmpfs has."""
@@ -61,8 +76,8 @@ class PackedFile:
     content: what decides the numbers in the arrays, as JSON values
     """
 
-    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, cache: WeightCache, content: Mapping[str, Any]) -> None:
+        self.cache = cache
         self.content = content
 
     def arrays(self, shapes: Mapping[str, ArrayShape], fill: Callable[[Arrays], None]) -> Arrays:
@@ -73,20 +88,15 @@ class PackedFile:
         if sys.platform != "linux":
             raise OSError("that takes Linux")
         layout = _Layout.of(self.content, shapes)
-        with _private_folder(self.folder) as folder, _locked(layout.name + ".lock", folder):
-            file = _open_finished(layout, folder)
-            if file is None:
+        with _private_folder(self.cache.folder) as folder, _locked(layout.name + LOCK, folder):
+            mapping = _map_finished(layout, folder)
+            if mapping is None:
+                self.cache.make_room(folder, layout.size)
                 _fill_file(layout, folder, fill)
-                file = _open_finished(layout, folder)
-            if file is None:
-                raise OSError(f"{self.folder / layout.name} does not hold what was written to it")
-            try:
-                mapping = _Mapping.of(file, layout.size, mmap.MAP_PRIVATE)
-                if not _is_in_memory(file):
-                    count_as_taken(mapping.memory, layout.size)
-                return layout.arrays(mapping)
-            finally:
-                os.close(file)
+                mapping = _map_finished(layout, folder)
+            if mapping is None:
+                raise OSError(f"{self.cache.folder / layout.name} does not hold what was written to it")
+            return layout.arrays(mapping)
 
 
 class _Layout(NamedTuple):
@@ -109,11 +119,11 @@ class _Layout(NamedTuple):
             name: {"dtype": array.dtype.name, "shape": array.shape, "offset": offsets[name]}
             for name, array in shapes.items()
         }
-        described = {**content, "boot": _boot(), "byteorder": sys.byteorder, "size": size, "arrays": arrays}
+        described = {**content, "byteorder": sys.byteorder, "size": size, "arrays": arrays}
         header = json.dumps(described, sort_keys=True).encode().ljust(_HEADER_BYTES - 1) + b"\n"
         if len(header) > _HEADER_BYTES:
             raise ValueError(f"The header of a packed file takes {len(header)} bytes.")
-        name = hashlib.blake2b(header, digest_size=16).hexdigest() + ".weights"
+        name = hashlib.blake2b(header, digest_size=16).hexdigest() + WEIGHTS
         return cls(name, size, header, shapes, offsets)
 
     def arrays(self, mapping: _Mapping) -> Arrays:
@@ -148,6 +158,19 @@ class _Mapping(NamedTuple):
         mapping.advise(_MADV_HUGEPAGE)
         return mapping
 
+    def checksum(self) -> str:
+        """A hash of the checksums of all pieces, which threads make at the speed of memory."""
+        words = np.frombuffer(self.memory, np.uint64, self.size // 8, self.start)
+
+        def check(first: int) -> int:
+            piece = words[first : first + _CHECKED_BYTES // 8]
+            # One sum for each place within a page: a bit that changes changes one of them.
+            return zlib.crc32(piece.reshape(-1, mmap.PAGESIZE // 8).sum(axis=0))
+
+        with ThreadPoolExecutor(num_threads(), "cbatch-check") as executor:
+            found = list(executor.map(check, range(0, len(words), _CHECKED_BYTES // 8)))
+        return hashlib.blake2b(np.array(found, np.uint32).tobytes(), digest_size=16).hexdigest()
+
     def advise(self, advice: int) -> None:
         """Asks for huge pages; a system that has none refuses."""
         with suppress(OSError):
@@ -165,7 +188,7 @@ def _system_mmap() -> Any:
 
 
 def _boot() -> str:
-    """Identifies the run of the operating system: files are not synced, so one from before a crash may be torn."""
+    """Identifies the run of the operating system."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -202,6 +225,56 @@ def _locked(name: str, folder: int) -> Iterator[None]:
         os.close(lock)
 
 
+def _map_finished(layout: _Layout, folder: int) -> _Mapping | None:
+    """The file, mapped; None if there is none, or it is not as it was written. Others can use it from then on."""
+    file = _open_finished(layout, folder)
+    if file is None:
+        return None
+    try:
+        mapping = _Mapping.of(file, layout.size, mmap.MAP_PRIVATE)
+        record = layout.name + RECORD
+        before = _read_record(record, folder)
+        now = {"boot": _boot(), "file": _identity(file)}
+        if any(before.get(key) != value for key, value in now.items()):
+            mapping.advise(mmap.MADV_WILLNEED)
+            if mapping.checksum() != before.get("checksum"):
+                _log.warning("A file of packed weights is spoiled, and made anew.")
+                unlink(record, folder)
+                return None
+            _write_record(record, folder, before | now)
+        os.utime(record, ns=(time.time_ns(),) * 2, dir_fd=folder)  # when it was used last
+        if not _is_in_memory(file):
+            count_as_taken(mapping.memory, layout.size)
+        return mapping
+    finally:
+        os.close(file)
+
+
+def _identity(file: int) -> list[int]:
+    """What changes when somebody writes to a file or replaces it."""
+    status = os.fstat(file)
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def _read_record(name: str, folder: int) -> dict[str, Any]:
+    """What is known of a file; empty if that is nothing."""
+    try:
+        with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)) as opened:
+            record = json.loads(opened.read(_HEADER_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_record(name: str, folder: int, record: Mapping[str, Any]) -> None:
+    partial = name + PARTIAL
+    unlink(partial, folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "w") as opened:
+        json.dump(record, opened)
+    os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
 def _open_finished(layout: _Layout, folder: int) -> int | None:
     """The file, opened; None if there is none, or another than was written here."""
     try:
@@ -216,9 +289,8 @@ def _open_finished(layout: _Layout, folder: int) -> int | None:
 
 def _fill_file(layout: _Layout, folder: int, fill: Callable[[Arrays], None]) -> None:
     """Writes the file under another name, straight from `fill` into its pages, then renames it."""
-    partial = layout.name + ".partial"
-    with suppress(FileNotFoundError):  # of a process that died; whatever it is
-        os.unlink(partial, dir_fd=folder)
+    partial = layout.name + PARTIAL
+    unlink(partial, folder)  # of a process that died; whatever it is
     file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     try:
         _reserve(file, layout.size)
@@ -226,9 +298,11 @@ def _fill_file(layout: _Layout, folder: int, fill: Callable[[Arrays], None]) -> 
         fill(layout.arrays(mapping))
         os.pwrite(file, layout.header, 0)
         mapping.advise(_MADV_COLLAPSE)
+        record = {"boot": _boot(), "checksum": mapping.checksum(), "file": _identity(file)}
         os.rename(partial, layout.name, src_dir_fd=folder, dst_dir_fd=folder)
+        _write_record(layout.name + RECORD, folder, record)
     except BaseException:
-        os.unlink(partial, dir_fd=folder)
+        unlink(partial, folder)
         raise
     finally:
         os.close(file)

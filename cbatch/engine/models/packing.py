@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     matrix_bytes,
     pack_int4,
     pack_weight,
+    tile_bytes,
 )
 from cbatch.engine.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
@@ -57,7 +60,7 @@ from cbatch.engine.models.programs.program import (
     ShortConvolution,
     Weight,
 )
-from cbatch.engine.runtime.cpu import empty
+from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 
 _log = logging.getLogger("cbatch")
 
@@ -76,6 +79,9 @@ _GROUP_SCORES = ("highest", "two_highest")
 _GATES = {"identity": instructions.IDENTITY, "sigmoid": instructions.SIGMOID, "softplus": instructions.SOFTPLUS}
 _NORMS = {"none": norm.NO_NORM, "rms": norm.RMS_NORM, "layer": norm.LAYER_NORM}
 _NORMED = "normed"
+
+_PART = 2**19
+"""Numbers of a matrix that a thread packs at once, at most: few enough for the processor's caches, also as float32."""
 
 Fill = Callable[[Arrays, Mapping[str, Tensor]], None]
 
@@ -114,6 +120,9 @@ class CpuProgram:
         self._routing = 0, 0
         self._sizes = dict.fromkeys(("matrices", "scales", "vectors", "tables", "indices"), 0)
         self._fills: list[Fill] = []
+        """What fills a part of the arrays each, in any order."""
+        self._last_fills: list[Fill] = []
+        """What reads arrays that others fill."""
         self._buffers: dict[str, tuple[int, int]] = {}
         self._places: dict[tuple[str, int], int] = {}
         self._columns: dict[str, int] = {RESIDUAL: program.hidden_size}
@@ -150,19 +159,27 @@ class CpuProgram:
         """The weights as the kernels take them, in memory of this process or mapped.
 
         tensors: by their names in the program; `check_weights` has accepted them. Not read if the shared file is there
-        shared:  the file that other processes map too; if it cannot be used, a line in the log says why
+        shared:  the file that keeps them, and other processes map too; if it cannot be used, the log says why
         """
 
         def fill(arrays: Arrays) -> None:
-            for each in self._fills:
-                each(arrays, tensors)
+            threads = num_threads()
+            with single_threaded(), ThreadPoolExecutor(threads, "cbatch-pack") as executor:
+                for fills in (self._fills, self._last_fills):
+                    waiting = [executor.submit(each, arrays, tensors) for each in fills]
+                    try:
+                        for each in waiting:
+                            each.result()
+                    except BaseException:
+                        executor.shutdown(cancel_futures=True)
+                        raise
 
         shapes = self.array_shapes
-        if shared is not None:
+        if shared is not None and sum(array.nbytes for array in shapes.values()) >= shared.cache.least_bytes:
             try:
                 return Weights(**shared.arrays(shapes, fill))
             except OSError as error:
-                _log.warning("Packed weights are not shared with other engines in %s: %s.", shared.folder, error)
+                _log.warning("Packed weights are not kept in %s: %s.", shared.cache.folder, error)
         arrays = {name: empty(*array) for name, array in shapes.items()}
         fill(arrays)
         return Weights(**arrays)
@@ -556,16 +573,20 @@ class CpuProgram:
             scale = self._sizes["scales"]
             self._sizes["scales"] += columns
 
-        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
-            weight = torch.cat([part.read(tensors[part.name]).to(self.dtype) for part in matrix.parts])
-            weight = interleaved(weight) if is_gated else weight
-            packed, scales = pack_matrix(weight, kind, depth)
-            arrays["matrices"][start : start + packed.size] = packed
+        def fill(first: int, stop: int, arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
+            """Fills tiles of columns."""
+            weight = _gated_rows if is_gated else _rows
+            rows = weight(matrix, tensors, first * COLUMNS, stop * COLUMNS).to(self.dtype)
+            packed, scales = pack_matrix(rows, kind, depth)
+            begin = start + first * tile_bytes(kind, depth)
+            arrays["matrices"][begin : begin + packed.size] = packed
             if scale >= 0:
-                factors = factor * (torch.ones(len(weight)) if scales is None else scales)
-                arrays["scales"][scale : scale + columns] = np.pad(factors.numpy(), (0, columns - len(factors)))
+                place = arrays["scales"][scale + first * COLUMNS : scale + stop * COLUMNS]
+                place[: len(rows)] = factor if scales is None else factor * scales.numpy()
+                place[len(rows) :] = 0
 
-        self._fills.append(fill)
+        tiles, step = columns // COLUMNS, max(1, _PART // (COLUMNS * depth))
+        self._fills += [partial(fill, first, min(first + step, tiles)) for first in range(0, tiles, step)]
         return _MatrixPlace(start, kind, scale)
 
     def _scaled(self, scale: int, matrix: Matrix, factor: float) -> int:
@@ -577,7 +598,7 @@ class CpuProgram:
             before = arrays["scales"][scale : scale + columns] if scale >= 0 else np.float32(1)
             arrays["scales"][start : start + columns] = factor * before
 
-        self._fills.append(fill)
+        self._last_fills.append(fill)
         return start
 
     def _activation(self, act: Activation) -> tuple[int, int]:
@@ -630,9 +651,28 @@ class CpuProgram:
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight [columns, depth] rounded to int8, and the float32 scale of each column: its largest number / 127."""
-    weight = weight.float()
-    scale = weight.abs().amax(dim=1).clamp(min=1e-30) / 127
-    return (weight / scale[:, None]).round().to(torch.int8), scale
+    numbers = weight.to(torch.float32, copy=True)  # all is done in place: fresh memory takes longer than the arithmetic
+    least, most = numbers.aminmax(dim=1)
+    scale = torch.maximum(most, -least).clamp_(min=1e-30) / 127
+    return numbers.div_(scale[:, None]).round_().to(torch.int8), scale
+
+
+def _rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop: int) -> Tensor:
+    """Columns of a matrix, each as a row; fewer if it has fewer."""
+    parts, begin = [], 0
+    for part in matrix.parts:
+        end = begin + part.size[0]
+        if first < end and begin < stop:
+            parts.append(part.read(tensors[part.name])[max(first - begin, 0) : stop - begin])
+        begin = end
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _gated_rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop: int) -> Tensor:
+    """Columns of gate and up in the order of `interleaved`, each as a row."""
+    half = matrix.columns // 2
+    rows = range(first // 2, min(stop // 2, half))
+    return interleaved(torch.cat([_rows(matrix, tensors, rows.start + up, rows.stop + up) for up in (0, half)]))
 
 
 def pack_matrix(weight: Tensor, kind: int, depth: int | None = None) -> tuple[NDArray[np.uint8], Tensor | None]:

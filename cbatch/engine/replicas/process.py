@@ -7,18 +7,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import IO, Any
 
 from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.run_folder import RunFolder
 from cbatch.engine.replicas.child_command import child_command
 from cbatch.engine.replicas.launcher import ReplicaDied
 from cbatch.engine.replicas.placement import Place
@@ -54,7 +51,6 @@ class LocalLauncher:
         self._factory = factory
         self._connections: list[ProcessConnection] = []
         self._is_closed = False
-        self._weights = _folder_for_weights(places)
         # Linux kills a child at the end of the thread that has started it, so it is a thread that stays.
         self._starter = ThreadPoolExecutor(1, "cbatch-starter")
 
@@ -77,16 +73,12 @@ class LocalLauncher:
         with suppress(RuntimeError):  # it is closed
             self._starter.submit(self._kill_all).result()
         self._starter.shutdown()
-        if self._weights is not None:
-            self._weights.close()
 
     def _start(self, number: int, config: EngineConfig) -> ProcessConnection:
         if self._is_closed:
             raise ReplicaDied("its launcher was closed")
         place = self._places[number]
         config = place.applied_to(config)
-        if self._weights is not None and config.weights_folder is None:
-            config = replace(config, weights_folder=str(self._weights.path))
         start = Start(self._factory, config, place.cores)
         connection = ProcessConnection(self.name(number), start, place.environment)
         self._connections = [one for one in self._connections if one.is_running()] + [connection]
@@ -98,17 +90,6 @@ class LocalLauncher:
             connection.send_kill()
         for connection in self._connections:
             connection.kill()
-
-
-def _folder_for_weights(places: Sequence[Place]) -> RunFolder | None:
-    """Where replicas share what they pack; None if there is nothing to share."""
-    if sum(place.device == "cpu" for place in places) < 2 or sys.platform != "linux":
-        return None
-    try:
-        return RunFolder("weights")
-    except OSError as error:
-        _log.warning("Each replica keeps weights of its own, since there is no temporary folder: %s", error)
-        return None
 
 
 class ProcessConnection:

@@ -31,6 +31,7 @@ from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.loader import DEMO_MODEL
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile
 from cbatch.engine.models.packing import PACKING
+from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.runtime.memory import device_memory
 from tests.support.tiny_models import draw_weights, make_network
 
@@ -46,6 +47,10 @@ def network_of(family: str) -> Any:
     network = make_network(family, **SIZES)
     draw_weights(network)
     return network
+
+
+def packed_file_in(folder: Path, content: dict[str, Any]) -> PackedFile:
+    return PackedFile(WeightCache(folder, "100%"), content)
 
 
 def fill(arrays: Arrays) -> None:
@@ -78,7 +83,7 @@ def test_mapped_weights_are_the_same(family: str, dtype: str, tmp_path: Path) ->
     config, tensors = network.config.to_dict(), network.state_dict()
     number = torch.float32 if dtype == "float32" else torch.bfloat16
     quantize = Quantization(dtype) if dtype.startswith("int") else None
-    shared = PackedFile(tmp_path, {"model": family})
+    shared = packed_file_in(tmp_path, {"model": family})
     own = CpuModel(config, tensors, number, quantize=quantize)
     compiled = len(program.run_step.signatures)  # type: ignore[attr-defined]
     first = CpuModel(config, tensors, number, quantize=quantize, shared=shared)
@@ -120,7 +125,7 @@ def test_what_decides_the_weights_decides_the_name(tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
 
     def count_files(dtype: str, **options: Any) -> int:
-        assert load_fast_model(str(folder), None, CPU, dtype, weights_folder=str(tmp_path / "weights"), **options)
+        assert load_fast_model(str(folder), None, CPU, dtype, weight_cache=WeightCache(tmp_path / "weights"), **options)
         return len(list(tmp_path.glob("weights/*.weights")))
 
     assert [count_files("float32"), count_files("float32"), count_files("bfloat16")] == [1, 1, 2]
@@ -189,7 +194,7 @@ def test_processes_that_start_at_once(tmp_path: Path) -> None:
             os.write(write, b".")
             signal.pause()
 
-        PackedFile(tmp_path, {}).arrays(SHAPES, stall)
+        packed_file_in(tmp_path, {}).arrays(SHAPES, stall)
 
     def use() -> None:
         def count(arrays: Arrays) -> None:
@@ -197,7 +202,7 @@ def test_processes_that_start_at_once(tmp_path: Path) -> None:
                 file.write(b".")
             fill(arrays)
 
-        numbers = PackedFile(tmp_path, {}).arrays(SHAPES, count)["numbers"]
+        numbers = packed_file_in(tmp_path, {}).arrays(SHAPES, count)["numbers"]
         assert (numbers == np.arange(3)[:, None]).all()
         os.write(write, b"+")
         os.read(ready, 1)
@@ -245,7 +250,7 @@ def replace_by_folder(file: Path) -> None:
 @pytest.mark.parametrize("damage", [cut, change_header, open_to_others, replace_by_link, replace_by_folder])
 def test_a_file_that_is_not_ours_is_replaced(damage: Callable[[Path], None], tmp_path: Path) -> None:
     """Guards against weights that are torn, or that somebody else could write."""
-    PackedFile(tmp_path, {}).arrays(SHAPES, fill)
+    packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
     (file,) = tmp_path.glob("*.weights")
     damage(file)
     calls = 0
@@ -256,7 +261,7 @@ def test_a_file_that_is_not_ours_is_replaced(damage: Callable[[Path], None], tmp
         fill(arrays)
 
     for _ in range(2):
-        arrays = PackedFile(tmp_path, {}).arrays(SHAPES, count)
+        arrays = packed_file_in(tmp_path, {}).arrays(SHAPES, count)
         assert (arrays["numbers"] == np.arange(3)[:, None]).all() and arrays["none"].shape == (0, 2)
     assert calls == 1
     assert file.is_file() and not file.is_symlink()
@@ -264,14 +269,14 @@ def test_a_file_that_is_not_ours_is_replaced(damage: Callable[[Path], None], tmp
 
 def test_writing_harms_nobody_else(tmp_path: Path) -> None:
     """Guards the other engines against a kernel that writes where it should not."""
-    ours, theirs = (PackedFile(tmp_path, {}).arrays(SHAPES, fill)["numbers"] for _ in range(2))
+    ours, theirs = (packed_file_in(tmp_path, {}).arrays(SHAPES, fill)["numbers"] for _ in range(2))
     ours[1, 5] = 7
-    assert theirs[1, 5] == 1 and PackedFile(tmp_path, {}).arrays(SHAPES, never)["numbers"][1, 5] == 1
+    assert theirs[1, 5] == 1 and packed_file_in(tmp_path, {}).arrays(SHAPES, never)["numbers"][1, 5] == 1
 
 
 def test_arrays_begin_with_a_line_of_a_huge_page(tmp_path: Path) -> None:
     """Guards the speed of a step, which fell by a fifth where the file could not have huge pages."""
-    arrays = PackedFile(tmp_path, {}).arrays(SHAPES, fill)
+    arrays = packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
     address = arrays["numbers"].ctypes.data
     assert (address - packed_file._HEADER_BYTES) % (2 * MIB) == 0 and address % 64 == 0
 
@@ -283,9 +288,9 @@ def test_a_failed_pack_leaves_nothing(tmp_path: Path) -> None:
         raise ValueError("a broken checkpoint")
 
     with pytest.raises(ValueError, match="a broken checkpoint"):
-        PackedFile(tmp_path, {}).arrays(SHAPES, fail)
+        packed_file_in(tmp_path, {}).arrays(SHAPES, fail)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-    PackedFile(tmp_path, {}).arrays(SHAPES, fill)
+    packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
 
 
 def no_room(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -337,7 +342,7 @@ def test_without_a_file_an_engine_has_its_own_weights(
     problem(monkeypatch, folder)
     with caplog.at_level(logging.WARNING, "cbatch"):
         model = CpuModel(
-            network.config.to_dict(), network.state_dict(), torch.float32, shared=PackedFile(folder, {"model": 1})
+            network.config.to_dict(), network.state_dict(), torch.float32, shared=packed_file_in(folder, {"model": 1})
         )
     (line,) = [record.getMessage() for record in caplog.records if "Packed weights" in record.getMessage()]
     assert re.search(reason, line) and not list(folder.glob("*.weights")) and model.weight_bytes > 0
@@ -347,7 +352,7 @@ def test_mapped_weights_count_as_taken(tmp_path: Path, monkeypatch: pytest.Monke
     """Guards against a KV cache for which weights would leave memory: the system calls a file's pages available."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * MIB))
     memory = device_memory(CPU)
-    arrays = PackedFile(tmp_path, {}).arrays(SHAPES, fill)
+    arrays = packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
     taken = 100 * MIB - memory.free()
     assert taken == (0 if packed_file._is_in_memory(os.open(tmp_path, os.O_RDONLY)) else 12 * MIB + 4096)
     del arrays

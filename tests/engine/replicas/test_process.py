@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -335,28 +334,6 @@ def test_cut_lifeline_ends_a_replica_and_its_programs_alone(launcher: LocalLaunc
     assert second.call("echo", 1, timeout_s=SOON_S) == 1
     first.kill()
     second.kill()
-
-
-@pytest.mark.skipif(not is_linux, reason="weights are shared on Linux")
-def test_replicas_share_weights_in_a_folder_that_goes_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Weights of their own would take the memory of the machine once for each replica."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def folders(launcher: LocalLauncher, **options: Any) -> list[str | None]:
-        with closing(launcher):
-            replicas = [launcher.start(number, EngineConfig(**options)) for number in range(launcher.num_replicas)]
-            return [replica.call("place", timeout_s=SOON_S)[0].weights_folder for replica in replicas]
-
-    first, second = folders(launcher_of("stub", 2))
-    assert first == second and first is not None and Path(first).parent == tmp_path
-    assert list(tmp_path.iterdir()) == []
-    assert folders(launcher_of("stub", 2), weights_folder="/mine") == ["/mine", "/mine"]
-    assert folders(launcher_of("stub")) == [None]
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    assert folders(launcher_of("stub", 2)) == [None, None]
-    assert "Each replica keeps weights of its own" in caplog.text
 
 
 def test_closed_launcher_has_killed_all_and_starts_none() -> None:

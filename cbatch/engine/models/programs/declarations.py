@@ -124,7 +124,6 @@ class _Unstacked(Mapping[str, Tensor]):
         self._places = {name: place for name, place in self._places.items() if place[0] in tensors}
         stacked = {place[0] for place in self._places.values()}
         self._names = [*(name for name in tensors if name not in stacked), *self._places]
-        self._last: tuple[str, Tensor] | None = None
 
     @staticmethod
     def _place_of(prefix: str, number: str, part: str) -> tuple[str, int, str]:
@@ -134,10 +133,7 @@ class _Unstacked(Mapping[str, Tensor]):
         if name not in self._places:
             return self._tensors[name]
         stack, number, part = self._places[name]
-        if self._last is None or self._last[0] != stack:  # it is large, and experts are read one after the other
-            self._last = None
-            self._last = stack, self._tensors[stack]
-        matrix = self._last[1][number]
+        matrix = self._tensors[stack][number]
         if part == "down":
             return matrix
         gate, up = matrix.chunk(2)

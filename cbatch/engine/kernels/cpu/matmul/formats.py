@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.fast_math import to_float32
 from cbatch.engine.kernels.cpu.jit import kernel, shared
-from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 
 FORMATS = ("float32", "bfloat16", "int8", "int4", "int4_zeros")
 FLOAT32, BFLOAT16, INT8, INT4, INT4_ZEROS = range(len(FORMATS))
@@ -86,11 +86,15 @@ def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[np.ui
     depth: padded to so many, a multiple of 16
     """
     depth = weight.shape[1] if depth is None else depth
-    padded = np.zeros((pad_columns(len(weight)), depth), weight.dtype)
-    padded[: len(weight), : weight.shape[1]] = weight
+    columns = pad_columns(len(weight))
+    if weight.shape != (columns, depth):
+        padded = np.zeros((columns, depth), weight.dtype)
+        padded[: len(weight), : weight.shape[1]] = weight
+        weight = padded
+    packed = _in_panels(weight).view(np.uint8)
     if weight.dtype == np.int8:
-        return _in_panels(padded.view(np.uint8) ^ np.uint8(_INT8_OFFSET), 4)
-    return _in_panels(padded, 1 if weight.dtype == np.float32 else 2).view(np.uint8)
+        packed ^= np.uint8(_INT8_OFFSET)
+    return packed
 
 
 def pack_int4(
@@ -108,7 +112,7 @@ def pack_int4(
     groups, columns = -(-depth // GROUP), pad_columns(len(numbers))
     padded = np.zeros((columns, groups * GROUP), np.uint8)
     padded[: len(numbers), : numbers.shape[1]] = numbers
-    quads = _in_panels(padded, 4).reshape(-1, groups, GROUP // 8, 2, COLUMNS * 4)
+    quads = _in_panels(padded).reshape(-1, groups, GROUP // 8, 2, COLUMNS * 4)
     parts = [(quads[..., 0, :] | quads[..., 1, :] << 4).reshape(-1, groups, _NIBBLE_BYTES)]
     for given in (scales,) if zeros is None else (scales, zeros):
         halves = np.zeros((columns, groups), np.float16)
@@ -166,7 +170,8 @@ def _to_float(context: Any, low: Any, high: Any) -> Any:
     return types.float32(types.uint8, types.uint8), generate
 
 
-def _in_panels(padded: NDArray[Any], numbers: int) -> NDArray[Any]:
-    """[columns, depth] in the order of panels, with so many consecutive numbers of a column in a lane."""
-    panels = padded.reshape(-1, 2, LANES, padded.shape[1] // numbers, numbers)
-    return np.ascontiguousarray(panels.transpose(0, 3, 1, 2, 4)).reshape(-1)
+def _in_panels(padded: NDArray[Any]) -> NDArray[Any]:
+    """[columns, depth] in the order of panels. A lane has 4 bytes of consecutive numbers, which move as one."""
+    lanes = np.ascontiguousarray(padded).view(np.uint32)
+    tiles = lanes.reshape(-1, COLUMNS, lanes.shape[1]).transpose(0, 2, 1)
+    return np.ascontiguousarray(tiles).view(padded.dtype).reshape(-1)
