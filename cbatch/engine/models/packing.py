@@ -23,7 +23,7 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     INT8,
     is_quantized,
     matrix_bytes,
-    pack_int4,
+    pack_integers,
     pack_weight,
 )
 from cbatch.engine.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE
@@ -549,21 +549,20 @@ class CpuProgram:
         self.deepest = max(self.deepest, depth)
         self.formats.add(kind)
         if is_quantized(kind):
-            self.quantized_bytes = max(self.quantized_bytes, rows * row_bytes(kind, self.left_bytes, depth))
+            self.quantized_bytes = max(self.quantized_bytes, rows * row_bytes(self.left_bytes, depth))
         start, scale = self._sizes["matrices"], -1
         self._sizes["matrices"] += matrix_bytes(kind, columns, depth)
-        if kind == INT8 or factor != 1:
+        if factor != 1:
             scale = self._sizes["scales"]
             self._sizes["scales"] += columns
 
         def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
             weight = torch.cat([part.read(tensors[part.name]).to(self.dtype) for part in matrix.parts])
             weight = interleaved(weight) if is_gated else weight
-            packed, scales = pack_matrix(weight, kind, depth)
+            packed = pack_matrix(weight, kind, depth)
             arrays["matrices"][start : start + packed.size] = packed
             if scale >= 0:
-                factors = factor * (torch.ones(len(weight)) if scales is None else scales)
-                arrays["scales"][scale : scale + columns] = np.pad(factors.numpy(), (0, columns - len(factors)))
+                arrays["scales"][scale : scale + columns] = factor
 
         self._fills.append(fill)
         return _MatrixPlace(start, kind, scale)
@@ -628,39 +627,31 @@ class CpuProgram:
         return start
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [columns, depth] rounded to int8, and the float32 scale of each column: its largest number / 127."""
-    weight = weight.float()
-    scale = weight.abs().amax(dim=1).clamp(min=1e-30) / 127
-    return (weight / scale[:, None]).round().to(torch.int8), scale
-
-
-def pack_matrix(weight: Tensor, kind: int, depth: int | None = None) -> tuple[NDArray[np.uint8], Tensor | None]:
-    """A weight [columns, depth] as packed bytes of that format, and the scale of each column if it is INT8.
+def pack_matrix(weight: Tensor, kind: int, depth: int | None = None) -> NDArray[np.uint8]:
+    """A weight [columns, depth] as packed bytes of that format.
 
     depth: padded to so many
     """
-    if kind == INT4:
-        numbers, scales = quantized_in_groups(weight)
-        return pack_int4(numbers.numpy(), scales.numpy(), depth=depth), None
-    if kind == INT8:
-        integers, scale = quantized(weight)
-        return pack_weight(integers.numpy(), depth), scale
-    return pack_weight(as_array(weight), depth), None
+    if is_quantized(kind):
+        numbers, scales = quantized(weight, kind)
+        return pack_integers(kind, numbers.numpy(), scales.numpy(), depth=depth)
+    return pack_weight(as_array(weight), depth)
 
 
-def quantized_in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [columns, depth] as integers from 0 to 15, and the scales [columns, groups] of its groups of 32.
+def quantized(weight: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """A weight [columns, depth] as integers for INT8 or INT4, and the scales [columns, groups] of its groups of 32.
 
-    A number is scale * (integer - 8). As in llama.cpp's Q4_0, the number furthest from 0 of a group becomes 0 or 16.
+    They are those of llama.cpp's Q8_0 and Q4_0. In INT8 the number furthest from 0 of a group becomes 127 or -127, and
+    a number is scale * integer. In INT4 it becomes 0, and a number is scale * (integer - 8).
     """
     groups = -(-weight.shape[1] // GROUP)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * GROUP - weight.shape[1])).view(-1, groups, GROUP)
     furthest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
-    scales = (furthest / -8).half().float()
-    inverse = torch.where(scales == 0, 0, 1 / scales)
-    numbers = (padded * inverse).round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    return numbers.view(len(weight), -1)[:, : weight.shape[1]], scales[..., 0]
+    scales = (furthest.abs() / 127 if kind == INT8 else furthest / -8).half().float()
+    numbers = (padded * torch.where(scales == 0, 0, 1 / scales)).round_()
+    numbers = numbers.clamp_(-127, 127) if kind == INT8 else numbers.add_(8).clamp_(0, 15)
+    integers = numbers.to(torch.int8).view(len(weight), -1)[:, : weight.shape[1]]
+    return integers, scales[..., 0]
 
 
 def _gated_columns(columns: int) -> int:
