@@ -26,6 +26,7 @@ BENCHMARKS = {
     "products": "scripts.benchmarks.products",
     "replica-engines": "scripts.benchmarks.replica_engines",
     "replicas": "scripts.benchmarks.replicas",
+    "rounding": "scripts.benchmarks.rounding",
     "rows": "scripts.benchmarks.rows",
     "sharing": "scripts.benchmarks.sharing",
     "startup": "scripts.benchmarks.startup",

@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16, HAS_VNNI, entry
-from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT8, is_quantized, matrix_bytes
+from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, is_quantized, matrix_bytes
 from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
@@ -134,8 +134,7 @@ class _Products:
         nothing = np.empty(0, np.float32)
         arena = empty(-(-_ARENA_BYTES // self.size) * self.size, np.uint8)
         arena[:] = 1  # small numbers in every format
-        scale = np.ones(columns, np.float32) if kind == INT8 else nothing
-        self.matrix = PackedMatrix(arena, 0, kind, scale, nothing)
+        self.matrix = PackedMatrix(arena, 0, kind, nothing, nothing)
         self.workspace = new_linear_workspace(pool.size, [kind], depth, rows=rows, left_bytes=left_bytes)
         self.instruction = "bf16" if not is_quantized(kind) else ("int8", "int16")[left_bytes - 1]
         self._next = 0

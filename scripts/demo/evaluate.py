@@ -43,10 +43,10 @@ def complete(engine: Engine, cases: list[Case]) -> list[Completion]:
     return outputs
 
 
-def perplexity(model: str, dtype: str, quantize: str | None, cases: list[Case]) -> float:
+def perplexity(model: str, dtype: str, quantize: str | None, activations: str, cases: list[Case]) -> float:
     """Perplexity of the right answers, by token, of the model in this dtype."""
     total, count = 0.0, 0
-    with Engine(EngineConfig(model=model, dtype=dtype, quantize=quantize)) as engine:
+    with Engine(EngineConfig(model=model, dtype=dtype, quantize=quantize, activations=activations)) as engine:
         for at in range(0, len(cases), BATCH):
             prompts, lengths = [], []
             for case in cases[at : at + BATCH]:
@@ -64,12 +64,15 @@ def perplexity(model: str, dtype: str, quantize: str | None, cases: list[Case]) 
 
 def print_perplexities(model: str, cases: list[Case]) -> None:
     print("| computed in | perplexity of the right answers |\n| --- | ---: |")
-    for title, dtype, quantize in (
-        ("float32", "float32", None),
-        ("bfloat16", "bfloat16", None),
-        ("int8 weights, bfloat16", "bfloat16", "int8"),
+    for title, dtype, quantize, activations in (
+        ("float32", "float32", None, "int8"),
+        ("bfloat16", "bfloat16", None, "int8"),
+        ("int8 weights and activations", "bfloat16", "int8", "int8"),
+        ("int8 weights, bf16 activations", "bfloat16", "int8", "bf16"),
+        ("int4 weights, int8 activations", "bfloat16", "int4", "int8"),
+        ("int4 weights, bf16 activations", "bfloat16", "int4", "bf16"),
     ):
-        print(f"| {title} | {perplexity(model, dtype, quantize, cases):.4f} |")
+        print(f"| {title} | {perplexity(model, dtype, quantize, activations, cases):.4f} |")
 
 
 def main() -> None:

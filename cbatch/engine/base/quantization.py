@@ -12,10 +12,10 @@ ACTIVATIONS = ("int8", "bf16")
 class Quantization:
     """Weights that are kept as integers.
 
-    weights:     int8: a byte each, with a scale for each column. int4: half a byte each, with a scale for each 32
-                 numbers of a column; the head stays int8
-    activations: how rows are rounded before they are multiplied. int8: to a byte, with a scale for each 128 numbers, or
-                 for each 32 with int4 weights. bf16: to 16 bits, which loses nothing that bfloat16 has
+    weights:     int8: a byte each; int4: half a byte each, but the head stays int8. Groups of 32 numbers of a column
+                 have a scale
+    activations: how rows are rounded before they are multiplied. int8: to a byte, with a scale for each 32 numbers.
+                 bf16: to 16 bits, which loses nothing that bfloat16 has
     """
 
     weights: str

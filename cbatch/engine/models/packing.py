@@ -25,7 +25,7 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     INT8,
     is_quantized,
     matrix_bytes,
-    pack_int4,
+    pack_integers,
     pack_weight,
     tile_bytes,
 )
@@ -566,10 +566,10 @@ class CpuProgram:
         self.deepest = max(self.deepest, depth)
         self.formats.add(kind)
         if is_quantized(kind):
-            self.quantized_bytes = max(self.quantized_bytes, rows * row_bytes(kind, self.left_bytes, depth))
+            self.quantized_bytes = max(self.quantized_bytes, rows * row_bytes(self.left_bytes, depth))
         start, scale = self._sizes["matrices"], -1
         self._sizes["matrices"] += matrix_bytes(kind, columns, depth)
-        if kind == INT8 or factor != 1:
+        if factor != 1:
             scale = self._sizes["scales"]
             self._sizes["scales"] += columns
 
@@ -577,13 +577,11 @@ class CpuProgram:
             """Fills tiles of columns."""
             weight = _gated_rows if is_gated else _rows
             rows = weight(matrix, tensors, first * COLUMNS, stop * COLUMNS).to(self.dtype)
-            packed, scales = pack_matrix(rows, kind, depth)
+            packed = pack_matrix(rows, kind, depth)
             begin = start + first * tile_bytes(kind, depth)
             arrays["matrices"][begin : begin + packed.size] = packed
             if scale >= 0:
-                place = arrays["scales"][scale + first * COLUMNS : scale + stop * COLUMNS]
-                place[: len(rows)] = factor if scales is None else factor * scales.numpy()
-                place[len(rows) :] = 0
+                arrays["scales"][scale + first * COLUMNS : scale + stop * COLUMNS] = factor
 
         tiles, step = columns // COLUMNS, max(1, _PART // (COLUMNS * depth))
         self._fills += [partial(fill, first, min(first + step, tiles)) for first in range(0, tiles, step)]
@@ -649,14 +647,6 @@ class CpuProgram:
         return start
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [columns, depth] rounded to int8, and the float32 scale of each column: its largest number / 127."""
-    numbers = weight.to(torch.float32, copy=True)  # all is done in place: fresh memory takes longer than the arithmetic
-    least, most = numbers.aminmax(dim=1)
-    scale = torch.maximum(most, -least).clamp_(min=1e-30) / 127
-    return numbers.div_(scale[:, None]).round_().to(torch.int8), scale
-
-
 def _rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop: int) -> Tensor:
     """Columns of a matrix, each as a row; fewer if it has fewer."""
     parts, begin = [], 0
@@ -675,32 +665,31 @@ def _gated_rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop:
     return interleaved(torch.cat([_rows(matrix, tensors, rows.start + up, rows.stop + up) for up in (0, half)]))
 
 
-def pack_matrix(weight: Tensor, kind: int, depth: int | None = None) -> tuple[NDArray[np.uint8], Tensor | None]:
-    """A weight [columns, depth] as packed bytes of that format, and the scale of each column if it is INT8.
+def pack_matrix(weight: Tensor, kind: int, depth: int | None = None) -> NDArray[np.uint8]:
+    """A weight [columns, depth] as packed bytes of that format.
 
     depth: padded to so many
     """
-    if kind == INT4:
-        numbers, scales = quantized_in_groups(weight)
-        return pack_int4(numbers.numpy(), scales.numpy(), depth=depth), None
-    if kind == INT8:
-        integers, scale = quantized(weight)
-        return pack_weight(integers.numpy(), depth), scale
-    return pack_weight(as_array(weight), depth), None
+    if is_quantized(kind):
+        numbers, scales = quantized(weight, kind)
+        return pack_integers(kind, numbers.numpy(), scales.numpy(), depth=depth)
+    return pack_weight(as_array(weight), depth)
 
 
-def quantized_in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [columns, depth] as integers from 0 to 15, and the scales [columns, groups] of its groups of 32.
+def quantized(weight: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """A weight [columns, depth] as integers for INT8 or INT4, and the scales [columns, groups] of its groups of 32.
 
-    A number is scale * (integer - 8). As in llama.cpp's Q4_0, the number furthest from 0 of a group becomes 0 or 16.
+    They are those of llama.cpp's Q8_0 and Q4_0. In INT8 the number furthest from 0 of a group becomes 127 or -127, and
+    a number is scale * integer. In INT4 it becomes 0, and a number is scale * (integer - 8).
     """
     groups = -(-weight.shape[1] // GROUP)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * GROUP - weight.shape[1])).view(-1, groups, GROUP)
     furthest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
-    scales = (furthest / -8).half().float()
-    inverse = torch.where(scales == 0, 0, 1 / scales)
-    numbers = (padded * inverse).round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    return numbers.view(len(weight), -1)[:, : weight.shape[1]], scales[..., 0]
+    scales = (furthest.abs() / 127 if kind == INT8 else furthest / -8).half().float()
+    numbers = (padded * torch.where(scales == 0, 0, 1 / scales)).round_()
+    numbers = numbers.clamp_(-127, 127) if kind == INT8 else numbers.add_(8).clamp_(0, 15)
+    integers = numbers.to(torch.int8).view(len(weight), -1)[:, : weight.shape[1]]
+    return integers, scales[..., 0]
 
 
 def _gated_columns(columns: int) -> int:

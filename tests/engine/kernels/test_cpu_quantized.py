@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu import jit
 from cbatch.engine.kernels.cpu.activation import ActivationParams
-from cbatch.engine.kernels.cpu.matmul import linear, quantized
+from cbatch.engine.kernels.cpu.matmul import linear
+from cbatch.engine.kernels.cpu.matmul import quantized as loops
 from cbatch.engine.kernels.cpu.matmul.formats import (
     BFLOAT16,
     FLOAT32,
@@ -23,13 +24,13 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     INT4_ZEROS,
     INT8,
     matrix_bytes,
-    pack_int4,
+    pack_integers,
     pack_weight,
     unpack_column,
 )
 from cbatch.engine.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.engine.kernels.cpu.work_queue import Worker, new_work_queue
-from cbatch.engine.models.packing import quantized_in_groups
+from cbatch.engine.models.packing import quantized
 from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels
@@ -57,17 +58,18 @@ def rows_of(count: int, depth: int) -> NDArray[np.uint16]:
 
 
 def draw(kind: int, depth: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    """A matrix [columns, depth] packed, and its numbers. Bytes that are padding are the same as any others' may be."""
+    """A matrix [columns, depth] packed, and its numbers."""
     generator, groups = np.random.default_rng(depth), -(-depth // GROUP)
-    if kind == INT8:
-        integers = generator.integers(-127, 128, (COLUMNS, depth)).astype(np.int8)
-        return pack_weight(integers), integers.astype(np.float64)
-    nibbles = generator.integers(0, 16, (COLUMNS, depth)).astype(np.uint8)
+    low, high = (-127, 128) if kind == INT8 else (0, 16)
+    integers = generator.integers(low, high, (COLUMNS, depth))
     scales = generator.uniform(0.5, 2, (COLUMNS, groups)).astype(np.float16)
     zeros = generator.uniform(0, 15, (COLUMNS, groups)).astype(np.float16) if kind == INT4_ZEROS else None
-    offset = 8.0 if zeros is None else np.repeat(zeros.astype(np.float64), GROUP, axis=1)[:, :depth]
-    numbers = (nibbles - offset) * np.repeat(scales.astype(np.float64), GROUP, axis=1)[:, :depth]
-    return pack_int4(nibbles, scales, zeros), numbers
+
+    def spread(numbers: NDArray[np.float16]) -> NDArray[np.float64]:
+        return np.repeat(numbers.astype(np.float64), GROUP, axis=1)[:, :depth]
+
+    centred = integers - (spread(zeros) if zeros is not None else 8 * (kind == INT4))
+    return pack_integers(kind, integers, scales, zeros), centred * spread(scales)
 
 
 def multiply(
@@ -86,13 +88,14 @@ def multiply(
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The loops of this processor, and those of ones that have less, compiled anew."""
     if request.param != "avx512":
-        monkeypatch.setattr(quantized, "HAS_VNNI", False)
-        monkeypatch.setattr(quantized, "HAS_VNNI_256", request.param == "256 bits" and jit.HAS_VNNI_256)
-        monkeypatch.setattr(quantized, "ROW_COUNTS", {False: (1, 2), True: (1, 2)})
+        monkeypatch.setattr(loops, "HAS_VNNI", False)
+        monkeypatch.setattr(loops, "HAS_VNNI_256", request.param == "256 bits" and jit.HAS_VNNI_256)
+        monkeypatch.setattr(loops, "ROW_COUNTS", (1, 2))
+        monkeypatch.setattr(loops, "MAX_ROWS", 2)
         monkeypatch.setattr(jit, "_keep", lambda *_: None)
-    quantized.quantized_address.cache_clear()
+    loops.quantized_address.cache_clear()
     yield
-    quantized.quantized_address.cache_clear()
+    loops.quantized_address.cache_clear()
 
 
 @pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
@@ -125,12 +128,9 @@ def test_extreme_sums(kind: int) -> None:
     """Guards the int32 against overflow: all weights and all numbers of a row are as large as they can be."""
     for sign, left_bytes in product((-1, 1), (1, 2)):
         a = bfloat16(np.full((1, 512), sign, np.float32))
-        if kind == INT8:
-            packed, weight = pack_weight(np.full((COLUMNS, 512), -127, np.int8)), -127.0
-        else:
-            ones = np.ones((COLUMNS, 16), np.float16)
-            zeros = np.zeros((COLUMNS, 16), np.float16) if kind == INT4_ZEROS else None
-            packed, weight = pack_int4(np.full((COLUMNS, 512), 15, np.uint8), ones, zeros), 15.0 - 8 * (zeros is None)
+        ones, zeros = np.ones((COLUMNS, 16)), np.zeros((COLUMNS, 16)) if kind == INT4_ZEROS else None
+        most = {INT8: -127, INT4: 0, INT4_ZEROS: 15}[kind]
+        packed, weight = pack_integers(kind, np.full((COLUMNS, 512), most), ones, zeros), most - 8 * (kind == INT4)
         assert np.allclose(multiply(a, packed, kind, left_bytes), sign * weight * 512, rtol=1e-5)
 
 
@@ -147,12 +147,12 @@ def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
     assert np.isnan(found[:3]).all() and (found[3] == 0).all() and np.array_equal(found[4:], clean[4:])
 
 
-def test_a_wrong_offset_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the comparison above: integers that are stored one too high would be noticed."""
-    numbers = np.random.default_rng(0).integers(0, 16, (COLUMNS, 64)).astype(np.uint8)
-    a, ones = rows_of(3, 64), np.ones((COLUMNS, 2), np.float16)
-    right = multiply(a, pack_int4(numbers, ones), INT4, 1)
-    wrong = multiply(a, pack_int4(np.minimum(numbers + 1, 15).astype(np.uint8), ones), INT4, 1)
+def test_wrong_scales_are_seen() -> None:
+    """Guards the comparisons above: scales of the neighbouring group would be noticed."""
+    integers = np.random.default_rng(0).integers(0, 16, (COLUMNS, 64))
+    a, scales = rows_of(3, 64), np.tile([1.0, 2.0], (COLUMNS, 1))
+    right = multiply(a, pack_integers(INT4, integers, scales), INT4, 1)
+    wrong = multiply(a, pack_integers(INT4, integers, scales[:, ::-1]), INT4, 1)
     assert np.abs(right - wrong).max() > 0.5
 
 
@@ -172,12 +172,15 @@ def test_columns_that_are_read_back(kind: int) -> None:
         assert np.allclose(out, 2 * numbers[column], rtol=1e-6)
 
 
-def test_groups_of_int4() -> None:
-    """Guards the rounding of weights: the number furthest from 0 of a group is kept, zeros stay zeros."""
+@pytest.mark.parametrize("kind", [INT8, INT4], ids=lambda kind: FORMATS[kind])
+def test_rounding_of_weights(kind: int) -> None:
+    """Guards the integers of a weight: within one step of it, half a step for most, and zeros stay zeros."""
     weight = torch.randn(40, 80, generator=torch.Generator().manual_seed(0))
     weight[3, :32] = 0
-    integers, scales = quantized_in_groups(weight)
-    rounded = (integers.float() - 8) * scales.repeat_interleave(GROUP, dim=1)[:, :80]
-    steps = scales.abs().repeat_interleave(GROUP, dim=1)[:, :80]
-    assert integers.max() <= 15 and (rounded[3, :32] == 0).all()
-    assert ((rounded - weight).abs() <= steps * 1.01).all() and (rounded - weight).abs().mean() < 0.3 * steps.mean()
+    integers, scales = quantized(weight, kind)
+    steps = scales.repeat_interleave(GROUP, dim=1)[:, :80]
+    rounded = (integers.float() - 8 * (kind == INT4)) * steps
+    assert (rounded[3, :32] == 0).all()
+    assert integers.min() >= (-127 if kind == INT8 else 0) and integers.max() <= (127 if kind == INT8 else 15)
+    errors = (rounded - weight).abs() / steps.abs().clamp(min=1e-9)
+    assert errors.max() <= 1.01 and errors.median() < 0.3

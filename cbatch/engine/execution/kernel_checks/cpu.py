@@ -19,14 +19,14 @@ from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Work
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.matmul.formats import FORMATS, GROUP, INT4, INT8, is_quantized, tile_bytes
+from cbatch.engine.kernels.cpu.matmul.formats import FORMATS, GROUP, INT4, is_quantized, tile_bytes
 from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.models.packing import pack_matrix, quantized, quantized_in_groups
+from cbatch.engine.models.packing import pack_matrix, quantized
 from cbatch.engine.models.programs.program import Attend, Linear
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.engine.runtime.memory import device_memory
@@ -146,23 +146,18 @@ class _Product:
     @cached_property
     def _rounded(self) -> Tensor:
         """The numbers that the packed weight stands for."""
-        if self.format == INT8:
-            integers, scale = quantized(self._weight)
-            return integers * scale[:, None]
-        if self.format == INT4:
-            integers, scales = quantized_in_groups(self._weight)
-            return (integers.float() - 8) * scales.repeat_interleave(GROUP, dim=1)[:, : self.depth]
-        return self._weight.float()
+        if not is_quantized(self.format):
+            return self._weight.float()
+        integers, scales = quantized(self._weight, self.format)
+        centred = integers.float() - (8 if self.format == INT4 else 0)
+        return centred * scales.repeat_interleave(GROUP, dim=1)[:, : self.depth]
 
     @cached_property
     def _packed(self) -> PackedMatrix:
-        packed, scale = pack_matrix(self._weight, self.format)
-        scales = np.empty(0, np.float32)
-        if scale is not None:
-            scales = np.pad(scale.numpy(), (0, pad_columns(self.columns) - self.columns))
+        packed, nothing = pack_matrix(self._weight, self.format), np.empty(0, np.float32)
         data = empty(packed.size, packed.dtype)
         data[:] = packed
-        return PackedMatrix(data, 0, self.format, scales, np.empty(0, np.float32))
+        return PackedMatrix(data, 0, self.format, nothing, nothing)
 
     def _call(self, rows: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """Rows, their products [rows, columns], and the call that computes these."""

@@ -8,16 +8,14 @@ two consecutive numbers in bfloat16, four in int8, because there are instruction
 |---|---|---|
 | FLOAT32 | itself | number of the depth: 2 vectors of 16 |
 | BFLOAT16 | its 16 bits | pair of numbers: 2 vectors of 16 pairs |
-| INT8 | 128 more than the integer, a byte | four numbers: 2 vectors of 16 times 4 bytes |
+| INT8 | 128 more than the integer, a byte | group of 32 numbers: 8 times 2 vectors of 16 times 4, and 32 scales |
 | INT4 | 8 more than the integer, 4 bits | group of 32 numbers: 4 times 2 vectors of 16 times 8, and 32 scales |
 | INT4_ZEROS | an integer from 0 to 15, 4 bits | the same, and then 32 zero points |
 
 A byte of INT4 has a number in its low bits, and in its high ones that of four numbers further on. Scales and zero
-points are float16. An INT4 number stands for scale * (integer - 8), one of INT4_ZEROS for scale * (integer - zero
-point), which need not be an integer. That covers Q4_0 and Q4_1 of GGUF, AWQ and GPTQ; larger groups repeat their scale.
-The depth of both is padded to whole groups; rows are padded with zeros.
-
-Whoever multiplies by INT8 scales the columns (`PackedMatrix.scale`).
+points are float16. A number of INT8 stands for scale * (byte - 128), one of INT4 for scale * (integer - 8), one of
+INT4_ZEROS for scale * (integer - zero point), which need not be an integer. That covers Q8_0, Q4_0 and Q4_1 of GGUF,
+AWQ and GPTQ; larger groups repeat their scale. The depth is padded to whole groups; rows are padded with zeros.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ FORMATS = ("float32", "bfloat16", "int8", "int4", "int4_zeros")
 FLOAT32, BFLOAT16, INT8, INT4, INT4_ZEROS = range(len(FORMATS))
 
 GROUP = 32
-"""Numbers of a column of INT4 that share a scale."""
+"""Numbers of a column that share a scale."""
 
 _INT8_OFFSET, _INT4_OFFSET = 128, 8
-_NIBBLE_BYTES = COLUMNS * GROUP // 2
 _HALF = np.dtype(np.float16).itemsize
 
 
@@ -64,15 +61,19 @@ def tile_bytes(format: int, depth: int) -> int:
         return 4 * COLUMNS * depth
     if format == BFLOAT16:
         return 2 * COLUMNS * depth
-    if format == INT8:
-        return COLUMNS * depth
     return -(-depth // GROUP) * group_bytes(format)
 
 
 @shared
 def group_bytes(format: int) -> int:
-    """Bytes of a group of 32 columns in INT4 or INT4_ZEROS."""
-    return _NIBBLE_BYTES + (COLUMNS * _HALF if format == INT4 else 2 * COLUMNS * _HALF)
+    """Bytes of a group of 32 columns in a quantized format."""
+    return number_bytes(format) + (2 if format == INT4_ZEROS else 1) * COLUMNS * _HALF
+
+
+@shared
+def number_bytes(format: int) -> int:
+    """The bytes of a group that hold its integers; scales follow them."""
+    return COLUMNS * GROUP if format == INT8 else COLUMNS * GROUP // 2
 
 
 def matrix_bytes(format: int, columns: int, depth: int) -> int:
@@ -81,7 +82,7 @@ def matrix_bytes(format: int, columns: int, depth: int) -> int:
 
 
 def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[np.uint8]:
-    """A weight [columns, depth] of float32, uint16 (bfloat16) or int8 as packed bytes.
+    """A weight [columns, depth] of float32 or uint16 (bfloat16) as packed bytes.
 
     depth: padded to so many, a multiple of 16
     """
@@ -91,29 +92,31 @@ def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[np.ui
         padded = np.zeros((columns, depth), weight.dtype)
         padded[: len(weight), : weight.shape[1]] = weight
         weight = padded
-    packed = _in_panels(weight).view(np.uint8)
-    if weight.dtype == np.int8:
-        packed ^= np.uint8(_INT8_OFFSET)
-    return packed
+    return _in_panels(weight).view(np.uint8)
 
 
-def pack_int4(
-    numbers: NDArray[np.uint8],
+def pack_integers(
+    format: int,
+    numbers: NDArray[np.integer[Any]],
     scales: NDArray[np.floating[Any]],
     zeros: NDArray[np.floating[Any]] | None = None,
     depth: int | None = None,
 ) -> NDArray[np.uint8]:
-    """Integers [columns, depth] from 0 to 15 as packed bytes: of INT4_ZEROS if there are zero points, else of INT4.
+    """Integers [columns, depth] as packed bytes: -128 to 127 for INT8, else 0 to 15.
 
-    scales, zeros: [columns, groups of 32], rounded to float16
-    depth:         padded to so many
+    scales: [columns, groups of 32], rounded to float16; so are zero points, which INT4_ZEROS has
+    depth:  padded to so many
     """
     depth = numbers.shape[1] if depth is None else depth
     groups, columns = -(-depth // GROUP), pad_columns(len(numbers))
     padded = np.zeros((columns, groups * GROUP), np.uint8)
-    padded[: len(numbers), : numbers.shape[1]] = numbers
-    quads = _in_panels(padded).reshape(-1, groups, GROUP // 8, 2, COLUMNS * 4)
-    parts = [(quads[..., 0, :] | quads[..., 1, :] << 4).reshape(-1, groups, _NIBBLE_BYTES)]
+    offset = _INT8_OFFSET if format == INT8 else 0
+    padded[: len(numbers), : numbers.shape[1]] = numbers.astype(np.int16) + offset
+    quads = _in_panels(padded)
+    if format != INT8:
+        quads = quads.reshape(-1, GROUP // 8, 2, COLUMNS * 4)
+        quads = quads[..., 0, :] | quads[..., 1, :] << 4
+    parts = [quads.reshape(-1, groups, number_bytes(format))]
     for given in (scales,) if zeros is None else (scales, zeros):
         halves = np.zeros((columns, groups), np.float16)
         halves[: given.shape[0], : given.shape[1]] = given
@@ -124,7 +127,7 @@ def pack_int4(
 
 @kernel
 def unpack_column(data: Any, start: int, kind: int, column: int, factor: float, out: Any) -> None:
-    """out [depth] float32 = factor * a column of the matrix that begins at that byte, without the column's scale."""
+    """out [depth] float32 = factor * a column of the matrix that begins at that byte, without its `scale`."""
     depth = len(out)
     lane = column % COLUMNS
     tile = data[start + column // COLUMNS * tile_bytes(kind, depth) :][: tile_bytes(kind, depth)]
@@ -136,24 +139,23 @@ def unpack_column(data: Any, start: int, kind: int, column: int, factor: float, 
         pairs = tile.view(np.uint16)
         for i in range(depth):
             out[i] = factor * to_float32(pairs[i // 2 * 2 * COLUMNS + lane * 2 + i % 2])
-    elif kind == INT8:
-        for i in range(depth):
-            out[i] = factor * np.float32(np.int32(tile[i // 4 * 4 * COLUMNS + lane * 4 + i % 4]) - _INT8_OFFSET)
     else:
         _unpack_groups(tile, kind, lane, factor, out)
 
 
 @kernel
 def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> None:
+    numbers, offset = number_bytes(kind), np.float32(offset_of(kind))
     for i in range(len(out)):
         group, within = tile[i // GROUP * group_bytes(kind) :], i % GROUP
-        byte = group[within // 8 * 4 * COLUMNS + lane * 4 + within % 4]
-        number = np.float32(byte >> 4 if within % 8 >= 4 else byte & 15)
-        scale = _to_float(group[_NIBBLE_BYTES + 2 * lane], group[_NIBBLE_BYTES + 2 * lane + 1])
-        zero = np.float32(_INT4_OFFSET)
-        if kind == INT4_ZEROS:
-            at = _NIBBLE_BYTES + 2 * (COLUMNS + lane)
-            zero = _to_float(group[at], group[at + 1])
+        if kind == INT8:
+            number = np.float32(group[within // 4 * 4 * COLUMNS + lane * 4 + within % 4])
+        else:
+            byte = group[within // 8 * 4 * COLUMNS + lane * 4 + within % 4]
+            number = np.float32(byte >> 4 if within % 8 >= 4 else byte & 15)
+        scale = _to_float(group[numbers + 2 * lane], group[numbers + 2 * lane + 1])
+        at = numbers + 2 * (COLUMNS + lane)
+        zero = _to_float(group[at], group[at + 1]) if kind == INT4_ZEROS else offset
         out[i] = factor * scale * (number - zero)
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from cbatch.engine.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
 from cbatch.engine.kernels.cpu.fast_math import from_float32, silu
 from cbatch.engine.kernels.cpu.jit import kernel
-from cbatch.engine.kernels.cpu.matmul import amx
-from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, FORMATS, is_quantized, tile_bytes
+from cbatch.engine.kernels.cpu.matmul import amx, quantized
+from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, FORMATS, GROUP, is_quantized, tile_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import (
     COLUMNS,
     LANES,
@@ -27,8 +27,8 @@ from cbatch.engine.kernels.cpu.matmul.microkernel import (
     microkernel_address,
     multiply_tile,
 )
-from cbatch.engine.kernels.cpu.matmul.quantized import max_rows, multiply_quantized, quantized_address
-from cbatch.engine.kernels.cpu.matmul.quantized_rows import padded_depth, quantize_row, row_bytes
+from cbatch.engine.kernels.cpu.matmul.quantized import multiply_quantized, quantized_address
+from cbatch.engine.kernels.cpu.matmul.quantized_rows import quantize_row, row_bytes
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 from cbatch.engine.runtime.cpu import empty
 
@@ -99,7 +99,7 @@ def new_linear_workspace(
     for kind in formats:
         addresses[kind], most[kind] = _microkernel_of(kind, left_bytes)
         if is_quantized(kind):
-            width = max(width, row_bytes(kind, left_bytes, depth))
+            width = max(width, row_bytes(left_bytes, depth))
     return LinearWorkspace(
         addresses,
         most,
@@ -115,7 +115,7 @@ def new_linear_workspace(
 def _microkernel_of(kind: int, left_bytes: int) -> tuple[int, int]:
     """The address of the loop for a format, and the most rows that it takes."""
     if is_quantized(kind):
-        return quantized_address(kind, left_bytes), max_rows(kind)
+        return quantized_address(kind, left_bytes), quantized.MAX_ROWS
     if kind == BFLOAT16 and amx.has_amx():
         return amx.amx_address(), amx.MAX_ROWS
     return microkernel_address(np.dtype(np.float32 if kind == FLOAT32 else np.uint16)), MAX_ROWS
@@ -150,7 +150,7 @@ def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: Li
     """Rows of `a` as the microkernel takes them for weights of that format, and the next phase."""
     if not is_quantized(weights):
         return phase, Rows(np.int64(a.ctypes.data), a.shape[1] * a.itemsize)
-    num_rows, width = len(a), row_bytes(weights, workspace.left_bytes, a.shape[1])
+    num_rows, width = len(a), row_bytes(workspace.left_bytes, a.shape[1])
     if num_rows <= FEW_ROWS:
         own = workspace.few_rows[worker.thread]
         for row in range(num_rows):
@@ -180,7 +180,7 @@ def _multiply(
     microkernel = workspace.microkernels[kind]
     if is_quantized(kind):
         ahead = 0 if not is_first else tile_bytes(kind, depth) if count > 1 else _AHEAD_OF_ONE_ROW
-        multiply_quantized(microkernel, left, place, ahead, padded_depth(kind, depth) // 4, out, count, add)
+        multiply_quantized(microkernel, left, place, ahead, -(-depth // GROUP), out, count, add)
         return
     panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
     panels[0], panels[1] = place, place + 4 * LANES

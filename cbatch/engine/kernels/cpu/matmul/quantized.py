@@ -1,10 +1,10 @@
 """The inner loop of products with quantized weights: a few rows times 32 columns, in integers.
 
-Left-hand rows are quantized too (see `quantized_rows.py`), to int8 or int16, in blocks with a scale each. A vector of
-weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row: one instruction for
-int8, two for int16, whose quads lie in the order 0, 2, 1, 3 for that. Sums of a block are exact integers. They begin
-with what the offset of the stored weights adds too much, and at the block's end they become float32, times the scales
-of the row's block and of the weights.
+Left-hand rows are quantized too (see `quantized_rows.py`), to int8 or int16, in the same groups of 32 numbers as the
+weights. A vector of weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row:
+one instruction for int8, two for int16, whose quads lie in the order 0, 2, 1, 3 for that. Sums of a group are exact
+integers. They begin with what the offset of the stored weights adds too much, and at the group's end they become
+float32, times the scales of both groups. The sums of 6 rows and the integers beside them fill the registers.
 
 Each result is summed in the same order, whatever the other rows are: a row has the same result, to the last bit, in
 every batch.
@@ -20,18 +20,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, address_of, kernel, shared
-from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4_ZEROS, INT8, group_bytes
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, address_of, kernel
+from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4_ZEROS, INT8, group_bytes, number_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, Rows, VectorEmitter
 
-BLOCK = 128
-"""Numbers of a left-hand row that share a scale if the weights are INT8; with groups of weights, it is a group."""
+ROW_COUNTS = (1, 2, 3, 4, 6) if HAS_AVX512 else (1, 2)
+"""Numbers of rows that there is code for."""
 
-ROW_COUNTS = {
-    False: (1, 2, 3, 4, 6, 8, 12) if HAS_AVX512 else (1, 2),
-    True: (1, 2, 3, 4, 6) if HAS_AVX512 else (1, 2),
-}
-"""Numbers of rows that there is code for, without and with groups of weights."""
+MAX_ROWS = max(ROW_COUNTS)
 
 _FLOAT, _HALF, _INT8 = ir.FloatType(), ir.HalfType(), ir.IntType(8)
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
@@ -39,22 +35,9 @@ _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _VECTOR_BYTES = 4 * LANES
-_UNROLLED = 4
-"""Quads that are multiplied before the loop looks whether it is at its end: depths are multiples of 16."""
 _SECOND_CACHE = 2
 """How near prefetched weights are brought, for `llvm.prefetch`: not all of a tile may fit into the first cache."""
 _NUM_ARGUMENTS = 9
-
-
-def max_rows(weights: int) -> int:
-    """The most rows of a call, for weights of that format."""
-    return max(ROW_COUNTS[weights != INT8])
-
-
-@shared
-def block_of(weights: int) -> int:
-    """Numbers of a left-hand row that share a scale, for weights of that format."""
-    return BLOCK if weights == INT8 else GROUP
 
 
 class _QuantizedEmitter(VectorEmitter):
@@ -141,13 +124,23 @@ class _QuantizedEmitter(VectorEmitter):
             self.builder.call(fetch, [place, _INT32(0), _INT32(_SECOND_CACHE), _INT32(1)])
         return [self.load(there, offset, _WORDS) for offset in both]
 
+    def quads(self, start: Any, number: int) -> list[Any]:
+        """Four bytes for each column of both panels, of a group that begins there."""
+        if self.format == INT8:
+            return self.weights(start, number)
+        builder, low = self.builder, self.constant(0x0F0F0F0F)
+        if number % 2 == 0:
+            self.nibbles = self.weights(start, number // 2)
+            return [builder.and_(words, low) for words in self.nibbles]
+        return [builder.and_(builder.lshr(words, self.constant(4)), low) for words in self.nibbles]
+
     def emit(
-        self, left: tuple[Any, Any], place: tuple[Any, Any], quads: Any, out: tuple[Any, Any], count: Any, add: Any
+        self, left: tuple[Any, Any], place: tuple[Any, Any], groups: Any, out: tuple[Any, Any], count: Any, add: Any
     ) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times.
 
-        place: address of the tile, and bytes from each of its vectors to what is prefetched meanwhile
-        quads: so many times four numbers of the depth
+        place:  address of the tile, and bytes from each of its vectors to what is prefetched meanwhile
+        groups: of 32 numbers of the depth
         """
         weights, self.ahead = place
         builder, (left_address, left_stride), (out_address, out_stride) = self.builder, left, out
@@ -165,63 +158,30 @@ class _QuantizedEmitter(VectorEmitter):
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
             for place in self.places:
                 builder.store(builder.load(targets[place], align=4), sums[place])
-        block = _INT64(block_of(self.format) // 4)
-        blocks = builder.udiv(builder.add(quads, builder.sub(block, _INT64(1))), block)
-        scales = builder.mul(quads, _INT64(4 * self.left_bytes))
-        offsets = builder.add(scales, builder.mul(blocks, _INT64(4)))
-        with cgutils.for_range(builder, blocks) as loop:
+        scales = builder.mul(groups, _INT64(GROUP * self.left_bytes))
+        offsets = builder.add(scales, builder.mul(groups, _INT64(4)))
+        with cgutils.for_range(builder, groups) as loop:
             at = builder.mul(loop.index, _INT64(4))
-            factors = [builder.add(scales, at), builder.add(offsets, at)]
-            if self.format == INT8:
-                self.emit_block(sums, weights, rows, builder.mul(loop.index, block), quads, factors)
-            else:
-                start = builder.add(weights, builder.mul(loop.index, _INT64(group_bytes(self.format))))
-                self.emit_group(sums, start, rows, builder.mul(loop.index, block), factors)
+            start = builder.add(weights, builder.mul(loop.index, _INT64(group_bytes(self.format))))
+            first = builder.mul(loop.index, _INT64(GROUP // 4))
+            self.emit_group(sums, start, rows, first, [builder.add(scales, at), builder.add(offsets, at)])
         for place in self.places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
-
-    def emit_block(
-        self, sums: dict[tuple[int, int], Any], weights: Any, rows: list[Any], first: Any, quads: Any, factors: Any
-    ) -> None:
-        """A block of INT8, from that quad to its end or that of the depth."""
-        builder, (scale, offset) = self.builder, factors
-        begin = {row: self.load_broadcast(rows[row], offset, _INT32) for row in range(self.num_rows)}
-        totals = {place: cgutils.alloca_once(builder, _WORDS) for place in self.places}
-        for place in self.places:
-            builder.store(begin[place[0]], totals[place])
-        rest, block = builder.sub(quads, first), _INT64(BLOCK // 4)
-        steps = builder.select(builder.icmp_signed("<", rest, block), rest, block)
-        with cgutils.for_range(builder, builder.udiv(steps, _INT64(_UNROLLED))) as loop:
-            step = builder.add(first, builder.mul(loop.index, _INT64(_UNROLLED)))
-            there = builder.add(weights, builder.mul(step, _INT64(2 * _VECTOR_BYTES)))
-            current = {place: builder.load(totals[place]) for place in self.places}
-            for number in range(_UNROLLED):
-                self.multiply_quads(current, self.weights(there, number), rows, builder.add(step, _INT64(number)))
-            for place in self.places:
-                builder.store(current[place], totals[place])
-        for row, panel in self.places:
-            total = builder.sitofp(builder.load(totals[row, panel]), _SUMS)
-            factor = self.load_broadcast(rows[row], scale, _FLOAT)
-            builder.store(self.fma(total, factor, builder.load(sums[row, panel])), sums[row, panel])
 
     def emit_group(
         self, sums: dict[tuple[int, int], Any], start: Any, rows: list[Any], first: Any, factors: Any
     ) -> None:
-        """A group of INT4 or INT4_ZEROS, which begins at `start`."""
+        """A group, which begins at `start`; `first` is the number of its first quad."""
         builder, (scale, offset) = self.builder, factors
         has_zeros = self.format == INT4_ZEROS
         totals = {
             place: self.constant(0) if has_zeros else self.load_broadcast(rows[place[0]], offset, _INT32)
             for place in self.places
         }
-        low = self.constant(0x0F0F0F0F)
-        for pair in range(GROUP // 8):
-            both = self.weights(start, pair)
-            high = [builder.and_(builder.lshr(words, self.constant(4)), low) for words in both]
-            for odd, quads in enumerate(([builder.and_(words, low) for words in both], high)):
-                self.multiply_quads(totals, quads, rows, builder.add(first, _INT64(2 * pair + odd)))
+        for quad in range(GROUP // 4):
+            self.multiply_quads(totals, self.quads(start, quad), rows, builder.add(first, _INT64(quad)))
         halves = ir.VectorType(_HALF, LANES)
-        end = GROUP // 4 * _VECTOR_BYTES
+        end = number_bytes(self.format)
         scales = [builder.fpext(self.load(start, end + 2 * LANES * panel, halves), _SUMS) for panel in (0, 1)]
         zeros = []
         if has_zeros:
@@ -241,30 +201,29 @@ class _QuantizedEmitter(VectorEmitter):
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _emit_loop(
-    context: Any, weights: Any, left_bytes: Any, left: Any, place: Any, quads: Any, out: Any, count: Any, add: Any
+    context: Any, weights: Any, left_bytes: Any, left: Any, place: Any, groups: Any, out: Any, count: Any, add: Any
 ) -> Any:
     """The loop for each number of rows there is code for, and the choice among them. The first two are constants."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        *_, left, place, quads, out, count, add = args
+        *_, left, place, groups, out, count, add = args
         left, place, out = (cgutils.unpack_tuple(builder, record) for record in (left, place, out))
         kind = weights.literal_value, left_bytes.literal_value
-        row_counts = ROW_COUNTS[kind[0] != INT8]
         end = builder.append_basic_block("end")
-        blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in row_counts}
+        blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in ROW_COUNTS}
         switch = builder.switch(count, end)
-        for number in range(1, max(row_counts) + 1):
-            switch.add_case(_INT64(number), blocks[min(each for each in row_counts if each >= number)])
+        for number in range(1, MAX_ROWS + 1):
+            switch.add_case(_INT64(number), blocks[min(each for each in ROW_COUNTS if each >= number)])
         for num_rows, block in blocks.items():
             with builder.goto_block(block):
-                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, quads, out, count, add)
+                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, groups, out, count, add)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
     if not isinstance(weights, types.IntegerLiteral):
         return None
-    return types.void(weights, left_bytes, left, place, quads, out, types.int64, types.int64), generate
+    return types.void(weights, left_bytes, left, place, groups, out, types.int64, types.int64), generate
 
 
 @cache
@@ -275,9 +234,17 @@ def quantized_address(weights: int, left_bytes: int) -> int:
     """
 
     def loop(
-        left: int, left_stride: int, place: int, ahead: int, quads: int, out: int, out_stride: int, count: int, add: int
+        left: int,
+        left_stride: int,
+        place: int,
+        ahead: int,
+        groups: int,
+        out: int,
+        out_stride: int,
+        count: int,
+        add: int,
     ) -> None:
-        _emit_loop(weights, left_bytes, (left, left_stride), (place, ahead), quads, (out, out_stride), count, add)
+        _emit_loop(weights, left_bytes, (left, left_stride), (place, ahead), groups, (out, out_stride), count, add)
 
     return address_of(loop, types.void(*[types.int64] * _NUM_ARGUMENTS))
 
@@ -294,14 +261,14 @@ def _call_loop(context: Any, address: Any, arguments: Any) -> Any:
 
 @kernel
 def multiply_quantized(
-    address: int, left: Rows, place: int, ahead: int, quads: int, out: Rows, count: int, add: int
+    address: int, left: Rows, place: int, ahead: int, groups: int, out: Rows, count: int, add: int
 ) -> None:
-    """out [count, 32] float32 = left [count, 4 * quads] times a tile; added to `out` if `add` is 1.
+    """out [count, 32] float32 = left [count, 32 * groups] times a tile; added to `out` if `add` is 1.
 
     address: see `quantized_address`
     left:    see `quantized_rows.py`
     place:   the address of the tile
     ahead:   bytes from there to what is to be prefetched meanwhile, as much as the tile
-    count:   rows, 1 to `max_rows`
+    count:   rows, 1 to MAX_ROWS
     """
-    _call_loop(address, (left.address, left.stride, place, ahead, quads, out.address, out.stride, count, add))
+    _call_loop(address, (left.address, left.stride, place, ahead, groups, out.address, out.stride, count, add))

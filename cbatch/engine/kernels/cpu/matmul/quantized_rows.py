@@ -1,9 +1,9 @@
 """Left-hand rows as integers, for products with quantized weights.
 
-A row is cut into blocks, each in units of a 127th (int8) or a 32767th (int16) of its largest number. In memory it is
-its numbers, padded with zeros to whole groups of the weights; then the float32 scale of each block; then a word for
-each block: what the offset of the stored weights adds too much, as an int32, or for weights with zero points minus the
-sum of the block as a float32.
+A row is cut into groups of 32 numbers, each in units of a 127th (int8) or a 32767th (int16) of its largest number. In
+memory it is its numbers, padded with zeros to whole groups; then the float32 scale of each group; then a word for each
+group: what the offset of the stored weights adds too much, as an int32, or for weights with zero points minus the sum
+of the group as a float32.
 """
 
 from __future__ import annotations
@@ -14,32 +14,24 @@ import numpy as np
 
 from cbatch.engine.kernels.cpu.fast_math import bits_of, from_bits, to_float32
 from cbatch.engine.kernels.cpu.jit import kernel, shared
-from cbatch.engine.kernels.cpu.matmul.formats import INT4_ZEROS, INT8, offset_of
-from cbatch.engine.kernels.cpu.matmul.quantized import block_of
+from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4_ZEROS, offset_of
 
 _LINE = 64
 
 _ZERO_BELOW = np.float32(1e-34)
-"""A block of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
+"""A group of smaller numbers is quantized to zeros: the inverse of its scale would overflow a float32."""
 
 
 @shared
-def padded_depth(weights: int, depth: int) -> int:
-    """Numbers of a row, for weights of that format: INT4 has whole groups."""
-    return depth if weights == INT8 else -(-depth // block_of(weights)) * block_of(weights)
-
-
-@shared
-def row_bytes(weights: int, left_bytes: int, depth: int) -> int:
+def row_bytes(left_bytes: int, depth: int) -> int:
     """Bytes from one row to the next: an odd number of cache lines, so that rows do not compete for the same sets."""
-    blocks = -(-depth // block_of(weights))
-    lines = -(-(padded_depth(weights, depth) * left_bytes + 8 * blocks) // _LINE)
+    lines = -(-(-(-depth // GROUP) * (GROUP * left_bytes + 8)) // _LINE)
     return (lines | 1) * _LINE
 
 
 @kernel
-def _quantize_block(row: Any, numbers: Any, largest_integer: int) -> Any:
-    """A block in units of what is returned: a part of its largest number."""
+def _quantize_group(row: Any, numbers: Any, largest_integer: int) -> Any:
+    """A group in units of what is returned: a part of its largest number."""
     bits = np.uint32(0)
     for i in range(len(row)):
         bits = max(bits, bits_of(to_float32(row[i])) & np.uint32(0x7FFFFFFF))
@@ -63,33 +55,24 @@ def _sum(numbers: Any) -> Any:
 
 
 @kernel
-def _finish_row(memory: Any, numbers: Any, weights: int) -> None:
-    """Writes what follows the scales of a row."""
-    block, padded = block_of(weights), len(numbers)
-    blocks = -(-padded // block)
-    offsets = memory[padded * numbers.itemsize + 4 * blocks :]
-    integers, floats = offsets[: 4 * blocks].view(np.int32), offsets[: 4 * blocks].view(np.float32)
-    for number in range(blocks):
-        total = _sum(numbers[number * block : min(padded, (number + 1) * block)])
-        if weights == INT4_ZEROS:
-            floats[number] = -np.float32(total)
-        else:
-            integers[number] = -offset_of(weights) * total
-
-
-@kernel
 def _quantize_row_as(row: Any, numbers: Any, memory: Any, weights: int) -> None:
     """A row [depth] into its memory, which begins with the numbers [padded depth]."""
-    depth, padded, block = len(row), len(numbers), block_of(weights)
-    blocks = -(-padded // block)
-    scales = memory[padded * numbers.itemsize : padded * numbers.itemsize + 4 * blocks].view(np.float32)
-    for i in range(depth, padded):
+    depth, groups = len(row), len(numbers) // GROUP
+    start = numbers.size * numbers.itemsize
+    scales = memory[start : start + 4 * groups].view(np.float32)
+    rest = memory[start + 4 * groups : start + 8 * groups]
+    integers, floats = rest.view(np.int32), rest.view(np.float32)
+    for i in range(depth, len(numbers)):
         numbers[i] = 0
-    for number in range(blocks):
-        first, stop = number * block, min(depth, (number + 1) * block)
-        largest = 127 if numbers.itemsize == 1 else 32767
-        scales[number] = _quantize_block(row[first:stop], numbers[first:stop], largest)
-    _finish_row(memory, numbers, weights)
+    for group in range(groups):
+        first, stop = group * GROUP, min(depth, (group + 1) * GROUP)
+        part = numbers[first : first + GROUP]
+        scales[group] = _quantize_group(row[first:stop], part, 127 if numbers.itemsize == 1 else 32767)
+        total = _sum(part)
+        if weights == INT4_ZEROS:
+            floats[group] = -np.float32(total)
+        else:
+            integers[group] = -offset_of(weights) * total
 
 
 @kernel
@@ -103,7 +86,7 @@ def _swap_in_quads(numbers: Any) -> None:
 @kernel
 def quantize_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
     """Writes a row [depth] of float32 or bfloat16 to memory of `row_bytes` bytes, for weights of that format."""
-    padded = padded_depth(weights, len(row))
+    padded = -(-len(row) // GROUP) * GROUP
     if left_bytes == 1:
         _quantize_row_as(row, memory[:padded].view(np.int8), memory, weights)
     else:

@@ -1,0 +1,173 @@
+"""What quantized weights and activations lose, beside the roundings of llama.cpp.
+
+    python -m scripts.benchmarks rounding
+
+Logits are compared with those of the same weights in float32 by transformers: the Kullback-Leibler divergence in nats,
+how often the most probable token is the same, and for the demo model the perplexity of its held-out conversations.
+Random models get random tokens; their divergence is far larger than a trained model's, since nothing was trained to be
+robust, but it compares roundings. Q8_0 and Q4_0 round weights to 8 and 4 bits in blocks of 32, and rows to int8 in
+blocks of 32; with Q4_0 the head is Q8_0. They are done in float32 here, in the layers of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.engine import Engine
+from cbatch.engine.attention.cpu import CpuAttention
+from cbatch.engine.base.model_files import read_json_object
+from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.models.checkpoint import Tensors
+from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.loader import DEMO_MODEL
+from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.kv_cache import KVCache
+from scripts.benchmarks.harness import Report, at_least_one
+from scripts.benchmarks.models import RandomTensors, make_network
+from scripts.benchmarks.shapes import SHAPES, Config
+
+ROUNDINGS: dict[str, Quantization | None] = {
+    "bfloat16": None,
+    "int8, activations bf16": Quantization("int8", "bf16"),
+    "int8, activations int8": Quantization("int8", "int8"),
+    "int4, activations bf16": Quantization("int4", "bf16"),
+    "int4, activations int8": Quantization("int4", "int8"),
+}
+_BLOCK = 32
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % _BLOCK)).view(*x.shape[:-1], -1, _BLOCK)
+
+
+def _as_before(blocks: Tensor, x: Tensor) -> Tensor:
+    return blocks.flatten(-2)[..., : x.shape[-1]]
+
+
+def rounded_to_q8_0(x: Tensor) -> Tensor:
+    blocks = _in_blocks(x)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(scale == 0, 0, 1 / scale)
+    return _as_before((blocks * inverse).round() * scale.half().float(), x)
+
+
+def rounded_to_q4_0(x: Tensor) -> Tensor:
+    blocks = _in_blocks(x)
+    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
+    inverse = torch.where(scale == 0, 0, 1 / scale)
+    integers = (blocks * inverse + 8.5).floor().clamp(0, 15) - 8
+    return _as_before(integers * scale.half().float(), x)
+
+
+@contextmanager
+def rounded_like_llama_cpp(network: Any, weights: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The network with rounded weights and rows in its linears, and a rounded embedding."""
+    head = network.get_output_embeddings()
+    linears = [module for module in network.modules() if isinstance(module, torch.nn.Linear)]
+    kept, hooks = [], []
+    for module in linears:
+        kept.append((module, module.weight))
+        rounding = rounded_to_q8_0 if module is head else weights
+        module.weight = torch.nn.Parameter(rounding(module.weight), requires_grad=False)
+        hooks.append(module.register_forward_pre_hook(lambda _, args: (rounded_to_q8_0(args[0]), *args[1:])))
+    embedding = network.get_input_embeddings()
+    kept.append((embedding, embedding.weight))
+    embedding.weight = torch.nn.Parameter(rounded_to_q8_0(embedding.weight), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, weight in kept:
+            module.weight = weight
+        for hook in hooks:
+            hook.remove()
+
+
+def logits_of_network(network: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
+    with torch.inference_mode():
+        return [network(torch.tensor([ids])).logits[0].float() for ids in sequences]
+
+
+def logits_of_model(model: CpuModel, sequences: Sequence[list[int]]) -> list[Tensor]:
+    attention, found = CpuAttention(), []
+    for ids in sequences:
+        count = len(ids)
+        blocks = -(-count // 16)
+        shapes = [attention.block_shapes(layer, 16, model.dtype) for layer in model.layers]
+        kv_cache = KVCache(shapes, blocks, 16, model.dtype, model.device)
+        every, table = np.arange(count), np.arange(blocks, dtype=np.int32)[None]
+        batch = RaggedBatch(np.array(ids), every, every, every, table, [0], [count], model.device)
+        found.append(model.forward(batch, kv_cache, attention).values.clone())
+    return found
+
+
+def compare(found: list[Tensor], expected: list[Tensor], sequences: Sequence[list[int]]) -> dict[str, float]:
+    divergence, same, surprise, count = 0.0, 0, 0.0, 0
+    for one, other, ids in zip(found, expected, sequences, strict=True):
+        right, mine = other.double().log_softmax(-1), one.double().log_softmax(-1)
+        divergence += float((right.exp() * (right - mine)).sum())
+        same += int((mine.argmax(-1) == right.argmax(-1)).sum())
+        surprise -= float(mine[:-1].gather(1, torch.tensor(ids[1:])[:, None]).sum())
+        count += len(ids)
+    tokens = count - len(sequences)
+    return {"divergence": divergence / count, "same": same / count, "perplexity": float(np.exp(surprise / tokens))}
+
+
+def demo_sequences(count: int) -> list[list[int]]:
+    """So many of the demo model's held-out conversations, with their right answers."""
+    from scripts.demo.data import held_out
+
+    cases = [case for case in held_out(20) if not case.words]
+    with Engine(device="cpu") as engine:
+        chosen = cases[:: max(1, len(cases) // count)][:count]
+        return [list(engine.encode({"messages": case.messages}, answer=case.answer)) for case in chosen]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shape", choices=["demo", *sorted(SHAPES)], action="append", help="model (demo, 135m and 0.6B)")
+    add("--layers", type=at_least_one, default=8, help="of random models (%(default)s)")
+    add("--tokens", type=at_least_one, default=512, help="of random models (%(default)s)")
+    add("--conversations", type=at_least_one, default=200, help="of the demo model (%(default)s)")
+
+
+def run(options: argparse.Namespace, report: Report) -> int:
+    for shape in options.shape or ("demo", "135m", "0.6B"):
+        config, tensors, sequences = _case(shape, options)
+        network = make_network(config, {name: tensors[name].float() for name in tensors}, torch.float32, _CPU)
+        expected = logits_of_network(network, sequences)
+        found = {}
+        for name, weights in (("Q8_0 of llama.cpp", rounded_to_q8_0), ("Q4_0 of llama.cpp", rounded_to_q4_0)):
+            with rounded_like_llama_cpp(network, weights):
+                found[name] = compare(logits_of_network(network, sequences), expected, sequences)
+        for name, quantize in ROUNDINGS.items():
+            model = CpuModel(config, tensors, torch.bfloat16, quantize=quantize)
+            found[name] = compare(logits_of_model(model, sequences), expected, sequences)
+        report.figures[shape] = found
+        table = [["rounding", "divergence", "same token", "perplexity"]]
+        for name, figures in found.items():
+            table.append(
+                [name, f"{figures['divergence']:.5f}", f"{figures['same']:.2%}", f"{figures['perplexity']:.4f}"]
+            )
+        report.line(f"{shape}: perplexity in float32 {compare(expected, expected, sequences)['perplexity']:.4f}")
+        report.table(table)
+        report.line()
+    return 0
+
+
+_CPU = torch.device("cpu")
+
+
+def _case(shape: str, options: argparse.Namespace) -> tuple[Config, Any, list[list[int]]]:
+    """Config, weights by name, and sequences of token ids."""
+    if shape == "demo":
+        return read_json_object(DEMO_MODEL / "config.json"), Tensors(DEMO_MODEL), demo_sequences(options.conversations)
+    config = SHAPES[shape] | {"num_hidden_layers": options.layers}
+    ids = np.random.default_rng(0).integers(1, config["vocab_size"], options.tokens).tolist()
+    return config, RandomTensors(config, _CPU, torch.bfloat16), [ids]
