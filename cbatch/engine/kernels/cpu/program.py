@@ -654,7 +654,9 @@ def run_step(
 
     routing, recurrence: None for a model without experts or recurrent layers, which is compiled without them
     """
-    arenas, tokens, phase = buffers.arenas, len(inputs.ids), 0
+    # Not a plain 0: that has a type of its own, for which every kernel below would be compiled once more.
+    phase: Any = np.int64(0)
+    arenas, tokens = buffers.arenas, len(inputs.ids)
     for index in range(len(program)):
         op = program[index]
         if op.code == EMBED:
