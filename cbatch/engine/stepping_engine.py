@@ -19,7 +19,6 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.base.units import format_bytes, parse_memory
@@ -87,6 +86,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             config.dtype,
             fast=fast,
             quantize=quantize,
+            activations=config.activations,
             weight_cache=WeightCache.of_config(config),
             device_map=choose_device_map(config, device),
         )
@@ -134,8 +134,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
     def fingerprint(self) -> str:
         """A hash of everything about the model that decides its output: no paths, no times, no device."""
         template = self.tokenizer.templates if self.tokenizer else None
-        quantize = self.config.quantize
-        dtype = str(Quantization(quantize, self.config.activations) if quantize else self.model.dtype)
+        dtype = str(getattr(self.model, "quantization", None) or self.model.dtype)
         parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]
         if self.config.state_dtype != "auto" and self.model.states:
             parts.append(f"states in {self.config.state_dtype}")
@@ -193,6 +192,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         placement = self.loaded.placement
         special = {
             "path": self.loaded.path,
+            "weights": self.loaded.stored,
             "placement": str(placement or ""),
             "step cost": placement.cost if placement is not None else "",
             "not applied": ", ".join(self.loaded.not_applied),

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from cbatch.engine.base.errors import ModelNotFound
+from cbatch.engine.base.gguf_source import hub_file, is_gguf, split_names
 from cbatch.engine.base.model_files import weight_files
 
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.0, 10.0
@@ -34,7 +35,10 @@ def check_hub_model(source: str, revision: str | None) -> None:
 
     It is for programs that can say so early, before they import what loads a model.
     """
-    if not _is_path(source) and cached_snapshot(source, revision) is None:
+    if _is_path(source):
+        return
+    is_cached = cached_snapshot(source, revision) is not None if hub_file(source) is None else False
+    if not is_cached:
         reachable_source(source, revision)
 
 
@@ -47,6 +51,12 @@ def reachable_source(source: str, revision: str | None) -> str:
         return source
     from huggingface_hub import constants
 
+    if (file := hub_file(source)) is not None:
+        if not _is_cached_file(source, revision):
+            if constants.is_offline_mode():
+                raise ModelNotFound(f"{source} is not in the local cache and HF_HUB_OFFLINE is set.")
+            _ask_hub(file.repository, revision, constants.ENDPOINT, is_cached=False)
+        return source
     folder = cached_snapshot(source, revision)
     if folder is not None and _COMMIT.fullmatch(revision or ""):
         return str(folder)  # a commit does not change
@@ -83,12 +93,29 @@ def cached_snapshot(source: str, revision: str | None) -> Path | None:
     return folder if weights and all(path.is_file() for path in weights) else None
 
 
+def _is_cached_file(source: str, revision: str | None) -> bool:
+    """Whether a name means a file of the hub all parts of which are in the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    file = hub_file(source)
+    try:
+        return file is not None and all(
+            isinstance(try_to_load_from_cache(file.repository, name, revision=revision), str)
+            for name in split_names(file.name)
+        )
+    except HFValidationError as error:
+        raise ModelNotFound(f"A hub id cannot have the name {file.repository if file else source}.") from error
+
+
 def looks_like_path(source: str) -> bool:
     """Whether a name can only be meant as a path: a hub id has one slash at most."""
     return source.startswith((".", "/", "~")) or source.count("/") > 1
 
 
 def _is_path(source: str) -> bool:
+    if is_gguf(source):
+        return hub_file(source) is None
     return looks_like_path(source) or Path(source).exists()
 
 

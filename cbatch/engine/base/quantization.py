@@ -7,19 +7,26 @@ from dataclasses import dataclass
 WEIGHTS = ("int8", "int4")
 ACTIVATIONS = ("int8", "bf16")
 
+STORED = "stored"
+"""In place of a type of weights: that of the file, in which each matrix may have another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Weights that are kept as integers.
 
     weights:     int8: a byte each; int4: half a byte each, but the head stays int8. Groups of 32 numbers of a column
-                 have a scale
+                 have a scale. stored: as the file has them
     activations: how rows are rounded before they are multiplied. int8: to a byte, with a scale for each 32 numbers.
                  bf16: to 16 bits, which loses nothing that bfloat16 has
     """
 
     weights: str
     activations: str = "int8"
+
+    @property
+    def keeps_stored(self) -> bool:
+        return self.weights == STORED
 
     def __str__(self) -> str:
         return f"{self.weights} with {self.activations} activations"

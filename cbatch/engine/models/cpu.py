@@ -30,6 +30,7 @@ from cbatch.engine.models.packing import CpuProgram
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program, resolved, text_config
 from cbatch.engine.models.programs.program import Attend
+from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import empty, num_threads
 from cbatch.engine.runtime.kv_cache import KVCache
@@ -82,7 +83,9 @@ class CpuModel:
         self.quantization = quantize
         tensors = resolved(program, tensors)
         self.num_parameters = check_weights(program, tensors)
-        self._packed = packed = CpuProgram(program, dtype, quantize)
+        self._packed = packed = CpuProgram(
+            program, dtype, quantize, tensors if isinstance(tensors, StoredWeights) else None
+        )
         self._weights = packed.load(tensors, shared)
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, ModelNotFound, RequestError
+from cbatch.engine.base.gguf_source import gguf_paths, is_gguf
 from cbatch.engine.base.hub import looks_like_path, reachable_source
 from cbatch.engine.base.model_files import model_folder, read_json_object
 from cbatch.engine.base.params import SamplingParams
@@ -22,6 +23,7 @@ from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
 from cbatch.engine.models.fingerprint import fingerprint
+from cbatch.engine.models.formats.gguf import GgufModel
 from cbatch.engine.models.hf.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.hf.hooks import keep_rewritten_weights
 from cbatch.engine.models.hf.placement import Placement, placement_of
@@ -62,6 +64,7 @@ class LoadedModel:
     fast_model: the model on the fast path, if it has one; then the transformers model is made on demand
     placement:  what lies where, if the model is spread over devices
     path:       `fast`, or `transformers` and why
+    stored:     formats of the weights in the file, if these are not the usual ones
     """
 
     name: str
@@ -75,6 +78,7 @@ class LoadedModel:
     fast_model: Model | None = None
     placement: Placement | None = None
     path: str = ""
+    stored: str = ""
 
     @cached_property
     def network(self) -> Any:
@@ -97,20 +101,29 @@ def load_model(
     *,
     fast: bool = False,
     quantize: Quantization | None = None,
+    activations: str = "int8",
     weight_cache: WeightCache | None = None,
     device_map: DeviceMap | None = None,
 ) -> LoadedModel:
-    """Loads a Hugging Face causal language model from a folder or from the hub; None is the bundled demo model.
+    """Loads a causal language model from a folder, a GGUF file or the hub; None is the bundled demo model.
 
     fast:           take the fast path if the model has one
     quantize:       keep the matrices of the fast path as integers
+    activations:    how rows are rounded that are multiplied with integers which the file has (see `Quantization`)
     weight_cache:   where packed weights are kept; for the fast path on a CPU
     device_map:     spread the model if it does not fit on its device
 
-    Only safetensors weights are read, and no code that comes with a model is run.
+    Only safetensors and GGUF files are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, if that fails.
     """
     source = str(DEMO_MODEL) if name is None else name
+    if is_gguf(source):
+        if not fast or device_map is not None:
+            raise ConfigError(
+                f"{source} is a GGUF file, which only the CPU's fast path runs: use --device cpu, --attention auto or "
+                "cpu, blocks of a multiple of 16 tokens, and no --device-map."
+            )
+        return _load_gguf(source, revision, device, dtype, quantize, activations, weight_cache)
     _check_folder(source)
     source = reachable_source(source, revision)
     tokenizer = _load_tokenizer(source, revision)
@@ -154,6 +167,41 @@ def load_model(
         fast_model=fast_model,
         placement=placement,
         path=path,
+    )
+
+
+def _load_gguf(
+    source: str,
+    revision: str | None,
+    device: torch.device,
+    dtype: str,
+    quantize: Quantization | None,
+    activations: str,
+    weight_cache: WeightCache | None,
+) -> LoadedModel:
+    try:
+        paths = gguf_paths(reachable_source(source, revision), revision)
+    except OSError as error:
+        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+    checkpoint = GgufModel(paths)
+    tokenizer = ChatTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
+    template = tokenizer.chat_template if tokenizer else None
+    with TemplateSandbox(template) if template else nullcontext():
+        model = checkpoint.load(device, dtype, quantize=quantize, activations=activations, weight_cache=weight_cache)
+
+    def make_network() -> Any:
+        raise EngineError(f"{source} is a GGUF file, which transformers does not load here.")
+
+    return LoadedModel(
+        name=source,
+        make_network=make_network,
+        tokenizer=tokenizer,
+        defaults=SamplingParams(),
+        eos_ids=_eos_ids({}, checkpoint.config),
+        fingerprint=checkpoint.fingerprint,
+        fast_model=model,
+        path="fast",
+        stored=checkpoint.description,
     )
 
 
@@ -246,6 +294,8 @@ def _silence_libraries() -> None:
 def _check_folder(source: str) -> None:
     folder = Path(source)
     if folder.is_dir():
+        if not (folder / "config.json").is_file() and (files := sorted(folder.glob("*.gguf"))):
+            raise ModelError(f"{source} holds GGUF files; name the one to load, such as {files[0]}.")
         if not (folder / "config.json").is_file():
             raise ModelError(f"{source} is not a model folder: it has no config.json.")
         if not any(folder.glob("*.safetensors")):

@@ -60,6 +60,7 @@ from cbatch.engine.models.programs.program import (
     ShortConvolution,
     Weight,
 )
+from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 
 _log = logging.getLogger("cbatch")
@@ -106,11 +107,21 @@ class CpuProgram:
     routing_columns, num_experts: the most experts of a token, and of a layer; 0 without experts
     """
 
-    def __init__(self, program: Program, dtype: torch.dtype, quantize: Quantization | None) -> None:
-        """Raises UnsupportedConfig for what the kernels do not support."""
+    def __init__(
+        self,
+        program: Program,
+        dtype: torch.dtype,
+        quantize: Quantization | None,
+        stored: StoredWeights | None = None,
+    ) -> None:
+        """Raises UnsupportedConfig for what the kernels do not support.
+
+        stored: weights that keep the formats of their files, if `quantize` says so
+        """
         self.program = program
         self.dtype = dtype
         self.quantize = quantize
+        self._stored = stored if quantize is not None and quantize.keeps_stored else None
         self.float_columns = self.element_columns = 0
         self.deepest = 0
         self.formats: set[int] = set()
@@ -236,9 +247,13 @@ class CpuProgram:
         instruction["target"], instruction["target_width"] = place
         instruction["width"] = width
         instruction["position_offset"] = operation.position_offset
-        if self._packed_embedding is not None and operation is self.program.embed:
+        is_first = operation is self.program.embed
+        if self._packed_embedding is not None and is_first:
             instruction["is_packed"] = 1
             self._place(instruction, self._packed_embedding)
+        elif self._stored is not None and is_first and self._stored.format([operation.table]) is not None:
+            instruction["is_packed"] = 1
+            self._place(instruction, self._matrix(Matrix((operation.table,)), pad_columns(width)))
         else:
             instruction["table"] = self._table(operation.table)
         if operation.positions is not None:
@@ -433,8 +448,9 @@ class CpuProgram:
         """All experts' matrices, and then their biases, each as far from the one before as all are."""
         columns = matrices[0].columns
         instruction["columns"] = _gated_columns(columns) if is_gated else pad_columns(columns)
+        kind = self._format(*matrices)
         for number, matrix in enumerate(matrices):
-            place = self._matrix(matrix, depth, is_gated=is_gated, rows=int(instruction["top_k"]))
+            place = self._matrix(matrix, depth, is_gated=is_gated, rows=int(instruction["top_k"]), kind=kind)
             bias = self._biases(matrix, is_gated=is_gated)
             if number == 0:
                 self._place(instruction, place)
@@ -544,8 +560,11 @@ class CpuProgram:
     def _place(self, instruction: Any, place: _MatrixPlace) -> None:
         instruction["matrix"], instruction["format"], instruction["scale"] = place
 
-    def _format(self, *, is_head: bool) -> int:
-        """How a matrix is packed. Heads are int8 in int4 models, as llama.cpp and OpenVINO have them."""
+    def _format(self, *matrices: Matrix, is_head: bool = False) -> int:
+        """How matrices are packed. Heads are int8 in int4 models, as llama.cpp and OpenVINO have them."""
+        if self._stored is not None:
+            kept = self._stored.format(part for matrix in matrices for part in matrix.parts)
+            return BFLOAT16 if kept is None else kept
         if self.quantize is None:
             return FLOAT32 if self.dtype == torch.float32 else BFLOAT16
         return INT4 if self.quantize.weights == "int4" and not is_head else INT8
@@ -559,10 +578,15 @@ class CpuProgram:
         factor: float = 1.0,
         is_head: bool = False,
         rows: int = 1,
+        kind: int | None = None,
     ) -> _MatrixPlace:
-        """Where a matrix lies that is multiplied with so many rows for each token."""
+        """Where a matrix lies that is multiplied with so many rows for each token.
+
+        kind: its format, if that is given
+        """
         columns = _gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
-        kind = self._format(is_head=is_head)
+        kind = self._format(matrix, is_head=is_head) if kind is None else kind
+        stored = self._stored if is_quantized(kind) else None
         self.deepest = max(self.deepest, depth)
         self.formats.add(kind)
         if is_quantized(kind):
@@ -575,9 +599,14 @@ class CpuProgram:
 
         def fill(first: int, stop: int, arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
             """Fills tiles of columns."""
-            weight = _gated_rows if is_gated else _rows
-            rows = weight(matrix, tensors, first * COLUMNS, stop * COLUMNS).to(self.dtype)
-            packed = pack_matrix(rows, kind, depth)
+            if stored is not None:
+                integers = _stored_rows(matrix, stored, kind, first * COLUMNS, stop * COLUMNS, is_gated=is_gated)
+                zeros = integers[2] if len(integers) > 2 else None
+                packed = pack_integers(kind, integers[0], integers[1], zeros, depth)
+            else:
+                weight = _gated_rows if is_gated else _rows
+                rows = weight(matrix, tensors, first * COLUMNS, stop * COLUMNS).to(self.dtype)
+                packed = pack_matrix(rows, kind, depth)
             begin = start + first * tile_bytes(kind, depth)
             arrays["matrices"][begin : begin + packed.size] = packed
             if scale >= 0:
@@ -649,13 +678,40 @@ class CpuProgram:
 
 def _rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop: int) -> Tensor:
     """Columns of a matrix, each as a row; fewer if it has fewer."""
+    parts = [
+        tensors.rows(part, start, end)
+        if isinstance(tensors, StoredWeights)
+        else part.read(tensors[part.name])[start:end]
+        for part, start, end in _part_rows(matrix, first, stop)
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _part_rows(matrix: Matrix, first: int, stop: int) -> list[tuple[Weight, int, int]]:
+    """The parts of a matrix that have some of its columns, and which rows these are of each."""
     parts, begin = [], 0
     for part in matrix.parts:
         end = begin + part.size[0]
         if first < end and begin < stop:
-            parts.append(part.read(tensors[part.name])[max(first - begin, 0) : stop - begin])
+            parts.append((part, max(first - begin, 0), min(stop, end) - begin))
         begin = end
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return parts
+
+
+def _stored_rows(
+    matrix: Matrix, stored: StoredWeights, kind: int, first: int, stop: int, *, is_gated: bool
+) -> list[NDArray[Any]]:
+    """Columns of a matrix, each as a row, in integers of a format; with their scales, and zero points if it has any.
+
+    is_gated: those of gate and up, in the order of `interleaved`
+    """
+    if not is_gated:
+        return list(stored.packed(_part_rows(matrix, first, stop), kind))
+    half = matrix.columns // 2
+    spans = [(first // 2 + up, min(stop // 2, half) + up) for up in (0, half)]
+    both = [stored.packed(_part_rows(matrix, *span), kind) for span in spans]
+    halves = zip(*both, strict=True)
+    return [interleaved(torch.cat([torch.from_numpy(one) for one in pair])).numpy() for pair in halves]
 
 
 def _gated_rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop: int) -> Tensor:

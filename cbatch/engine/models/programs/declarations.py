@@ -15,6 +15,7 @@ from cbatch.engine.models.programs.builder import Builder
 from cbatch.engine.models.programs.config_reader import ConfigReader, UnsupportedConfig
 from cbatch.engine.models.programs.families.registry import declaration_of, declared_kinds
 from cbatch.engine.models.programs.program import Layout, Program
+from cbatch.engine.models.programs.stored import StoredWeights
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -159,7 +160,8 @@ def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
         odd.discard(head)
     if odd:
         raise UnsupportedConfig(f"one of its weights is missing, or unknown in its family: {min(odd)}")
-    wrong = [name for name, shape in shapes.items() if tuple(tensors[name].shape) != shape]
+    shape_of = tensors.shape if isinstance(tensors, StoredWeights) else lambda name: tuple(tensors[name].shape)
+    wrong = [name for name, shape in shapes.items() if shape_of(name) != shape]
     if wrong:
         raise UnsupportedConfig(f"the shape of {wrong[0]} does not match its config")
     if program.is_tied and head in tensors and not torch.equal(tensors[head], tensors[table]):

@@ -53,7 +53,8 @@ def read_rotary(
         return _proportional(head_dim, share, rope)
     width = int(head_dim * share)
     frequencies = _frequencies(rope["rope_theta"], width)
-    known = {"default": _default, "dynamic": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    known = {"default": _default, "dynamic": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn,
+             "factors": _by_factors}  # fmt: skip
     if kind == "longrope":
         return _longrope(config, frequencies, rope)
     if kind not in known:
@@ -92,6 +93,11 @@ def _default(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any])
 
 def _linear(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     return frequencies / float(rope["factor"]), 1.0
+
+
+def _by_factors(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """A divisor for each frequency, as GGUF files have them."""
+    return frequencies / torch.tensor(rope["factors"], dtype=torch.float32), 1.0
 
 
 def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> Rotary:

@@ -1,0 +1,157 @@
+"""Loads a model of a GGUF file: its program, its weights in the engine's packed formats, and its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cbatch.engine.base.errors import ConfigError, ModelError
+from cbatch.engine.base.quantization import STORED, Quantization
+from cbatch.engine.base.units import format_bytes
+from cbatch.engine.models.formats.gguf_blocks import BF16, F16, FLOATS, block_name
+from cbatch.engine.models.formats.gguf_config import Config, read_config
+from cbatch.engine.models.formats.gguf_file import GgufFile, read_gguf
+from cbatch.engine.models.formats.gguf_names import sources_of
+from cbatch.engine.models.formats.gguf_weights import GgufWeights, bits_per_weight, rounded_types
+from cbatch.engine.models.programs.config_reader import UnsupportedConfig
+from cbatch.engine.models.programs.declarations import check_weights, read_program
+from cbatch.engine.runtime.device import is_accelerator
+from cbatch.engine.runtime.memory import is_out_of_memory
+from cbatch.engine.text.fast_loader import TextTokenizer
+from cbatch.engine.text.gguf_tokenizer import end_ids, tokenizer_of
+
+if TYPE_CHECKING:
+    from cbatch.engine.models.cpu import CpuModel
+    from cbatch.engine.models.weight_cache import WeightCache
+
+_log = logging.getLogger("cbatch")
+
+_SAMPLES, _SAMPLE_BYTES = 8, 16
+
+
+class GgufModel:
+    """A model in GGUF files, whose weights have not been read yet.
+
+    config:      as its config.json would be
+    tokenizer:   None if the file has none
+    fingerprint: hash of the header and of samples of every tensor, 32 hexadecimal digits
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises ModelError, with one sentence, for files that are damaged or hold a model that is not read."""
+        try:
+            self._file = file = read_gguf(paths)
+        except OSError as error:
+            raise ModelError(f"Cannot read {paths[0]}: {error.strerror or error}.") from error
+        self.config: Config = read_config(file)
+        self._weights = GgufWeights(file, sources_of(file, self.config))
+        try:
+            self._program = read_program(self.config)
+            check_weights(self._program, self._weights)
+        except UnsupportedConfig as error:
+            raise ModelError(f"Cannot load {paths[0]}: {error}.") from error
+        self.tokenizer: TextTokenizer | None = tokenizer_of(file.metadata, self.config["vocab_size"])
+        self.config["eos_token_id"] = end_ids(file.metadata)
+        self.fingerprint = _fingerprint(file)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of its matrices are kept as integers."""
+        return any(tensor.type not in FLOATS for tensor in self._file.tensors.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the matrices; bfloat16 for what stands beside integers."""
+        types = {tensor.type for tensor in self._file.tensors.values()}
+        if self.is_quantized or BF16 in types:
+            return torch.bfloat16
+        return torch.float16 if F16 in types else torch.float32
+
+    @property
+    def description(self) -> str:
+        """The formats in the file, for people."""
+        counts = Counter(block_name(tensor.type) for tensor in self._file.tensors.values())
+        formats = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        return f"GGUF with {bits_per_weight(self._file):.2f} bits a weight (tensors: {formats})"
+
+    def load(
+        self,
+        device: torch.device,
+        dtype: str,
+        *,
+        quantize: Quantization | None,
+        activations: str,
+        weight_cache: WeightCache | None,
+    ) -> CpuModel:
+        """The model, ready to run. Raises ModelError or ConfigError if it cannot be.
+
+        dtype:       auto, or by name. In bfloat16, matrices keep the integers of the file; else they become numbers
+        quantize:    round matrices anew, whatever the file has
+        activations: how rows are rounded that are multiplied with integers; see `Quantization`
+        """
+        from cbatch.engine.models.checkpoint import choose_dtype
+        from cbatch.engine.models.cpu import CpuModel
+        from cbatch.engine.models.packed_file import PackedFile
+        from cbatch.engine.models.packing import PACKING
+
+        source = self._file.paths[0]
+        if is_accelerator(device):
+            raise ModelError(f"Cannot load {source} on {device}: models of GGUF files run on the CPU, by --device cpu.")
+        keeps = quantize is not None or (self.is_quantized and dtype in ("auto", "bfloat16"))
+        number = torch.bfloat16 if keeps and dtype == "auto" else choose_dtype(dtype, self.dtype, device)
+        if keeps and number != torch.bfloat16:
+            raise ConfigError(f"{source} can be quantized with --dtype bfloat16 only.")
+        if keeps and quantize is None:
+            quantize = Quantization(STORED, activations)
+        files = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in self._file.paths)]
+        content = {"packing": PACKING, "gguf": self.fingerprint, "files": files, "dtype": str(number)}
+        shared = PackedFile(weight_cache, content | {"quantize": str(quantize)}) if weight_cache else None
+        try:
+            model = CpuModel(self.config, self._weights, number, quantize=quantize, shared=shared)
+        except UnsupportedConfig as error:
+            raise ModelError(f"Cannot load {source}: {error}.") from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ModelError(f"Cannot load {source}: its weights do not fit into memory.") from error
+        self._tell(model, quantize)
+        return model
+
+    def _tell(self, model: CpuModel, quantize: Quantization | None) -> None:
+        """Says what has become of formats that no kernel reads."""
+        if not self.is_quantized or (quantize is not None and not quantize.keeps_stored):
+            return
+        memory = format_bytes(model.weight_bytes)
+        if quantize is None:
+            _log.warning(
+                "The weights of the GGUF file, %.2f bits each, are kept in %s, and take %s.",
+                bits_per_weight(self._file), str(model.dtype).removeprefix("torch."), memory,
+            )  # fmt: skip
+        elif rounded := rounded_types(self._file):
+            names = ", ".join(sorted(map(block_name, rounded)))
+            _log.warning(
+                "Matrices in %s are rounded to int8 in groups of 32, 8.5 bits a number; all weights take %s, and %s in "
+                "the file.", names, memory, format_bytes(self._size),
+            )  # fmt: skip
+
+    @property
+    def _size(self) -> int:
+        return sum(tensor.data.nbytes for tensor in self._file.tensors.values())
+
+
+def _fingerprint(file: GgufFile) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for header in file.headers:
+        digest.update(hashlib.blake2b(header).digest())
+    for name in sorted(file.tensors):
+        data = file.tensors[name].data.reshape(-1)
+        last = max(len(data) - _SAMPLE_BYTES, 0)
+        for place in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
+            digest.update(data[place : place + _SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,195 @@
+"""The tensors of a GGUF file as the weights of a program, by the names that transformers has for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.kernels.cpu.matmul.formats import INT4, INT4_ZEROS, INT8
+from cbatch.engine.models.formats.gguf_blocks import Integers, integers_of, is_exact, packed_format, values_of
+from cbatch.engine.models.formats.gguf_file import GgufFile, GgufTensor
+from cbatch.engine.models.packing import quantized
+from cbatch.engine.models.programs.program import Weight
+from cbatch.engine.models.programs.stored import StoredWeights
+from cbatch.engine.runtime.memory import drop_mapped_pages
+
+_READS_BETWEEN_DROPS = 256
+"""Packing reads a tensor for each piece of about a megabyte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Where a weight comes from.
+
+    tensors: names in the file; of several, rows take turns, or the numbers of each row if they are not matrices
+    shape:   as transformers has it, if it differs
+    is_transposed: transformers has the matrices as [depth, columns]
+    expert:  of tensors that hold the matrices of all experts, the one that is meant
+    order:   of the rows in the file: row i of the weight is row order[i]
+    offset:  added to each number
+    """
+
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+    is_transposed: bool = False
+    expert: int | None = None
+    order: Tensor | None = None
+    offset: float = 0.0
+
+
+class GgufWeights(StoredWeights):
+    """The weights of a GGUF file. What has been read is dropped from time to time, as packed weights take its place."""
+
+    def __init__(self, file: GgufFile, sources: Mapping[str, Source]) -> None:
+        self._file = file
+        self._sources = sources
+        self._num_reads = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, name: str) -> Tensor:
+        source, shape = self._sources[name], self.shape(name)
+        if len(shape) == 1 or (len(source.tensors) > 1 and not source.is_transposed):
+            return self._vector(source).view(shape)
+        stored = shape if not source.is_transposed else (*shape[:-2], shape[-1], shape[-2])
+        count = math.prod(stored[:-1]) if source.shape is None or source.is_transposed else self._num_rows(source)
+        numbers = self._values(source, None, np.arange(count)).view(stored)
+        return numbers.transpose(-1, -2) if source.is_transposed else numbers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source = self._sources[name]
+        shape = source.shape or self._tensors(source)[0].shape
+        return shape if source.expert is None else shape[1:]
+
+    def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
+        source = self._sources[weight.name]
+        if not self._is_row_wise(weight, source):
+            return weight.read(self[weight.name])[first:stop]
+        numbers = self._values(source, weight.index, self._chosen(weight, first, stop))
+        return numbers if (weight.factor, weight.offset) == (1, 0) else weight.factor * numbers.float() + weight.offset
+
+    def format(self, weights: Iterable[Weight]) -> int | None:
+        formats: set[int | None] = set()
+        for weight in weights:
+            source = self._sources[weight.name]
+            is_changed = (weight.factor, weight.offset, source.offset) != (1, 0, 0)
+            for tensor in self._tensors(source):
+                keeps = self._is_row_wise(weight, source) and not is_changed and len(tensor.shape) > 1
+                formats.add(packed_format(tensor.type) if keeps else None)
+        if None in formats:
+            return None
+        return INT8 if INT8 in formats else INT4_ZEROS if INT4_ZEROS in formats else INT4
+
+    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
+        parts = [
+            self._integers(self._sources[weight.name], weight.index, self._chosen(weight, first, stop), format)
+            for weight, first, stop in weights
+        ]
+        return tuple(np.concatenate([part[i] for part in parts]) for i in range(3) if parts[0][i] is not None)
+
+    def _tensors(self, source: Source) -> list[GgufTensor]:
+        return [self._file.tensors[name] for name in source.tensors]
+
+    def _num_rows(self, source: Source) -> int:
+        return sum(len(tensor.data) for tensor in self._tensors(source))
+
+    @staticmethod
+    def _is_row_wise(weight: Weight, source: Source) -> bool:
+        """Whether rows of the loaded weight are rows of the file."""
+        return weight.transpose == source.is_transposed and not weight.is_flat and weight.function is None
+
+    @staticmethod
+    def _chosen(weight: Weight, first: int, stop: int) -> NDArray[np.int64]:
+        """Rows of the weight before its own rows are chosen."""
+        return np.arange(first, stop) if weight.rows is None else weight.rows[first:stop].numpy()
+
+    def _pieces(
+        self, source: Source, index: int | None, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[slice, int, NDArray[np.uint8]]]:
+        """Rows of the weight as blocks: which of them, their format, and their bytes.
+
+        index: of a tensor that holds several matrices; None: rows are those of all
+        """
+        self._num_reads += 1
+        if self._num_reads % _READS_BETWEEN_DROPS == 0:
+            drop_mapped_pages(self._file.paths)
+        tensors = self._tensors(source)
+        if source.order is not None:
+            rows = source.order.numpy()[rows]
+        if index is None:
+            index = source.expert
+        if index is not None:
+            rows = rows + index * (self._num_rows(source) // tensors[0].shape[0])
+        for number, tensor in enumerate(tensors):
+            mine = np.flatnonzero(rows % len(tensors) == number) if len(tensors) > 1 else None
+            chosen = rows // len(tensors)
+            chosen = chosen if mine is None else chosen[mine]
+            if not len(chosen):
+                continue
+            if np.array_equal(chosen, np.arange(chosen[0], chosen[0] + len(chosen))):
+                data = tensor.data[chosen[0] : chosen[0] + len(chosen)]
+            else:
+                data = tensor.data[chosen]
+            yield (slice(None) if mine is None else mine), tensor.type, data  # type: ignore[misc]
+
+    def _vector(self, source: Source) -> Tensor:
+        """A tensor of one dimension, or several whose numbers take turns."""
+        parts = [values_of(tensor.type, tensor.data) for tensor in self._tensors(source)]
+        parts = [part if source.expert is None else part[source.expert] for part in parts]
+        numbers = torch.stack(parts, dim=-1).flatten() if len(parts) > 1 else parts[0].flatten()
+        numbers = numbers if source.order is None else numbers[source.order]
+        return numbers if source.offset == 0 else numbers.float() + source.offset
+
+    def _values(self, source: Source, index: int | None, rows: NDArray[np.int64]) -> Tensor:
+        pieces = [(place, values_of(kind, data)) for place, kind, data in self._pieces(source, index, rows)]
+        if len(pieces) == 1:
+            numbers = pieces[0][1]
+        else:
+            numbers = torch.empty((len(rows), pieces[0][1].shape[1]))
+            for place, part in pieces:
+                numbers[place] = part.float()
+        return numbers if source.offset == 0 else numbers.float() + source.offset
+
+    def _integers(self, source: Source, index: int | None, rows: NDArray[np.int64], format: int) -> Integers:
+        pieces = [
+            (place, integers_of(kind, data, format) or _rounded(values_of(kind, data), format))
+            for place, kind, data in self._pieces(source, index, rows)
+        ]
+        if len(pieces) == 1:
+            return pieces[0][1]
+        whole = [None if part is None else np.empty((len(rows), part.shape[1]), part.dtype) for part in pieces[0][1]]
+        for place, integers in pieces:
+            for target, part in zip(whole, integers, strict=True):
+                if target is not None:
+                    target[place] = part
+        return Integers(*whole)  # type: ignore[arg-type]
+
+
+def _rounded(values: Tensor, format: int) -> Integers:
+    """Numbers in int8, which everything goes to that no other format has."""
+    if format != INT8:
+        raise ValueError(f"numbers are rounded to int8 only, not to format {format}")
+    numbers, scales = quantized(values, INT8)
+    return Integers(numbers.numpy(), scales.numpy())
+
+
+def bits_per_weight(file: GgufFile) -> float:
+    """In the file, over all tensors."""
+    size = sum(tensor.data.nbytes for tensor in file.tensors.values())
+    return 8 * size / max(1, sum(tensor.num_elements for tensor in file.tensors.values()))
+
+
+def rounded_types(file: GgufFile) -> set[int]:
+    """Formats of matrices in a file that are not packed as they are."""
+    return {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1 and not is_exact(tensor.type)}

@@ -1,0 +1,38 @@
+"""Weights of files that have formats of their own: a program takes their integers as they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.engine.models.programs.program import Weight
+
+
+class StoredWeights(ABC, Mapping[str, Tensor]):
+    """Named weights, of which some are integers in the files. As a mapping they are numbers, made when they are read.
+
+    Formats are those of `kernels/cpu/matmul/formats.py`.
+    """
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a weight, which is not read for that."""
+
+    @abstractmethod
+    def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
+        """Rows first .. stop-1 of a matrix, once it is loaded (see `Weight.size`), as numbers [rows, depth]."""
+
+    @abstractmethod
+    def format(self, weights: Iterable[Weight]) -> int | None:
+        """The packed format that matrices get which must have the same one; None if they stay numbers."""
+
+    @abstractmethod
+    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
+        """Integers, scales and, if the format has any, zero points, as `pack_integers` takes them.
+
+        weights: with the first of their rows, and the one after the last; all follow each other
+        """
