@@ -36,8 +36,9 @@ A model needs no entry in a list: any causal language model of transformers runs
 `AttentionInterface`, or ask one of its caches for [recurrent states](recurrent.md). When the engine loads a model, it
 looks at what the model does: it records what the layers store and may see, and compares small ragged steps with the
 model's own forward (two sequences side by side in two chunks each, and one of them beside the last positions of the
-context). A model that would be wrong here is refused, with the reason. Only safetensors weights are read, and no code
-that comes with a model is run. All of that happens on the device of the run, in the dtype of the run.
+context). A model that would be wrong here is refused, with the reason. Only safetensors weights and
+[GGUF files](gguf.md) are read, and no code that comes with a model is run. All of that happens on the device of the
+run, in the dtype of the run.
 
 Types with a **fast path** have a [declaration](families.md): a CPU and an NVIDIA [GPU](gpu.md) compute them with
 kernels of their own, and transformers is not imported. On a CPU that is about three times as fast as by the modules of

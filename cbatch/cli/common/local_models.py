@@ -35,11 +35,6 @@ class LocalModel:
     size_bytes: int
     modified_at: float
 
-    @property
-    def can_be_loaded(self) -> bool:
-        """Whether this version reads models of this kind."""
-        return self.kind == "hub"
-
 
 def local_models() -> list[LocalModel]:
     """All models that are found, by name: first those of the hub's cache, then GGUF files."""
@@ -70,7 +65,7 @@ def suggest_models(name: str) -> list[str]:
     Compares whole names, and what follows the last slash of both, without regard to case. Model folders in the current
     folder, or beside the path that is named, count as well.
     """
-    known = {model.name for model in local_models() if model.can_be_loaded}
+    known = {model.name for model in local_models()}
     known.update(_folders_beside(name))
     known.discard(name)
     rated = sorted(((_similarity(name, other), other) for other in known), key=lambda pair: (-pair[0], pair[1]))

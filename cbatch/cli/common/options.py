@@ -67,7 +67,7 @@ class ModelOption(click.Option):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from cbatch.cli.common.local_models import local_models
 
-        names = [model.name for model in local_models() if model.can_be_loaded]
+        names = [model.name for model in local_models()]
         fitting = [name for name in names if name.lower().startswith(incomplete.lower())]
         return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, fitting)]
 
@@ -154,7 +154,7 @@ model_options = _apply(
         metavar="ID_OR_DIR",
         envvar="CBATCH_MODEL",
         cls=ModelOption,
-        help="Model to load: hub id or folder [default: a small demo model].",
+        help="Model to load: hub id, folder, GGUF file or ID:FILE.gguf [default: a small demo model].",
     ),
     option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
     option(

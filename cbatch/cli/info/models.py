@@ -9,8 +9,6 @@ from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.local_models import LocalModel, gguf_folders, hub_cache, local_models
 from cbatch.engine import format_bytes
 
-_NOT_LOADED = "gguf, not loaded by this version"
-
 
 def show_models() -> None:
     """Prints name, kind, size and date of each model; if there are none, where they were looked for."""
@@ -29,6 +27,5 @@ def show_models() -> None:
 
 
 def _row(model: LocalModel) -> tuple[str, str, str, str]:
-    kind = model.kind if model.can_be_loaded else _NOT_LOADED
     date = datetime.fromtimestamp(model.modified_at).date().isoformat()
-    return safe(model.name), kind, format_bytes(model.size_bytes), date
+    return safe(model.name), model.kind, format_bytes(model.size_bytes), date

@@ -21,7 +21,8 @@ CPU_CACHE_SHARE = "25%"
 class EngineConfig:
     """What an engine loads, and how much of the machine it uses.
 
-    model:            folder or Hugging Face hub id of a causal language model; None: the bundled demo model
+    model:            folder or Hugging Face hub id of a causal language model, a GGUF file, or one on the hub as
+                      `ID:FILE.gguf`; None: the bundled demo model
     revision:         branch, tag or commit on the hub
     device:           auto, cpu, cuda, cuda:N, xpu or mps
     dtype:            auto, float32, bfloat16 or float16

@@ -145,7 +145,8 @@ def pieces() -> Any:
     target = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([text.replace("\n", " ") for text in TEXTS[:14]] * 3),
-        model_writer=target, vocab_size=700, model_type="bpe", byte_fallback=True, character_coverage=0.98, normalization_rule_name="identity",
+        model_writer=target, vocab_size=700,
+        model_type="bpe", byte_fallback=True, character_coverage=0.98, normalization_rule_name="identity",
         remove_extra_whitespaces=False, user_defined_symbols=["<think>"], hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
     return sentencepiece.SentencePieceProcessor(model_proto=target.getvalue())

@@ -67,6 +67,6 @@ class CommandCompleter(Completer):
         if kind == "saved":
             return self._store.saved_names()
         if kind == "model":
-            names = (model.name for model in local_models() if model.can_be_loaded)
+            names = (model.name for model in local_models())
             return list(dict.fromkeys([*self._controller.models.names[1:], *names]))
         return {"parameter": ["all", *SETTABLE], "command": [*COMMANDS, "keys"]}.get(kind, [])

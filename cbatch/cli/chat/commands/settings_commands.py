@@ -175,10 +175,9 @@ def _known_models(loaded: Sequence[str]) -> list[str]:
 def _model_lines(context: CommandContext) -> list[str]:
     models, session = context.controller.models, context.session
     used = session.model or models.name
-    unreadable = {model.name for model in local_models() if not model.can_be_loaded}
     lines = []
     for number, name in enumerate(context.listed_models, start=1):
-        state = "  GGUF, which this version cannot load" if name in unreadable else ""
+        state = ""
         if name in models.names:
             is_ready = models.client("" if name == models.name else name).engine is not None
             state = "  used here" if name == used else "  loaded" if is_ready else "  loading"

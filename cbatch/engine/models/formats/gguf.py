@@ -120,6 +120,7 @@ class GgufModel:
             if not is_out_of_memory(error):
                 raise
             raise ModelError(f"Cannot load {source}: its weights do not fit into memory.") from error
+        self._weights.drop_pages()
         self._tell(model, quantize)
         return model
 

@@ -20,8 +20,8 @@ from cbatch.engine.models.programs.program import Weight
 from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.runtime.memory import drop_mapped_pages
 
-_READS_BETWEEN_DROPS = 256
-"""Packing reads a tensor for each piece of about a megabyte."""
+_BYTES_BETWEEN_DROPS = 2**24
+"""Bytes of the files that may stay in memory beside packed weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class GgufWeights(StoredWeights):
     def __init__(self, file: GgufFile, sources: Mapping[str, Source]) -> None:
         self._file = file
         self._sources = sources
-        self._num_reads = 0
+        self._bytes_read = 0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -66,6 +66,11 @@ class GgufWeights(StoredWeights):
         count = math.prod(stored[:-1]) if source.shape is None or source.is_transposed else self._num_rows(source)
         numbers = self._values(source, None, np.arange(count)).view(stored)
         return numbers.transpose(-1, -2) if source.is_transposed else numbers
+
+    def drop_pages(self) -> None:
+        """Gives back the memory of what has been read."""
+        self._bytes_read = 0
+        drop_mapped_pages(self._file.paths)
 
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]
@@ -121,9 +126,6 @@ class GgufWeights(StoredWeights):
 
         index: of a tensor that holds several matrices; None: rows are those of all
         """
-        self._num_reads += 1
-        if self._num_reads % _READS_BETWEEN_DROPS == 0:
-            drop_mapped_pages(self._file.paths)
         tensors = self._tensors(source)
         if source.order is not None:
             rows = source.order.numpy()[rows]
@@ -141,6 +143,9 @@ class GgufWeights(StoredWeights):
                 data = tensor.data[chosen[0] : chosen[0] + len(chosen)]
             else:
                 data = tensor.data[chosen]
+            self._bytes_read += data.nbytes
+            if self._bytes_read > _BYTES_BETWEEN_DROPS:
+                self.drop_pages()
             yield (slice(None) if mine is None else mine), tensor.type, data  # type: ignore[misc]
 
     def _vector(self, source: Source) -> Tensor:
