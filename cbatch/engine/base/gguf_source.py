@@ -59,9 +59,11 @@ def gguf_paths(source: str, revision: str | None) -> list[Path]:
                 raise ModelNotFound(f"There is no file {path}.")
         return paths
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return [Path(hf_hub_download(found.repository, name, revision=revision)) for name in split_names(found.name)]
+    except LocalEntryNotFoundError:  # there is no network
+        raise
     except EntryNotFoundError as error:
         raise ModelNotFound(f"{found.repository} has no file {found.name}.") from error
