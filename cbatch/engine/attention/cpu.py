@@ -14,11 +14,13 @@ from torch import Tensor
 
 from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.kernels.cpu import paged_kv
-from cbatch.engine.kernels.cpu.attention import attend_layer, store_kv_layer
+from cbatch.engine.kernels.cpu.attention import attend_layer
+from cbatch.engine.kernels.cpu.kv_store import store_kv_layer
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES
 from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, paged_kv_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.cpu import num_threads
+from cbatch.engine.runtime.cpu import empty, num_threads
 from cbatch.engine.runtime.kv_cache import LayerShape, Shape
 
 
@@ -59,7 +61,9 @@ class CpuAttention:
         self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: CpuMetadata
     ) -> None:
         kv = paged_kv_of(keys, values)
-        self._thread_pool.run(store_kv_layer, kv, metadata.plan(1, 1, 0), as_array(new_keys), as_array(new_values))
+        rows = empty((self._thread_pool.size, LANES, max(kv.key_dim, kv.value_dim)), as_array(keys).dtype)
+        new = (as_array(part.flatten(1)) for part in (new_keys, new_values))
+        self._thread_pool.run(store_kv_layer, kv, metadata.plan(1, 1, 0), *new, rows)
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, metadata: CpuMetadata, **options: Unpack[AttendOptions]
@@ -70,7 +74,7 @@ class CpuAttention:
         shape = (group, kv.key_dim, kv.value_dim, query.dtype)
         if shape not in self._workspaces:
             self._workspaces[shape] = paged_kv.new_attention_workspace(
-                self._thread_pool.size, *shape[:3], kv.keys.dtype
+                self._thread_pool.size, *shape[:3], as_array(keys).dtype
             )
         sinks = options.get("sinks")
         extra = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()

@@ -144,8 +144,7 @@ def test_tasks_cover_every_token_once(seed: int) -> None:
             seen.setdefault((sequence, token), []).append((begin, end - (first + tokens - 1 - token), -1))
     assert len(set(whole)) == len(whole), "sequences with the same blocks are in two tasks"
     wanted = {(number, token) for number in range(len(starts)) for token in range(stops[number] - starts[number])}
-    ends = np.cumsum(np.subtract(stops, starts))
-    assert seen.keys() == wanted and np.flatnonzero(plan.is_last).tolist() == (ends - 1).tolist()
+    assert seen.keys() == wanted
     parts = {int(row): list(range(first, first + count)) for row, first, count in plan.merges.tolist()}
     for (sequence, token), found in seen.items():
         found.sort()
@@ -153,8 +152,35 @@ def test_tasks_cover_every_token_once(seed: int) -> None:
         assert all(before[1] == after[0] for before, after in pairwise(found))
         numbers = [part for _, _, part in found]
         assert numbers == parts.pop(int(plan.first_rows[sequence]) + token, [-1])
+    chunks = list(pairwise(plan.chunks.tolist()))
+    assert [chunks[0][0], chunks[-1][1]] == [0, total] and all(start < stop for start, stop in chunks)
+    owner = np.repeat(np.arange(len(starts)), np.subtract(stops, starts))
+    place = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+    for start, stop in chunks:
+        in_one_panel = len({(owner[row], place[row] // 16) for row in range(start, stop)}) == 1
+        assert in_one_panel or (stop - start <= 8 and len(set(owner[start:stop])) == stop - start)
     costs = (plan.tasks[:, 4] - plan.tasks[:, 3]) * plan.tasks[:, 2]
     assert not parts and (np.diff(costs) <= 0).all() and plan.most_tokens == plan.tasks[:, 2].max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("key_dim, cuts", [(64, [0, 48, 70]), (44, [0, 16, 17, 21, 53, 64, 70])])
+def test_every_number_is_stored_in_its_place(key_dim: int, cuts: list[int], dtype: torch.dtype) -> None:
+    """Guards panels that are transposed whole, tokens that come alone, and keys that do not fill their last vector."""
+    layer, backend, generator = LayerShape(2, key_dim, 32), CpuAttention(), torch.Generator().manual_seed(0)
+    kv_cache = KVCache([backend.block_shapes(layer, 32, dtype)], 4, 32, dtype, CPU)
+    key, value = (torch.randn(cuts[-1], 2, dim, generator=generator).to(dtype) for dim in (key_dim, 32))
+    for tensor in (*kv_cache.keys, *kv_cache.values):
+        tensor.fill_(float("nan"))
+    for start, stop in pairwise(cuts):  # beside another sequence that decodes
+        batch = make_batch([(1, start, start + 1), (0, start, stop)], [[2, 0, 3], [1, 1, 1]], 32)
+        new = (torch.cat([part[:1] + 1, part[start:stop]]) for part in (key, value))
+        backend.store_kv(kv_cache.keys[0], kv_cache.values[0], *new, backend.prepare(batch, 32))
+    keys, values = (part[0][[2, 0, 3]] for part in (kv_cache.keys, kv_cache.values))
+    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(96, 2, key_dim)  # block, token; head; number and its place in a pair
+    values = values.permute(0, 3, 5, 1, 2, 4).reshape(96, 2, 32)
+    assert torch.equal(keys[: cuts[-1]], key) and torch.equal(values[: cuts[-1]], value)
+    assert keys[cuts[-1] :].isnan().all() and not values[cuts[-1] : (cuts[-1] + 1) // 2 * 2].any()
 
 
 @pytest.mark.parametrize("window", [None, SPLIT + 70, 90])

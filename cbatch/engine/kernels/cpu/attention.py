@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
+from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh
 from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.engine.kernels.cpu.paged_kv import (
@@ -61,59 +61,35 @@ class _TilePart(NamedTuple):
 
 
 @kernel
-def store_kv(kv: PagedKV, slot: int, head: int, key: Any, value: Any, is_last: bool) -> None:
-    """Stores a token's key [key_dim] and value [value_dim] in the cache.
-
-    If the token is the last of its sequence, the other half of its value's pair becomes 0: it is multiplied with 0
-    until its token comes, and what lies there could be NaN.
-    """
-    keys, values = kv.keys, kv.values
-    pair = 1 if keys.itemsize == 4 else 2
-    size = kv.block_size
-    page, offset = slot // size * kv.heads + head, slot % size
-    base = page * size * kv.key_dim + offset // LANES * LANES * kv.key_dim + offset % LANES * pair
-    for i in range(kv.key_dim):
-        keys[base + i // pair * LANES * pair + i % pair] = from_float32(to_float32(key[i]), keys)
-    base = page * size * kv.value_dim + offset // pair * LANES * pair + offset % pair
-    clear = is_last and pair == 2 and offset % 2 == 0
-    for i in range(kv.value_dim):
-        at = base + i // LANES * LANES * size + i % LANES * pair
-        values[at] = from_float32(to_float32(value[i]), values)
-        if clear:
-            values[at + 1] = 0
-
-
-@kernel
 def _list_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any) -> None:
     """Addresses of the panels of keys and of values of the tile from `token`: panels [2, TILE_TOKENS / 16].
 
     Panels past `stop` get the address of the first, which is safe to read and whose products are not used.
     """
-    keys, values, size = kv.keys, kv.values, kv.block_size
+    keys, values, size, itemsize = kv.keys.ctypes.data, kv.values.ctypes.data, kv.block_size, kv.itemsize
     for part in range(TILE_TOKENS // LANES):
         first = token + part * LANES
         if first < stop:
             block, offset = np.uint64(first) // np.uint64(size), np.uint64(first) % np.uint64(size)
             page = (np.int64(table[block]) * kv.heads + head) * size
             at = page + np.int64(offset)
-            panels[0, part] = keys.ctypes.data + at * kv.key_dim * keys.itemsize
-            panels[1, part] = values.ctypes.data + (page * kv.value_dim + np.int64(offset) * LANES) * values.itemsize
+            panels[0, part] = keys + at * kv.key_dim * itemsize
+            panels[1, part] = values + (page * kv.value_dim + np.int64(offset) * LANES) * itemsize
         else:
             panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
 
 
 @kernel
-def _compute_scores(kv: PagedKV, query: Rows, rows: int, part: _TilePart, panels: Any, scores: Any) -> None:
+def _compute_scores(kv: PagedKV, like: Any, query: Rows, rows: int, part: _TilePart, panels: Any, scores: Any) -> None:
     """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile."""
-    keys = kv.keys
-    pair = 1 if keys.itemsize == 4 else 2
-    stride, depth = LANES * pair * keys.itemsize, kv.key_dim // pair
+    pair = 1 if like.itemsize == 4 else 2
+    stride, depth = LANES * pair * like.itemsize, kv.key_dim // pair
     for left in range(part.first, part.stop, COLUMNS):
         columns = Panels(panels.ctypes.data + left // LANES * 8, depth, stride, depth)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             rows_of_query = Rows(query.address + top * query.stride, query.stride)
-            multiply_tile(kv.microkernel, keys[0], rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
+            multiply_tile(kv.microkernel, like[0, 0], rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
 
 
 @kernel
@@ -121,32 +97,32 @@ def _accumulate_values(
     kv: PagedKV, weights: Any, rows: int, part: _TilePart, panels: Any, pairs: Any, out: Rows
 ) -> None:
     """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
-    values = kv.values
-    pair = 1 if values.itemsize == 4 else 2
-    stride, depth, run = LANES * pair * values.itemsize, -(-(part.stop - part.first) // pair), LANES // pair
-    width, last = LANES * kv.block_size * values.itemsize, kv.value_dim // LANES - 1
-    weights_stride, first_panel = TILE_TOKENS * values.itemsize, part.first // LANES
+    itemsize = weights.itemsize
+    pair = 1 if itemsize == 4 else 2
+    stride, depth, run = LANES * pair * itemsize, -(-(part.stop - part.first) // pair), LANES // pair
+    width, last = LANES * kv.block_size * itemsize, kv.value_dim // LANES - 1
+    weights_stride, first_panel = TILE_TOKENS * itemsize, part.first // LANES
     for panel in range(0, last + 1, 2):
         for i in range(first_panel, TILE_TOKENS // LANES):
             pairs[i, 0] = panels[1, i] + panel * width
             pairs[i, 1] = pairs[i, 0] + (width if panel < last else 0)
         columns = Panels(pairs.ctypes.data + first_panel * 16, run, stride, depth)
         for top in range(0, rows, MAX_ROWS):
-            left = Rows(weights.ctypes.data + top * weights_stride + part.first * values.itemsize, weights_stride)
+            left = Rows(weights.ctypes.data + top * weights_stride + part.first * itemsize, weights_stride)
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
-            multiply_tile(kv.microkernel, values[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
+            multiply_tile(kv.microkernel, weights[0, 0], left, columns, target, min(MAX_ROWS, rows - top), 1)
 
 
 @kernel
 def _prefetch_tile(kv: PagedKV, head: int, table: Any, token: int, stop: int) -> None:
     """Prefetches the keys and values of a tile."""
-    keys, values, size = kv.keys, kv.values, kv.block_size
+    size, key_bytes, value_bytes = kv.block_size, kv.key_dim * kv.itemsize, kv.value_dim * kv.itemsize
     for first in range(token, min(token + TILE_TOKENS, stop), size):
         page = (table[first // size] * kv.heads + head) * size
-        for at in range(0, min(size, TILE_TOKENS) * kv.key_dim * keys.itemsize, 64):
-            prefetch(keys.ctypes.data + page * kv.key_dim * keys.itemsize + at)
-        for at in range(0, min(size, TILE_TOKENS) * kv.value_dim * values.itemsize, 64):
-            prefetch(values.ctypes.data + page * kv.value_dim * values.itemsize + at)
+        for at in range(0, min(size, TILE_TOKENS) * key_bytes, 64):
+            prefetch(kv.keys.ctypes.data + page * key_bytes + at)
+        for at in range(0, min(size, TILE_TOKENS) * value_bytes, 64):
+            prefetch(kv.values.ctypes.data + page * value_bytes + at)
 
 
 @kernel
@@ -214,7 +190,7 @@ def _attend_tile(
             continue
         source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
-        _compute_scores(kv, source, rows, part, panels, scratch.scores)
+        _compute_scores(kv, query, source, rows, part, panels, scratch.scores)
         _weigh(token, query_rows, top, rows, params, scratch, target, states.shape[1] - 2 * LANES)
         _accumulate_values(kv, scratch.weights, rows, part, panels, scratch.pairs, target)
 
@@ -288,7 +264,7 @@ def _attend_task(
 def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> AttentionWorkspace:
     return AttentionWorkspace(
         workspace.panels[index], workspace.pairs[index], workspace.positions[index], workspace.query[index],
-        workspace.scores[index], workspace.weights[index], workspace.states[index],
+        workspace.scores[index], workspace.weights[index], workspace.states[index], workspace.stored[index],
     )  # fmt: skip
 
 
@@ -387,18 +363,6 @@ def _normalize(state: Any, head: int, params: AttentionParams, out: Any) -> None
     factor = factor / share
     for j in range(len(out)):
         out[j] = from_float32(state[j] * factor, out)
-
-
-@entry
-def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, values: Any) -> None:
-    """Stores keys [T, heads, key_dim] and values [T, heads, value_dim] in the cache of a layer."""
-    num_tasks = -(-len(keys) // LANES)
-    task = claim(worker, 0, num_tasks)
-    while task >= 0:
-        for row in range(task * LANES, min(len(keys), (task + 1) * LANES)):
-            for head in range(kv.heads):
-                store_kv(kv, plan.slots[row], head, keys[row, head], values[row, head], plan.is_last[row])
-        task = next_task(worker, 0, num_tasks)
 
 
 @entry

@@ -41,8 +41,9 @@ def paged_kv_of(keys: Tensor, values: Tensor) -> PagedKV:
     heads, panels, steps, _, pair = keys.shape[1:]
     return PagedKV(
         microkernel_address(as_array(keys).dtype),
-        as_array(keys).reshape(-1),
-        as_array(values).reshape(-1),
+        as_array(keys).reshape(-1).view(np.uint8),
+        as_array(values).reshape(-1).view(np.uint8),
+        keys.itemsize,
         heads,
         steps * pair,
         values.shape[2] * LANES,
@@ -57,5 +58,6 @@ def paged_caches_of(kv_cache: KVCache) -> PagedCaches:
     layers = [paged_kv_of(keys, values) for keys, values in zip(kv_cache.keys, kv_cache.values, strict=True)]
     starts = [[0, *accumulate(len(getattr(kv, part)) for kv in layers)] for part in ("keys", "values")]
     layout = [(key, value, kv.heads, kv.key_dim, kv.value_dim) for key, value, kv in zip(*starts, layers, strict=False)]
-    keys, values = map(as_array, kv_cache.flat)
-    return PagedCaches(layers[0].microkernel, keys, values, np.array(layout, np.int64), layers[0].block_size)
+    keys, values = (as_array(flat).view(np.uint8) for flat in kv_cache.flat)
+    first = layers[0]
+    return PagedCaches(first.microkernel, keys, values, first.itemsize, np.array(layout, np.int64), first.block_size)
