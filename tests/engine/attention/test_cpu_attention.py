@@ -16,7 +16,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.kernels.cpu.paged_kv import SPLIT, plan_attention
 from cbatch.engine.kernels.cpu.tensors import fits
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.kv_cache import U8, KVCache, LayerShape
 from tests.support.attention_cases import AttentionCase
 
 pytestmark = pytest.mark.kernels
@@ -74,15 +74,22 @@ def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], bloc
     )
 
 
+def poisoned_cache(
+    backend: AttentionBackend, layer: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> KVCache:
+    """A cache in which nobody wrote: every number is NaN, and of bytes every scale."""
+    kv_dtype = backend.kv_dtype or dtype
+    kv_cache = KVCache([backend.block_shapes(layer, block_size, kv_dtype)], num_blocks, block_size, kv_dtype, CPU)
+    for tensor in (*kv_cache.keys, *kv_cache.values):
+        tensor.fill_(255 if kv_dtype == U8 else float("nan"))
+    return kv_cache
+
+
 def run(
     backend: AttentionBackend, case: AttentionCase, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
 ) -> list[Tensor]:
     """Outputs [T, heads, value_dim] of each step, computed in a type from random numbers of another."""
-    kv_cache = KVCache(
-        [backend.block_shapes(case.layer, case.block_size, dtype)], NUM_BLOCKS, case.block_size, dtype, CPU
-    )
-    for tensor in (*kv_cache.keys, *kv_cache.values):
-        tensor.fill_(float("nan"))
+    kv_cache = poisoned_cache(backend, case.layer, NUM_BLOCKS, case.block_size, dtype)
     generator = torch.Generator().manual_seed(0)
     heads = case.layer.heads * case.group
     sinks = torch.randn(heads, generator=generator) if case.sinks else None
@@ -99,17 +106,18 @@ def run(
     return outputs
 
 
+@pytest.mark.parametrize("kv_dtype", [None, U8], ids=["", "bytes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_equals_the_reference(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Guards kernels in every form of attention, in chunks that end anywhere; NaN in unused places must not show."""
     case = CASES[name]
-    assert fits([case.layer], case.block_size, dtype)
+    assert fits([case.layer], case.block_size, dtype, kv_dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for seed in range(3):
         batches = make_batches(case, seed)
-        found = run(CpuAttention(), case, batches, dtype, dtype)
-        expected = run(ReferenceAttention(), case, batches, torch.float32, dtype)
+        found = run(CpuAttention(kv_dtype), case, batches, dtype, dtype)
+        expected = run(ReferenceAttention(kv_dtype), case, batches, torch.float32, dtype)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 

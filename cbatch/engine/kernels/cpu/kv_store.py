@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from cbatch.engine.kernels.cpu.fast_math import from_float32, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, kernel
+from cbatch.engine.kernels.cpu.kv_rounding import SCALE_BYTES, round_to_bytes, write_float
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, VectorEmitter
 from cbatch.engine.kernels.cpu.paged_kv import AttentionPlan, PagedKV
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
@@ -142,10 +143,71 @@ def _store_keys(source: Any, stride: int, count: int, target: int) -> None:
         _spread_words(at, target + (whole * LANES + token) * _WORD, count - whole)
 
 
+def _round_row(numbers: Any, row: Any) -> Any:
+    """Rounds numbers to the type of the row; returns their scale, if that is of bytes."""
+    raise TypeError("Only kernels can call this.")
+
+
+@overload(_round_row, strict=False)  # type: ignore[untyped-decorator]
+def _overload_round_row(numbers: Any, row: Any) -> Any:
+    if row.dtype == types.uint8:
+        return lambda numbers, row: round_to_bytes(numbers, row)
+
+    def rounded(numbers: Any, row: Any) -> Any:
+        for i in range(len(numbers)):
+            row[i] = from_float32(to_float32(numbers[i]), row)
+        return np.float32(1)
+
+    return rounded
+
+
 @kernel
-def _round_row(numbers: Any, row: Any) -> None:
-    for i in range(len(numbers)):
-        row[i] = from_float32(to_float32(numbers[i]), row)
+def _panel_of(kv: PagedKV, cache: Any, dim: int, itemsize: int, page: int, offset: int, width: int) -> Any:
+    """The address of the panel of a token, 16 tokens times `width` numbers beside those of others."""
+    address = np.int64(cache.ctypes.data)
+    if itemsize == 1:
+        return address + (page * kv.block_size + offset) // LANES * LANES * (dim + SCALE_BYTES)
+    return address + page * kv.block_size * dim * itemsize + offset // LANES * LANES * width * itemsize
+
+
+@kernel
+def _store_rows(
+    kv: PagedKV, slots: Any, first: int, stop: int, keys: Any, key_column: int, values: Any, value_column: int,
+    heads: int, rows: Any,
+) -> None:  # fmt: skip
+    itemsize, per_word = rows.itemsize, _WORD // rows.itemsize
+    source, stride = np.int64(rows.ctypes.data), rows.shape[1] * itemsize
+    key_dim, value_dim, words = kv.key_dim, kv.value_dim, kv.key_dim // per_word
+    value_stride = LANES * (LANES if itemsize == 1 else kv.block_size) * itemsize
+    is_panel = stop - first == LANES and slots[first] % LANES == 0 and slots[stop - 1] == slots[first] + LANES - 1
+    for head in range(heads):
+        for row in range(first, first + 1 if is_panel else stop):
+            page, offset = slots[row] // kv.block_size * kv.heads + head, slots[row] % kv.block_size
+            place, count = offset % LANES, LANES if is_panel else 1
+            panel = _panel_of(kv, kv.keys, key_dim, itemsize, page, offset, key_dim)
+            column = key_column + head * key_dim
+            for i in range(count):
+                scale = _round_row(keys[row + i, column : column + key_dim], rows[i])
+                if itemsize == 1:
+                    write_float(scale, panel + LANES * key_dim + (place + i) * SCALE_BYTES)
+            if is_panel:
+                _store_keys(source, stride, words, panel)
+            else:
+                _spread_words(source, panel + place * _WORD, words)
+            panel = _panel_of(kv, kv.values, value_dim, itemsize, page, offset, LANES)
+            column = value_column + head * value_dim
+            for i in range(count):
+                scale = _round_row(values[row + i, column : column + value_dim], rows[i])
+                if itemsize == 1:
+                    write_float(scale, panel + LANES * value_dim + (place + i) * SCALE_BYTES)
+            for part in range(value_dim // LANES):
+                at, target = source + part * LANES * itemsize, panel + part * value_stride
+                target += place // per_word * LANES * _WORD
+                if is_panel:
+                    for step in range(LANES // per_word):
+                        _interleave(rows[0, 0], at + step * per_word * stride, stride, target + step * LANES * _WORD)
+                else:
+                    _insert(rows[0, 0], at, target, place % per_word)
 
 
 @kernel
@@ -157,36 +219,12 @@ def store_kv(
 
     keys:   [T, ...], of which `heads` * key_dim numbers from `key_column` on are stored; values likewise
     slots:  [T] where each row goes
-    rows:   [16, the larger of key_dim and value_dim] scratch in the cache's type
+    rows:   [16, the larger of key_dim and value_dim] scratch in the type that goes into products
     """
-    itemsize, per_word = rows.itemsize, _WORD // rows.itemsize
-    source, stride = np.int64(rows.ctypes.data), rows.shape[1] * itemsize
-    is_panel = stop - first == LANES and slots[first] % LANES == 0 and slots[stop - 1] == slots[first] + LANES - 1
-    for head in range(heads):
-        for row in range(first, first + 1 if is_panel else stop):
-            block, offset = slots[row] // kv.block_size, slots[row] % kv.block_size
-            page = (block * kv.heads + head) * kv.block_size
-            key_at, value_at = key_column + head * kv.key_dim, value_column + head * kv.value_dim
-            key_target = np.int64(kv.keys.ctypes.data) + (page + offset // LANES * LANES) * kv.key_dim * itemsize
-            value_target = np.int64(kv.values.ctypes.data) + page * kv.value_dim * itemsize
-            value_target += offset // per_word * LANES * _WORD
-            if is_panel:
-                for i in range(LANES):
-                    _round_row(keys[first + i, key_at : key_at + kv.key_dim], rows[i])
-                _store_keys(source, stride, kv.key_dim // per_word, key_target)
-                for i in range(LANES):
-                    _round_row(values[first + i, value_at : value_at + kv.value_dim], rows[i])
-            else:
-                _round_row(keys[row, key_at : key_at + kv.key_dim], rows[0])
-                _spread_words(source, key_target + offset % LANES * _WORD, kv.key_dim // per_word)
-                _round_row(values[row, value_at : value_at + kv.value_dim], rows[0])
-            for panel in range(kv.value_dim // LANES):
-                at, target = source + panel * LANES * itemsize, value_target + panel * LANES * kv.block_size * itemsize
-                if is_panel:
-                    for step in range(LANES // per_word):
-                        _interleave(rows[0, 0], at + step * per_word * stride, stride, target + step * LANES * _WORD)
-                else:
-                    _insert(rows[0, 0], at, target, offset % per_word)
+    if kv.itemsize == 1:
+        _store_rows(kv, slots, first, stop, keys, key_column, values, value_column, heads, rows.view(np.uint8))
+    else:
+        _store_rows(kv, slots, first, stop, keys, key_column, values, value_column, heads, rows)
 
 
 @entry

@@ -4,6 +4,11 @@ A page holds the keys or values of one block for one head, in panels (see `micro
 
     keys    [num_blocks, heads, block_size / 16, key_dim / pair, 16, pair]      16 tokens are the columns of a panel
     values  [num_blocks, heads, value_dim / 16, block_size / pair, 16, pair]    16 numbers of a value are
+
+A cache of bytes (see `kv_rounding`) is made of panels of 16 tokens, each with 16 float32 scales behind its numbers:
+
+    keys    [num_blocks, heads, block_size / 16, key_dim / 4 + 1, 16, 4]            bytes: 4 numbers of a key
+    values  [num_blocks, heads, block_size / 16, value_dim / 16 * 4 + 1, 16, 4]     a number of 4 values
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.cpu import empty
@@ -44,7 +49,7 @@ class PagedKV(NamedTuple):
 
     microkernel:   see `microkernel_address`
     keys, values:  flat, the bytes of all of its pages
-    itemsize:      bytes of a number: 4 in float32, 2 in bfloat16
+    itemsize:      bytes of a number: 4 in float32, 2 in bfloat16, 1 in a cache of bytes
     """
 
     microkernel: int
@@ -323,6 +328,8 @@ class AttentionWorkspace(NamedTuple):
     scores, weights: [threads, BLOCK_ROWS, TILE_TOKENS] before and after the softmax
     states: [threads, 2, rows, state size] (see `attention`) of the first split and of a later one
     stored: [threads, 16, the larger of key_dim and value_dim] keys or values on their way into the cache
+    unpacked: [threads, numbers of two panels: 32 * key_dim or 32 * TILE_TOKENS] made of bytes
+    scales: [threads, 3, TILE_TOKENS] of the keys and the values of a tile, and ones
     """
 
     panels: NDArray[np.int64]
@@ -333,12 +340,16 @@ class AttentionWorkspace(NamedTuple):
     weights: NDArray[Any]
     states: NDArray[np.float32]
     stored: NDArray[Any]
+    unpacked: NDArray[Any]
+    scales: NDArray[np.float32]
 
 
 def new_attention_workspace(
     threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]
 ) -> AttentionWorkspace:
-    rows = max(_MAX_QUERY_ROWS, group)
+    rows, dim = max(_MAX_QUERY_ROWS, group), max(key_dim, value_dim)
+    scales = empty((threads, 3, TILE_TOKENS), np.float32)
+    scales[:, 2] = 1
     return AttentionWorkspace(
         empty((threads, 2, TILE_TOKENS // LANES), np.int64),
         empty((threads, TILE_TOKENS // LANES, 2), np.int64),
@@ -347,5 +358,7 @@ def new_attention_workspace(
         empty((threads, BLOCK_ROWS, TILE_TOKENS), np.float32),
         empty((threads, BLOCK_ROWS, TILE_TOKENS), dtype),
         empty((threads, 2, rows, _state_size(value_dim)), np.float32),
-        empty((threads, LANES, max(key_dim, value_dim)), dtype),
+        empty((threads, LANES, dim), dtype),
+        empty((threads, COLUMNS * max(key_dim, TILE_TOKENS)), dtype),
+        scales,
     )
