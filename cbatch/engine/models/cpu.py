@@ -22,7 +22,7 @@ from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
 from cbatch.engine.kernels.cpu.recurrent.states import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
-from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, fits, paged_caches_of
+from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.packed_file import PackedFile
@@ -85,7 +85,7 @@ class CpuModel:
         self._packed = packed = CpuProgram(program, dtype, quantize)
         self._weights = packed.load(tensors, shared)
         self._thread_pool = shared_thread_pool(num_threads())
-        self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
+        self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]
         group = max(call.heads // call.shape.heads for call in calls)
         key_dim, value_dim = (max(getattr(call.shape, f"{part}_dim") for call in calls) for part in ("key", "value"))
@@ -211,7 +211,7 @@ class CpuModel:
         """The cache as the kernels take it."""
         caches = self._paged_caches.get(kv_cache)
         if caches is None:
-            caches = self._paged_caches[kv_cache] = paged_caches_of(kv_cache)
+            caches = self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
         return caches
 
     def _grow_rotary_tables(self, positions: int) -> None:

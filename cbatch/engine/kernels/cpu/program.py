@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.argmax import argmax
-from cbatch.engine.kernels.cpu.attention import attend, store_kv
+from cbatch.engine.kernels.cpu.attention import attend
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.engine.kernels.cpu.jit import address_of, call_address, entry, inlined, kernel
+from cbatch.engine.kernels.cpu.kv_store import store_kv
 from cbatch.engine.kernels.cpu.matmul.experts import (
     ExpertMatrix,
     RouterParams,
@@ -343,7 +344,7 @@ def _norm_heads(part: Any, norm: NormParams, width: int, norm_rows: int) -> None
 @kernel
 def _prepare_heads(
     worker: Worker, phase: int, op: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
-    arenas: Arenas,
+    arenas: Arenas, stored: Any,
 ) -> int:  # fmt: skip
     """Norms and rotates queries and keys, and stores keys and values in the cache."""
     tokens = len(inputs.ids)
@@ -365,10 +366,11 @@ def _prepare_heads(
         op.value_norm_kind, op.value_eps, vector_of(weights, op.value_norm_weight, end - first_value),
         vector_of(weights, op.value_norm_bias, end - first_value),
     )  # fmt: skip
-    num_tasks = -(-tokens // ROWS_PER_TASK)
+    num_tasks = len(plan.chunks) - 1
     task = claim(worker, phase, num_tasks)
     while task >= 0:
-        for number in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+        first, stop = plan.chunks[task], plan.chunks[task + 1]
+        for number in range(first, stop):
             row = source[number]
             if op.clip > 0:
                 for i in range(end):
@@ -394,10 +396,7 @@ def _prepare_heads(
                     queries[i] *= scale
             for i in range(first_key):
                 query[number, i] = from_float32(queries[i], query)
-            for head in range(kv_heads):
-                key = keys[head * width : (head + 1) * width]
-                value = values[head * kv.value_dim : (head + 1) * kv.value_dim]
-                store_kv(kv, plan.slots[number], head, key, value, plan.is_last[number])
+        store_kv(kv, plan.slots, first, stop, source, first_key, source, first_value, kv_heads, stored[worker.thread])
         task = next_task(worker, phase, num_tasks)
     return phase + 1
 
@@ -708,7 +707,7 @@ def run_step(
         elif op.code == LINEAR:
             phase = _linear(worker, phase, op, weights, tokens, arenas, buffers.linear)
         elif op.code == PREPARE_HEADS:
-            phase = _prepare_heads(worker, phase, op, weights, caches, plan, inputs, arenas)
+            phase = _prepare_heads(worker, phase, op, weights, caches, plan, inputs, arenas, buffers.attention.stored)
         elif op.code == ATTEND:
             phase = _attend(worker, phase, op, weights, caches, plan, tokens, arenas, buffers.attention)
         elif op.code == GATE:

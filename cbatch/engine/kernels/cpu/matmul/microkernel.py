@@ -58,7 +58,7 @@ class Panels(NamedTuple):
     depth:  steps in all; a step is one number in float32, a pair otherwise
     """
 
-    table: int
+    table: int | np.int64
     run: int
     stride: int
     depth: int
