@@ -6,8 +6,6 @@ threads share (see `work_queue`). Buffers of float32, and of the type that goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +16,7 @@ from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.argmax import argmax
 from cbatch.engine.kernels.cpu.attention import attend
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
-from cbatch.engine.kernels.cpu.jit import address_of, call_address, entry, inlined, kernel
+from cbatch.engine.kernels.cpu.jit import Part, call_address, entry, inlined, kernel
 from cbatch.engine.kernels.cpu.kv_store import store_kv
 from cbatch.engine.kernels.cpu.matmul.experts import (
     ExpertMatrix,
@@ -44,7 +42,7 @@ from cbatch.engine.kernels.cpu.recurrent.convolution import ConvolutionParams, c
 from cbatch.engine.kernels.cpu.recurrent.delta_rule import DeltaParams, gated_delta
 from cbatch.engine.kernels.cpu.recurrent.gated_norm import gated_norm
 from cbatch.engine.kernels.cpu.recurrent.selective_scan import ScanParams, selective_scan
-from cbatch.engine.kernels.cpu.recurrent.states import Recurrence
+from cbatch.engine.kernels.cpu.recurrent.states import Recurrence, with_memory
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
 
 EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, HEAD = range(9)
@@ -415,6 +413,16 @@ def _attend(
     return attend(worker, phase, kv, plan, params, query, out, workspace)
 
 
+def _run_attention(
+    worker: Worker, phase: int, op: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
+    arenas: Arenas, workspace: AttentionWorkspace,
+) -> int:  # fmt: skip
+    """The instructions of attention."""
+    if op.code == PREPARE_HEADS:
+        return _prepare_heads(worker, phase, op, weights, caches, plan, inputs, arenas, workspace.stored)
+    return _attend(worker, phase, op, weights, caches, plan, len(inputs.ids), arenas, workspace)
+
+
 @kernel
 def _gate(worker: Worker, phase: int, op: Any, tokens: int, arenas: Arenas) -> int:
     """Multiplies each run of `width` numbers with a function of one number of the gate."""
@@ -644,44 +652,47 @@ def _recur(
     return _gated_norm(worker, phase, op, weights, tokens, arenas)
 
 
+def _recur_in_float32(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, states: Recurrence
+) -> int:
+    states = with_memory(states, states.memory.view(np.float32))
+    return _recur(worker, phase, op, weights, tokens, arenas, states)
+
+
+def _recur_in_bfloat16(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, states: Recurrence
+) -> int:
+    states = with_memory(states, states.memory.view(np.uint16))
+    return _recur(worker, phase, op, weights, tokens, arenas, states)
+
+
 class Parts(NamedTuple):
-    """Addresses of what is compiled by itself, for models that need it; 0 for others."""
+    """Addresses of what is compiled by itself (see `parts_of`), 0 for what a program does not need."""
 
-    experts: int
-    recurrence: int
+    attention: int = 0
+    experts: int = 0
+    recurrence: int = 0
 
 
-def compile_parts(
-    program: NDArray[Any], weights: Weights, buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence,
-    state_type: np.dtype[Any],
-) -> Parts:  # fmt: skip
-    """The parts that a program needs, compiled for these arguments of `run_step`.
+def parts_of(
+    state_type: np.dtype[Any], program: NDArray[Any], weights: Weights, caches: PagedCaches, plan: AttentionPlan,
+    inputs: StepInputs, buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence,
+) -> dict[str, Part]:  # fmt: skip
+    """The fields of `Parts` that a program needs, for these arguments of `run_step`.
 
     state_type: of the numbers of recurrent states, float32, or uint16 for bfloat16
     """
-    codes, number = program["code"], types.int64
-    worker, op, step = typeof(Worker(new_work_queue(), 0)), typeof(program).dtype, typeof(buffers.arenas)
-    before = worker, number, op, typeof(weights), number, step
-    experts = recurrent = 0
+    codes, number, arenas = program["code"], types.int64, typeof(buffers.arenas)
+    before = typeof(Worker(new_work_queue(), 0)), number, typeof(program).dtype, typeof(weights)
+    attention = typeof(caches), typeof(plan), typeof(inputs), arenas, typeof(buffers.attention)
+    parts = {"attention": Part(_run_attention, number(*before, *attention))}
     if (codes >= CONVOLVE).any():
-        recurrent = address_of(_recur_with(state_type), number(*before, typeof(recurrence)))
+        recur = _recur_in_float32 if state_type == np.float32 else _recur_in_bfloat16
+        parts["recurrence"] = Part(recur, number(*before, number, arenas, typeof(recurrence)))
     if ((codes >= ROUTE) & (codes < CONVOLVE)).any():
-        experts = address_of(_mix_experts, number(*before, typeof(routing), typeof(buffers.linear)))
-    return Parts(experts, recurrent)
-
-
-@cache
-def _recur_with(state_type: np.dtype[Any]) -> Callable[..., Any]:
-    """`_recur` with states of that type."""
-
-    def part(
-        worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, recurrence: Recurrence
-    ) -> int:
-        memory, layout, starts, slots, counts, targets = recurrence
-        typed = Recurrence(memory.view(state_type), layout, starts, slots, counts, targets)
-        return _recur(worker, phase, op, weights, tokens, arenas, typed)
-
-    return part
+        experts = number, arenas, typeof(routing), typeof(buffers.linear)
+        parts["experts"] = Part(_mix_experts, number(*before, *experts))
+    return parts
 
 
 @entry
@@ -706,10 +717,9 @@ def run_step(
             phase = _normalize(worker, phase, op, weights, inputs, arenas)
         elif op.code == LINEAR:
             phase = _linear(worker, phase, op, weights, tokens, arenas, buffers.linear)
-        elif op.code == PREPARE_HEADS:
-            phase = _prepare_heads(worker, phase, op, weights, caches, plan, inputs, arenas, buffers.attention.stored)
-        elif op.code == ATTEND:
-            phase = _attend(worker, phase, op, weights, caches, plan, tokens, arenas, buffers.attention)
+        elif op.code == PREPARE_HEADS or op.code == ATTEND:
+            given = worker, phase, op, weights, caches, plan, inputs, arenas, buffers.attention
+            phase = call_address(parts.attention, given)
         elif op.code == GATE:
             phase = _gate(worker, phase, op, tokens, arenas)
         elif op.code == GATHER:

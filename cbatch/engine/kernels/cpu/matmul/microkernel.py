@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, address_of, kernel
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, Part, address_of, kernel
 
 LANES = 16
 """Columns of a panel."""
@@ -225,7 +225,7 @@ def microkernel_address(dtype: np.dtype[Any]) -> int:
 
     It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
     """
-    return address_of(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * _NUM_ARGUMENTS))
+    return address_of(Part(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * _NUM_ARGUMENTS)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

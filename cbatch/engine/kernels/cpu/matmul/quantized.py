@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, address_of, kernel
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, Part, address_of, kernel
 from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4_ZEROS, INT8, group_bytes, number_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, Rows, VectorEmitter
 
@@ -246,7 +246,7 @@ def quantized_address(weights: int, left_bytes: int) -> int:
     ) -> None:
         _emit_loop(weights, left_bytes, (left, left_stride), (place, ahead), groups, (out, out_stride), count, add)
 
-    return address_of(loop, types.void(*[types.int64] * _NUM_ARGUMENTS))
+    return address_of(Part(loop, types.void(*[types.int64] * _NUM_ARGUMENTS)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -61,6 +61,13 @@ def new_recurrence(batch: RaggedBatch, memory: NDArray[Any], layout: NDArray[np.
 
 
 @inlined
+def with_memory(recurrence: Recurrence, memory: Any) -> Recurrence:
+    """The same with its memory as numbers."""
+    _, layout, starts, slots, counts, targets = recurrence
+    return Recurrence(memory, layout, starts, slots, counts, targets)
+
+
+@inlined
 def state_of(recurrence: Recurrence, state: int, slot: int) -> Any:
     """The numbers of a slot."""
     start, size = recurrence.layout[state]
