@@ -19,7 +19,7 @@ from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime.device import gpu_name, has_bfloat16, is_accelerator
-from cbatch.engine.runtime.memory import is_out_of_memory
+from cbatch.engine.runtime.memory import drop_mapped_pages, is_out_of_memory
 
 if TYPE_CHECKING:
     from cbatch.engine.models.cpu import CpuModel
@@ -29,15 +29,27 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cbatch")
 
+_READS_BETWEEN_DROPS = 256
+"""Packing reads a tensor for each piece of about a megabyte."""
+
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors files by name, each read when it is asked for."""
+    """The tensors of a folder's safetensors files by name, each read when it is asked for.
+
+    The files are mapped. What has been read is dropped from time to time, so that a process need not hold a model and
+    its packed weights at once; a tensor that is still in use reads its numbers again.
+    """
 
     def __init__(self, folder: Path) -> None:
-        files = [safe_open(path, framework="pt") for path in weight_files(folder)]
+        self._paths = list(weight_files(folder))
+        files = [safe_open(path, framework="pt") for path in self._paths]
         self._files = {key: file for file in files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+        self._num_reads = 0
 
     def __getitem__(self, name: str) -> Tensor:
+        self._num_reads += 1
+        if self._num_reads % _READS_BETWEEN_DROPS == 0:
+            drop_mapped_pages(self._paths)
         tensor: Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 

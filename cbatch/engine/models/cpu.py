@@ -21,7 +21,7 @@ from cbatch.engine.kernels.cpu import program as kernels
 from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
-from cbatch.engine.kernels.cpu.recurrent.states import Recurrence, new_recurrence, state_layout
+from cbatch.engine.kernels.cpu.recurrent.states import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
 from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
@@ -96,9 +96,11 @@ class CpuModel:
             new_linear_workspace(threads, packed.formats, packed.deepest, left_bytes=packed.left_bytes),
             new_attention_workspace(threads, group, key_dim, value_dim, self._element),
         )
-        self._routing: kernels.RoutingMemory | None = None
+        self._routing = self._new_routing(0)
         self._paged_caches: WeakKeyDictionary[KVCache, PagedCaches] = WeakKeyDictionary()
         self._state_memories: WeakKeyDictionary[StatePool, tuple[NDArray[Any], NDArray[np.int64]]] = WeakKeyDictionary()
+        self._parts: dict[np.dtype[Any], kernels.Parts] = {}
+        """By the type of recurrent states, float32 if there are none."""
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
         self._num_positions = 0
@@ -155,19 +157,32 @@ class CpuModel:
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
         return (
             self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing,
-            self._recurrence_of(batch), outputs,
+            *self._recurrence_of(batch), outputs,
         )  # fmt: skip
 
-    def _recurrence_of(self, batch: RaggedBatch) -> Recurrence | None:
-        """Where the kernels find the states of a step. Raises ValueError if they do not lie in one tensor."""
+    def _recurrence_of(self, batch: RaggedBatch) -> tuple[Recurrence, kernels.Parts]:
+        """Where the kernels find the states of a step, and the parts of the step's kernel that compute with them.
+
+        Raises ValueError if they do not lie in one tensor.
+        """
         if batch.states is None:
-            return None
+            return NO_RECURRENCE, self._parts_for(NO_RECURRENCE, np.dtype(np.float32))
         pool = batch.states.pool
         if pool not in self._state_memories:
             if pool.flat is None:
                 raise ValueError("The states must lie in one tensor.")
             self._state_memories[pool] = as_array(pool.flat), state_layout(pool)
-        return new_recurrence(batch, *self._state_memories[pool])
+        memory, layout = self._state_memories[pool]
+        recurrence = new_recurrence(batch, memory.view(np.uint8), layout)
+        return recurrence, self._parts_for(recurrence, memory.dtype)
+
+    def _parts_for(self, recurrence: Recurrence, state_type: np.dtype[Any]) -> kernels.Parts:
+        """Compiled for the first step with states of that type."""
+        if state_type not in self._parts:
+            self._parts[state_type] = kernels.compile_parts(
+                self._packed.instructions, self._weights, self._buffers, self._routing, recurrence, state_type
+            )
+        return self._parts[state_type]
 
     def _buffers_for(self, length: int) -> kernels.Buffers:
         """Memory for a step of so many tokens, which is kept."""
@@ -179,7 +194,7 @@ class CpuModel:
             )
             linear = buffers.linear._replace(rows=empty(length * packed.quantized_bytes, np.uint8))
             self._buffers = buffers._replace(arenas=arenas, linear=linear)
-            self._routing = self._new_routing(length) if packed.num_experts else None
+            self._routing = self._new_routing(length)
         return self._buffers
 
     def _new_routing(self, length: int) -> kernels.RoutingMemory:

@@ -684,12 +684,25 @@ def quantized(weight: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """
     groups = -(-weight.shape[1] // GROUP)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * GROUP - weight.shape[1])).view(-1, groups, GROUP)
-    furthest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
-    scales = (furthest.abs() / 127 if kind == INT8 else furthest / -8).half().float()
+    largest = padded.abs().amax(dim=2, keepdim=True)
+    scales = (largest / 127 if kind == INT8 else _furthest(padded, largest) / -8).half().float()
     numbers = (padded * torch.where(scales == 0, 0, 1 / scales)).round_()
     numbers = numbers.clamp_(-127, 127) if kind == INT8 else numbers.add_(8).clamp_(0, 15)
     integers = numbers.to(torch.int8).view(len(weight), -1)[:, : weight.shape[1]]
     return integers, scales[..., 0]
+
+
+def _furthest(numbers: Tensor, largest: Tensor) -> Tensor:
+    """The first number of each group whose absolute value is the largest, which is given.
+
+    Searching for its place takes longer than all other rounding, so only groups that have it with both signs are
+    searched.
+    """
+    furthest = torch.where(numbers.amax(dim=2, keepdim=True) == largest, largest, -largest)
+    both = ((numbers.amin(dim=2, keepdim=True) == -largest) & (furthest > 0))[..., 0]
+    groups = numbers[both]
+    furthest[both] = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
+    return furthest
 
 
 def _gated_columns(columns: int) -> int:

@@ -225,9 +225,9 @@ class ReplicaStream:
             life.runs_alone = self._dispatcher.runs_alone(number)
             wait_s = 0.0 if work.failed else self._wait_s(number)
         if work.failed:
-            self._deliver(life, life.failed(work.failed, FAILED), self._num_tokens[number])
+            self._deliver(life, life.failed(work.failed, FAILED), self._num_tokens[number], are_counted=False)
         reply = life.exchange(work.rows, work.cancelled, wait_s, self._linger_s)
-        life.num_rows += self._deliver(life, reply.finished, reply.num_tokens)
+        self._deliver(life, reply.finished, reply.num_tokens)
         with self._shared.lock:
             num_held = self._dispatcher.num_held(number)
         life.check(reply, num_held)
@@ -237,7 +237,7 @@ class ReplicaStream:
         if life.number in self._num_tokens:
             reply = life.exchange([], [], 0.0)
             while reply.finished:
-                life.num_rows += self._deliver(life, reply.finished, reply.num_tokens)
+                self._deliver(life, reply.finished, reply.num_tokens)
                 reply = life.exchange([], [], 0.0)
             life.call("close")
             self._forget(life)
@@ -258,8 +258,11 @@ class ReplicaStream:
         wait_s = STARVING_WAIT_SECONDS if self._dispatcher.is_starving(number) else WAIT_SECONDS
         return max(wait_s, self._linger_s)
 
-    def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int) -> int:
-        """Sends the consumer the rows of a reply that nobody has finished before, and returns their number."""
+    def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int, are_counted: bool = True) -> None:
+        """Sends the consumer the rows of a reply that nobody has finished before.
+
+        They are counted first: whoever has the last row of a batch sees all of them in the figures.
+        """
         now = time.monotonic()
         rows: list[OutputRow] = []
         with self._shared.lock:
@@ -272,6 +275,7 @@ class ReplicaStream:
                 rows.append(OutputRow(found.position, index, data, outcome, now))
         new_tokens = num_tokens - self._num_tokens[life.number]
         self._num_tokens[life.number] = num_tokens
+        if are_counted:
+            life.num_rows += len(rows)
         if rows or new_tokens:
             self._inbox.put(Delivery(rows, new_tokens))
-        return len(rows)

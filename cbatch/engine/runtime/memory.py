@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from mmap import mmap
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,15 +55,39 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(str(device), "90%", partial(_free_gpu_bytes, device), partial(_measure_gpu_peak, device))
 
 
-_mapped: WeakKeyDictionary[mmap, int] = WeakKeyDictionary()
+_mapped: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
 
 
-def count_as_taken(memory: mmap, size: int) -> None:
+def count_as_taken(memory: mmap.mmap, size: int) -> None:
     """Counts the bytes of a mapped file as taken for as long as it is mapped.
 
     The system calls its pages available, since it can read them again; but a model reads its weights in every step.
     """
     _mapped[memory] = size
+
+
+def drop_mapped_pages(files: Iterable[Path]) -> None:
+    """Drops all pages that this process has of mapped files. They are read again, from the file, when they are needed.
+
+    files: mapped by this process, copy-on-write or to read only. What it has written to their pages is lost
+    """
+    if sys.platform != "linux":
+        return
+    names = {os.path.realpath(file) for file in files}
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5] in names and fields[1][3] == "p":
+                first, stop = (int(address, 16) for address in fields[0].split("-"))
+                _system_madvise()(first, stop - first, mmap.MADV_DONTNEED)
+
+
+@cache
+def _system_madvise() -> Any:
+    """`madvise` of the C library, which takes an address."""
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
 
 
 def _free_host_bytes() -> int:

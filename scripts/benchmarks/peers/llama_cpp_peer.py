@@ -69,7 +69,7 @@ def write_gguf(job: PeerJob, target: Path) -> None:
     if family == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
     if family == "qwen3moe":
-        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config["num_hidden_layers"])

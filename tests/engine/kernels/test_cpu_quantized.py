@@ -211,3 +211,11 @@ def test_rounding_of_weights(kind: int) -> None:
     assert integers.min() >= (-127 if kind == INT8 else 0) and integers.max() <= (127 if kind == INT8 else 15)
     errors = (rounded - weight).abs() / steps.abs().clamp(min=1e-9)
     assert errors.max() <= 1.01 and errors.median() < 0.3
+
+
+def test_the_first_of_the_largest_numbers_decides() -> None:
+    """Guards int4 groups that have their largest number with both signs: llama.cpp takes the first for the scale."""
+    weight = torch.randint(-3, 4, (64, 96), generator=torch.Generator().manual_seed(0)).float()
+    _, scales = quantized(weight, INT4)
+    for group, scale in zip(weight.view(-1, GROUP).tolist(), scales.flatten().tolist(), strict=True):
+        assert scale == max(group, key=abs) / -8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import random
 import threading
 import time
@@ -87,6 +88,24 @@ def test_rows_run_on_all_replicas() -> None:
     assert sum(one.rows for one in each) == 200 and all(one.rows > 20 for one in each)
     assert max(connection.most_held for connection in launcher.connections) == 8, "as many wait there as run"
     assert launcher.is_closed and all(connection.killed.is_set() for connection in launcher.connections)
+
+
+class SlowInbox(queue.SimpleQueue[Any]):
+    """The consumer always has a message before its sender goes on."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        time.sleep(0.02)
+
+
+def test_rows_are_counted_before_they_are_delivered() -> None:
+    """Guards the figures of a batch: whoever has its last row finds all rows in them."""
+    given = lines(30)
+    with open_driver(FakeLauncher(2)) as driver:
+        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream._inbox = SlowInbox()
+        check([row for rows in taken(stream, given) for row in rows], given)
+        assert sum(one.rows for one in driver.each()) == 30
 
 
 @pytest.mark.parametrize("seed", range(8))

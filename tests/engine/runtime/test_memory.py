@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,6 +26,7 @@ from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 from cbatch.engine.runtime.memory import (
     clear_frames,
     device_memory,
+    drop_mapped_pages,
     is_out_of_memory,
     kernel_too_large,
     release_memory,
@@ -316,3 +319,23 @@ def test_a_gpu_gets_its_memory_back() -> None:
     assert free[0] - free[2] < 64 * MIB, (
         "what the first engine left are libraries and kernels; the others leave nothing"
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to drop the pages of a file")
+def test_pages_of_a_mapped_file_are_dropped(tmp_path: Path) -> None:
+    """Guards memory while weights are packed: what was read need not stay, and is the same when it is read again."""
+    names = [tmp_path / name for name in ("read.bin", "linked.bin", "kept.bin")]
+    for path in names[:1] + names[2:]:
+        np.arange(2**20, dtype=np.int32).tofile(path)
+    names[1].symlink_to(names[0])
+    arrays = [np.memmap(path, np.int32, "c") for path in (names[0], names[2])]
+
+    def resident() -> list[int]:
+        maps = psutil.Process().memory_maps(grouped=True)
+        return [next(one.rss for one in maps if one.path == str(path)) for path in (names[0], names[2])]
+
+    totals = [array.sum() for array in arrays]
+    assert resident() == [4 * MIB, 4 * MIB]
+    drop_mapped_pages([names[1]])
+    assert resident() == [0, 4 * MIB]
+    assert [array.sum() for array in arrays] == totals

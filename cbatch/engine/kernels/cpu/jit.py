@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
-from numba import njit
-from numba.extending import register_jitable
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
 
 from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
 
@@ -65,13 +67,29 @@ def entry(function: Function) -> Function:
     return cast(Function, compiled)
 
 
-def address_of(function: Callable[..., None], signature: Any) -> int:
+@cache
+def address_of(function: Callable[..., Any], signature: Any) -> int:
     """Compiles a function by itself, to be called by its address; kept on disk like an entry."""
     compiled = new_callback(function, signature)
     _keep(compiled, function)
     compiled.compile()
     _callbacks.append(compiled)
     return int(compiled.address)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_address(context: Any, address: Any, arguments: Any) -> Any:
+    """Calls a function that returns an int64 by its address (see `address_of`).
+
+    arguments: a tuple, of exactly the types that it was compiled for: nothing checks them
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [context.get_value_type(each) for each in arguments])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(function, cgutils.unpack_tuple(builder, args[1]))
+
+    return types.int64(address, arguments), generate
 
 
 _callbacks: list[Any] = []

@@ -6,16 +6,19 @@ threads share (see `work_queue`). Buffers of float32, and of the type that goes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import typeof, types
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.argmax import argmax
 from cbatch.engine.kernels.cpu.attention import attend, store_kv
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
-from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
+from cbatch.engine.kernels.cpu.jit import address_of, call_address, entry, inlined, kernel
 from cbatch.engine.kernels.cpu.matmul.experts import (
     ExpertMatrix,
     RouterParams,
@@ -41,7 +44,7 @@ from cbatch.engine.kernels.cpu.recurrent.delta_rule import DeltaParams, gated_de
 from cbatch.engine.kernels.cpu.recurrent.gated_norm import gated_norm
 from cbatch.engine.kernels.cpu.recurrent.selective_scan import ScanParams, selective_scan
 from cbatch.engine.kernels.cpu.recurrent.states import Recurrence
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
 
 EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, HEAD = range(9)
 ROUTE, GATHER_FOR_EXPERTS, EXPERT_LINEAR, COMBINE_EXPERTS = range(9, 13)
@@ -560,7 +563,6 @@ def _head(
     return _softcap_and_argmax(worker, phase, op, outputs)
 
 
-@kernel
 def _mix_experts(
     worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, routing: RoutingMemory,
     workspace: LinearWorkspace,
@@ -643,16 +645,56 @@ def _recur(
     return _gated_norm(worker, phase, op, weights, tokens, arenas)
 
 
+class Parts(NamedTuple):
+    """Addresses of what is compiled by itself, for models that need it; 0 for others."""
+
+    experts: int
+    recurrence: int
+
+
+def compile_parts(
+    program: NDArray[Any], weights: Weights, buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence,
+    state_type: np.dtype[Any],
+) -> Parts:  # fmt: skip
+    """The parts that a program needs, compiled for these arguments of `run_step`.
+
+    state_type: of the numbers of recurrent states, float32, or uint16 for bfloat16
+    """
+    codes, number = program["code"], types.int64
+    worker, op, step = typeof(Worker(new_work_queue(), 0)), typeof(program).dtype, typeof(buffers.arenas)
+    before = worker, number, op, typeof(weights), number, step
+    experts = recurrent = 0
+    if (codes >= CONVOLVE).any():
+        recurrent = address_of(_recur_with(state_type), number(*before, typeof(recurrence)))
+    if ((codes >= ROUTE) & (codes < CONVOLVE)).any():
+        experts = address_of(_mix_experts, number(*before, typeof(routing), typeof(buffers.linear)))
+    return Parts(experts, recurrent)
+
+
+@cache
+def _recur_with(state_type: np.dtype[Any]) -> Callable[..., Any]:
+    """`_recur` with states of that type."""
+
+    def part(
+        worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, recurrence: Recurrence
+    ) -> int:
+        memory, layout, starts, slots, counts, targets = recurrence
+        typed = Recurrence(memory.view(state_type), layout, starts, slots, counts, targets)
+        return _recur(worker, phase, op, weights, tokens, arenas, typed)
+
+    return part
+
+
 @entry
 def run_step(
     worker: Worker, program: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
-    buffers: Buffers, routing: RoutingMemory | None, recurrence: Recurrence | None, outputs: StepOutputs,
+    buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence, parts: Parts, outputs: StepOutputs,
 ) -> None:  # fmt: skip
     """Computes the outputs of a step, and stores its keys and values in the cache.
 
     Every thread of a pool calls it. Each phase returns when all of its tasks are complete.
 
-    routing, recurrence: None for a model without experts or recurrent layers, which is compiled without them
+    recurrence: its memory as bytes
     """
     # Not a plain 0: that has a type of its own, for which every kernel below would be compiled once more.
     phase: Any = np.int64(0)
@@ -678,7 +720,6 @@ def run_step(
         elif op.code == HEAD:
             phase = _head(worker, phase, op, weights, inputs, arenas, buffers.linear, outputs)
         elif op.code >= CONVOLVE:
-            if recurrence is not None:
-                phase = _recur(worker, phase, op, weights, tokens, arenas, recurrence)
-        elif routing is not None:
-            phase = _mix_experts(worker, phase, op, weights, tokens, arenas, routing, buffers.linear)
+            phase = call_address(parts.recurrence, (worker, phase, op, weights, tokens, arenas, recurrence))
+        else:
+            phase = call_address(parts.experts, (worker, phase, op, weights, tokens, arenas, routing, buffers.linear))
