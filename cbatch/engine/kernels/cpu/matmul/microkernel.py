@@ -254,14 +254,29 @@ def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: 
     _call_tile(microkernel, like, (*where, count, add))
 
 
+def _emit_prefetch(builder: Any, address: Any, *, writes: bool) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, _INT8.as_pointer()), _INT32(int(writes)), _INT32(3), _INT32(1)])
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(context: Any, address: Any) -> Any:
     """Prefetches the cache line at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(fetch, [builder.inttoptr(args[0], _INT8.as_pointer()), _INT32(0), _INT32(3), _INT32(1)])
+        _emit_prefetch(builder, args[0], writes=False)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_to_write(context: Any, address: Any) -> Any:
+    """Prefetches the cache line at an address, which will be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _emit_prefetch(builder, args[0], writes=True)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
