@@ -96,7 +96,8 @@ def test_every_rounding_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(rounding, "SHAPES", {"small": SHAPES["135m"] | TINY})
     assert main(["rounding", "--shape", "small", "--layers", "2", "--tokens", "24", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["small"]
-    assert list(found) == ["Q8_0 of llama.cpp", "Q4_0 of llama.cpp", *names]
+    caches = ["float32, KV Q8_0 of llama.cpp", "float32, KV u8"]
+    assert list(found) == ["Q8_0 of llama.cpp", "Q4_0 of llama.cpp", *caches, *names]
     loss = {name: figures["divergence"] for name, figures in found.items()}
     assert 0 < loss["bfloat16"] < loss["int8, activations int8"] < loss["Q4_0 of llama.cpp"]
-    assert loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"]
+    assert all(0 < loss[cache] < loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"] for cache in caches)
