@@ -72,6 +72,14 @@ def test_nothing_depends_on_it(folder: Path, program: str, processes: int, monke
     assert jit._callback(TRIPLE).cache_hits == 0 and is_kept(TRIPLE)
 
 
+def test_a_frozen_program_starts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards programs that were made into one file: they would start themselves, again and again."""
+    monkeypatch.setattr("sys.frozen", True, raising=False)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with built_beside([TRIPLE], processes=2):
+        assert not is_kept(TRIPLE)
+
+
 def test_other_types_are_refused() -> None:
     """Guards memory: what is called by its address would read an array of other numbers as if it were its own."""
     pool, numbers, out = shared_thread_pool(1), np.arange(5), np.zeros(1, np.int64)

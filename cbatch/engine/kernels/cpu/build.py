@@ -1,7 +1,5 @@
 """Compiles parts of a step's kernel in processes of their own, beside the process that needs them.
 
-    python -m cbatch.engine.kernels.cpu.build < parts
-
 The code is kept on disk, where the process that needs it finds it. Numba compiles one function at a time in a process.
 """
 
@@ -11,9 +9,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
+from cbatch.engine.base.child_command import child_command
 from cbatch.engine.kernels.cpu.jit import Part, address_of, is_kept
 
 
@@ -25,7 +24,8 @@ def built_beside(parts: Iterable[Part], processes: int) -> Iterator[None]:
 
     processes: the most there may be
     """
-    missing = [part for part in parts if not is_kept(part)]
+    # A frozen program starts itself instead of Python.
+    missing = [] if getattr(sys, "frozen", False) else [part for part in parts if not is_kept(part)]
     builders = []
     for share in filter(None, (missing[number::processes] for number in range(processes))):
         try:
@@ -42,19 +42,15 @@ def built_beside(parts: Iterable[Part], processes: int) -> Iterator[None]:
 
 def _start(parts: list[Part]) -> subprocess.Popen[bytes]:
     nowhere = subprocess.DEVNULL
-    command = [sys.executable, "-m", __name__]
-    builder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
+    builder = subprocess.Popen(child_command(__name__), stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
+    named = [(part.function.__module__, part.function.__name__, part.signature) for part in parts]
     assert builder.stdin is not None
-    with builder.stdin:
-        named = [(part.function.__module__, part.function.__name__, part.signature) for part in parts]
+    with suppress(BrokenPipeError), builder.stdin:
         builder.stdin.write(pickle.dumps(named))
     return builder
 
 
 def main() -> None:
+    """Compiles the parts that are named on the standard input."""
     for module, name, signature in pickle.load(sys.stdin.buffer):
         address_of(Part(getattr(import_module(module), name), signature))
-
-
-if __name__ == "__main__":
-    main()
