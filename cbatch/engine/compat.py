@@ -124,6 +124,20 @@ def keep_compiled(
         compiled._cache = NullCache()
 
 
+def is_compiled(callback: Any) -> bool:
+    """Whether `keep_compiled` has the code of a callback; True also if it cannot keep any.
+
+    Private as of numba 0.68: `_cache_file` of `FunctionCache` and its index, and attributes of `CFunc`.
+    """
+    stored = getattr(callback._cache, "_cache_file", None)
+    if stored is None:
+        return True
+    key = callback._cache._index_key(callback._sig, callback._targetdescr.target_context.codegen())
+    with suppress(Exception):  # a damaged index
+        return key in stored._load_index()
+    return False
+
+
 _LONGEST_WAIT_S = 180.0
 """For another process that compiles the same function."""
 

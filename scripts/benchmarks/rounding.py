@@ -1,4 +1,4 @@
-"""What quantized weights and activations lose, beside the roundings of llama.cpp.
+"""What quantized weights, activations and KV caches lose, beside the roundings of llama.cpp.
 
     python -m scripts.benchmarks rounding
 
@@ -6,7 +6,8 @@ Logits are compared with those of the same weights in float32 by transformers: t
 how often the most probable token is the same, and for the demo model the perplexity of its held-out conversations.
 Random models get random tokens; their divergence is far larger than a trained model's, since nothing was trained to be
 robust, but it compares roundings. Q8_0 and Q4_0 round weights to 8 and 4 bits in blocks of 32, and rows to int8 in
-blocks of 32; with Q4_0 the head is Q8_0. They are done in float32 here, in the layers of transformers.
+blocks of 32; with Q4_0 the head is Q8_0. They are done in float32 here, in the layers of transformers. So are the
+roundings of keys and values: to Q8_0, and to `--kv-dtype u8`, which has one scale for each token and head.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ from cbatch.engine.models.checkpoint import Tensors
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.loader import DEMO_MODEL
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.kv_cache import U8, KVCache, as_numbers, as_stored
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import RandomTensors, make_network
 from scripts.benchmarks.shapes import SHAPES, Config
 
-ROUNDINGS: dict[str, Quantization | None] = {
-    "bfloat16": None,
-    "int8, activations bf16": Quantization("int8", "bf16"),
-    "int8, activations int8": Quantization("int8", "int8"),
-    "int4, activations bf16": Quantization("int4", "bf16"),
-    "int4, activations int8": Quantization("int4", "int8"),
+ROUNDINGS: dict[str, tuple[Quantization | None, torch.dtype | None]] = {
+    "bfloat16": (None, None),
+    "bfloat16, KV u8": (None, U8),
+    "int8, activations bf16": (Quantization("int8", "bf16"), None),
+    "int8, activations int8": (Quantization("int8", "int8"), None),
+    "int8, activations int8, KV u8": (Quantization("int8", "int8"), U8),
+    "int4, activations bf16": (Quantization("int4", "bf16"), None),
+    "int4, activations int8": (Quantization("int4", "int8"), None),
 }
+"""Weights and the type of the KV cache, as our kernels have them."""
+
 _BLOCK = 32
 
 
@@ -66,6 +71,11 @@ def rounded_to_q4_0(x: Tensor) -> Tensor:
     return _as_before(integers * scale.half().float(), x)
 
 
+def rounded_to_u8(x: Tensor) -> Tensor:
+    """x [..., dim], a scale for each dim numbers."""
+    return as_numbers(as_stored(x, U8))
+
+
 @contextmanager
 def rounded_like_llama_cpp(network: Any, weights: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """The network with rounded weights and rows in its linears, and a rounded embedding."""
@@ -89,18 +99,38 @@ def rounded_like_llama_cpp(network: Any, weights: Callable[[Tensor], Tensor]) ->
             hook.remove()
 
 
+@contextmanager
+def rounded_kv(network: Any, rounding: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The network with rounded keys and values."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, query, rounding(key), rounding(value), *args, **kwargs)
+
+    network.set_attn_implementation("sdpa")
+    AttentionInterface.register("sdpa", attend)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
 def logits_of_network(network: Any, sequences: Sequence[list[int]]) -> list[Tensor]:
     with torch.inference_mode():
         return [network(torch.tensor([ids])).logits[0].float() for ids in sequences]
 
 
-def logits_of_model(model: CpuModel, sequences: Sequence[list[int]]) -> list[Tensor]:
-    attention, found = CpuAttention(), []
+def logits_of_model(
+    model: CpuModel, sequences: Sequence[list[int]], kv_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    attention, found = CpuAttention(kv_dtype), []
+    dtype = kv_dtype or model.dtype
     for ids in sequences:
         count = len(ids)
         blocks = -(-count // 16)
-        shapes = [attention.block_shapes(layer, 16, model.dtype) for layer in model.layers]
-        kv_cache = KVCache(shapes, blocks, 16, model.dtype, model.device)
+        shapes = [attention.block_shapes(layer, 16, dtype) for layer in model.layers]
+        kv_cache = KVCache(shapes, blocks, 16, dtype, model.device)
         every, table = np.arange(count), np.arange(blocks, dtype=np.int32)[None]
         batch = RaggedBatch(np.array(ids), every, every, every, table, [0], [count], model.device)
         found.append(model.forward(batch, kv_cache, attention).values.clone())
@@ -146,9 +176,12 @@ def run(options: argparse.Namespace, report: Report) -> int:
         for name, weights in (("Q8_0 of llama.cpp", rounded_to_q8_0), ("Q4_0 of llama.cpp", rounded_to_q4_0)):
             with rounded_like_llama_cpp(network, weights):
                 found[name] = compare(logits_of_network(network, sequences), expected, sequences)
-        for name, quantize in ROUNDINGS.items():
+        for name, rounding in (("KV Q8_0 of llama.cpp", rounded_to_q8_0), ("KV u8", rounded_to_u8)):
+            with rounded_kv(network, rounding):
+                found[f"float32, {name}"] = compare(logits_of_network(network, sequences), expected, sequences)
+        for name, (quantize, kv_dtype) in ROUNDINGS.items():
             model = CpuModel(config, tensors, torch.bfloat16, quantize=quantize)
-            found[name] = compare(logits_of_model(model, sequences), expected, sequences)
+            found[name] = compare(logits_of_model(model, sequences, kv_dtype), expected, sequences)
         report.figures[shape] = found
         table = [["rounding", "divergence", "same token", "perplexity"]]
         for name, figures in found.items():

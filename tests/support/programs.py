@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -19,7 +19,7 @@ from torch import Tensor
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.engine.runtime.kv_cache import U8, KVCache
 from cbatch.engine.runtime.state_pool import StatePool, StepStates
 from tests.support.architectures import draw, make_architecture
 from tests.support.model_checks import GAINS, depends_on_context, reference_logits
@@ -80,17 +80,20 @@ def _read_all(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def logits_in_chunks(model: Model, attention: AttentionBackend, prompt: list[int] = PROMPT) -> Tensor:
+def logits_in_chunks(
+    model: Model, attention: AttentionBackend, prompt: list[int] = PROMPT, chunks: Sequence[int] = CHUNKS
+) -> Tensor:
     """Logits [T, vocabulary] of a prompt that goes through a model in several steps, over a cache full of NaN."""
+    kv_dtype = attention.kv_dtype or model.dtype
     num_blocks = -(-len(prompt) // BLOCK_SIZE)
-    shapes = [attention.block_shapes(layer, BLOCK_SIZE, model.dtype) for layer in model.layers]
-    kv_cache = KVCache(shapes, num_blocks + 1, BLOCK_SIZE, model.dtype, model.layer_devices)
+    shapes = [attention.block_shapes(layer, BLOCK_SIZE, kv_dtype) for layer in model.layers]
+    kv_cache = KVCache(shapes, num_blocks + 1, BLOCK_SIZE, kv_dtype, model.layer_devices)
     for layer in (*kv_cache.keys, *kv_cache.values):
-        layer.fill_(torch.nan)
+        layer.fill_(255 if kv_dtype == U8 else torch.nan)
     table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
     states = state_pool_of(model)
     found = []
-    for start, stop in pairwise(CHUNKS):
+    for start, stop in pairwise(chunks):
         positions = np.arange(start, stop)
         slots, rows = positions + BLOCK_SIZE, np.arange(stop - start)
         ids = np.array(prompt[start:stop])

@@ -121,9 +121,9 @@ class ModelCost:
     @classmethod
     def of(cls, engine: Engine) -> ModelCost:
         model = engine.model
-        numbers = [layer.bytes_per_token(torch.uint8) for layer in model.layers]
-        size = engine.limits.kv_bytes_per_token // sum(numbers)
-        layers = tuple((size * number, window) for number, window in zip(numbers, model.windows, strict=True))
+        numbers = [layer.heads * (layer.key_dim + layer.value_dim) for layer in model.layers]
+        size, total = engine.limits.kv_bytes_per_token, sum(numbers)
+        layers = tuple((size * number // total, window) for number, window in zip(numbers, model.windows, strict=True))
         return cls(**asdict(model.linear_cost), layers=layers)
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cbatch.engine.attention.base import AttendOptions
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import FP8, LayerShape, Shape, as_bytes, as_stored
+from cbatch.engine.runtime.kv_cache import FP8, U8, U8_SCALE_BYTES, LayerShape, Shape, as_bytes, as_numbers, as_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class ReferenceAttention:
         self.kv_dtype = kv_dtype
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
-        return (block_size, layer.heads, layer.key_dim), (block_size, layer.heads, layer.value_dim)
+        more = U8_SCALE_BYTES if dtype == U8 else 0
+        return (block_size, layer.heads, layer.key_dim + more), (block_size, layer.heads, layer.value_dim + more)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> ReferenceMetadata:
         sequences = []
@@ -75,7 +76,7 @@ class ReferenceAttention:
         **options: Unpack[AttendOptions],
     ) -> Tensor:
         """What `attend` gives if each token may only see the positions indices [T, K] of those before it; -1: none."""
-        out = query.new_empty(*query.shape[:2], values.shape[-1])
+        out = query.new_empty(*query.shape[:2], values.shape[-1] - (U8_SCALE_BYTES if values.dtype == U8 else 0))
         for sequence in metadata.sequences:
             k, v = (_gather(cache, sequence, query.dtype) for cache in (keys, values))
             q = query[sequence.rows].transpose(0, 1)
@@ -94,9 +95,10 @@ class ReferenceAttention:
 
 
 def _gather(cache: Tensor, sequence: Sequence, dtype: torch.dtype) -> Tensor:
-    """[heads, tokens, dim] of a sequence; a cache of FP8 in the type of the queries."""
+    """[heads, tokens, dim] of a sequence; a cache of FP8 or U8 in the type of the queries."""
     blocks = as_bytes(cache)[sequence.blocks].view(cache.dtype)
-    blocks = blocks.to(dtype) if cache.dtype == FP8 else blocks
+    blocks = as_numbers(blocks) if cache.dtype == U8 else blocks
+    blocks = blocks.to(dtype) if cache.dtype in (FP8, U8) else blocks
     return blocks.flatten(0, 1)[: sequence.stop].transpose(0, 1)
 
 

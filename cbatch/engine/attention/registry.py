@@ -9,7 +9,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.quantization import ACTIVATIONS, WEIGHTS, Quantization
 from cbatch.engine.runtime.device import has_bfloat16, is_accelerator, is_nvidia
-from cbatch.engine.runtime.kv_cache import FP8, LayerShape
+from cbatch.engine.runtime.kv_cache import FP8, U8, LayerShape
 
 BACKENDS = {"cpu": "a CPU", "triton": "an NVIDIA GPU", "reference": "any device"}
 """The backends, and what each runs on."""
@@ -56,12 +56,19 @@ def check_kv_dtype(name: str, attention: str, device: torch.device) -> torch.dty
     """The type of the KV cache; None: that of the model. Raises ConfigError if nothing here stores keys in it."""
     if name == "auto":
         return None
-    if name != "fp8":
-        raise ConfigError(f"The KV cache cannot be kept in {name!r}; choose auto or fp8.")
+    if name not in ("fp8", "u8"):
+        raise ConfigError(f"The KV cache cannot be kept in {name!r}; choose auto, fp8 or u8.")
+    if name == "u8":
+        if attention == "reference" or _own_backend(device) != "cpu":
+            raise ConfigError(
+                "Only the CPU's attention kernels have a KV cache in u8: use --device cpu and --attention auto or cpu, "
+                "or --kv-dtype auto."
+            )
+        return U8
     if attention != "reference" and _own_backend(device) == "cpu":
         raise ConfigError(
-            "The CPU's attention kernels have no KV cache in fp8: use --kv-dtype auto, or --attention reference, which "
-            "is slow."
+            "The CPU's attention kernels have no KV cache in fp8: use --kv-dtype u8, which takes as little, or "
+            "--attention reference, which is slow."
         )
     return FP8
 
@@ -88,7 +95,7 @@ def select_attention(
             from cbatch.engine.attention.cpu import CpuAttention
             from cbatch.engine.kernels.cpu import tensors
 
-            backend = CpuAttention() if tensors.fits(layers, block_size, dtype) else None
+            backend = CpuAttention(kv_dtype) if tensors.fits(layers, block_size, dtype, kv_dtype) else None
         else:
             from cbatch.engine.attention import triton
 

@@ -42,7 +42,8 @@ class EngineConfig:
                       that has any; None: as many as are of use and fit
     state_dtype:      type of recurrent states. auto: that in which the model's reference has them; bfloat16 or float16:
                       half of that
-    kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU
+    kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU; u8: one
+                      byte for each number, and a scale for those of a token and head, on a CPU
     quantize:         int8: store weights in one byte each; int4: in half a byte, but the head (fast path on a CPU
                       only); None: as they are
     activations:      how products with quantized weights round what they multiply them with: int8, or bf16, which is

@@ -29,6 +29,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.device import is_accelerator
+from cbatch.engine.runtime.kv_cache import U8
 from cbatch.engine.runtime.triton_setup import triton_problem
 from cbatch.engine.sampling.sampler import Sampler
 
@@ -75,6 +76,11 @@ def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBa
     """
     kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
     attention = _attention_of(config, model, kv_dtype)
+    if kv_dtype == U8 and model.layers and attention.name != "cpu":
+        raise ConfigError(
+            f"The CPU's attention kernels do not serve this model in {model.dtype} with blocks of {config.block_size} "
+            "tokens, and only they have a KV cache in u8; choose --kv-dtype auto."
+        )
     # A user who asks for the reference wants none of our kernels: one of them may crash the process.
     sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
     return attention, sampler

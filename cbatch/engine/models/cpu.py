@@ -18,11 +18,13 @@ from torch import Tensor
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.cpu import program as kernels
+from cbatch.engine.kernels.cpu.build import built_beside
+from cbatch.engine.kernels.cpu.jit import address_of
 from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
-from cbatch.engine.kernels.cpu.recurrent.states import Recurrence, new_recurrence, state_layout
-from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, fits, paged_caches_of
+from cbatch.engine.kernels.cpu.recurrent.states import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
+from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
 from cbatch.engine.models.packed_file import PackedFile
@@ -88,7 +90,7 @@ class CpuModel:
         )
         self._weights = packed.load(tensors, shared)
         self._thread_pool = shared_thread_pool(num_threads())
-        self._element = np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
+        self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]
         group = max(call.heads // call.shape.heads for call in calls)
         key_dim, value_dim = (max(getattr(call.shape, f"{part}_dim") for call in calls) for part in ("key", "value"))
@@ -99,9 +101,11 @@ class CpuModel:
             new_linear_workspace(threads, packed.formats, packed.deepest, left_bytes=packed.left_bytes),
             new_attention_workspace(threads, group, key_dim, value_dim, self._element),
         )
-        self._routing: kernels.RoutingMemory | None = None
+        self._routing = self._new_routing(0)
         self._paged_caches: WeakKeyDictionary[KVCache, PagedCaches] = WeakKeyDictionary()
         self._state_memories: WeakKeyDictionary[StatePool, tuple[NDArray[Any], NDArray[np.int64]]] = WeakKeyDictionary()
+        self._parts: dict[np.dtype[Any], kernels.Parts] = {}
+        """By the type of recurrent states."""
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
         self._num_positions = 0
@@ -139,7 +143,7 @@ class CpuModel:
         batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device, states=states)
         shapes = [block_shapes(layer, LANES, self.dtype) for layer in self.layers]
         kv_cache = KVCache(shapes, 1, LANES, self.dtype, self.device)
-        self._thread_pool.compile(kernels.run_step, *self._arguments(batch, kv_cache, self._outputs_for(1)[0]))
+        self._arguments(batch, kv_cache, self._outputs_for(1)[0])
 
     def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: kernels.StepOutputs) -> tuple[Any, ...]:
         """What `run_step` takes after the worker."""
@@ -156,21 +160,33 @@ class CpuModel:
         inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
         plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
-        return (
-            self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing,
-            self._recurrence_of(batch), outputs,
-        )  # fmt: skip
+        recurrence, state_type = self._recurrence_of(batch)
+        given = self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, recurrence
+        if state_type not in self._parts:
+            self._compile(given, outputs, state_type)
+        return *given, self._parts[state_type], outputs
 
-    def _recurrence_of(self, batch: RaggedBatch) -> Recurrence | None:
-        """Where the kernels find the states of a step. Raises ValueError if they do not lie in one tensor."""
+    def _compile(self, given: tuple[Any, ...], outputs: kernels.StepOutputs, state_type: np.dtype[Any]) -> None:
+        """Compiles a step for such arguments and recurrent states of that type, or loads it from disk."""
+        parts = kernels.parts_of(state_type, *given)
+        with built_beside(parts.values(), self._thread_pool.size - 1):
+            self._thread_pool.compile(kernels.run_step, *given, kernels.Parts(), outputs)
+            self._parts[state_type] = kernels.Parts(**{name: address_of(part) for name, part in parts.items()})
+
+    def _recurrence_of(self, batch: RaggedBatch) -> tuple[Recurrence, np.dtype[Any]]:
+        """Where the kernels find the states of a step, and the type of their numbers; float32 if there are none.
+
+        Raises ValueError if they do not lie in one tensor.
+        """
         if batch.states is None:
-            return None
+            return NO_RECURRENCE, np.dtype(np.float32)
         pool = batch.states.pool
         if pool not in self._state_memories:
             if pool.flat is None:
                 raise ValueError("The states must lie in one tensor.")
             self._state_memories[pool] = as_array(pool.flat), state_layout(pool)
-        return new_recurrence(batch, *self._state_memories[pool])
+        memory, layout = self._state_memories[pool]
+        return new_recurrence(batch, memory.view(np.uint8), layout), memory.dtype
 
     def _buffers_for(self, length: int) -> kernels.Buffers:
         """Memory for a step of so many tokens, which is kept."""
@@ -182,7 +198,7 @@ class CpuModel:
             )
             linear = buffers.linear._replace(rows=empty(length * packed.quantized_bytes, np.uint8))
             self._buffers = buffers._replace(arenas=arenas, linear=linear)
-            self._routing = self._new_routing(length) if packed.num_experts else None
+            self._routing = self._new_routing(length)
         return self._buffers
 
     def _new_routing(self, length: int) -> kernels.RoutingMemory:
@@ -199,7 +215,7 @@ class CpuModel:
         """The cache as the kernels take it."""
         caches = self._paged_caches.get(kv_cache)
         if caches is None:
-            caches = self._paged_caches[kv_cache] = paged_caches_of(kv_cache)
+            caches = self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
         return caches
 
     def _grow_rotary_tables(self, positions: int) -> None:

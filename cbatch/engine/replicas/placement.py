@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
+from cbatch.engine.base.child_command import child_command
 from cbatch.engine.base.config import CPU_CACHE_SHARE, DEVICE_VARIABLE, EngineConfig
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.units import parse_memory
-from cbatch.engine.replicas.child_command import child_command
 
 _SYSTEM = Path("/sys/devices/system")
 _DEVICES = Path("/dev")

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import IO, Any
 
+from cbatch.engine.base.child_command import child_command
 from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.replicas.child_command import child_command
 from cbatch.engine.replicas.launcher import ReplicaDied
 from cbatch.engine.replicas.placement import Place
 from cbatch.engine.replicas.process_main import Answer, Start

@@ -23,7 +23,9 @@ class LayerShape:
     value_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """Bytes of a token in a cache of that type, with the scales of U8."""
+        scales = 2 * U8_SCALE_BYTES if dtype == U8 else 0
+        return self.heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
 
 Shape = tuple[int, ...]
@@ -33,9 +35,32 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 
+U8 = torch.uint8
+"""One byte: a sign and 7 bits of magnitude, times a float32 scale for each token and head."""
+U8_MAX = 127
+U8_SCALE_BYTES = 4
+
+
 def as_stored(new: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in the type of a cache: rounded to the nearest, ties to even; in FP8, larger ones become the largest."""
+    """Numbers in the type of a cache: rounded to the nearest, ties to even; in FP8, larger ones become the largest.
+
+    In U8, [..., dim] numbers become [..., dim + U8_SCALE_BYTES] bytes: those of the numbers, then those of their scale.
+    """
+    if dtype == U8:
+        numbers = new.float()
+        largest = numbers.abs().amax(-1, keepdim=True)
+        inverse = torch.where(largest < 1e-30, 0.0, largest.new_tensor(U8_MAX) / largest)
+        magnitudes = (numbers.abs().double() * inverse).round().to(U8)  # of the exact product
+        scales = torch.where(largest < 1e-30, 0.0, largest * (1 / U8_MAX))
+        return torch.cat([magnitudes + (U8_MAX + 1) * numbers.signbit().to(U8), scales.view(U8)], -1)
     return new.float().clamp(-FP8_MAX, FP8_MAX).to(FP8) if dtype == FP8 else new.to(dtype)
+
+
+def as_numbers(stored: Tensor) -> Tensor:
+    """The numbers [..., dim] float32 that a cache of U8 stands for, as `as_stored` makes it."""
+    numbers, scales = stored[..., :-U8_SCALE_BYTES], stored[..., -U8_SCALE_BYTES:]
+    signed: Tensor = (numbers & U8_MAX).float() * (1 - 2 * (numbers >> 7).float())
+    return signed * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def as_bytes(cache: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.kernels.cpu.paged_kv import SPLIT, plan_attention
 from cbatch.engine.kernels.cpu.tensors import fits
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.kv_cache import U8, KVCache, LayerShape
 from tests.support.attention_cases import AttentionCase
 
 pytestmark = pytest.mark.kernels
@@ -74,15 +74,22 @@ def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], bloc
     )
 
 
+def poisoned_cache(
+    backend: AttentionBackend, layer: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> KVCache:
+    """A cache in which nobody wrote: every number is NaN, and of bytes every scale."""
+    kv_dtype = backend.kv_dtype or dtype
+    kv_cache = KVCache([backend.block_shapes(layer, block_size, kv_dtype)], num_blocks, block_size, kv_dtype, CPU)
+    for tensor in (*kv_cache.keys, *kv_cache.values):
+        tensor.fill_(255 if kv_dtype == U8 else float("nan"))
+    return kv_cache
+
+
 def run(
     backend: AttentionBackend, case: AttentionCase, batches: list[RaggedBatch], dtype: torch.dtype, of: torch.dtype
 ) -> list[Tensor]:
     """Outputs [T, heads, value_dim] of each step, computed in a type from random numbers of another."""
-    kv_cache = KVCache(
-        [backend.block_shapes(case.layer, case.block_size, dtype)], NUM_BLOCKS, case.block_size, dtype, CPU
-    )
-    for tensor in (*kv_cache.keys, *kv_cache.values):
-        tensor.fill_(float("nan"))
+    kv_cache = poisoned_cache(backend, case.layer, NUM_BLOCKS, case.block_size, dtype)
     generator = torch.Generator().manual_seed(0)
     heads = case.layer.heads * case.group
     sinks = torch.randn(heads, generator=generator) if case.sinks else None
@@ -99,17 +106,18 @@ def run(
     return outputs
 
 
+@pytest.mark.parametrize("kv_dtype", [None, U8], ids=["", "bytes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_equals_the_reference(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Guards kernels in every form of attention, in chunks that end anywhere; NaN in unused places must not show."""
     case = CASES[name]
-    assert fits([case.layer], case.block_size, dtype)
+    assert fits([case.layer], case.block_size, dtype, kv_dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for seed in range(3):
         batches = make_batches(case, seed)
-        found = run(CpuAttention(), case, batches, dtype, dtype)
-        expected = run(ReferenceAttention(), case, batches, torch.float32, dtype)
+        found = run(CpuAttention(kv_dtype), case, batches, dtype, dtype)
+        expected = run(ReferenceAttention(kv_dtype), case, batches, torch.float32, dtype)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
@@ -144,8 +152,7 @@ def test_tasks_cover_every_token_once(seed: int) -> None:
             seen.setdefault((sequence, token), []).append((begin, end - (first + tokens - 1 - token), -1))
     assert len(set(whole)) == len(whole), "sequences with the same blocks are in two tasks"
     wanted = {(number, token) for number in range(len(starts)) for token in range(stops[number] - starts[number])}
-    ends = np.cumsum(np.subtract(stops, starts))
-    assert seen.keys() == wanted and np.flatnonzero(plan.is_last).tolist() == (ends - 1).tolist()
+    assert seen.keys() == wanted
     parts = {int(row): list(range(first, first + count)) for row, first, count in plan.merges.tolist()}
     for (sequence, token), found in seen.items():
         found.sort()
@@ -153,8 +160,35 @@ def test_tasks_cover_every_token_once(seed: int) -> None:
         assert all(before[1] == after[0] for before, after in pairwise(found))
         numbers = [part for _, _, part in found]
         assert numbers == parts.pop(int(plan.first_rows[sequence]) + token, [-1])
+    chunks = list(pairwise(plan.chunks.tolist()))
+    assert [chunks[0][0], chunks[-1][1]] == [0, total] and all(start < stop for start, stop in chunks)
+    owner = np.repeat(np.arange(len(starts)), np.subtract(stops, starts))
+    place = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+    for start, stop in chunks:
+        in_one_panel = len({(owner[row], place[row] // 16) for row in range(start, stop)}) == 1
+        assert in_one_panel or (stop - start <= 8 and len(set(owner[start:stop])) == stop - start)
     costs = (plan.tasks[:, 4] - plan.tasks[:, 3]) * plan.tasks[:, 2]
     assert not parts and (np.diff(costs) <= 0).all() and plan.most_tokens == plan.tasks[:, 2].max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("key_dim, cuts", [(64, [0, 48, 70]), (44, [0, 16, 17, 21, 53, 64, 70])])
+def test_every_number_is_stored_in_its_place(key_dim: int, cuts: list[int], dtype: torch.dtype) -> None:
+    """Guards panels that are transposed whole, tokens that come alone, and keys that do not fill their last vector."""
+    layer, backend, generator = LayerShape(2, key_dim, 32), CpuAttention(), torch.Generator().manual_seed(0)
+    kv_cache = KVCache([backend.block_shapes(layer, 32, dtype)], 4, 32, dtype, CPU)
+    key, value = (torch.randn(cuts[-1], 2, dim, generator=generator).to(dtype) for dim in (key_dim, 32))
+    for tensor in (*kv_cache.keys, *kv_cache.values):
+        tensor.fill_(float("nan"))
+    for start, stop in pairwise(cuts):  # beside another sequence that decodes
+        batch = make_batch([(1, start, start + 1), (0, start, stop)], [[2, 0, 3], [1, 1, 1]], 32)
+        new = (torch.cat([part[:1] + 1, part[start:stop]]) for part in (key, value))
+        backend.store_kv(kv_cache.keys[0], kv_cache.values[0], *new, backend.prepare(batch, 32))
+    keys, values = (part[0][[2, 0, 3]] for part in (kv_cache.keys, kv_cache.values))
+    keys = keys.permute(0, 2, 4, 1, 3, 5).reshape(96, 2, key_dim)  # block, token; head; number and its place in a pair
+    values = values.permute(0, 3, 5, 1, 2, 4).reshape(96, 2, 32)
+    assert torch.equal(keys[: cuts[-1]], key) and torch.equal(values[: cuts[-1]], value)
+    assert keys[cuts[-1] :].isnan().all() and not values[cuts[-1] : (cuts[-1] + 1) // 2 * 2].any()
 
 
 @pytest.mark.parametrize("window", [None, SPLIT + 70, 90])

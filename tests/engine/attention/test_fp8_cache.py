@@ -165,7 +165,7 @@ def test_what_has_no_fp8_cache_says_so() -> None:
     """Guards the options: the CPU's kernels are refused with what helps, and so is a type that does not exist."""
     with pytest.raises(ConfigError, match="--attention reference"):
         check_kv_dtype("fp8", "auto", CPU)
-    with pytest.raises(ConfigError, match="auto or fp8"):
+    with pytest.raises(ConfigError, match="auto, fp8 or u8"):
         check_kv_dtype("int3", "auto", CPU)
     with pytest.raises(ConfigError, match="--attention reference"):
         SteppingEngine(EngineConfig(kv_dtype="fp8", device="cpu"))

@@ -29,6 +29,7 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     unpack_column,
 )
 from cbatch.engine.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
+from cbatch.engine.kernels.cpu.matmul.quantized_rows import quantize_row, row_bytes
 from cbatch.engine.kernels.cpu.work_queue import Worker, new_work_queue
 from cbatch.engine.models.packing import quantized
 from tests.support.kernels import callable_kernel
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.kernels
 
 NOTHING = np.empty(0, np.float32)
 COLUMNS, PADDED = 70, 96
-unpack = callable_kernel(unpack_column)
+unpack, quantize = callable_kernel(unpack_column), callable_kernel(quantize_row)
 
 
 @jit.entry
@@ -145,6 +146,32 @@ def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
     a[3] = torch.tensor([1e-38]).bfloat16().view(torch.uint16).item()
     found = multiply(a, packed, kind, 1)
     assert np.isnan(found[:3]).all() and (found[3] == 0).all() and np.array_equal(found[4:], clean[4:])
+
+
+@pytest.mark.parametrize("left_bytes", [1, 2])
+@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+def test_rows_as_integers(kind: int, left_bytes: int) -> None:
+    """Guards the memory of a row number by number: whole groups, the end of a depth, both types, nothing behind it."""
+    integers, most = (np.int8, 127) if left_bytes == 1 else (np.int16, 32767)
+    for row in (rows_of(1, 80)[0], np.random.default_rng(1).standard_normal(75, dtype=np.float32)):
+        numbers = row if row.dtype == np.float32 else as_float(row).astype(np.float32)
+        memory = np.full(row_bytes(left_bytes, len(row)), 0xAA, np.uint8)
+        quantize(row, memory, kind, left_bytes)
+        padded = np.pad(numbers, (0, -len(numbers) % GROUP)).reshape(-1, GROUP)
+        size = GROUP * left_bytes + 8
+        for group, part in zip(memory[: len(padded) * size].reshape(-1, size), padded, strict=True):
+            largest = np.abs(part).max()
+            found = group[:-8].view(integers)
+            if left_bytes == 2:
+                found = found.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+            assert np.array_equal(found, np.rint(part * (np.float32(most) / largest)))
+            assert group[-8:-4].view(np.float32)[0] == largest / np.float32(most)
+            total = int(found.sum(dtype=np.int64))
+            if kind == INT4_ZEROS:
+                assert group[-4:].view(np.float32)[0] == -total
+            else:
+                assert group[-4:].view(np.int32)[0] == -(128 if kind == INT8 else 8) * total
+        assert (memory[len(padded) * size :] == 0xAA).all()
 
 
 def test_wrong_scales_are_seen() -> None:

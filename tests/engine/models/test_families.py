@@ -18,6 +18,7 @@ from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.kernels.cpu.program import run_step
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.cuda import CudaModel
@@ -136,6 +137,15 @@ def test_company_changes_no_bit(kind: str) -> None:
     batched = run(PROMPTS[:5], 512)
     assert run(PROMPTS[:5], 9) == batched
     assert [run([prompt], 512)[0] for prompt in PROMPTS[:5]] == batched
+
+
+def test_one_step_is_compiled_for_all_models() -> None:
+    """Guards the first start with another kind of model: only its experts or recurrent layers are compiled anew."""
+    cpu_model("llama")
+    compiled = len(run_step.signatures)  # type: ignore[attr-defined]
+    for kind in ("qwen3_moe", "qwen3_5_text"):
+        cpu_model(kind)
+    assert len(run_step.signatures) == compiled  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

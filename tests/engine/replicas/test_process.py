@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 import pytest
 
+from cbatch.engine.base.child_command import child_command
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import CbatchError, ConfigError, RequestError
 from cbatch.engine.base.model_files import InvalidFile
 from cbatch.engine.replicas import process, wire
-from cbatch.engine.replicas.child_command import child_command
 from cbatch.engine.replicas.launcher import ReplicaDied
 from cbatch.engine.replicas.placement import Place
 from cbatch.engine.replicas.process import LocalLauncher, ProcessConnection

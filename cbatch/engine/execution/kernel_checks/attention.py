@@ -20,7 +20,7 @@ from cbatch.engine.execution.kernel_checks.made_up_steps import empty_cache, num
 from cbatch.engine.kernels.reference.layer import store_in_blocks
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.device import is_accelerator
-from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.engine.runtime.kv_cache import U8, U8_SCALE_BYTES, LayerShape, as_numbers, as_stored
 
 CHUNKS = {
     "decode attention": [(0, 1), (16, 17), (299, 300), (1099, 1100)],
@@ -76,7 +76,7 @@ class NotingAttention(ReferenceAttention):
     ) -> Tensor:
         call = AttentionCall(
             query.shape[1],
-            LayerShape(keys.shape[2], query.shape[2], values.shape[-1]),
+            LayerShape(keys.shape[2], query.shape[2], values.shape[-1] - (U8_SCALE_BYTES if values.dtype == U8 else 0)),
             options["scale"],
             options.get("window"),
             options.get("softcap"),
@@ -156,6 +156,8 @@ class AttentionChecks:
         for new in self._new_kv(layer, len(past.ids)):
             block = [layer.heads, self.block_size] if heads_first else [self.block_size, layer.heads]
             dtype = self.attention.kv_dtype or self.dtype
+            if dtype == U8:  # the numbers that its bytes stand for
+                new, dtype = as_numbers(as_stored(new, U8)), torch.float32
             cache = torch.full((blocks, *block, new.shape[-1]), math.nan, dtype=dtype, device=self.device)
             store_in_blocks(cache, new, past.slot_mapping, heads_first=heads_first)
             filled.append(cache)

@@ -81,7 +81,7 @@ class CpuChecks:
         if needed > free:
             missing = f"it needs {format_bytes(needed)} more memory, and {format_bytes(free)} are free"
             return KernelCheck(name, 0.0, 0.0, skipped=missing)
-        expected = ExpectedSteps.of(self.make_plain(), self.block_size)
+        expected = ExpectedSteps.of(self.make_plain(), self.block_size, self.attention.kv_dtype)
         quantization = self.model.quantization
         tolerance = None if quantization is None else _QUANTIZED_TOLERANCES[quantization.weights]
         # Fewer weights stay in the processor's caches, and are not read from memory.

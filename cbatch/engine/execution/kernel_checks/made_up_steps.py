@@ -11,7 +11,7 @@ import torch
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.models.base import Model
 from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.kv_cache import U8, KVCache, LayerShape
 from cbatch.engine.runtime.state_pool import StatePool, StepStates
 
 _SPARE_BLOCKS = 3
@@ -57,7 +57,7 @@ def empty_cache(
     shapes = [attention.block_shapes(layer, block_size, dtype) for layer in layers]
     kv_cache = KVCache(shapes, blocks, block_size, dtype, device)
     for tensor in (*kv_cache.keys, *kv_cache.values):
-        tensor.fill_(math.nan)
+        tensor.fill_(255 if dtype == U8 else math.nan)  # a scale of these bytes is NaN
     return kv_cache
 
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
+from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh
 from cbatch.engine.kernels.cpu.jit import entry, kernel
+from cbatch.engine.kernels.cpu.kv_rounding import SCALE_BYTES, bytes_to_numbers, copy_vector
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.engine.kernels.cpu.paged_kv import (
     BLOCK_ROWS,
@@ -38,6 +39,9 @@ from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
 
 _TASKS_PER_THREAD = 8
 """Enough that no thread waits long for the others at the end of a layer's attention."""
+
+_LINE = 64
+"""Bytes of a vector."""
 
 _MINUS_INFINITY, _LN2 = np.float32(-np.inf), np.float32(1 / LOG2_E)
 
@@ -61,115 +65,136 @@ class _TilePart(NamedTuple):
 
 
 @kernel
-def store_kv(kv: PagedKV, slot: int, head: int, key: Any, value: Any, is_last: bool) -> None:
-    """Stores a token's key [key_dim] and value [value_dim] in the cache.
-
-    If the token is the last of its sequence, the other half of its value's pair becomes 0: it is multiplied with 0
-    until its token comes, and what lies there could be NaN.
-    """
-    keys, values = kv.keys, kv.values
-    pair = 1 if keys.itemsize == 4 else 2
-    size = kv.block_size
-    page, offset = slot // size * kv.heads + head, slot % size
-    base = page * size * kv.key_dim + offset // LANES * LANES * kv.key_dim + offset % LANES * pair
-    for i in range(kv.key_dim):
-        keys[base + i // pair * LANES * pair + i % pair] = from_float32(to_float32(key[i]), keys)
-    base = page * size * kv.value_dim + offset // pair * LANES * pair + offset % pair
-    clear = is_last and pair == 2 and offset % 2 == 0
-    for i in range(kv.value_dim):
-        at = base + i // LANES * LANES * size + i % LANES * pair
-        values[at] = from_float32(to_float32(value[i]), values)
-        if clear:
-            values[at + 1] = 0
-
-
-@kernel
 def _list_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any) -> None:
     """Addresses of the panels of keys and of values of the tile from `token`: panels [2, TILE_TOKENS / 16].
 
     Panels past `stop` get the address of the first, which is safe to read and whose products are not used.
     """
-    keys, values, size = kv.keys, kv.values, kv.block_size
+    keys, values, size, itemsize = kv.keys.ctypes.data, kv.values.ctypes.data, kv.block_size, kv.itemsize
     for part in range(TILE_TOKENS // LANES):
         first = token + part * LANES
         if first < stop:
             block, offset = np.uint64(first) // np.uint64(size), np.uint64(first) % np.uint64(size)
             page = (np.int64(table[block]) * kv.heads + head) * size
             at = page + np.int64(offset)
-            panels[0, part] = keys.ctypes.data + at * kv.key_dim * keys.itemsize
-            panels[1, part] = values.ctypes.data + (page * kv.value_dim + np.int64(offset) * LANES) * values.itemsize
+            panels[0, part] = keys + at * kv.key_dim * itemsize
+            panels[1, part] = values + (page * kv.value_dim + np.int64(offset) * LANES) * itemsize
         else:
             panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
 
 
 @kernel
-def _compute_scores(kv: PagedKV, query: Rows, rows: int, part: _TilePart, panels: Any, scores: Any) -> None:
-    """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile."""
-    keys = kv.keys
-    pair = 1 if keys.itemsize == 4 else 2
-    stride, depth = LANES * pair * keys.itemsize, kv.key_dim // pair
-    for left in range(part.first, part.stop, COLUMNS):
-        columns = Panels(panels.ctypes.data + left // LANES * 8, depth, stride, depth)
-        for top in range(0, rows, MAX_ROWS):
-            out = Rows(scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
-            rows_of_query = Rows(query.address + top * query.stride, query.stride)
-            multiply_tile(kv.microkernel, keys[0], rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
+def _list_packed_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any, scales: Any) -> None:
+    """The same for a cache of bytes, with the scales of the tokens: scales [2, TILE_TOKENS] of keys and of values."""
+    keys, values = np.int64(kv.keys.ctypes.data), np.int64(kv.values.ctypes.data)
+    key_bytes, value_bytes = kv.key_dim * LANES, kv.value_dim * LANES
+    size, target = np.uint64(kv.block_size), np.int64(scales.ctypes.data)
+    for part in range(TILE_TOKENS // LANES):
+        first = token + part * LANES
+        if first < stop:
+            block, offset = np.uint64(first) // size, np.uint64(first) % size
+            page = (np.int64(table[block]) * kv.heads + head) * kv.block_size
+            panel = np.int64(np.uint64(page + np.int64(offset)) // np.uint64(LANES))
+            key, value = keys + panel * (key_bytes + _LINE), values + panel * (value_bytes + _LINE)
+            panels[0, part], panels[1, part] = key, value
+            copy_vector(key + key_bytes, target + part * _LINE)
+            copy_vector(value + value_bytes, target + (TILE_TOKENS // LANES + part) * _LINE)
+        else:
+            panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
 
 
 @kernel
-def _accumulate_values(
-    kv: PagedKV, weights: Any, rows: int, part: _TilePart, panels: Any, pairs: Any, out: Rows
-) -> None:
+def _compute_scores(kv: PagedKV, query: Rows, rows: int, part: _TilePart, scratch: AttentionWorkspace) -> None:
+    """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile."""
+    like, panels, pairs, unpacked = scratch.query, scratch.panels, scratch.pairs, scratch.unpacked
+    pair = 1 if like.itemsize == 4 else 2
+    stride, depth = LANES * pair * like.itemsize, kv.key_dim // pair
+    for left in range(part.first, part.stop, COLUMNS):
+        table = np.int64(panels.ctypes.data) + left // LANES * 8
+        if kv.itemsize == 1:
+            for i in range(2):
+                pairs[0, i] = np.int64(unpacked.ctypes.data) + i * kv.key_dim * LANES * like.itemsize
+                source = panels[0, left // LANES + i]
+                bytes_to_numbers(like[0, 0], source, kv.key_dim * LANES // _LINE, pairs[0, i])
+            table = np.int64(pairs.ctypes.data)
+        columns = Panels(table, depth, stride, depth)
+        for top in range(0, rows, MAX_ROWS):
+            out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
+            rows_of_query = Rows(query.address + top * query.stride, query.stride)
+            multiply_tile(kv.microkernel, like[0, 0], rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
+
+
+@kernel
+def _list_values(kv: PagedKV, panel: int, part: _TilePart, scratch: AttentionWorkspace) -> None:
+    """Lists the addresses of a panel of values and of the next, of 16 tokens after the other (see `Panels`)."""
+    pairs, panels, itemsize = scratch.pairs, scratch.panels, scratch.weights.itemsize
+    is_last = panel == kv.value_dim // LANES - 1
+    width = 0 if is_last else LANES * (LANES if kv.itemsize == 1 else kv.block_size) * kv.itemsize
+    for i in range(part.first // LANES, TILE_TOKENS // LANES):
+        pairs[i, 0] = panels[1, i] + panel * LANES * (LANES if kv.itemsize == 1 else kv.block_size) * kv.itemsize
+        pairs[i, 1] = pairs[i, 0] + width
+    if kv.itemsize == 1:
+        size, unpacked = LANES * LANES * itemsize, np.int64(scratch.unpacked.ctypes.data)
+        for i in range(part.first // LANES, -(-part.stop // LANES)):
+            for side in range(2):
+                target = unpacked + (2 * i + side) * size
+                if side == 0 or not is_last:
+                    bytes_to_numbers(scratch.weights[0, 0], pairs[i, side], LANES * LANES // _LINE, target)
+                pairs[i, side] = unpacked + 2 * i * size if is_last else target
+
+
+@kernel
+def _accumulate_values(kv: PagedKV, rows: int, part: _TilePart, scratch: AttentionWorkspace, out: Rows) -> None:
     """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
-    values = kv.values
-    pair = 1 if values.itemsize == 4 else 2
-    stride, depth, run = LANES * pair * values.itemsize, -(-(part.stop - part.first) // pair), LANES // pair
-    width, last = LANES * kv.block_size * values.itemsize, kv.value_dim // LANES - 1
-    weights_stride, first_panel = TILE_TOKENS * values.itemsize, part.first // LANES
-    for panel in range(0, last + 1, 2):
-        for i in range(first_panel, TILE_TOKENS // LANES):
-            pairs[i, 0] = panels[1, i] + panel * width
-            pairs[i, 1] = pairs[i, 0] + (width if panel < last else 0)
+    weights, pairs = scratch.weights, scratch.pairs
+    itemsize = weights.itemsize
+    pair = 1 if itemsize == 4 else 2
+    stride, depth, run = LANES * pair * itemsize, -(-(part.stop - part.first) // pair), LANES // pair
+    weights_stride, first_panel = TILE_TOKENS * itemsize, part.first // LANES
+    for panel in range(0, kv.value_dim // LANES, 2):
+        _list_values(kv, panel, part, scratch)
         columns = Panels(pairs.ctypes.data + first_panel * 16, run, stride, depth)
         for top in range(0, rows, MAX_ROWS):
-            left = Rows(weights.ctypes.data + top * weights_stride + part.first * values.itemsize, weights_stride)
+            left = Rows(weights.ctypes.data + top * weights_stride + part.first * itemsize, weights_stride)
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
-            multiply_tile(kv.microkernel, values[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
+            multiply_tile(kv.microkernel, weights[0, 0], left, columns, target, min(MAX_ROWS, rows - top), 1)
 
 
 @kernel
 def _prefetch_tile(kv: PagedKV, head: int, table: Any, token: int, stop: int) -> None:
     """Prefetches the keys and values of a tile."""
-    keys, values, size = kv.keys, kv.values, kv.block_size
+    size, scale_bytes = kv.block_size, SCALE_BYTES if kv.itemsize == 1 else 0
+    key_bytes, value_bytes = kv.key_dim * kv.itemsize + scale_bytes, kv.value_dim * kv.itemsize + scale_bytes
     for first in range(token, min(token + TILE_TOKENS, stop), size):
         page = (table[first // size] * kv.heads + head) * size
-        for at in range(0, min(size, TILE_TOKENS) * kv.key_dim * keys.itemsize, 64):
-            prefetch(keys.ctypes.data + page * kv.key_dim * keys.itemsize + at)
-        for at in range(0, min(size, TILE_TOKENS) * kv.value_dim * values.itemsize, 64):
-            prefetch(values.ctypes.data + page * kv.value_dim * values.itemsize + at)
+        for at in range(0, min(size, TILE_TOKENS) * key_bytes, 64):
+            prefetch(kv.keys.ctypes.data + page * key_bytes + at)
+        for at in range(0, min(size, TILE_TOKENS) * value_bytes, 64):
+            prefetch(kv.values.ctypes.data + page * value_bytes + at)
 
 
 @kernel
-def _cap_scores(scores: Any, rows: int, params: AttentionParams) -> None:
-    """Replaces products [rows, TILE_TOKENS] by softcap * tanh(product * scale / softcap)."""
+def _cap_scores(scores: Any, rows: int, params: AttentionParams, scales: Any) -> None:
+    """Replaces products [rows, TILE_TOKENS] by softcap * tanh(product * scale / softcap). scales: of each token"""
     scale, cap = np.float32(params.scale), np.float32(params.softcap)
     for i in range(rows):
         row = scores[i]
         for j in range(TILE_TOKENS):
-            row[j] = cap * tanh(row[j] * scale / cap)
+            row[j] = cap * tanh(row[j] * scales[j] * scale / cap)
 
 
 @kernel
 def _weigh(
-    token: int, query_rows: _QueryRows, top: int, rows: int, params: AttentionParams, scratch: AttentionWorkspace,
-    states: Rows, width: int,
+    is_packed: bool, token: int, query_rows: _QueryRows, top: int, rows: int, params: AttentionParams,
+    scratch: AttentionWorkspace, states: Rows, width: int,
 ) -> None:  # fmt: skip
     """Turns the scores of the rows from `top` on into weights, and rescales their states if need be."""
     scores, weights, group = scratch.scores, scratch.weights, query_rows.group
-    scale = np.float32(LOG2_E)
+    scale, key_scales, value_scales = np.float32(LOG2_E), scratch.scales[2], scratch.scales[1]
     if params.softcap > 0:
-        _cap_scores(scores, rows, params)
+        _cap_scores(scores, rows, params, scratch.scales[0] if is_packed else key_scales)
     else:
+        key_scales = scratch.scales[0]
         scale = np.float32(params.scale * LOG2_E)
     positions = query_rows.positions
     first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
@@ -182,9 +207,17 @@ def _weigh(
             position = positions[(top + i) // group]
             first, stop = first_seen(position, params) - token, position + 1 - token
             if first > 0 or stop < TILE_TOKENS:
-                masked_softmax_row(weights[0, 0], source, target, state, width, scale, first, stop)
+                if is_packed:
+                    scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
+                    masked_softmax_row(weights[0, 0], source, target, state, width, scale, scales, first, stop)
+                else:
+                    masked_softmax_row(weights[0, 0], source, target, state, width, scale, None, first, stop)
                 continue
-        softmax_row(weights[0, 0], source, target, state, width, scale)
+        if is_packed:
+            scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
+            softmax_row(weights[0, 0], source, target, state, width, scale, scales)
+        else:
+            softmax_row(weights[0, 0], source, target, state, width, scale, None)
 
 
 @kernel
@@ -201,7 +234,7 @@ def _attend_tile(
     states: Any,
 ) -> None:  # fmt: skip
     """Lets the rows of a head see the tile from `token`. begin: the first of these rows in the task"""
-    query, panels = scratch.query, scratch.panels
+    query = scratch.query
     positions, group = query_rows.positions, query_rows.group
     query_stride, state_stride = query.shape[1] * query.itemsize, states.shape[1] * 4
     for top in range(0, query_rows.rows, BLOCK_ROWS):
@@ -214,9 +247,9 @@ def _attend_tile(
             continue
         source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
-        _compute_scores(kv, source, rows, part, panels, scratch.scores)
-        _weigh(token, query_rows, top, rows, params, scratch, target, states.shape[1] - 2 * LANES)
-        _accumulate_values(kv, scratch.weights, rows, part, panels, scratch.pairs, target)
+        _compute_scores(kv, source, rows, part, scratch)
+        _weigh(kv.itemsize == 1, token, query_rows, top, rows, params, scratch, target, states.shape[1] - 2 * LANES)
+        _accumulate_values(kv, rows, part, scratch, target)
 
 
 @kernel
@@ -276,7 +309,10 @@ def _attend_task(
                     _prefetch_tile(kv, head + 1, table, token, end)
                 else:
                     _prefetch_tile(kv, first_head, table, token + TILE_TOKENS, end)
-                _list_panels(kv, head, table, token, stop, scratch.panels)
+                if kv.itemsize == 1:
+                    _list_packed_panels(kv, head, table, token, stop, scratch.panels, scratch.scales)
+                else:
+                    _list_panels(kv, head, table, token, stop, scratch.panels)
                 _attend_tile(kv, token, query_rows, (head - first_head) * per_head, params, scratch, states)
         for i in range(rows):
             _add_up_weights(states[i])
@@ -288,7 +324,8 @@ def _attend_task(
 def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> AttentionWorkspace:
     return AttentionWorkspace(
         workspace.panels[index], workspace.pairs[index], workspace.positions[index], workspace.query[index],
-        workspace.scores[index], workspace.weights[index], workspace.states[index],
+        workspace.scores[index], workspace.weights[index], workspace.states[index], workspace.stored[index],
+        workspace.unpacked[index], workspace.scales[index],
     )  # fmt: skip
 
 
@@ -387,18 +424,6 @@ def _normalize(state: Any, head: int, params: AttentionParams, out: Any) -> None
     factor = factor / share
     for j in range(len(out)):
         out[j] = from_float32(state[j] * factor, out)
-
-
-@entry
-def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, values: Any) -> None:
-    """Stores keys [T, heads, key_dim] and values [T, heads, value_dim] in the cache of a layer."""
-    num_tasks = -(-len(keys) // LANES)
-    task = claim(worker, 0, num_tasks)
-    while task >= 0:
-        for row in range(task * LANES, min(len(keys), (task + 1) * LANES)):
-            for head in range(kv.heads):
-                store_kv(kv, plan.slots[row], head, keys[row, head], values[row, head], plan.is_last[row])
-        task = next_task(worker, 0, num_tasks)
 
 
 @entry

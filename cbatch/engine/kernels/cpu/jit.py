@@ -8,13 +8,15 @@ import platform
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import llvmlite.binding as llvm
-from numba import njit
-from numba.extending import register_jitable
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
 
-from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
+from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
 
 _log = logging.getLogger("cbatch")
 
@@ -65,17 +67,50 @@ def entry(function: Function) -> Function:
     return cast(Function, compiled)
 
 
-def address_of(function: Callable[..., None], signature: Any) -> int:
-    """Compiles a function by itself, to be called by its address; kept on disk like an entry."""
-    compiled = new_callback(function, signature)
-    _keep(compiled, function)
+class Part(NamedTuple):
+    """A function that is compiled by itself, to be called by its address; kept on disk like an entry.
+
+    signature: of numba
+    """
+
+    function: Callable[..., Any]
+    signature: Any
+
+
+def is_kept(part: Part) -> bool:
+    """Whether its code is on disk; also True if no code can be kept there."""
+    return is_compiled(_callback(part))
+
+
+@cache
+def address_of(part: Part) -> int:
+    compiled = _callback(part)
     compiled.compile()
-    _callbacks.append(compiled)
     return int(compiled.address)
 
 
-_callbacks: list[Any] = []
-"""Machine code lives as long as the object that compiled it."""
+@cache
+def _callback(part: Part) -> Any:
+    """Not compiled yet. Its machine code lives as long as it does."""
+    compiled = new_callback(part.function, part.signature)
+    _keep(compiled, part.function)
+    return compiled
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_address(context: Any, address: Any, arguments: Any) -> Any:
+    """Calls a function that returns an int64 by its address (see `address_of`).
+
+    arguments: a tuple, of exactly the types that it was compiled for: nothing here checks them (see
+               `ThreadPool.compile`)
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [context.get_value_type(each) for each in arguments])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(function, cgutils.unpack_tuple(builder, args[1]))
+
+    return types.int64(address, arguments), generate
 
 
 def _keep(compiled: Any, function: Callable[..., Any]) -> None:

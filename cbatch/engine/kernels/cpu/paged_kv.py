@@ -4,6 +4,11 @@ A page holds the keys or values of one block for one head, in panels (see `micro
 
     keys    [num_blocks, heads, block_size / 16, key_dim / pair, 16, pair]      16 tokens are the columns of a panel
     values  [num_blocks, heads, value_dim / 16, block_size / pair, 16, pair]    16 numbers of a value are
+
+A cache of bytes (see `kv_rounding`) is made of panels of 16 tokens, each with 16 float32 scales behind its numbers:
+
+    keys    [num_blocks, heads, block_size / 16, key_dim / 4 + 1, 16, 4]            bytes: 4 numbers of a key
+    values  [num_blocks, heads, block_size / 16, value_dim / 16 * 4 + 1, 16, 4]     a number of 4 values
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.cpu import empty
@@ -28,6 +33,9 @@ BLOCK_ROWS = 48
 REFERENCE, WEIGHT_SUM = 2 * LANES, LANES
 """Places from the end of a row's state of what its weights are relative to, and of the sum of its weights."""
 
+_ROWS_ALONE = 8
+"""Rows of a chunk if each is the only one of its sequence."""
+
 SPLIT = 512
 """Tokens of a sequence whose values are summed apart; the partial sums are merged in their order.
 
@@ -40,12 +48,14 @@ class PagedKV(NamedTuple):
     """The cache of one layer.
 
     microkernel:   see `microkernel_address`
-    keys, values:  flat, all of its pages; float32, or uint16 for bfloat16
+    keys, values:  flat, the bytes of all of its pages
+    itemsize:      bytes of a number: 4 in float32, 2 in bfloat16, 1 in a cache of bytes
     """
 
     microkernel: int
-    keys: NDArray[Any]
-    values: NDArray[Any]
+    keys: NDArray[np.uint8]
+    values: NDArray[np.uint8]
+    itemsize: int
     heads: int
     key_dim: int
     value_dim: int
@@ -55,13 +65,16 @@ class PagedKV(NamedTuple):
 class PagedCaches(NamedTuple):
     """The caches of all layers.
 
-    keys, values: flat, those of one layer after those of the one before
-    layout:       [layers, 5] int64: where the keys and the values of a layer begin, its heads, key_dim and value_dim
+    keys, values: flat, the bytes of one layer after those of the one before
+    itemsize:     bytes of a number
+    layout:       [layers, 5] int64: at which bytes the keys and the values of a layer begin, its heads, key_dim and
+                  value_dim
     """
 
     microkernel: int
-    keys: NDArray[Any]
-    values: NDArray[Any]
+    keys: NDArray[np.uint8]
+    values: NDArray[np.uint8]
+    itemsize: int
     layout: NDArray[np.int64]
     block_size: int
 
@@ -70,8 +83,9 @@ class PagedCaches(NamedTuple):
 def kv_of_layer(caches: PagedCaches, layer: int) -> PagedKV:
     keys, values, heads, key_dim, value_dim = caches.layout[layer]
     return PagedKV(
-        caches.microkernel, caches.keys[keys:], caches.values[values:], heads, key_dim, value_dim, caches.block_size
-    )
+        caches.microkernel, caches.keys[keys:], caches.values[values:], caches.itemsize, heads, key_dim, value_dim,
+        caches.block_size,
+    )  # fmt: skip
 
 
 class AttentionPlan(NamedTuple):
@@ -88,7 +102,8 @@ class AttentionPlan(NamedTuple):
     merges:     [M, 3] int64: row of the step, the first of its partial results, and their number
     partials:   [partials, query heads, state size] float32 states (see `attention`)
     slots:      [T] int64 where each token goes in the cache: block * block_size + offset
-    is_last:    [T] bool, whether a token is the last that the step computes of its sequence
+    chunks:     [C + 1] int64 rows at which chunks begin: rows of one sequence that lie in the same panels, or up to 8
+                sequences with one row each
     """
 
     tables: NDArray[np.int32]
@@ -100,7 +115,7 @@ class AttentionPlan(NamedTuple):
     merges: NDArray[np.int64]
     partials: NDArray[np.float32]
     slots: NDArray[np.int64]
-    is_last: NDArray[np.bool_]
+    chunks: NDArray[np.int64]
 
 
 def plan_attention(batch: RaggedBatch, block_size: int, heads: int, group: int, value_dim: int) -> AttentionPlan:
@@ -114,16 +129,16 @@ def plan_attention(batch: RaggedBatch, block_size: int, heads: int, group: int, 
     size = len(slots) // max_tokens + sequences + splits
     tasks, order = np.empty((size, 6), np.int64), np.empty((size, 2), np.int64)
     first_rows, merges = np.empty(sequences, np.int64), np.empty((sequences, 3), np.int64)
-    members, is_last = np.empty((splits, 2), np.int64), np.zeros(len(slots), np.bool_)
+    members, chunks = np.empty((splits, 2), np.int64), np.empty(len(slots) // LANES + 2 * sequences + 1, np.int64)
     blocks = SPLIT // block_size if SPLIT % block_size == 0 else 0
     scratch = np.empty(5 * sequences + _hash_size(sequences), np.int64)
-    num_tasks, num_merges, num_partials, most_tokens = _plan_tasks(
-        batch.tables, begins, ends, max_tokens, blocks, tasks, members, order, first_rows, merges, is_last, scratch
+    num_tasks, num_merges, num_partials, most_tokens, num_chunks = _plan_tasks(
+        batch.tables, begins, ends, max_tokens, blocks, tasks, members, order, first_rows, merges, chunks, scratch
     )
     partials = np.empty((num_partials, heads, _state_size(value_dim)), np.float32)
     tasks, merges = tasks[order[:num_tasks, 0]], merges[:num_merges]
     return AttentionPlan(
-        batch.tables, begins, first_rows, tasks, members, most_tokens, merges, partials, slots, is_last
+        batch.tables, begins, first_rows, tasks, members, most_tokens, merges, partials, slots, chunks[: num_chunks + 1]
     )
 
 
@@ -139,21 +154,21 @@ def _hash_size(count: int) -> int:
 @entry
 def _plan_tasks(
     tables: Any, begins: Any, ends: Any, max_tokens: int, blocks: int, tasks: Any, members: Any, order: Any,
-    first_rows: Any, merges: Any, is_last: Any, scratch: Any,
-) -> tuple[int, int, int, int]:  # fmt: skip
+    first_rows: Any, merges: Any, chunks: Any, scratch: Any,
+) -> tuple[int, int, int, int, int]:  # fmt: skip
     """Lists the tasks, and in `order` [N, 2] their indices and costs, the most expensive first.
 
     blocks: of a split; 0 if it does not end with a block
 
-    Returns the numbers of tasks, merges and partial results, and the most query tokens of a task. All in one call: a
-    dozen numpy operations take longer, because each step's weights evict them from the processor's caches.
+    Returns the numbers of tasks, merges and partial results, the most query tokens of a task, and the number of chunks.
+    All in one call: a dozen numpy operations take longer, because each step's weights evict them from the processor's
+    caches.
     """
     num_tasks = num_merges = num_partials = row = num_splits = 0
     for sequence in range(len(begins)):
         begin, tokens = begins[sequence], ends[sequence] - begins[sequence]
         first_rows[sequence] = row
         row += tokens
-        is_last[row - 1] = True
         if tokens == 1 and begin >= SPLIT:
             merges[num_merges] = row - 1, num_partials, begin // SPLIT + 1
             num_merges += 1
@@ -182,7 +197,29 @@ def _plan_tasks(
         for place in range(task, low, -1):
             order[place, 0], order[place, 1] = order[place - 1, 0], order[place - 1, 1]
         order[low, 0], order[low, 1] = task, cost
-    return num_tasks, num_merges, num_partials, most_tokens
+    return num_tasks, num_merges, num_partials, most_tokens, _plan_chunks(begins, ends, chunks)
+
+
+@kernel
+def _plan_chunks(begins: Any, ends: Any, chunks: Any) -> int:
+    """Lists at which rows chunks begin, and the number of rows. Returns the number of chunks."""
+    num_chunks = row = alone = 0
+    for sequence in range(len(begins)):
+        tokens, place = ends[sequence] - begins[sequence], begins[sequence]
+        if tokens == 1:
+            if alone % _ROWS_ALONE == 0:
+                chunks[num_chunks] = row
+                num_chunks += 1
+            alone, row = alone + 1, row + 1
+            continue
+        alone = 0
+        while place < ends[sequence]:
+            chunks[num_chunks] = row
+            num_chunks += 1
+            taken = min(LANES - place % LANES, ends[sequence] - place)
+            place, row = place + taken, row + taken
+    chunks[num_chunks] = row
+    return num_chunks
 
 
 @kernel
@@ -290,6 +327,9 @@ class AttentionWorkspace(NamedTuple):
     query:  [threads, rows, key_dim]
     scores, weights: [threads, BLOCK_ROWS, TILE_TOKENS] before and after the softmax
     states: [threads, 2, rows, state size] (see `attention`) of the first split and of a later one
+    stored: [threads, 16, the larger of key_dim and value_dim] keys or values on their way into the cache
+    unpacked: [threads, numbers of two panels: 32 * key_dim or 32 * TILE_TOKENS] made of bytes
+    scales: [threads, 3, TILE_TOKENS] of the keys and the values of a tile, and ones
     """
 
     panels: NDArray[np.int64]
@@ -299,12 +339,17 @@ class AttentionWorkspace(NamedTuple):
     scores: NDArray[np.float32]
     weights: NDArray[Any]
     states: NDArray[np.float32]
+    stored: NDArray[Any]
+    unpacked: NDArray[Any]
+    scales: NDArray[np.float32]
 
 
 def new_attention_workspace(
     threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]
 ) -> AttentionWorkspace:
-    rows = max(_MAX_QUERY_ROWS, group)
+    rows, dim = max(_MAX_QUERY_ROWS, group), max(key_dim, value_dim)
+    scales = empty((threads, 3, TILE_TOKENS), np.float32)
+    scales[:, 2] = 1
     return AttentionWorkspace(
         empty((threads, 2, TILE_TOKENS // LANES), np.int64),
         empty((threads, TILE_TOKENS // LANES, 2), np.int64),
@@ -313,4 +358,7 @@ def new_attention_workspace(
         empty((threads, BLOCK_ROWS, TILE_TOKENS), np.float32),
         empty((threads, BLOCK_ROWS, TILE_TOKENS), dtype),
         empty((threads, 2, rows, _state_size(value_dim)), np.float32),
+        empty((threads, LANES, dim), dtype),
+        empty((threads, COLUMNS * max(key_dim, TILE_TOKENS)), dtype),
+        scales,
     )

@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import typeof, types
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.argmax import argmax
-from cbatch.engine.kernels.cpu.attention import attend, store_kv
+from cbatch.engine.kernels.cpu.attention import attend
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
-from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
+from cbatch.engine.kernels.cpu.jit import Part, call_address, entry, inlined, kernel
+from cbatch.engine.kernels.cpu.kv_store import store_kv
 from cbatch.engine.kernels.cpu.matmul.experts import (
     ExpertMatrix,
     RouterParams,
@@ -40,8 +42,8 @@ from cbatch.engine.kernels.cpu.recurrent.convolution import ConvolutionParams, c
 from cbatch.engine.kernels.cpu.recurrent.delta_rule import DeltaParams, gated_delta
 from cbatch.engine.kernels.cpu.recurrent.gated_norm import gated_norm
 from cbatch.engine.kernels.cpu.recurrent.selective_scan import ScanParams, selective_scan
-from cbatch.engine.kernels.cpu.recurrent.states import Recurrence
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.engine.kernels.cpu.recurrent.states import Recurrence, with_memory
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
 
 EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, HEAD = range(9)
 ROUTE, GATHER_FOR_EXPERTS, EXPERT_LINEAR, COMBINE_EXPERTS = range(9, 13)
@@ -340,7 +342,7 @@ def _norm_heads(part: Any, norm: NormParams, width: int, norm_rows: int) -> None
 @kernel
 def _prepare_heads(
     worker: Worker, phase: int, op: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
-    arenas: Arenas,
+    arenas: Arenas, stored: Any,
 ) -> int:  # fmt: skip
     """Norms and rotates queries and keys, and stores keys and values in the cache."""
     tokens = len(inputs.ids)
@@ -362,10 +364,11 @@ def _prepare_heads(
         op.value_norm_kind, op.value_eps, vector_of(weights, op.value_norm_weight, end - first_value),
         vector_of(weights, op.value_norm_bias, end - first_value),
     )  # fmt: skip
-    num_tasks = -(-tokens // ROWS_PER_TASK)
+    num_tasks = len(plan.chunks) - 1
     task = claim(worker, phase, num_tasks)
     while task >= 0:
-        for number in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+        first, stop = plan.chunks[task], plan.chunks[task + 1]
+        for number in range(first, stop):
             row = source[number]
             if op.clip > 0:
                 for i in range(end):
@@ -391,10 +394,7 @@ def _prepare_heads(
                     queries[i] *= scale
             for i in range(first_key):
                 query[number, i] = from_float32(queries[i], query)
-            for head in range(kv_heads):
-                key = keys[head * width : (head + 1) * width]
-                value = values[head * kv.value_dim : (head + 1) * kv.value_dim]
-                store_kv(kv, plan.slots[number], head, key, value, plan.is_last[number])
+        store_kv(kv, plan.slots, first, stop, source, first_key, source, first_value, kv_heads, stored[worker.thread])
         task = next_task(worker, phase, num_tasks)
     return phase + 1
 
@@ -411,6 +411,16 @@ def _attend(
     query = buffer_of(arenas.elements, op.source, op.source_width, tokens)
     out = buffer_of(arenas.elements, op.target, op.target_width, tokens)
     return attend(worker, phase, kv, plan, params, query, out, workspace)
+
+
+def _run_attention(
+    worker: Worker, phase: int, op: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
+    arenas: Arenas, workspace: AttentionWorkspace,
+) -> int:  # fmt: skip
+    """The instructions of attention."""
+    if op.code == PREPARE_HEADS:
+        return _prepare_heads(worker, phase, op, weights, caches, plan, inputs, arenas, workspace.stored)
+    return _attend(worker, phase, op, weights, caches, plan, len(inputs.ids), arenas, workspace)
 
 
 @kernel
@@ -560,7 +570,6 @@ def _head(
     return _softcap_and_argmax(worker, phase, op, outputs)
 
 
-@kernel
 def _mix_experts(
     worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, routing: RoutingMemory,
     workspace: LinearWorkspace,
@@ -643,16 +652,59 @@ def _recur(
     return _gated_norm(worker, phase, op, weights, tokens, arenas)
 
 
+def _recur_in_float32(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, states: Recurrence
+) -> int:
+    states = with_memory(states, states.memory.view(np.float32))
+    return _recur(worker, phase, op, weights, tokens, arenas, states)
+
+
+def _recur_in_bfloat16(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, states: Recurrence
+) -> int:
+    states = with_memory(states, states.memory.view(np.uint16))
+    return _recur(worker, phase, op, weights, tokens, arenas, states)
+
+
+class Parts(NamedTuple):
+    """Addresses of what is compiled by itself (see `parts_of`), 0 for what a program does not need."""
+
+    attention: int = 0
+    experts: int = 0
+    recurrence: int = 0
+
+
+def parts_of(
+    state_type: np.dtype[Any], program: NDArray[Any], weights: Weights, caches: PagedCaches, plan: AttentionPlan,
+    inputs: StepInputs, buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence,
+) -> dict[str, Part]:  # fmt: skip
+    """The fields of `Parts` that a program needs, for these arguments of `run_step`.
+
+    state_type: of the numbers of recurrent states, float32, or uint16 for bfloat16
+    """
+    codes, number, arenas = program["code"], types.int64, typeof(buffers.arenas)
+    before = typeof(Worker(new_work_queue(), 0)), number, typeof(program).dtype, typeof(weights)
+    attention = typeof(caches), typeof(plan), typeof(inputs), arenas, typeof(buffers.attention)
+    parts = {"attention": Part(_run_attention, number(*before, *attention))}
+    if (codes >= CONVOLVE).any():
+        recur = _recur_in_float32 if state_type == np.float32 else _recur_in_bfloat16
+        parts["recurrence"] = Part(recur, number(*before, number, arenas, typeof(recurrence)))
+    if ((codes >= ROUTE) & (codes < CONVOLVE)).any():
+        experts = number, arenas, typeof(routing), typeof(buffers.linear)
+        parts["experts"] = Part(_mix_experts, number(*before, *experts))
+    return parts
+
+
 @entry
 def run_step(
     worker: Worker, program: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
-    buffers: Buffers, routing: RoutingMemory | None, recurrence: Recurrence | None, outputs: StepOutputs,
+    buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence, parts: Parts, outputs: StepOutputs,
 ) -> None:  # fmt: skip
     """Computes the outputs of a step, and stores its keys and values in the cache.
 
     Every thread of a pool calls it. Each phase returns when all of its tasks are complete.
 
-    routing, recurrence: None for a model without experts or recurrent layers, which is compiled without them
+    recurrence: its memory as bytes
     """
     # Not a plain 0: that has a type of its own, for which every kernel below would be compiled once more.
     phase: Any = np.int64(0)
@@ -665,10 +717,9 @@ def run_step(
             phase = _normalize(worker, phase, op, weights, inputs, arenas)
         elif op.code == LINEAR:
             phase = _linear(worker, phase, op, weights, tokens, arenas, buffers.linear)
-        elif op.code == PREPARE_HEADS:
-            phase = _prepare_heads(worker, phase, op, weights, caches, plan, inputs, arenas)
-        elif op.code == ATTEND:
-            phase = _attend(worker, phase, op, weights, caches, plan, tokens, arenas, buffers.attention)
+        elif op.code == PREPARE_HEADS or op.code == ATTEND:
+            given = worker, phase, op, weights, caches, plan, inputs, arenas, buffers.attention
+            phase = call_address(parts.attention, given)
         elif op.code == GATE:
             phase = _gate(worker, phase, op, tokens, arenas)
         elif op.code == GATHER:
@@ -678,7 +729,6 @@ def run_step(
         elif op.code == HEAD:
             phase = _head(worker, phase, op, weights, inputs, arenas, buffers.linear, outputs)
         elif op.code >= CONVOLVE:
-            if recurrence is not None:
-                phase = _recur(worker, phase, op, weights, tokens, arenas, recurrence)
-        elif routing is not None:
-            phase = _mix_experts(worker, phase, op, weights, tokens, arenas, routing, buffers.linear)
+            phase = call_address(parts.recurrence, (worker, phase, op, weights, tokens, arenas, recurrence))
+        else:
+            phase = call_address(parts.experts, (worker, phase, op, weights, tokens, arenas, routing, buffers.linear))

@@ -132,10 +132,13 @@ class _RowEmitter(FloatEmitter):
 
 def _emit_row(builder: Any, element: Any, args: Any, bounds: tuple[Any, Any] | None) -> None:
     """The code of `softmax_row`, and of `masked_softmax_row` if there are bounds."""
-    scores, weights, state, width, scale = args
+    scores, weights, state, width, scale, scales = args
     emitter = _RowEmitter(builder, element)
     parts = range(TILE_TOKENS // LANES)
     products = [emitter.load(scores, part, types.float32) for part in parts]
+    if scales is not None:
+        factors = [emitter.load(scales[0], part, types.float32) for part in parts]
+        products = [builder.fmul(*pair) for pair in zip(products, factors, strict=True)]
     counts = []
     if bounds is not None:
         low, high = (emitter.broadcast(builder.trunc(bound, _INT32)) for bound in bounds)
@@ -168,12 +171,17 @@ def _emit_row(builder: Any, element: Any, args: Any, bounds: tuple[Any, Any] | N
         if counts:
             weight = builder.select(counts[part], weight, _floats(0.0))
         total = builder.fadd(total, weight)
+        if scales is not None:
+            weight = builder.fmul(weight, emitter.load(scales[1], part, types.float32))
+            weight = builder.select(counts[part], weight, _floats(0.0)) if counts else weight  # no NaN of others
         emitter.store(weight, weights, part, element)
     emitter.store(total, last, 1, types.float32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def softmax_row(context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any) -> Any:
+def softmax_row(
+    context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, scales: Any
+) -> Any:
     """Turns a row of products into weights 2^(product * scale - reference), and updates its state.
 
     like:    an element of the weights: float32, or uint16 for bfloat16
@@ -182,27 +190,35 @@ def softmax_row(context: Any, like: Any, scores: Any, weights: Any, state: Any, 
     state:   address of the row's state: a sum of `width` float32, a multiple of 16; then 16 places, of which the first
              is the reference of its weights, minus infinity before the first; then 16 sums of weights
     scale:   positive
+    scales:  None, or two addresses of TILE_TOKENS float32: products are multiplied by the first, and weights by the
+             second when they are written, which changes no sum
 
     If a score is NaN, so are its weight and one of the sums of weights.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_row(builder, like, args[1:], None)
+        _emit_row(builder, like, _row_arguments(builder, signature, args), None)
         return context.get_dummy_value()
 
-    return types.void(like, types.int64, types.int64, types.int64, types.int64, types.float32), generate
+    return types.void(like, types.int64, types.int64, types.int64, types.int64, types.float32, scales), generate
+
+
+def _row_arguments(builder: Any, signature: Any, args: Any) -> list[Any]:
+    """What `_emit_row` takes, of the arguments of `softmax_row`."""
+    *row, scales = args[1:7]
+    return [*row, None if signature.args[6] == types.none else cgutils.unpack_tuple(builder, scales)]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def masked_softmax_row(
-    context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, first: Any, stop: Any
-) -> Any:
+    context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, scales: Any, first: Any,
+    stop: Any,
+) -> Any:  # fmt: skip
     """As `softmax_row`, but only products from `first` up to `stop` count; the weights of others are 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        *args, first, stop = args[1:]
-        _emit_row(builder, like, args, (first, stop))
+        _emit_row(builder, like, _row_arguments(builder, signature, args), tuple(args[7:]))
         return context.get_dummy_value()
 
-    row = types.int64, types.int64, types.int64, types.int64, types.float32
+    row = types.int64, types.int64, types.int64, types.int64, types.float32, scales
     return types.void(like, *row, types.int64, types.int64), generate

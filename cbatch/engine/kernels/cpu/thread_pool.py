@@ -32,8 +32,13 @@ class ThreadPool:
         weakref.finalize(self, _shut_down, self._inboxes, threads)
 
     def compile(self, entry: Any, *args: Any) -> None:
-        """Compiles what `run` would call with these arguments."""
+        """Compiles what `run` would call with these arguments. From then on `run` raises TypeError for other types.
+
+        What an entry calls by its address was compiled for the same types, and nothing else would notice.
+        """
+        entry.disable_compile(False)
         entry.compile(tuple(typeof(argument) for argument in (Worker(new_work_queue(), 0), *args)))
+        entry.disable_compile()
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
         """Calls function(worker, *args) in every thread, with a new work queue; returns when its work is done.

@@ -26,7 +26,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.engine.kernels.cpu.jit import FEATURES, address_of
+from cbatch.engine.kernels.cpu.jit import FEATURES, Part, address_of
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES
 
 ROWS_AT_ONCE = 2 * LANES
@@ -203,4 +203,4 @@ def amx_address() -> int:
 
     All of a panel has to lie in one run.
     """
-    return address_of(_amx_loop, types.void(from_dtype(np.dtype(np.uint16)), *[types.int64] * 10))
+    return address_of(Part(_amx_loop, types.void(from_dtype(np.dtype(np.uint16)), *[types.int64] * 10)))

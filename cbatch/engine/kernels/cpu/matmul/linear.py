@@ -26,6 +26,7 @@ from cbatch.engine.kernels.cpu.matmul.microkernel import (
     VectorEmitter,
     microkernel_address,
     multiply_tile,
+    prefetch_to_write,
 )
 from cbatch.engine.kernels.cpu.matmul.quantized import multiply_quantized, quantized_address
 from cbatch.engine.kernels.cpu.matmul.quantized_rows import quantize_row, row_bytes
@@ -40,11 +41,10 @@ FEW_ROWS = 4
 
 _ROWS_PER_TASK = 8
 
-_AHEAD_OF_ONE_ROW = 2048
-"""Bytes that weights are prefetched ahead of a product of one row, which is held by memory."""
-
 WRITE, ADD, ACTIVATED, GATED = 0, 1, 2, 3
 """What `matmul` does with its results."""
+
+_LINE = 64
 
 _TASKS_PER_THREAD = 4
 """Enough that no thread waits long for the others at the end of a product."""
@@ -167,20 +167,18 @@ def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: Li
 
 @kernel
 def _multiply(
-    a: Any, left: Rows, matrix: PackedMatrix, tile: int, is_first: bool, out: Rows, count: int, add: int,
+    a: Any, left: Rows, matrix: PackedMatrix, tile: int, out: Rows, count: int, add: int,
     workspace: LinearWorkspace, thread: int,
 ) -> None:  # fmt: skip
     """out [count, 32] = rows of `left` times a tile of the matrix.
 
-    left:     of `a`, see `prepare_rows`
-    is_first: whether the tile has not been multiplied with other rows just now
+    left: of `a`, see `prepare_rows`
     """
     depth, kind = a.shape[1], matrix.format
     place = matrix.data.ctypes.data + matrix.start + tile * tile_bytes(kind, depth)
     microkernel = workspace.microkernels[kind]
     if is_quantized(kind):
-        ahead = 0 if not is_first else tile_bytes(kind, depth) if count > 1 else _AHEAD_OF_ONE_ROW
-        multiply_quantized(microkernel, left, place, ahead, -(-depth // GROUP), out, count, add)
+        multiply_quantized(microkernel, left, place, -(-depth // GROUP), out, count, add)
         return
     panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
     panels[0], panels[1] = place, place + 4 * LANES
@@ -263,6 +261,16 @@ def _write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, 
 
 
 @kernel
+def _prefetch_results(out: Any, first: int, count: int, column: int, columns: int) -> None:
+    """Prefetches the lines of so many rows and columns from the first ones, which are written when all are computed."""
+    width = out.shape[1] * out.itemsize
+    start = out.ctypes.data + first * width + column * out.itemsize
+    for row in range(count):
+        for at in range(0, columns * out.itemsize, _LINE):
+            prefetch_to_write(start + row * width + at)
+
+
+@kernel
 def multiply_tiles(
     a: Any, left: Rows, first_tile: int, stop: int, matrix: PackedMatrix, out: Any, mode: int,
     activation: ActivationParams, workspace: LinearWorkspace, thread: int,
@@ -275,11 +283,12 @@ def multiply_tiles(
     for tile in range(first_tile, stop):
         for row in range(0, count, most):
             rows, part = min(most, count - row), Rows(left.address + row * left.stride, left.stride)
+            _prefetch_results(out, row, rows, tile * columns, columns)
             if mode <= ADD and has_neither:
                 target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
-                _multiply(a, part, matrix, tile, row == 0, target, rows, mode, workspace, thread)
+                _multiply(a, part, matrix, tile, target, rows, mode, workspace, thread)
                 continue
-            _multiply(a, part, matrix, tile, row == 0, results, rows, 0, workspace, thread)
+            _multiply(a, part, matrix, tile, results, rows, 0, workspace, thread)
             if mode <= ADD:
                 target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
                 _scale_and_add_bias(results, matrix, tile * COLUMNS, target, rows, mode)

@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, address_of, kernel
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, Part, address_of, kernel
 
 LANES = 16
 """Columns of a panel."""
@@ -58,7 +58,7 @@ class Panels(NamedTuple):
     depth:  steps in all; a step is one number in float32, a pair otherwise
     """
 
-    table: int
+    table: int | np.int64
     run: int
     stride: int
     depth: int
@@ -225,7 +225,7 @@ def microkernel_address(dtype: np.dtype[Any]) -> int:
 
     It is compiled by itself: as a part of each kernel that calls it, it would be compiled that often.
     """
-    return address_of(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * _NUM_ARGUMENTS))
+    return address_of(Part(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * _NUM_ARGUMENTS)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -254,14 +254,29 @@ def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: 
     _call_tile(microkernel, like, (*where, count, add))
 
 
+def _emit_prefetch(builder: Any, address: Any, *, writes: bool) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, _INT8.as_pointer()), _INT32(int(writes)), _INT32(3), _INT32(1)])
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(context: Any, address: Any) -> Any:
     """Prefetches the cache line at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(fetch, [builder.inttoptr(args[0], _INT8.as_pointer()), _INT32(0), _INT32(3), _INT32(1)])
+        _emit_prefetch(builder, args[0], writes=False)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_to_write(context: Any, address: Any) -> Any:
+    """Prefetches the cache line at an address, which will be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _emit_prefetch(builder, args[0], writes=True)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

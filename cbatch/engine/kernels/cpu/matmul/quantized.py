@@ -20,12 +20,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, address_of, kernel
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, Part, address_of, kernel
 from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4_ZEROS, INT8, group_bytes, number_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, Rows, VectorEmitter
+from cbatch.engine.kernels.cpu.matmul.quantized_rows import left_group_bytes
 
-ROW_COUNTS = (1, 2, 3, 4, 6) if HAS_AVX512 else (1, 2)
-"""Numbers of rows that there is code for."""
+ROW_COUNTS = (1, 2, 3, 4, 5, 6) if HAS_AVX512 else (1, 2)
+"""Numbers of rows that there is code for: all up to the largest, the sums of which fill the registers."""
+
+_ROWS_IN_REGISTERS = 6
+"""Rows whose sums fit into the registers beside their integers."""
 
 MAX_ROWS = max(ROW_COUNTS)
 
@@ -36,8 +40,10 @@ _WORDS = ir.VectorType(_INT32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _VECTOR_BYTES = 4 * LANES
 _SECOND_CACHE = 2
-"""How near prefetched weights are brought, for `llvm.prefetch`: not all of a tile may fit into the first cache."""
-_NUM_ARGUMENTS = 9
+"""How near prefetched weights are brought, for `llvm.prefetch`."""
+_AHEAD = 1024
+"""Bytes that weights are prefetched ahead: far enough for the processor's own prefetching to go on from there."""
+_NUM_ARGUMENTS = 8
 
 
 class _QuantizedEmitter(VectorEmitter):
@@ -98,10 +104,9 @@ class _QuantizedEmitter(VectorEmitter):
             total = self.multiply_pairs(total, weights, builder.bitcast(numbers, _WORDS))
         return total
 
-    def multiply_quads(self, sums: dict[tuple[int, int], Any], quads: list[Any], rows: list[Any], step: Any) -> None:
-        """Adds the products of one vector of both panels. step: number of four numbers of a row"""
+    def multiply_quads(self, sums: dict[tuple[int, int], Any], quads: list[Any], rows: list[Any], there: Any) -> None:
+        """Adds the products of one vector of both panels. there: bytes from the address of a row to four numbers"""
         builder = self.builder
-        there = builder.mul(step, _INT64(4 * self.left_bytes))
         pairs = [self.even_and_odd(quad) for quad in quads] if self.left_bytes == 2 else []
         for row in range(self.num_rows):
             if self.left_bytes == 1:
@@ -115,13 +120,16 @@ class _QuantizedEmitter(VectorEmitter):
                     sums[row, panel] = self.multiply_pairs(sums[row, panel], pairs[panel][odd], left)
 
     def weights(self, there: Any, number: int) -> list[Any]:
-        """The vectors of both panels so many vectors further on. Those `ahead` of them are prefetched."""
+        """The vectors of both panels so many vectors further on.
+
+        Of two cache lines, the first is prefetched. The processor brings the other one as well, and half as many
+        requests wait for memory at once.
+        """
         both = [(2 * number + panel) * _VECTOR_BYTES for panel in (0, 1)]
         kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
         fetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        for offset in both:
-            place = self.address(self.builder.add(there, self.ahead), _INT64(offset), _INT8)
-            self.builder.call(fetch, [place, _INT32(0), _INT32(_SECOND_CACHE), _INT32(1)])
+        place = self.address(there, _INT64(both[0] + _AHEAD), _INT8)
+        self.builder.call(fetch, [place, _INT32(0), _INT32(_SECOND_CACHE), _INT32(1)])
         return [self.load(there, offset, _WORDS) for offset in both]
 
     def quads(self, start: Any, number: int) -> list[Any]:
@@ -134,23 +142,13 @@ class _QuantizedEmitter(VectorEmitter):
             return [builder.and_(words, low) for words in self.nibbles]
         return [builder.and_(builder.lshr(words, self.constant(4)), low) for words in self.nibbles]
 
-    def emit(
-        self, left: tuple[Any, Any], place: tuple[Any, Any], groups: Any, out: tuple[Any, Any], count: Any, add: Any
-    ) -> None:
-        """Code for up to so many rows. If there are fewer, it computes the last one several times.
-
-        place:  address of the tile, and bytes from each of its vectors to what is prefetched meanwhile
-        groups: of 32 numbers of the depth
-        """
-        weights, self.ahead = place
-        builder, (left_address, left_stride), (out_address, out_stride) = self.builder, left, out
-        last = builder.sub(count, _INT64(1))
-        numbers = [
-            builder.select(builder.icmp_signed("<", _INT64(row), last), _INT64(row), last)
-            for row in range(self.num_rows)
-        ]
-        rows = [builder.add(left_address, builder.mul(left_stride, number)) for number in numbers]
-        outs = [builder.add(out_address, builder.mul(out_stride, number)) for number in numbers]
+    def emit(self, left: tuple[Any, Any], weights: Any, groups: Any, out: tuple[Any, Any], add: Any) -> None:
+        """Code for all rows. weights: address of the tile; groups: of 32 numbers of the depth"""
+        builder, numbers = self.builder, range(self.num_rows)
+        rows, outs = (
+            [builder.add(address, builder.mul(stride, _INT64(row))) for row in numbers]
+            for address, stride in (left, out)
+        )
         targets = {
             (row, panel): self.address(outs[row], _INT64(panel * _VECTOR_BYTES), _SUMS) for row, panel in self.places
         }
@@ -158,28 +156,23 @@ class _QuantizedEmitter(VectorEmitter):
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
             for place in self.places:
                 builder.store(builder.load(targets[place], align=4), sums[place])
-        scales = builder.mul(groups, _INT64(GROUP * self.left_bytes))
-        offsets = builder.add(scales, builder.mul(groups, _INT64(4)))
         with cgutils.for_range(builder, groups) as loop:
-            at = builder.mul(loop.index, _INT64(4))
             start = builder.add(weights, builder.mul(loop.index, _INT64(group_bytes(self.format))))
-            first = builder.mul(loop.index, _INT64(GROUP // 4))
-            self.emit_group(sums, start, rows, first, [builder.add(scales, at), builder.add(offsets, at)])
+            first = builder.mul(loop.index, _INT64(left_group_bytes(self.left_bytes)))
+            self.emit_group(sums, start, [builder.add(row, first) for row in rows])
         for place in self.places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
 
-    def emit_group(
-        self, sums: dict[tuple[int, int], Any], start: Any, rows: list[Any], first: Any, factors: Any
-    ) -> None:
-        """A group, which begins at `start`; `first` is the number of its first quad."""
-        builder, (scale, offset) = self.builder, factors
-        has_zeros = self.format == INT4_ZEROS
+    def emit_group(self, sums: dict[tuple[int, int], Any], start: Any, rows: list[Any]) -> None:
+        """A group, which begins at `start` in the weights and at these addresses in the rows."""
+        builder, has_zeros = self.builder, self.format == INT4_ZEROS
+        scale, offset = (_INT64(GROUP * self.left_bytes + at) for at in (0, 4))
         totals = {
             place: self.constant(0) if has_zeros else self.load_broadcast(rows[place[0]], offset, _INT32)
             for place in self.places
         }
         for quad in range(GROUP // 4):
-            self.multiply_quads(totals, self.quads(start, quad), rows, builder.add(first, _INT64(quad)))
+            self.multiply_quads(totals, self.quads(start, quad), rows, _INT64(4 * self.left_bytes * quad))
         halves = ir.VectorType(_HALF, LANES)
         end = number_bytes(self.format)
         scales = [builder.fpext(self.load(start, end + 2 * LANES * panel, halves), _SUMS) for panel in (0, 1)]
@@ -203,27 +196,26 @@ class _QuantizedEmitter(VectorEmitter):
 def _emit_loop(
     context: Any, weights: Any, left_bytes: Any, left: Any, place: Any, groups: Any, out: Any, count: Any, add: Any
 ) -> Any:
-    """The loop for each number of rows there is code for, and the choice among them. The first two are constants."""
+    """The loop for each number of rows, and the choice among them. The first two are constants."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         *_, left, place, groups, out, count, add = args
-        left, place, out = (cgutils.unpack_tuple(builder, record) for record in (left, place, out))
+        left, out = (cgutils.unpack_tuple(builder, record) for record in (left, out))
         kind = weights.literal_value, left_bytes.literal_value
         end = builder.append_basic_block("end")
-        blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in ROW_COUNTS}
         switch = builder.switch(count, end)
-        for number in range(1, MAX_ROWS + 1):
-            switch.add_case(_INT64(number), blocks[min(each for each in ROW_COUNTS if each >= number)])
-        for num_rows, block in blocks.items():
+        for num_rows in ROW_COUNTS:
+            block = builder.append_basic_block(f"rows.{num_rows}")
+            switch.add_case(_INT64(num_rows), block)
             with builder.goto_block(block):
-                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, groups, out, count, add)
+                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, groups, out, add)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
     if not isinstance(weights, types.IntegerLiteral):
         return None
-    return types.void(weights, left_bytes, left, place, groups, out, types.int64, types.int64), generate
+    return types.void(weights, left_bytes, left, types.int64, groups, out, types.int64, types.int64), generate
 
 
 @cache
@@ -234,19 +226,11 @@ def quantized_address(weights: int, left_bytes: int) -> int:
     """
 
     def loop(
-        left: int,
-        left_stride: int,
-        place: int,
-        ahead: int,
-        groups: int,
-        out: int,
-        out_stride: int,
-        count: int,
-        add: int,
+        left: int, left_stride: int, place: int, groups: int, out: int, out_stride: int, count: int, add: int
     ) -> None:
-        _emit_loop(weights, left_bytes, (left, left_stride), (place, ahead), groups, (out, out_stride), count, add)
+        _emit_loop(weights, left_bytes, (left, left_stride), place, groups, (out, out_stride), count, add)
 
-    return address_of(loop, types.void(*[types.int64] * _NUM_ARGUMENTS))
+    return address_of(Part(loop, types.void(*[types.int64] * _NUM_ARGUMENTS)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -260,15 +244,12 @@ def _call_loop(context: Any, address: Any, arguments: Any) -> Any:
 
 
 @kernel
-def multiply_quantized(
-    address: int, left: Rows, place: int, ahead: int, groups: int, out: Rows, count: int, add: int
-) -> None:
+def multiply_quantized(address: int, left: Rows, place: int, groups: int, out: Rows, count: int, add: int) -> None:
     """out [count, 32] float32 = left [count, 32 * groups] times a tile; added to `out` if `add` is 1.
 
     address: see `quantized_address`
     left:    see `quantized_rows.py`
     place:   the address of the tile
-    ahead:   bytes from there to what is to be prefetched meanwhile, as much as the tile
     count:   rows, 1 to MAX_ROWS
     """
-    _call_loop(address, (left.address, left.stride, place, ahead, groups, out.address, out.stride, count, add))
+    _call_loop(address, (left.address, left.stride, place, groups, out.address, out.stride, count, add))

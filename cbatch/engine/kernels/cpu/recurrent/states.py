@@ -25,7 +25,8 @@ ROWS_AHEAD = 2
 class Recurrence(NamedTuple):
     """Where the S chunks of a step have their states (see `StepStates`).
 
-    memory:  flat, the slots of one state after those of the one before; float32, or uint16 for bfloat16
+    memory:  flat, the slots of one state after those of the one before; float32, or uint16 for bfloat16. Their bytes,
+             where kernels need not know the type
     layout:  [states, 2] int64, where each state begins, and how many numbers each slot has
     starts:  [S + 1] int64, first row of each chunk, and T
     slots, snapshot_counts, snapshot_slots: [S] int64
@@ -37,6 +38,11 @@ class Recurrence(NamedTuple):
     slots: NDArray[np.int64]
     snapshot_counts: NDArray[np.int64]
     snapshot_slots: NDArray[np.int64]
+
+
+_NOTHING = np.empty(0, np.int64)
+NO_RECURRENCE = Recurrence(np.empty(0, np.uint8), np.empty((0, 2), np.int64), _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+"""Of a step of a model without states."""
 
 
 def state_layout(pool: StatePool) -> NDArray[np.int64]:
@@ -52,6 +58,13 @@ def new_recurrence(batch: RaggedBatch, memory: NDArray[Any], layout: NDArray[np.
     starts = np.zeros(len(batch.starts) + 1, np.int64)
     starts[1:] = batch.counts.cumsum()
     return Recurrence(memory, layout, starts, states.slots, states.snapshot_counts, states.snapshot_slots)
+
+
+@inlined
+def with_memory(recurrence: Recurrence, memory: Any) -> Recurrence:
+    """The same with its memory as numbers."""
+    _, layout, starts, slots, counts, targets = recurrence
+    return Recurrence(memory, layout, starts, slots, counts, targets)
 
 
 @inlined

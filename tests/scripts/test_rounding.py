@@ -1,0 +1,103 @@
+"""Guards the benchmark of roundings: those of llama.cpp, and the comparison of logits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.benchmarks import rounding
+from scripts.benchmarks.harness import main
+from scripts.benchmarks.rounding import compare, rounded_like_llama_cpp, rounded_to_q4_0, rounded_to_q8_0
+from scripts.benchmarks.shapes import SHAPES, TINY
+
+
+class Network(torch.nn.Module):
+    """A linear, a head and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 5)
+        self.table = torch.nn.Embedding(7, 64)
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.table
+
+
+def block_of_q8_0(block: list[float]) -> list[float]:
+    """A block of Q8_0: a float16 scale, and integers of 8 bits."""
+    scale = max(abs(x) for x in block) / 127
+    return [float(np.float16(scale)) * (round(x / scale) if scale else 0) for x in block]
+
+
+def block_of_q4_0(block: list[float]) -> list[float]:
+    """A block of Q4_0: the number that is farthest from 0 becomes -8 units."""
+    scale = max(block, key=abs) / -8
+    integers = [min(15, math.floor(x / scale + 8.5)) - 8 if scale else 0 for x in block]
+    return [float(np.float16(scale)) * integer for integer in integers]
+
+
+@pytest.mark.parametrize(
+    ("rounded", "block_of", "most"), [(rounded_to_q8_0, block_of_q8_0, 0.01), (rounded_to_q4_0, block_of_q4_0, 0.13)]
+)
+def test_blocks_of_32(
+    rounded: Callable[[Tensor], Tensor], block_of: Callable[[list[float]], list[float]], most: float
+) -> None:
+    """Guards the formats number by number, with a depth that ends within a block, and zeros."""
+    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[1, 32:64] = 0
+    found = rounded(x)
+    expected = [[y for i in (0, 32, 64) for y in block_of(row[i : i + 32])] for row in x.tolist()]
+    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+    assert 0 < (found - x).norm() / x.norm() < most and not found[1, 32:64].any()
+
+
+def test_a_network_is_rounded_for_a_while() -> None:
+    """Guards the figures of later roundings: weights and rows are rounded within the block, and not after it."""
+    network = Network()
+    weights = [network.first.weight, network.head.weight, network.table.weight]
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    before = network.first(x)
+    with torch.no_grad(), rounded_like_llama_cpp(network, rounded_to_q4_0):
+        assert torch.equal(network.first.weight, rounded_to_q4_0(weights[0]))
+        assert torch.equal(network.head.weight, rounded_to_q8_0(weights[1]))
+        assert torch.equal(network.table.weight, rounded_to_q8_0(weights[2]))
+        expected = torch.nn.functional.linear(rounded_to_q8_0(x), rounded_to_q4_0(weights[0]), network.first.bias)
+        assert torch.equal(network.first(x), expected)
+    assert [network.first.weight, network.head.weight, network.table.weight] == weights
+    assert torch.equal(network.first(x), before)
+
+
+def test_comparison() -> None:
+    """Guards divergence, share of equal tokens and perplexity against numbers that were computed by hand."""
+    certain, even = torch.tensor([[0.0, math.log(3)]] * 2), torch.zeros(2, 2)
+    same = compare([certain], [certain], [[0, 1]])
+    assert same["divergence"] == 0 and same["same"] == 1 and math.isclose(same["perplexity"], 4 / 3, rel_tol=1e-6)
+    other = compare([even], [certain], [[0, 1]])
+    divergence = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
+    assert math.isclose(other["divergence"], divergence, rel_tol=1e-6)
+    assert other["same"] == 0 and math.isclose(other["perplexity"], 2, rel_tol=1e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+def test_every_rounding_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the benchmark from end to end: more bits lose less, in both implementations."""
+    names = ["bfloat16", "int8, activations int8"]
+    monkeypatch.setattr(rounding, "ROUNDINGS", {name: rounding.ROUNDINGS[name] for name in names})
+    monkeypatch.setattr(rounding, "SHAPES", {"small": SHAPES["135m"] | TINY})
+    assert main(["rounding", "--shape", "small", "--layers", "2", "--tokens", "24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["small"]
+    caches = ["float32, KV Q8_0 of llama.cpp", "float32, KV u8"]
+    assert list(found) == ["Q8_0 of llama.cpp", "Q4_0 of llama.cpp", *caches, *names]
+    loss = {name: figures["divergence"] for name, figures in found.items()}
+    assert 0 < loss["bfloat16"] < loss["int8, activations int8"] < loss["Q4_0 of llama.cpp"]
+    assert all(0 < loss[cache] < loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"] for cache in caches)
