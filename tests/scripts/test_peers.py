@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
+from cbatch.engine.kernels.cpu.matmul.formats import INT4
 from scripts.benchmarks.harness import in_columns, main, parse
 from scripts.benchmarks.peers import grid, llama_cpp_peer, worker
+from scripts.benchmarks.peers.cbatch_peer import make_engine
 from scripts.benchmarks.peers.table import System, disturbance, ratio, table
 from scripts.benchmarks.peers.work import (
     OUTPUT_LENGTHS,
@@ -31,6 +34,7 @@ from scripts.benchmarks.peers.work import (
 )
 from scripts.benchmarks.peers.worker import PEERS
 from scripts.benchmarks.shapes import PEER_SHAPES
+from tests.support.gguf_files import gguf_model, write_model
 
 SMALL = PeerWork([[5, 6, 7], [8] * 20, [9, 10]], [4, 9, 1])
 
@@ -268,3 +272,11 @@ def test_a_grid_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"tiny/bf16/openvino: failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory" in shown
     [line] = [line for line in shown[-6:] if "| mixed" in line.replace("  ", "")]
     assert f" {SMALL.output_tokens / (sum(seconds) / 2):,.0f} |" in line
+
+
+def test_cbatch_reads_the_file_of_its_rival(tmp_path: Path) -> None:
+    """Guards figures beside llama.cpp on one file: cbatch does not quantize the model in its own way."""
+    job = PeerJob(str(tmp_path), "bfloat16", 1, 2, 16, SMALL, "int8", reads_gguf=True)
+    write_model(job.gguf, gguf_model("llama"), GGMLQuantizationType.Q4_0)
+    with make_engine(job) as engine:
+        assert INT4 in engine.model.formats

@@ -23,10 +23,10 @@ def make_engine(job: PeerJob) -> Engine:
     torch.set_num_threads(job.threads)
     return Engine(
         EngineConfig(
-            model=str(job.model),
+            model=str(job.gguf if job.reads_gguf else job.model),
             device="cpu",
             dtype=job.dtype,
-            quantize=job.weights or None,
+            quantize=(job.weights or None) if not job.reads_gguf else None,
             max_seqs=job.max_seqs,
             max_batch_tokens=job.max_batch_tokens,
             prefix_cache=job.prefix_cache,

@@ -9,6 +9,8 @@ model and format, which loads it and does all kinds of work, each after a warm-u
 The grid takes hours, so what is measured is added to a file (--results) after each process. The same command goes on
 where the last one ended; with more --rounds it measures on. `--table` only prints what is there.
 
+With --weights Q8_0,Q4_0, cbatch reads the file that llama.cpp has made.
+
 Kinds of work: one (a request of 64 + 256 tokens), mixed (32 requests, prompts of 16 to 512 and outputs of 8 to 256
 tokens, log-uniform), many (128 of 64 + 64), long (4 of 6,000 + 32), shared (64 of 1,064 + 64, which begin with the same
 1,000 tokens).
@@ -34,7 +36,12 @@ from scripts.benchmarks.shapes import GRID_SHAPES
 FORMATS = {"bf16": "", "int8": "int8", "int4": "int4"}
 """Formats of the weights, as `PeerJob.weights`."""
 
-SYSTEMS = [OURS, "openvino", "llama.cpp"]
+GGUF_FORMATS = {"Q8_0": "int8", "Q4_0": "int4"}
+"""Those of one file that cbatch and llama.cpp read; no other system does."""
+
+LLAMA_CPP = "llama.cpp"
+
+SYSTEMS = [OURS, "openvino", LLAMA_CPP]
 
 SEED = 7
 
@@ -127,6 +134,8 @@ class Grid:
     def _run_round(self, shape: str, weights: str, number: int) -> None:
         """One run of each kind of work by each system that has not had so many rounds yet."""
         for system in self._options.peers:
+            if weights in GGUF_FORMATS and system not in (OURS, LLAMA_CPP):
+                continue
             cells = [
                 cell
                 for cell in (Cell(shape, weights, kind) for kind in self._options.kind)
@@ -141,6 +150,8 @@ class Grid:
         results, peer = self._results, PEERS[system]
         jobs = [self._job(cell) for cell in cells]
         if system == OURS:
+            if jobs[0].reads_gguf:
+                call(LLAMA_CPP, "prepare", jobs[:1], self._interpreters)
             reply = call(OURS, "floor", jobs, self._interpreters)
             for cell, floor in zip(cells, reply.get("floors", ()), strict=False):
                 results.floors.setdefault("/".join(cell), []).append(floor)
@@ -163,7 +174,8 @@ class Grid:
     def _job(self, cell: Cell) -> PeerJob:
         return PeerJob(
             str(self._work_dir / cell.shape), "bfloat16", self._options.threads, KINDS[cell.kind].max_seqs,
-            MAX_BATCH_TOKENS, work_of(cell), FORMATS[cell.weights], prefix_cache=True,
+            MAX_BATCH_TOKENS, work_of(cell), (FORMATS | GGUF_FORMATS)[cell.weights], prefix_cache=True,
+            reads_gguf=cell.weights in GGUF_FORMATS,
         )  # fmt: skip
 
 
@@ -227,9 +239,11 @@ def names_from(known: list[str]) -> Callable[[str], list[str]]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    choices = {"shape": list(GRID_SHAPES), "weights": list(FORMATS), "kind": list(KINDS), "peers": SYSTEMS}
+    formats = [*FORMATS, *GGUF_FORMATS]
+    choices = {"shape": list(GRID_SHAPES), "weights": formats, "kind": list(KINDS), "peers": SYSTEMS}
     for name, known in choices.items():
-        add(f"--{name}", type=names_from(known), default=known, metavar="NAME,...", help=", ".join(known))
+        default = list(FORMATS) if name == "weights" else known
+        add(f"--{name}", type=names_from(known), default=default, metavar="NAME,...", help=", ".join(known))
     add("--rounds", type=at_least_one, default=3, help="how often each system does all (3); medians count")
     add("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH", help="interpreter of a system")
     add("--threads", type=at_least_one, default=default_threads(), help="threads of each system (%(default)s)")

@@ -28,17 +28,17 @@ def prepare(job: PeerJob) -> None:
     import llama_cpp
 
     whole = replace(job, weights="")
-    make_once(whole.converted("gguf"), lambda target: write_gguf(whole, target))
+    make_once(whole.gguf, lambda target: write_gguf(whole, target))
     if job.weights:
 
         def quantize(target: Path) -> None:
             settings = llama_cpp.llama_model_quantize_default_params()
             settings.ftype = getattr(llama_cpp, QUANTIZED[job.weights])
-            names = str(whole.converted("gguf")).encode(), str(target).encode()
+            names = str(whole.gguf).encode(), str(target).encode()
             if llama_cpp.llama_model_quantize(*names, settings) != 0:
                 raise RuntimeError(f"llama.cpp could not quantize the model to {job.weights}.")
 
-        make_once(job.converted("gguf"), quantize)
+        make_once(job.gguf, quantize)
 
 
 def write_gguf(job: PeerJob, target: Path) -> None:
@@ -159,7 +159,7 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
 
     llama_cpp.llama_backend_init()
     settings = llama_cpp.llama_model_default_params()
-    model = llama_cpp.llama_model_load_from_file(str(job.converted("gguf")).encode(), settings)
+    model = llama_cpp.llama_model_load_from_file(str(job.gguf).encode(), settings)
     sizes = llama_cpp.llama_context_default_params()
     sizes.n_ctx = -(-job.most_tokens // PADDING) * PADDING
     sizes.n_batch = sizes.n_ubatch = job.max_batch_tokens

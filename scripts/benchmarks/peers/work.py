@@ -104,6 +104,7 @@ class PeerJob:
     max_batch_tokens: most tokens in a step
     weights: int8 or int4 if the matrices are quantized; empty if they are of the dtype
     prefix_cache: whether prompts that begin alike may share what was computed, if a system can do that
+    reads_gguf: whether cbatch reads the file that llama.cpp has made
     """
 
     folder: str
@@ -114,6 +115,7 @@ class PeerJob:
     work: PeerWork
     weights: str = ""
     prefix_cache: bool = False
+    reads_gguf: bool = False
 
     @property
     def model(self) -> Path:
@@ -133,6 +135,11 @@ class PeerJob:
     def converted(self, name: str) -> Path:
         """Where a system keeps the model in a format of its own."""
         return Path(self.folder) / f"{name}-{self.weights or self.dtype}"
+
+    @property
+    def gguf(self) -> Path:
+        """The file that llama.cpp reads."""
+        return self.converted("llama.cpp").with_name(f"llama.cpp-{self.weights or self.dtype}.gguf")
 
 
 def write_jobs(file: Path, jobs: Sequence[PeerJob]) -> None:
