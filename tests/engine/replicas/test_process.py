@@ -237,7 +237,7 @@ def test_program_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
         before = psutil.Process().num_fds()
         with pytest.raises(ReplicaDied, match=r"could not be started: .*No such file"):
             launcher.start(0, EngineConfig())
-        assert psutil.Process().num_fds() == before
+        assert psutil.Process().num_fds() <= before  # those of earlier tests may be closed meanwhile
 
 
 def test_lives_leave_no_descriptors_and_threads(launcher: LocalLauncher) -> None:
