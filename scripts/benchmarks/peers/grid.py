@@ -154,7 +154,8 @@ class Grid:
                 call(LLAMA_CPP, "prepare", jobs[:1], self._interpreters)
             reply = call(OURS, "floor", jobs, self._interpreters)
             for cell, floor in zip(cells, reply.get("floors", ()), strict=False):
-                results.floors.setdefault("/".join(cell), []).append(floor)
+                least = with_steps_of(floor, work_of(cell), KINDS[cell.kind].max_seqs)
+                results.floors.setdefault("/".join(cell), []).append(least)
         reply = call(system, "prepare", jobs[:1], self._interpreters)
         if "versions" in reply:
             results.versions[system] = reply["versions"]
@@ -181,6 +182,18 @@ class Grid:
 
 def work_of(cell: Cell) -> PeerWork:
     return KINDS[cell.kind].make(GRID_SHAPES[cell.shape]["vocab_size"])
+
+
+def with_steps_of(floor: dict[str, float], work: PeerWork, max_seqs: int) -> dict[str, float]:
+    """A floor with the least steps that this work takes: those of its longest output, or with all seats taken.
+
+    A floor has as many as a large GPU would make, however many requests there are (see `roofline_bound`).
+    """
+    steps = max(max(work.lengths), work.output_tokens / max_seqs)
+    weights_s = floor["weights_s"] * steps / (work.output_tokens / floor["rows_per_step"])
+    seconds = max(weights_s, floor["compute_s"]) + floor["cache_s"]
+    rows = work.output_tokens / steps
+    return floor | {"weights_s": weights_s, "seconds": seconds, "rows_per_step": rows}
 
 
 def speed_of(cell: Cell, work: PeerWork, seconds: float) -> float:
