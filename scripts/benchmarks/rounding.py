@@ -8,6 +8,10 @@ Random models get random tokens; their divergence is far larger than a trained m
 robust, but it compares roundings. Q8_0 and Q4_0 round weights to 8 and 4 bits in blocks of 32, and rows to int8 in
 blocks of 32; with Q4_0 the head is Q8_0. They are done in float32 here, in the layers of transformers. So are the
 roundings of keys and values: to Q8_0, and to `--kv-dtype u8`, which has one scale for each token and head.
+
+    python -m scripts.benchmarks rounding --shape demo --python llama.cpp=PYTHON
+
+also reads the demo model from GGUF files, which llama.cpp makes in many formats.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,11 +33,15 @@ from cbatch.engine.base.model_files import read_json_object
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.models.checkpoint import Tensors
 from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.formats.gguf import GgufModel
 from cbatch.engine.models.loader import DEMO_MODEL
 from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.engine.runtime.cpu import num_threads
 from cbatch.engine.runtime.kv_cache import U8, KVCache, as_numbers, as_stored
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import RandomTensors, make_network
+from scripts.benchmarks.peers.benchmark import call, interpreter
+from scripts.benchmarks.peers.work import PeerJob, PeerWork
 from scripts.benchmarks.shapes import SHAPES, Config
 
 ROUNDINGS: dict[str, tuple[Quantization | None, torch.dtype | None]] = {
@@ -44,6 +54,10 @@ ROUNDINGS: dict[str, tuple[Quantization | None, torch.dtype | None]] = {
     "int4, activations int8": (Quantization("int4", "int8"), None),
 }
 """Weights and the type of the KV cache, as our kernels have them."""
+
+GGUF_FORMATS = (
+    "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_M", "Q2_K",
+)  # fmt: skip
 
 _BLOCK = 32
 
@@ -159,12 +173,29 @@ def demo_sequences(count: int) -> list[list[int]]:
         return [list(engine.encode({"messages": case.messages}, answer=case.answer)) for case in chosen]
 
 
+def gguf_models(interpreters: dict[str, str], report: Report) -> Iterator[tuple[str, CpuModel]]:
+    """The demo model from a GGUF file in each format."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "model").symlink_to(DEMO_MODEL)
+        for name in GGUF_FORMATS:
+            job = PeerJob(folder, "bfloat16", num_threads(), 1, 16, PeerWork([[1]], [1]), name)
+            reply = call("llama.cpp", "prepare", [job], interpreters)
+            if "error" in reply:
+                report.note(f"{name}: {reply['error']}")
+                continue
+            found = GgufModel([job.gguf])
+            model = found.load(_CPU, "auto", quantize=None, activations="int8", weight_cache=None)
+            stored, held = (8 * size / model.num_parameters for size in (job.gguf.stat().st_size, model.weight_bytes))
+            yield f"GGUF {name}, {stored:.1f} bits, {held:.1f} in memory", model
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", choices=["demo", *sorted(SHAPES)], action="append", help="model (demo, 135m and 0.6B)")
     add("--layers", type=at_least_one, default=8, help="of random models (%(default)s)")
     add("--tokens", type=at_least_one, default=512, help="of random models (%(default)s)")
     add("--conversations", type=at_least_one, default=200, help="of the demo model (%(default)s)")
+    add("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH", help="interpreter of llama.cpp")
 
 
 def run(options: argparse.Namespace, report: Report) -> int:
@@ -182,6 +213,9 @@ def run(options: argparse.Namespace, report: Report) -> int:
         for name, (quantize, kv_dtype) in ROUNDINGS.items():
             model = CpuModel(config, tensors, torch.bfloat16, quantize=quantize)
             found[name] = compare(logits_of_model(model, sequences, kv_dtype), expected, sequences)
+        if shape == "demo" and options.python:
+            for name, model in gguf_models(dict(options.python), report):
+                found[name] = compare(logits_of_model(model, sequences), expected, sequences)
         report.figures[shape] = found
         table = [["rounding", "divergence", "same token", "perplexity"]]
         for name, figures in found.items():

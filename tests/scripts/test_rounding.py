@@ -9,12 +9,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from cbatch.engine.kernels.cpu.matmul.formats import INT8
 from scripts.benchmarks import rounding
-from scripts.benchmarks.harness import main
+from scripts.benchmarks.harness import Report, main
+from scripts.benchmarks.peers.work import PeerJob
 from scripts.benchmarks.rounding import compare, rounded_like_llama_cpp, rounded_to_q4_0, rounded_to_q8_0
 from scripts.benchmarks.shapes import SHAPES, TINY
+from tests.support.gguf_files import gguf_model, write_model
 
 
 class Network(torch.nn.Module):
@@ -101,3 +105,19 @@ def test_every_rounding_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     loss = {name: figures["divergence"] for name, figures in found.items()}
     assert 0 < loss["bfloat16"] < loss["int8, activations int8"] < loss["Q4_0 of llama.cpp"]
     assert all(0 < loss[cache] < loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"] for cache in caches)
+
+
+def test_gguf_files_are_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the losses of GGUF files: each is a model from its own file, and one that cannot be made is told."""
+
+    def make(name: str, task: str, jobs: list[PeerJob], interpreters: object) -> dict[str, str]:
+        if jobs[0].weights != "Q8_0":
+            return {"error": "no such format"}
+        write_model(jobs[0].gguf, gguf_model("llama"), GGMLQuantizationType.Q8_0)
+        return {}
+
+    monkeypatch.setattr(rounding, "call", make)
+    monkeypatch.setattr(rounding, "GGUF_FORMATS", ("Q8_0", "Q2_K"))
+    [(name, model)] = rounding.gguf_models({}, Report())
+    assert name.startswith("GGUF Q8_0, ") and INT8 in model.formats
+    assert "Q2_K: no such format" in capsys.readouterr().err

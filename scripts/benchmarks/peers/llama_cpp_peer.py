@@ -20,7 +20,8 @@ FAMILIES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3
 """What llama.cpp calls a model type."""
 
 
-QUANTIZED = {"int8": "LLAMA_FTYPE_MOSTLY_Q8_0", "int4": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+QUANTIZED = {"int8": "Q8_0", "int4": "Q4_0"}
+"""Names of its mixtures of formats; any other is taken as it is."""
 
 
 def prepare(job: PeerJob) -> None:
@@ -33,7 +34,7 @@ def prepare(job: PeerJob) -> None:
 
         def quantize(target: Path) -> None:
             settings = llama_cpp.llama_model_quantize_default_params()
-            settings.ftype = getattr(llama_cpp, QUANTIZED[job.weights])
+            settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{QUANTIZED.get(job.weights, job.weights)}")
             names = str(whole.gguf).encode(), str(target).encode()
             if llama_cpp.llama_model_quantize(*names, settings) != 0:
                 raise RuntimeError(f"llama.cpp could not quantize the model to {job.weights}.")

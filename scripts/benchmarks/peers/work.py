@@ -102,7 +102,8 @@ class PeerJob:
     threads: how many a system may use
     max_seqs: most requests that run at once
     max_batch_tokens: most tokens in a step
-    weights: int8 or int4 if the matrices are quantized; empty if they are of the dtype
+    weights: int8 or int4 if the matrices are quantized, for llama.cpp also a mixture of its own, such as Q4_K_M; empty
+             if they are of the dtype
     prefix_cache: whether prompts that begin alike may share what was computed, if a system can do that
     reads_gguf: whether cbatch reads the file that llama.cpp has made
     """
