@@ -31,10 +31,10 @@ from cbatch.engine import Engine
 from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.base.model_files import read_json_object
 from cbatch.engine.base.quantization import Quantization
-from cbatch.engine.models.checkpoint import Tensors
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.formats.gguf import GgufModel
 from cbatch.engine.models.loader import DEMO_MODEL
+from cbatch.engine.models.tensor_files import Tensors
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.cpu import num_threads
 from cbatch.engine.runtime.kv_cache import U8, KVCache, as_numbers, as_stored

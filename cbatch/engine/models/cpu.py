@@ -89,6 +89,7 @@ class CpuModel:
             program, dtype, quantize, tensors if isinstance(tensors, StoredWeights) else None
         )
         self._weights = packed.load(tensors, shared)
+        self.stored = tensors.description if isinstance(tensors, StoredWeights) else ""
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]

@@ -21,9 +21,11 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.base import Model
-from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
+from cbatch.engine.models.checkpoint import NoFastPath, load_fast_model
+from cbatch.engine.models.dtypes import choose_dtype
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.formats.gguf import GgufModel
+from cbatch.engine.models.formats.method import UnreadQuantization
 from cbatch.engine.models.hf.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.hf.hooks import keep_rewritten_weights
 from cbatch.engine.models.hf.placement import Placement, placement_of
@@ -138,11 +140,21 @@ def load_model(
         if fast and device_map is None:
             try:
                 fast_model, path = (
-                    load_fast_model(source, revision, device, dtype, quantize=quantize, weight_cache=weight_cache),
+                    load_fast_model(
+                        source,
+                        revision,
+                        device,
+                        dtype,
+                        quantize=quantize,
+                        activations=activations,
+                        weight_cache=weight_cache,
+                    ),
                     "fast",
                 )
             except NoFastPath as error:
                 path = f"transformers: {error}"
+                if isinstance(error.__cause__, UnreadQuantization):
+                    make_network = partial(_or_say, make_network, str(error))
         if fast_model is not None:
             config = fast_model.config
         else:
@@ -167,6 +179,7 @@ def load_model(
         fast_model=fast_model,
         placement=placement,
         path=path,
+        stored=getattr(fast_model, "stored", ""),
     )
 
 
@@ -276,6 +289,14 @@ def _load_spread(load: Callable[..., Any], device_map: DeviceMap) -> tuple[Any, 
         network, report = load(device_map="auto", max_memory=device_map.max_memory, offload_folder=str(folder))
         keep_rewritten_weights(network, folder)
     return network, report
+
+
+def _or_say(make_network: Callable[[], Any], reason: str) -> Any:
+    """A network whose quantized weights only transformers may read. reason: why they are not read here"""
+    try:
+        return make_network()
+    except ModelError as error:
+        raise ModelError(f"{str(error).removesuffix('.')}; and without transformers {reason}.") from error
 
 
 def _silence_libraries() -> None:

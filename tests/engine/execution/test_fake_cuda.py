@@ -18,8 +18,8 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.execution.fallback import Execution
 from cbatch.engine.execution.kernel_checks.gpu import without_kernels
-from cbatch.engine.models.checkpoint import _warn_once
 from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.models.dtypes import _warn_once
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime import transfer

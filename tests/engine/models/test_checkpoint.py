@@ -12,8 +12,9 @@ import torch
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.attention.registry import select_attention
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.models import checkpoint
-from cbatch.engine.models.checkpoint import NoFastPath, choose_dtype, load_fast_model
+from cbatch.engine.models import checkpoint, dtypes
+from cbatch.engine.models.checkpoint import NoFastPath, load_fast_model
+from cbatch.engine.models.dtypes import choose_dtype
 from cbatch.engine.models.hf.adapter import TransformersModel
 from cbatch.engine.models.hf.self_check import _paged_logits
 from cbatch.engine.runtime.kv_cache import LayerShape
@@ -33,7 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 def t4(machine: Machine) -> Machine:
     machine.gpus = [T4]
     machine.install()
-    checkpoint._warn_once.cache_clear()
+    dtypes._warn_once.cache_clear()
     return machine
 
 

@@ -14,6 +14,7 @@ import torch
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.quantization import STORED, Quantization
 from cbatch.engine.base.units import format_bytes
+from cbatch.engine.models.dtypes import choose_dtype
 from cbatch.engine.models.formats.gguf_blocks import BF16, F16, FLOATS, block_name
 from cbatch.engine.models.formats.gguf_config import Config, read_config
 from cbatch.engine.models.formats.gguf_file import GgufFile, read_gguf
@@ -95,7 +96,6 @@ class GgufModel:
         quantize:    round matrices anew, whatever the file has
         activations: how rows are rounded that are multiplied with integers; see `Quantization`
         """
-        from cbatch.engine.models.checkpoint import choose_dtype
         from cbatch.engine.models.cpu import CpuModel
         from cbatch.engine.models.packed_file import PackedFile
         from cbatch.engine.models.packing import PACKING

@@ -15,7 +15,7 @@ those of the `gguf` package, which is llama.cpp's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8
+from cbatch.engine.models.formats.integers import Integers
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, IQ4_NL, IQ4_XS, BF16, MXFP4 = 0, 1, 2, 3, 6, 8, 12, 20, 23, 30, 39
 
@@ -48,19 +49,6 @@ _MXFP4_LEVELS = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -1
 """Twice the numbers that MXFP4 has, which are halves."""
 
 _LARGEST_ZERO = 2.0**15
-
-
-class Integers(NamedTuple):
-    """Rows of a matrix as a packed format has them, which `pack_integers` takes.
-
-    numbers: [rows, depth] integers
-    scales:  [rows, groups of 32] float32, which float16 has too
-    zeros:   the same, for INT4_ZEROS
-    """
-
-    numbers: NDArray[Any]
-    scales: NDArray[np.float32]
-    zeros: NDArray[np.float32] | None = None
 
 
 def block_name(kind: int) -> str:
@@ -97,13 +85,7 @@ def integers_of(kind: int, data: NDArray[np.uint8], target: int) -> Integers | N
     own, read = _READERS[kind]
     with np.errstate(all="ignore"):
         found = read(np.ascontiguousarray(data).reshape(len(data), -1, BLOCKS[kind][1]))
-    if own == target:
-        return found
-    if own == INT4 and target == INT8:
-        return found._replace(numbers=found.numbers.astype(np.int8) - 8)
-    if own == INT4 and target == INT4_ZEROS:
-        return found._replace(zeros=np.full_like(found.scales, 8))
-    return None
+    return found.widened(own, target)
 
 
 Blocks = NDArray[np.uint8]

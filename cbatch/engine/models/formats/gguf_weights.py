@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.kernels.cpu.matmul.formats import INT4, INT4_ZEROS, INT8
-from cbatch.engine.models.formats.gguf_blocks import Integers, integers_of, is_exact, packed_format, values_of
+from cbatch.engine.models.formats.gguf_blocks import integers_of, is_exact, packed_format, values_of
 from cbatch.engine.models.formats.gguf_file import GgufFile, GgufTensor
-from cbatch.engine.models.packing import quantized
+from cbatch.engine.models.formats.integers import Integers, common_format, rounded
 from cbatch.engine.models.programs.program import Weight
 from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.runtime.memory import drop_mapped_pages
@@ -92,9 +91,7 @@ class GgufWeights(StoredWeights):
             for tensor in self._tensors(source):
                 keeps = self._is_row_wise(weight, source) and not is_changed and len(tensor.shape) > 1
                 formats.add(packed_format(tensor.type) if keeps else None)
-        if None in formats:
-            return None
-        return INT8 if INT8 in formats else INT4_ZEROS if INT4_ZEROS in formats else INT4
+        return common_format(formats)
 
     def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
         parts = [
@@ -168,7 +165,7 @@ class GgufWeights(StoredWeights):
 
     def _integers(self, source: Source, index: int | None, rows: NDArray[np.int64], format: int) -> Integers:
         pieces = [
-            (place, integers_of(kind, data, format) or _rounded(values_of(kind, data), format))
+            (place, integers_of(kind, data, format) or rounded(values_of(kind, data), format))
             for place, kind, data in self._pieces(source, index, rows)
         ]
         if len(pieces) == 1:
@@ -179,14 +176,6 @@ class GgufWeights(StoredWeights):
                 if target is not None:
                     target[place] = part
         return Integers(*whole)  # type: ignore[arg-type]
-
-
-def _rounded(values: Tensor, format: int) -> Integers:
-    """Numbers in int8, which everything goes to that no other format has."""
-    if format != INT8:
-        raise ValueError(f"numbers are rounded to int8 only, not to format {format}")
-    numbers, scales = quantized(values, INT8)
-    return Integers(numbers.numpy(), scales.numpy())
 
 
 def bits_per_weight(file: GgufFile) -> float:

@@ -27,7 +27,7 @@ from cbatch.engine.base.model_files import (
 )
 from cbatch.engine.base.run_folder import RunFolder
 from cbatch.engine.base.units import parse_memory
-from cbatch.engine.models.checkpoint import choose_dtype
+from cbatch.engine.models.dtypes import choose_dtype
 from cbatch.engine.runtime.device import is_accelerator, is_cuda, usable_gpus
 from cbatch.engine.runtime.memory import device_memory
 

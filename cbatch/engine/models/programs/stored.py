@@ -18,6 +18,11 @@ class StoredWeights(ABC, Mapping[str, Tensor]):
     Formats are those of `kernels/cpu/matmul/formats.py`.
     """
 
+    @property
+    def description(self) -> str:
+        """The formats in the files, for people; empty if somebody else says it."""
+        return ""
+
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a weight, which is not read for that."""

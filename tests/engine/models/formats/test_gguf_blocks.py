@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8, pack_integers, unpack_column
 from cbatch.engine.models.formats import gguf_blocks
-from cbatch.engine.models.formats.gguf_blocks import BLOCKS, Integers, block_name, integers_of, packed_format, values_of
+from cbatch.engine.models.formats.gguf_blocks import BLOCKS, block_name, integers_of, packed_format, values_of
+from cbatch.engine.models.formats.integers import Integers
 from tests.support.gguf_files import Piece, blocks_of
 from tests.support.kernels import callable_kernel
 
