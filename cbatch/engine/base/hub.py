@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from cbatch.engine.base.errors import ModelNotFound
-from cbatch.engine.base.gguf_source import hub_file, is_gguf, split_names
+from cbatch.engine.base.gguf_source import HubFile, hub_file, is_gguf, split_names
 from cbatch.engine.base.model_files import weight_files
 
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.0, 10.0
@@ -35,10 +35,7 @@ def check_hub_model(source: str, revision: str | None) -> None:
 
     It is for programs that can say so early, before they import what loads a model.
     """
-    if _is_path(source):
-        return
-    is_cached = cached_snapshot(source, revision) is not None if hub_file(source) is None else False
-    if not is_cached:
+    if not _is_path(source) and (hub_file(source) is not None or cached_snapshot(source, revision) is None):
         reachable_source(source, revision)
 
 
@@ -52,7 +49,7 @@ def reachable_source(source: str, revision: str | None) -> str:
     from huggingface_hub import constants
 
     if (file := hub_file(source)) is not None:
-        if not _is_cached_file(source, revision):
+        if not _is_cached_file(file, revision):
             if constants.is_offline_mode():
                 raise ModelNotFound(f"{source} is not in the local cache and HF_HUB_OFFLINE is set.")
             _ask_hub(file.repository, revision, constants.ENDPOINT, is_cached=False)
@@ -93,19 +90,18 @@ def cached_snapshot(source: str, revision: str | None) -> Path | None:
     return folder if weights and all(path.is_file() for path in weights) else None
 
 
-def _is_cached_file(source: str, revision: str | None) -> bool:
-    """Whether a name means a file of the hub all parts of which are in the local cache."""
+def _is_cached_file(file: HubFile, revision: str | None) -> bool:
+    """Whether all parts of a file of the hub are in the local cache."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    file = hub_file(source)
     try:
-        return file is not None and all(
+        return all(
             isinstance(try_to_load_from_cache(file.repository, name, revision=revision), str)
             for name in split_names(file.name)
         )
     except HFValidationError as error:
-        raise ModelNotFound(f"A hub id cannot have the name {file.repository if file else source}.") from error
+        raise ModelNotFound(f"A hub id cannot have the name {file.repository}.") from error
 
 
 def looks_like_path(source: str) -> bool:

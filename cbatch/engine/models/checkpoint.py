@@ -102,7 +102,7 @@ def _load(
     from cbatch.engine.models.cpu import CpuModel
 
     tensors = Tensors(folder)
-    shared = _packed_file(weight_cache, folder, number, quantize) if weight_cache else None
+    shared = _packed_file(weight_cache, folder, number, quantize)
     return CpuModel(config, tensors, number, quantize=quantize, shared=shared)
 
 
@@ -126,18 +126,16 @@ def _load_quantized(
         number = torch.bfloat16 if dtype == "auto" else number
         quantize = quantize or Quantization(STORED, activations)
     weights = checkpoint.weights(program, Tensors(folder))
-    shared = _packed_file(weight_cache, folder, number, quantize) if weight_cache else None
+    shared = _packed_file(weight_cache, folder, number, quantize)
     model = CpuModel(config, weights, number, quantize=quantize, shared=shared)
     weights.finish(model.weight_bytes, number, quantize)
     return model
 
 
-def _packed_file(cache: WeightCache, folder: Path, dtype: torch.dtype, quantize: Quantization | None) -> PackedFile:
-    """The file of packed weights for a model's folder. The fingerprint takes samples; times notice any other change."""
-    from cbatch.engine.models.packed_file import PackedFile
-    from cbatch.engine.models.packing import PACKING
+def _packed_file(
+    cache: WeightCache | None, folder: Path, dtype: torch.dtype, quantize: Quantization | None
+) -> PackedFile | None:
+    """The file of packed weights for a model's folder."""
+    from cbatch.engine.models.packing import packed_weights
 
-    times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in weight_files(folder))]
-    content = {"packing": PACKING, "model": fingerprint(folder), "files": times}
-    weights = None if quantize is None else quantize.weights
-    return PackedFile(cache, content | {"dtype": str(dtype), "quantize": weights})
+    return packed_weights(cache, fingerprint(folder), weight_files(folder), dtype, quantize) if cache else None

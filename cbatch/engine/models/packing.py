@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,12 +62,26 @@ from cbatch.engine.models.programs.program import (
     Weight,
 )
 from cbatch.engine.models.programs.stored import StoredWeights
+from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 
 _log = logging.getLogger("cbatch")
 
 PACKING = {"version": 3, "lanes": LANES, "columns": COLUMNS}
 """The order of packed numbers. It is the same for every processor; whoever changes it raises the version."""
+
+
+def packed_weights(
+    cache: WeightCache, fingerprint: str, files: Sequence[Path], dtype: torch.dtype, quantize: Quantization | None
+) -> PackedFile:
+    """The file that keeps a model's packed weights.
+
+    fingerprint: of the model's files, by samples; sizes and times notice any other change
+    """
+    times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
+    content = {"packing": PACKING, "model": fingerprint, "files": times, "dtype": str(dtype)}
+    return PackedFile(cache, content | {"quantize": None if quantize is None else quantize.weights})
+
 
 _PLACES = (
     "matrix", "scale", "bias", "params", "norm_weight", "norm_bias", "table", "positions", "rotary", "sinks", "index",

@@ -171,6 +171,15 @@ def _panel_of(kv: PagedKV, cache: Any, dim: int, itemsize: int, page: int, offse
 
 
 @kernel
+def _round_rows(source: Any, first: int, count: int, column: int, dim: int, rows: Any, scales: int) -> None:
+    """Rounds numbers of so many rows from the first on to the type of `rows`; scales of bytes go to an address."""
+    for i in range(count):
+        scale = _round_row(source[first + i, column : column + dim], rows[i])
+        if rows.itemsize == 1:
+            write_float(scale, scales + i * SCALE_BYTES)
+
+
+@kernel
 def _store_rows(
     kv: PagedKV, slots: Any, first: int, stop: int, keys: Any, key_column: int, values: Any, value_column: int,
     heads: int, rows: Any,
@@ -186,20 +195,14 @@ def _store_rows(
             place, count = offset % LANES, LANES if is_panel else 1
             panel = _panel_of(kv, kv.keys, key_dim, itemsize, page, offset, key_dim)
             column = key_column + head * key_dim
-            for i in range(count):
-                scale = _round_row(keys[row + i, column : column + key_dim], rows[i])
-                if itemsize == 1:
-                    write_float(scale, panel + LANES * key_dim + (place + i) * SCALE_BYTES)
+            _round_rows(keys, row, count, column, key_dim, rows, panel + LANES * key_dim + place * SCALE_BYTES)
             if is_panel:
                 _store_keys(source, stride, words, panel)
             else:
                 _spread_words(source, panel + place * _WORD, words)
             panel = _panel_of(kv, kv.values, value_dim, itemsize, page, offset, LANES)
             column = value_column + head * value_dim
-            for i in range(count):
-                scale = _round_row(values[row + i, column : column + value_dim], rows[i])
-                if itemsize == 1:
-                    write_float(scale, panel + LANES * value_dim + (place + i) * SCALE_BYTES)
+            _round_rows(values, row, count, column, value_dim, rows, panel + LANES * value_dim + place * SCALE_BYTES)
             for part in range(value_dim // LANES):
                 at, target = source + part * LANES * itemsize, panel + part * value_stride
                 target += place // per_word * LANES * _WORD

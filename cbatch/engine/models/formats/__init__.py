@@ -1,1 +1,1 @@
-"""Readers of checkpoints that are not safetensors: each turns a file into the named weights of its family's program."""
+"""Readers of GGUF files and of quantized folders: each turns its tensors into the named weights of a program."""

@@ -97,8 +97,7 @@ class GgufModel:
         activations: how rows are rounded that are multiplied with integers; see `Quantization`
         """
         from cbatch.engine.models.cpu import CpuModel
-        from cbatch.engine.models.packed_file import PackedFile
-        from cbatch.engine.models.packing import PACKING
+        from cbatch.engine.models.packing import packed_weights
 
         source = self._file.paths[0]
         if is_accelerator(device):
@@ -109,9 +108,8 @@ class GgufModel:
             raise ConfigError(f"{source} can be quantized with --dtype bfloat16 only.")
         if keeps and quantize is None:
             quantize = Quantization(STORED, activations)
-        files = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in self._file.paths)]
-        content = {"packing": PACKING, "gguf": self.fingerprint, "files": files, "dtype": str(number)}
-        shared = PackedFile(weight_cache, content | {"quantize": str(quantize)}) if weight_cache else None
+        files = self._file.paths
+        shared = packed_weights(weight_cache, self.fingerprint, files, number, quantize) if weight_cache else None
         try:
             model = CpuModel(self.config, self._weights, number, quantize=quantize, shared=shared)
         except UnsupportedConfig as error:
