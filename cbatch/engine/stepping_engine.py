@@ -110,6 +110,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             prefix_cache=config.prefix_cache,
             state_slots=StateSlots(self._state_slots) if self._state_slots else None,
             chunk_multiple=model.chunk_multiple,
+            max_draft=config.speculate if isinstance(config.speculate, int) else 0,
         )
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         self._core = EngineCore(self.scheduler, self.runner, execution.sampler, step_time, overlap=overlap)
@@ -214,6 +215,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             num_cached_tokens=scheduler.num_cached_tokens,
             held_back=dict(scheduler.held_back),
             num_snapshots=scheduler.states.num_snapshots,
+            num_drafted_tokens=scheduler.drafts.num_drafted,
+            num_accepted_tokens=scheduler.drafts.num_accepted,
             fallback=self._fallback,
         )
 

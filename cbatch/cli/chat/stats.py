@@ -64,6 +64,12 @@ class ChatStats:
             f"prefix cache: {stats.num_cached_tokens:,} of {stats.num_prompt_tokens:,} prompt tokens "
             f"were cached ({hits:.0%})",
         ]
+        if stats.num_drafted_tokens:
+            share = stats.num_accepted_tokens / stats.num_drafted_tokens
+            lines.append(
+                f"speculation: {stats.num_accepted_tokens:,} of {stats.num_drafted_tokens:,} drafted tokens "
+                f"were right ({share:.0%})"
+            )
         last = self._controller.current.last
         if last is not None and last.reply is not None and last.reply.first_token_at is not None:
             lines.append(f"last reply here: {_timing(last.reply)}")

@@ -139,6 +139,15 @@ def _parse_target(ctx: click.Context, parameter: click.Parameter, value: str) ->
     return milliseconds
 
 
+def _parse_speculate(ctx: click.Context, parameter: click.Parameter, value: str) -> int | str:
+    """Reads a number of tokens, or `off`."""
+    if value == "off":
+        return value
+    if not (value.isascii() and value.isdecimal() and int(value) >= 1):
+        raise click.BadParameter(f"{value!r} is no number of at least 1, nor off.", ctx, parameter)
+    return int(value)
+
+
 def _parse_max_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
     """Reads a JSON object of amounts of memory by devices, whose content EngineConfig checks."""
     limits = None if value is None else _parse_json(ctx, parameter, "", value)
@@ -252,6 +261,14 @@ def engine_options(
             show_default=True,
             metavar="MS|auto|none",
             help="Limit the time of a step, and so the time between tokens, while prompts are prefilled.",
+        ),
+        option(
+            "--speculate",
+            default="off",
+            callback=_parse_speculate,
+            show_default=True,
+            metavar="N|off",
+            help="Try up to N tokens in a step that followed the last ones before; changes no output.",
         ),
         option(
             "--kv-dtype",

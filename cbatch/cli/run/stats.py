@@ -26,6 +26,8 @@ class EngineCounters:
     shrinks: int = 0
     idle_s: float = 0.0
     held_back: Counter[str] = field(default_factory=Counter)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @classmethod
     def of(cls, stats: EngineStats) -> EngineCounters:
@@ -36,6 +38,8 @@ class EngineCounters:
             stats.num_shrinks,
             stats.idle_s,
             Counter(stats.held_back),
+            stats.num_drafted_tokens,
+            stats.num_accepted_tokens,
         )
 
     def __sub__(self, before: EngineCounters) -> EngineCounters:
@@ -219,6 +223,8 @@ class RunStats(RunObserver):
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,
+            "drafted_tokens": counters.drafted_tokens,
+            "accepted_tokens": counters.accepted_tokens,
             "fallback": self.fallback,
             "ttft_s": asdict(self.ttft_s),
             "tpot_s": asdict(self.tpot_s),

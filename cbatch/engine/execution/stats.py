@@ -23,6 +23,8 @@ class EngineStats:
     held_back:                steps that left requests waiting, by what was short: `slots`, `cache`, `budget` (tokens
                               of a step) or `target` (the time of a step)
     num_snapshots:            recurrent states that requests with the same beginning can go on from
+    num_drafted_tokens:       tokens that were drafted (`EngineConfig.speculate`)
+    num_accepted_tokens:      those of them that were right
     fallback:                 sentences that say what was stepped down from on a GPU, and why
 
     Of the engine's thread:
@@ -48,6 +50,8 @@ class EngineStats:
     last_error: str = ""
     idle_s: float = 0.0
     num_snapshots: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = ()) -> EngineStats:
@@ -74,6 +78,8 @@ def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = (
         held_back=dict(held_back),
         fallback=" ".join(dict.fromkeys(one.fallback for one in every if one.fallback)),
         num_snapshots=sum(one.num_snapshots for one in every),
+        num_drafted_tokens=sum(one.num_drafted_tokens for one in every),
+        num_accepted_tokens=sum(one.num_accepted_tokens for one in every),
         num_tokens=sum(one.num_tokens for one in every),
         num_retries=sum(one.num_retries for one in every),
         num_shrinks=sum(one.num_shrinks for one in every),

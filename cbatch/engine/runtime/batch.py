@@ -217,7 +217,7 @@ class RaggedBatch:
         sampling_params:  see `RaggedBatch`
         state_pool:       of a model with recurrent layers
         """
-        requests, starts, stops, are_last, blocks, _, states = zip(*scheduled.chunks, strict=True)
+        requests, starts, stops, are_last, blocks, _, states, drafts = zip(*scheduled.chunks, strict=True)
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
@@ -230,6 +230,9 @@ class RaggedBatch:
         if any(offsets):
             positions += np.array(offsets)[sequence]
         rows = (ends - 1)[np.array(are_last)]
+        if any(drafts):
+            first = [end - len(draft) for end, draft, is_last in zip(ends, drafts, are_last, strict=True) if is_last]
+            rows = np.concatenate([np.arange(one - 1, last + 1) for one, last in zip(first, rows, strict=True)])
         scored = _scored_rows(scheduled)
         if len(scored):
             rows = np.union1d(rows, scored)
@@ -257,6 +260,7 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], lis
     known = [chunk.request.token_ids[chunk.start : chunk.stop] for chunk in chunks]
     unknown = []
     for number, (chunk, tokens) in enumerate(zip(chunks, known, strict=True)):
+        tokens += chunk.draft
         if len(tokens) < chunk.stop - chunk.start:
             tokens.append(0)
             unknown.append(number)

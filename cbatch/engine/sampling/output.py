@@ -47,7 +47,8 @@ class PendingSample:
         scored: NDArray[np.bool_] | None = None,
         masks: TokenMasks | None = None,
     ) -> None:
-        """Starts sampling a token for each request of a step that gets one, and scoring prompts.
+        """Starts sampling a token for each request of a step that gets one, and after each of its draft, if it has any;
+        and scoring prompts.
 
         All earlier tokens of these requests must be known.
 
@@ -60,8 +61,8 @@ class PendingSample:
         if scored is not None:
             self._scores = _begin_scores(scheduled, _pick(logits.values, np.flatnonzero(scored)))
             logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
-        chunks = scheduled.to_sample
-        self._requests = requests = [chunk.request for chunk in chunks]
+        requests, positions = _sampled_rows(scheduled)
+        self._requests = requests
         self._constrained_rows = _constrained_rows(requests)
         self._masks = masks
         self._sampled: SampledTokens | None = None
@@ -76,7 +77,6 @@ class PendingSample:
             if sampled is not None:
                 self._sampled = SampledTokens(*sampled)
             else:
-                positions = [chunk.stop for chunk in chunks]
                 self._sampled = sampler.sample(values, requests, positions, argmax, row_masks)
             self._logprobs = _begin_logprobs(requests, logits.values, self._sampled)
 
@@ -84,7 +84,10 @@ class PendingSample:
     def in_flight_tokens(self) -> InFlightTokens:
         """The sampled tokens on the device, as inputs of the next step."""
         tokens = self._sampled.tokens if self._sampled is not None else torch.empty(0, dtype=torch.int64)
-        return InFlightTokens(tokens, {request: row for row, request in enumerate(self._requests)})
+        rows: dict[Request, int] = {}
+        for row, request in enumerate(self._requests):
+            rows.setdefault(request, row)
+        return InFlightTokens(tokens, rows)
 
     def get(self) -> StepResult:
         """Waits for the results of the step."""
@@ -104,7 +107,7 @@ class PendingSample:
                 wrong[row] = RequestError("invalid_row", sentence)
             elif grammar_state is not None and grammar_state.is_finished:
                 wrong[row] = None  # no token is allowed because the output is complete
-        _fail_nan_scores(self.scheduled, scores, wrong)
+        _fail_nan_scores(self.scheduled, self._requests, scores, wrong)
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 
 
@@ -122,7 +125,18 @@ def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
     chunks = scheduled.to_sample
     if any(chunk.request.changes_logits or chunk.request.grammar_state is not None for chunk in chunks):
         return None
-    return pack_sampling_params([chunk.request for chunk in chunks], [chunk.stop for chunk in chunks])
+    return pack_sampling_params(*_sampled_rows(scheduled))
+
+
+def _sampled_rows(scheduled: SchedulerOutput) -> tuple[list[Request], list[int]]:
+    """For each token that a step samples, the request as it is before that token, and the token's position."""
+    requests, positions = [], []
+    for chunk in scheduled.to_sample:
+        first = chunk.stop - len(chunk.draft)
+        for count in range(len(chunk.draft) + 1):
+            requests.append(chunk.request.followed_by(chunk.draft[:count]))
+            positions.append(first + count)
+    return requests, positions
 
 
 def _constrained_rows(requests: list[Request]) -> list[int]:
@@ -162,12 +176,14 @@ def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledToke
 
 
 def _fail_nan_scores(
-    scheduled: SchedulerOutput, scores: list[list[TokenLogprobs]], wrong: list[RequestError | None]
+    scheduled: SchedulerOutput,
+    requests: list[Request],
+    scores: list[list[TokenLogprobs]],
+    wrong: list[RequestError | None],
 ) -> None:
     """Fails the requests whose prompt has a score that is NaN, in this chunk or an earlier one."""
     now = {chunk.request: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
-    for row, chunk in enumerate(scheduled.to_sample):
-        request = chunk.request
+    for row, request in enumerate(requests):
         is_scored = request.scores_prompt and request.num_generated == 0
         if is_scored and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ()))):
             wrong[row] = NAN

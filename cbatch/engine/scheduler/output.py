@@ -17,6 +17,8 @@ class ScheduledChunk(NamedTuple):
     is_last:  whether the request's last token is among them, so that its next one is sampled
     blocks:   the request's own list of blocks; if `request.blocks` is another list, it has lost them since
     to_score: positions whose logits give the log-probability of the prompt's next token, if those are asked for
+    draft:    tokens that the request may get after its last known one: the last ones of the chunk, whose places in the
+              cache hold them, and which count as computed only once they are accepted (see `drafts`)
     state:    of a model with recurrent layers
     """
 
@@ -27,6 +29,7 @@ class ScheduledChunk(NamedTuple):
     blocks: list[int]
     to_score: range = range(0)
     state: ChunkState | None = None
+    draft: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, request: Request, most: int, state: ChunkState | None = None) -> ScheduledChunk:
@@ -56,8 +59,10 @@ class SchedulerOutput:
 
     @property
     def num_decoding(self) -> int:
-        """Number of decoding requests: chunks of one token that is not the first of a prompt."""
-        return sum(chunk.is_last and chunk.num_tokens == 1 and chunk.start > 0 for chunk in self.chunks)
+        """Number of decoding requests: chunks of one token that is not the first of a prompt, and perhaps a draft."""
+        return sum(
+            chunk.is_last and chunk.num_tokens == 1 + len(chunk.draft) and chunk.start > 0 for chunk in self.chunks
+        )
 
     @property
     def to_sample(self) -> list[ScheduledChunk]:
@@ -72,7 +77,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has computed: a sample for each chunk of `to_sample`, scores for each chunk of `to_score`."""
+    """What a step has computed.
+
+    samples: for each chunk of `to_sample` one, and one more after each token of its draft
+    scores:  for each chunk of `to_score`
+    """
 
     samples: Sequence[Sample]
     scores: Sequence[Sequence[TokenLogprobs]] = ()

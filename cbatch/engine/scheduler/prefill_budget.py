@@ -58,6 +58,10 @@ class PrefillBudget:
             self._kept[request.priority] = kept
         return budget - kept
 
+    def spare(self, budget: int) -> int:
+        """Tokens of the step's remaining `budget` that drafts may have, for which the limit holds, too."""
+        return budget if self._left is None else min(budget, self._left)
+
     def take(self, request: Request, count: int) -> None:
         """Counts the tokens that a prompt was given."""
         if self._left is not None:

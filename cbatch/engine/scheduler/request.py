@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,6 +97,7 @@ class Request:
     allowed_bitmask: `params.allowed_token_ids` as a set of tokens, made by the sampler when it first needs it
     changes_logits: whether its parameters change logits before a token is sampled; most do not
     num_output_placeholders: tokens that steps in flight will give it; `token_ids` holds those that are known
+    num_drafted:    tokens of its draft in the step in flight, if that has one and the request has kept its blocks
     num_peer_preemptions: how often requests of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
@@ -122,6 +124,7 @@ class Request:
     num_prompt: int = field(init=False)
     num_computed: int = 0
     num_output_placeholders: int = 0
+    num_drafted: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     num_peer_preemptions: int = 0
@@ -183,6 +186,18 @@ class Request:
     def has_unscored_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for and not all known yet."""
         return self.scores_prompt and len(self.scored) < self.num_prompt - 1
+
+    def followed_by(self, tokens: Sequence[int]) -> Request:
+        """The request as the sampler would see it after these tokens of its output; itself if that changes nothing."""
+        if not self.changes_logits or not tokens:
+            return self
+        later = copy(self)
+        later.token_ids = [*self.token_ids, *tokens]
+        if self.counts is not None:
+            later.counts = deepcopy(self.counts)
+            for token in tokens:
+                later.counts.add(token)
+        return later
 
     def accept(self, sample: Sample) -> TokenEvent:
         """Appends a sampled token and returns its event. Any error ends this request only."""

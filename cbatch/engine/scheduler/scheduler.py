@@ -29,10 +29,12 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from cbatch.engine.base.outputs import Sample, TokenEvent
 from cbatch.engine.scheduler.admission import AdmissionPolicy, priority_key
 from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.drafts import Drafts, NoDrafts
 from cbatch.engine.scheduler.limits import SequenceLimits, StepLimits
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.engine.scheduler.prefill_budget import PrefillBudget, ScheduleKey, schedule_key
@@ -53,8 +55,12 @@ class Scheduler:
         prefix_cache: bool = True,
         state_slots: StateSlots | None = None,
         chunk_multiple: int = 1,
+        max_draft: int = 0,
     ) -> None:
-        """state_slots, chunk_multiple: of a model with recurrent layers; see `recurrent_states`"""
+        """
+        state_slots, chunk_multiple: of a model with recurrent layers; see `recurrent_states`
+        max_draft:                   most tokens of a draft; 0 for none (see `drafts`)
+        """
         self.pool = pool
         self.max_batch_tokens = limits.max_batch_tokens
         # With more slots than budget, decoding requests could starve a prefill.
@@ -63,6 +69,7 @@ class Scheduler:
         if state_slots is not None:
             self.max_seqs = min(self.max_seqs, state_slots.num_slots)
             self.states = RecurrentStates(state_slots, pool, chunk_multiple, snapshots=prefix_cache)
+        self.drafts = Drafts(pool, max_draft) if max_draft and state_slots is None else NoDrafts()
         self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
         self._admission = AdmissionPolicy(pool, self.sequence_limits)
@@ -90,6 +97,7 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """Removes a request and frees its blocks. A token that a step in flight gives it is dropped."""
         request.has_ended = True
+        self.drafts.forget(request)
         if request.is_running:
             self._free_blocks(request)
         elif request in self.finishing:
@@ -116,7 +124,7 @@ class Scheduler:
             if budget == 0:
                 break
             allowed = states.allowed(request, prompts.allow(request, budget)) if pending else budget
-            if request in preempted or allowed == 0:
+            if request in preempted or allowed == 0 or self.drafts.holds_back(request):
                 continue
             if request.is_running:
                 preempted.update(self._extend_blocks(request))
@@ -132,6 +140,7 @@ class Scheduler:
                     prompts.take(request, chunk.stop - chunk.start)
                 else:
                     prompts.is_limited = True
+        self.drafts.extend(scheduled, prompts.spare(budget), self.max_seqs, may_allocate=not self.waiting)
         if self.waiting:
             full, is_late = len(self.running) >= self.max_seqs, prompts.is_exhausted
             self.held_back["slots" if full else "target" if is_late else "cache" if budget else "budget"] += 1
@@ -184,29 +193,40 @@ class Scheduler:
         for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
             known = chunk.request.scored
             known += scores[len(known) - chunk.to_score.start :]
-        events = []
-        for chunk, sample in zip(scheduled.to_sample, result.samples, strict=True):
-            if sample.error is not None and sample.error.code == "nan_logits":
+        events, samples = [], iter(result.samples)
+        for chunk in scheduled.to_sample:
+            own = list(islice(samples, 1 + len(chunk.draft)))
+            if own[0].error is not None and own[0].error.code == "nan_logits":
                 self.states.evict(chunk)
                 self.pool.evict(chunk.blocks)  # their keys and values may be NaN, too
             if not chunk.request.has_ended:
-                events.append(self._accept(chunk.request, sample))
+                events += self._accept(chunk, own)
         return events
 
-    def _accept(self, request: Request, sample: Sample) -> TokenEvent:
-        """Replaces a request's placeholder by its token."""
+    def _accept(self, chunk: ScheduledChunk, samples: Sequence[Sample]) -> list[TokenEvent]:
+        """Replaces a request's placeholder by its token, and adds those after it as far as its draft was right."""
+        request, known = chunk.request, len(chunk.request.token_ids)
         request.num_output_placeholders -= 1
+        request.num_drafted = 0
         if request.num_generated == 0:
             self.num_prompt_tokens += request.num_prompt
             self.num_cached_tokens += request.num_cached
-        event = request.accept(sample)
-        if event.finish_reason is not None:
-            if event.token_id is not None:
+        events = [request.accept(samples[0])]
+        # One that was preempted since has a place for one token only.
+        foreseen = chunk.draft if request.blocks is chunk.blocks else ()
+        for draft, before, sample in zip(foreseen, samples, samples[1:], strict=False):
+            if events[-1].finish_reason is not None or before.token_id != draft:
+                break
+            request.num_computed += 1
+            events.append(request.accept(sample))
+        self.drafts.observe(chunk, len(events) - 1)
+        if events[-1].finish_reason is not None:
+            if events[-1].token_id is not None:
                 self._admission.observe_length(request.num_generated)
             self.cancel(request)
         else:
-            self._cache_full_blocks(request, len(request.token_ids) - 1)
-        return event
+            self._cache_full_blocks(request, known)
+        return events
 
     def rollback(self, scheduled: SchedulerOutput) -> None:
         """Undoes a step that was not computed: uncaches its blocks, and sends requests back that may rely on them.
@@ -218,6 +238,7 @@ class Scheduler:
             request = chunk.request
             self.pool.evict(chunk.blocks[chunk.start // size : chunk.stop // size])
             request.num_output_placeholders -= chunk.is_last
+            request.num_drafted = 0
             self.states.rollback(chunk)
             if request.blocks is chunk.blocks and chunk.state is not None:
                 self._stop_running(request)  # parts of the step may have changed its state
@@ -307,4 +328,5 @@ class Scheduler:
         self.running.remove(request)
         self.pool.free(request.blocks)
         request.blocks = []
+        request.num_drafted = 0
         self.states.release(request)

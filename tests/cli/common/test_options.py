@@ -68,6 +68,15 @@ def test_a_wrong_target_is_named(text: str) -> None:
     assert "--target-step-ms" in error.value.format_message()
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "on", ""])
+def test_speculate(text: str) -> None:
+    """Guards --speculate: a number of tokens or off, which is the default."""
+    assert options_of(run)["speculate"] == "off" and options_of(bench, "--speculate", "6")["speculate"] == 6
+    with pytest.raises(click.BadParameter) as error:
+        options_of(run, "--speculate", text)
+    assert "--speculate" in error.value.format_message()
+
+
 def test_the_environment_sets_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CBATCH_RUN_TARGET_STEP_MS, which sets the same as the option."""
     monkeypatch.setenv("CBATCH_RUN_TARGET_STEP_MS", "35")

@@ -2,101 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.sampling.output import PendingSample
 from cbatch.engine.stepping_engine import SteppingEngine
+from tests.support.all_features import SETTINGS, add_all, expected, make, outcome, run, steps
 from tests.support.generation import generate
 from tests.support.tiny_models import make_engine, make_network, make_prompts
-
-QUESTION = "Tell me a story about a dog and a cat in a garden."
-
-ASKED: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "drawn": {"temperature": 1.0, "top_p": 0.9, "seed": 3},
-    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-    "drawn with penalties": {"temperature": 1.2, "frequency_penalty": 1.0, "seed": 4},
-    "form": {"regex": "[a-f]{3,9}!", "temperature": 1.0, "seed": 5},
-    "form that ends by itself": {"choice": ["yes", "no", "perhaps"]},
-    "stop string": {"stop": ["a"]},
-    "stop tokens": {"stop_token_ids": tuple(range(40, 60)), "ignore_eos": True},
-    "late stop": {"stop_token_ids": tuple(range(300)), "min_tokens": 5},
-    "bad words": {"bad_words": ["the", "dog"]},
-    "allowed tokens": {"allowed_token_ids": tuple(range(30, 90))},
-    "drawn from allowed tokens": {"allowed_token_ids": tuple(range(300)), "temperature": 1.0, "seed": 7},
-    "form of allowed tokens": {"allowed_token_ids": tuple(range(300)), "choice": ["yes", "no", "perhaps"]},
-    "log-probabilities": {"logprobs": 3, "temperature": 0.7, "seed": 6},
-    "scored prompt": {"prompt_logprobs": 2, "max_tokens": 3},
-    "scored prompt alone": {"prompt_logprobs": 0, "max_tokens": 0},
-    "one token": {"max_tokens": 1},
-}
-
-
-@cache
-def demo() -> LoadedModel:
-    return SteppingEngine(EngineConfig(dtype="float32", device="cpu")).loaded
-
-
-def make(*, ahead: bool, **config: Any) -> SteppingEngine:
-    return SteppingEngine(EngineConfig(device="cpu", run_ahead=ahead, **config), demo())
-
-
-def add_all(engine: SteppingEngine) -> dict[int, str]:
-    """The names of all kinds of requests, by their ids."""
-    found = {}
-    for number, (name, asked) in enumerate(ASKED.items()):
-        params = SamplingParams(max_tokens=22, ignore_eos=True).merged(asked)
-        prompt = QUESTION if number % 2 else f"{QUESTION} Call them number {number} and number {number + 1}."
-        found[engine.add(engine.encode(prompt), params)] = name
-    return found
-
-
-def outcome(event: TokenEvent) -> tuple[Any, ...]:
-    """All of an event except the number of cached tokens."""
-    return (
-        event.token_id, event.text, event.finish_reason, event.stop_reason, event.error and event.error.code,
-        event.logprobs, event.prompt_logprobs and list(event.prompt_logprobs),
-    )  # fmt: skip
-
-
-def steps(engine: SteppingEngine, *, shaken: bool = False) -> Iterator[list[TokenEvent]]:
-    """Events of each step until all requests are done. shaken: most running requests are preempted repeatedly"""
-    while engine.has_work:
-        if shaken and engine.stats().num_steps % 4 == 3:
-            while engine.shrink():
-                pass
-            while not engine.grow():
-                pass
-        events = engine.step()
-        engine.scheduler.check_integrity()
-        yield events
-
-
-def run(engine: SteppingEngine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ...]]]:
-    """The outputs of all requests of `ASKED`; checks that nothing is left in the end."""
-    names = add_all(engine)
-    found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names.values()}
-    for events in steps(engine, shaken=shaken):
-        for event in events:
-            assert event.request_id is not None
-            found[names[event.request_id]].append(outcome(event))
-    assert engine.scheduler.pool.num_used == 0 and not engine._requests
-    return found
-
-
-@cache
-def expected() -> dict[str, list[tuple[Any, ...]]]:
-    """Outputs of the requests one after the other, without overlap."""
-    return run(make(ahead=False, max_seqs=1, prefix_cache=False))
 
 
 def test_the_kinds_of_requests_differ() -> None:
@@ -106,16 +23,6 @@ def test_the_kinds_of_requests_differ() -> None:
     assert ends["stop tokens"][1] == ends["form that ends by itself"][1] == "stop" and 5 <= ends["late stop"][0] < 22
     assert ends["scored prompt alone"] == (1, "length", None) and ends["one token"][0] == 1
     assert sum(length > 5 for length, _, _ in ends.values()) >= 7
-
-
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"prefix_cache": False},
-    {"max_batch_tokens": 7},
-    {"max_seqs": 3},
-    {"kv_blocks": 9},
-    {"kv_blocks": 11, "prefix_cache": False, "max_batch_tokens": 20},
-]
 
 
 @pytest.mark.slow
