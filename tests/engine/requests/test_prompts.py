@@ -389,7 +389,7 @@ def test_params_of_a_row_come_on_top(engine: Engine) -> None:
 
 def test_seeds(engine: Engine) -> None:
     """Guards repeatable samples, those of equal prompts, and new ones if asked for."""
-    warm = {"temperature": 1.0, "max_tokens": 12}
+    warm = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
     prompts = ["Hi"] * 3
 
     def texts(seed: int | None, params: Mapping[str, Any] = warm) -> list[str]:

@@ -219,8 +219,8 @@ def serve_modules(network: Any, config: Any, device: torch.device) -> StateLayou
     if special := modules_with_conventions(network):
         return _serve_special(network, special, ids)
     output = network(input_ids=ids, use_cache=True)
-    held = {name: getattr(output, name, None) for name in ("past_key_values", "cache_params")}
-    name, cache = next(((name, one) for name, one in held.items() if isinstance(one, Cache)), ("", None))
+    # Its name differs: `past_key_values` of most, and of Mamba `cache_params`, or `cache` from transformers 5.24 on.
+    name, cache = next(((name, one) for name, one in output.items() if isinstance(one, Cache)), ("", None))
     if cache is None:
         raise ModelError("its recurrent layers keep their states in a way that cannot be served")
     states = _states_of(cache)
