@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cbatch.engine import LoadedModel, SamplingParams
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.models.base import LinearCost, Model
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
@@ -59,10 +60,13 @@ def make_network(config: Config, tensors: Mapping[str, Tensor], dtype: torch.dty
     return network.eval().requires_grad_(False)
 
 
-def load_random(name: str, config: Config, device: torch.device, *, fast_path: bool = True) -> LoadedModel:
+def load_random(
+    name: str, config: Config, device: torch.device, *, fast_path: bool = True, quantize: Quantization | None = None
+) -> LoadedModel:
     """A random bfloat16 model as an engine takes it.
 
     fast_path: with the kernels of the device; without, transformers computes it
+    quantize:  how the fast path keeps its matrices; None: in bfloat16
     """
     tensors = RandomTensors(config, device, torch.bfloat16)
     return LoadedModel(
@@ -71,18 +75,20 @@ def load_random(name: str, config: Config, device: torch.device, *, fast_path: b
         tokenizer=None,
         defaults=SamplingParams(),
         eos_ids=frozenset(),
-        fast_model=_make_fast_model(config, tensors, device) if fast_path else None,
+        fast_model=_make_fast_model(config, tensors, device, quantize) if fast_path else None,
     )
 
 
-def _make_fast_model(config: Config, tensors: Mapping[str, Tensor], device: torch.device) -> Model:
+def _make_fast_model(
+    config: Config, tensors: Mapping[str, Tensor], device: torch.device, quantize: Quantization | None
+) -> Model:
     if device.type == "cuda":
         from cbatch.engine.models.cuda import CudaModel  # which needs Triton
 
-        return CudaModel(config, tensors, torch.bfloat16, device)
+        return CudaModel(config, tensors, torch.bfloat16, device, quantize=quantize)
     from cbatch.engine.models.cpu import CpuModel  # which needs numba
 
-    return CpuModel(config, tensors, torch.bfloat16)
+    return CpuModel(config, tensors, torch.bfloat16, quantize=quantize)
 
 
 class FreeModel:

@@ -185,6 +185,7 @@ def gguf_models(interpreters: dict[str, str], report: Report) -> Iterator[tuple[
                 continue
             found = GgufModel([job.gguf])
             model = found.load(_CPU, "auto", quantize=None, activations="int8", weight_cache=None)
+            assert isinstance(model, CpuModel)
             stored, held = (8 * size / model.num_parameters for size in (job.gguf.stat().st_size, model.weight_bytes))
             yield f"GGUF {name}, {stored:.1f} bits, {held:.1f} in memory", model
 

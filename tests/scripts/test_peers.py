@@ -285,6 +285,9 @@ def test_cbatch_reads_the_file_of_its_rival(tmp_path: Path) -> None:
 def test_floors_have_the_steps_of_the_work() -> None:
     """Guards shares of the floor: one request takes a step for each token, however many would fit into it."""
     floor = {"weights_s": 14 / 256, "compute_s": 3.0, "cache_s": 0.5, "seconds": 3.5, "rows_per_step": 256.0}
+    floor |= {"in_experts": 0.0, "chosen": 1.0}
     alone, together = (grid.with_steps_of(floor, SMALL, seats) for seats in (1, 3))
     assert (alone["weights_s"], alone["seconds"], alone["rows_per_step"]) == (14, 14.5, 1)
     assert together["weights_s"] == 9 == together["seconds"] - 0.5, "the longest output has nine tokens"
+    few = grid.with_steps_of(floor | {"in_experts": 0.75, "chosen": 0.5}, SMALL, 1)
+    assert few["weights_s"] == 14 * (1 - 0.75 / 2), "one token reads half of the experts"

@@ -53,9 +53,11 @@ def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.
     (https://www.thonking.ai/p/strangely-matrix-multiplications). A round on a GPU is long enough to reach that limit.
     """
     is_gpu = device.type != "cpu"
+    # Without instructions for bfloat16, products are computed in float32, by torch more slowly than those of float32.
+    dtypes = {dtype} if is_gpu else {dtype, torch.float32}
     return DeviceRates(
         _copy_rate(device, clock, 20 if is_gpu else 1),
-        _matrix_rate(device, dtype, clock, *((8192, 40) if is_gpu else (1024, 1))),
+        max(_matrix_rate(device, each, clock, *((8192, 40) if is_gpu else (1024, 1))) for each in dtypes),
     )
 
 

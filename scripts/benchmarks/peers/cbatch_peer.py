@@ -62,6 +62,7 @@ def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
 
     with make_engine(jobs[0]) as engine:
         rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
+        in_experts, chosen = expert_shares(getattr(engine.model, "program", None))
     if jobs[0].weights:
         rates = replace(rates, flops_per_s=measure_int8_rate())
     floors = []
@@ -71,8 +72,29 @@ def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
         if job.prefix_cache:
             computed = roofline_bound(Workload(work.distinct_prompts, work.lengths, ""), cost, rates)
             parts = replace(parts, compute_s=computed.compute_s)
-        floors.append(asdict(rates) | asdict(parts) | {"seconds": parts.seconds, "rows_per_step": ROWS_PER_STEP})
+        facts = {"rows_per_step": ROWS_PER_STEP, "in_experts": in_experts, "chosen": chosen}
+        floors.append(asdict(rates) | asdict(parts) | {"seconds": parts.seconds, **facts})
     return floors
+
+
+def expert_shares(program: Any) -> tuple[float, float]:
+    """Shares: of a model's matrices those that belong to experts, and of a layer's experts those that a token takes."""
+    from cbatch.engine.models.programs.program import Experts, Linear, Route
+
+    if program is None:  # the layers of transformers
+        return 0.0, 1.0
+    in_experts, others, top_k, chosen = 0, program.head.matrix.size, 0, 1.0
+    for operation in program.operations:
+        match operation:
+            case Linear():
+                others += operation.matrix.size
+            case Route():
+                others += operation.matrix.size
+                top_k = operation.top_k
+            case Experts():
+                in_experts += sum(matrix.size for matrix in (*operation.up, *operation.down))
+                chosen = top_k / len(operation.up)
+    return in_experts / (in_experts + others), chosen
 
 
 def measure_int8_rate() -> float:

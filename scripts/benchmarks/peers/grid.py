@@ -187,12 +187,14 @@ def work_of(cell: Cell) -> PeerWork:
 def with_steps_of(floor: dict[str, float], work: PeerWork, max_seqs: int) -> dict[str, float]:
     """A floor with the least steps that this work takes: those of its longest output, or with all seats taken.
 
-    A floor has as many as a large GPU would make, however many requests there are (see `roofline_bound`).
+    A floor has as many as a large GPU would make, however many requests there are (see `roofline_bound`). Of experts, a
+    step reads those that one of its tokens takes, if tokens choose evenly.
     """
     steps = max(max(work.lengths), work.output_tokens / max_seqs)
-    weights_s = floor["weights_s"] * steps / (work.output_tokens / floor["rows_per_step"])
-    seconds = max(weights_s, floor["compute_s"]) + floor["cache_s"]
     rows = work.output_tokens / steps
+    read = 1 - floor["in_experts"] * (1 - floor["chosen"]) ** rows
+    weights_s = floor["weights_s"] * read * steps / (work.output_tokens / floor["rows_per_step"])
+    seconds = max(weights_s, floor["compute_s"]) + floor["cache_s"]
     return floor | {"weights_s": weights_s, "seconds": seconds, "rows_per_step": rows}
 
 

@@ -21,6 +21,7 @@ INT4 = ["--sym", "--group-size", "128", "--group-size-fallback", "adjust", "--ra
 """All matrices but the embedding and the head, which get int8."""
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
+"""What it computes in; in float32 where the processor has no instructions for bfloat16, which it refuses then."""
 
 
 def prepare(job: PeerJob) -> None:
@@ -37,6 +38,7 @@ def prepare(job: PeerJob) -> None:
 
 @contextmanager
 def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
+    import openvino
     import openvino_genai
 
     scheduler = openvino_genai.SchedulerConfig()
@@ -45,7 +47,9 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     scheduler.cache_size = cache_gib(job)
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = job.prefix_cache
-    settings = {"INFERENCE_PRECISION_HINT": HINTS[job.dtype], "INFERENCE_NUM_THREADS": job.threads}
+    can = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    hint = HINTS[job.dtype] if HINTS[job.dtype].upper() in can else "f32"
+    settings = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": job.threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(job.converted("openvino"), scheduler, "CPU", settings)
     ids = itertools.count()
     yield lambda work: generate(pipeline, work, ids)

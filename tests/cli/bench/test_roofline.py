@@ -128,9 +128,11 @@ def test_rates_are_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(Tensor, "copy_", lambda target, source: copies.append(source) or copy(target, source))
     measure_rates(CPU, torch.bfloat16)
-    assert all(left is products[0][0] for left, _ in products)
-    for left, right in products[:1]:
-        assert left.dtype == torch.bfloat16 and left.shape == right.shape == (1024, 1024)
+    of_each = {left.dtype: (left, right) for left, right in products}
+    assert all(left is of_each[left.dtype][0] for left, _ in products)
+    assert of_each.keys() == {torch.bfloat16, torch.float32}
+    for left, right in of_each.values():
+        assert left.shape == right.shape == (1024, 1024)
         for numbers in (left.float(), right.float()):
             assert abs(numbers.mean()) < 0.01 and abs(numbers.std() - 1) < 0.01
             assert len(numbers.unique()) > 1000 and not numbers[0].equal(numbers[1])
