@@ -12,6 +12,7 @@ attention kernels instead, and `--only tests` runs the tests that run on a GPU.
 
 At the end the script says which of its goals this run reaches. Everything it prints is also in a log file, and as JSON
 in another, which both name the device. If a part fails, the others go on, and the exit status is 1.
+`--quantize int4` or `int8` measures all of that with weights of so many bits.
 `--tiny --device cpu` tries the script itself on any machine, with Triton's interpreter.
 """
 
@@ -82,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--shapes", help="which models (0.6B,8B; with --load 8B)")
     add("--load", action="store_true", help="measure the engine under load instead")
     add("--sweep", action="store_true", help="try other settings of the attention kernels instead")
+    add("--quantize", choices=("int8", "int4"), help="keep the weights of all models in 8 or 4 bits")
     add("--tiny", action="store_true", help="use small sizes, to try the script")
     add("--requests", type=int, default=512, help="requests of a whole run (%(default)s)")
     add("--peer-requests", type=int, default=128, help="requests of runs beside transformers (%(default)s)")
@@ -133,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def what_runs(options: argparse.Namespace) -> str:
-    return options.only or ("load" if options.load else "sweep" if options.sweep else "plain")
+    part = options.only or ("load" if options.load else "sweep" if options.sweep else "plain")
+    return f"{part}-{options.quantize}" if options.quantize else part
 
 
 def slug(text: str) -> str:
@@ -210,7 +213,7 @@ def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace
 
     failed = []
     for name, config in shapes.items():
-        loaded = load_random(name, with_layers(config, 2), device)
+        loaded = load_random(name, with_layers(config, 2), device, quantize=quantization(options))
         try:
             yield from checks.check_lines(name, loaded, device, options.rates)
         except RuntimeError as error:  # the other shapes follow
@@ -219,11 +222,17 @@ def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace
         raise RuntimeError(" ".join(failed))
 
 
+def quantization(options: argparse.Namespace) -> Any:
+    from cbatch.engine.base.quantization import Quantization
+
+    return Quantization(options.quantize) if options.quantize else None
+
+
 def setup_of(name: str, config: Any, device: Any, options: argparse.Namespace) -> Any:
     from scripts.benchmarks.models import load_random
     from scripts.gpu.runs import Setup
 
-    loaded = load_random(name, config, device, fast_path=device.type == "cuda")
+    loaded = load_random(name, config, device, fast_path=device.type == "cuda", quantize=quantization(options))
     return Setup(name, loaded, options.max_seqs, options.max_batch_tokens, options.rates)
 
 
@@ -245,7 +254,7 @@ def model_lines(name: str, config: Any, device: Any, options: argparse.Namespace
     decoder = setup.loaded.fast_model
     if not isinstance(decoder, CudaModel):  # on a CPU
         tensors = RandomTensors(config, device, torch.float32)
-        decoder = CudaModel(config, tensors, torch.float32, device)
+        decoder = CudaModel(config, tensors, torch.float32, device, quantize=quantization(options))
     yield from speed.step_lines(name, decoder, options.rates)
     runs.free(device)
     requests, low, high = (8, 4, 16) if options.tiny else (options.requests, 100, 1024)
@@ -259,7 +268,7 @@ def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace)
     from scripts.gpu import load
 
     sizes = load.TINY if options.tiny else load.FULL
-    loaded = load_random(name, config, device, fast_path=device.type == "cuda")
+    loaded = load_random(name, config, device, fast_path=device.type == "cuda", quantize=quantization(options))
     yield from load.load_lines(name, loaded, device, options.max_seqs, options.max_batch_tokens, sizes)
 
 

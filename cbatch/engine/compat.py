@@ -70,10 +70,11 @@ def keep_compiled(
     missing. While one process compiles a function, others wait for its code. Errors while saving go to `on_error`. If
     no folder can be written, nothing is kept.
 
-    Private as of numba 0.68: `_index_key` and `_cache_path` of `FunctionCache`, and the attribute `_cache` of
-    dispatchers and callbacks.
+    Private as of numba 0.68: `_index_key`, `_cache_path` and `_load_overload` of `FunctionCache`, the runtime `rtsys`,
+    and the attribute `_cache` of dispatchers and callbacks.
     """
     from numba.core.caching import FunctionCache, NullCache
+    from numba.core.runtime.nrt import rtsys
 
     class CodeCache(FunctionCache):  # type: ignore[misc]
         def _index_key(self, *args: Any) -> tuple[Any, ...]:
@@ -81,22 +82,24 @@ def keep_compiled(
 
         lock = -1
 
-        def load_overload(self, signature: Any, *args: Any) -> Any:
+        def load_overload(self, signature: Any, context: Any) -> Any:
             self.release()  # what was to be compiled before could not be
-            found = self.load(signature, *args)
+            found = self.load(signature, context)
             if found is None:
                 self.lock = _locked(f"{self._cache_path}/{function.__qualname__}.lock")
-                found = self.load(signature, *args)
+                found = self.load(signature, context)
                 if found is not None:
                     self.release()
                 else:
                     on_miss()
             return found
 
-        def load(self, signature: Any, *args: Any) -> Any:
+        def load(self, signature: Any, context: Any) -> Any:
+            """As numba's `load_overload`, which sets up the whole compiler, where code needs only the runtime."""
             found = None
+            rtsys.initialize(context)
             try:
-                found = super().load_overload(signature, *args)
+                found = self._load_overload(signature, context)
             except Exception:  # a truncated file: nothing could be saved beside it either
                 with suppress(OSError):
                     self.flush()
@@ -133,8 +136,8 @@ def is_compiled(callback: Any) -> bool:
     if stored is None:
         return True
     key = callback._cache._index_key(callback._sig, callback._targetdescr.target_context.codegen())
-    with suppress(Exception):  # a damaged index
-        return key in stored._load_index()
+    with suppress(Exception):  # a damaged index, or one that is written before the code is
+        return os.access(stored._data_path(stored._load_index()[key]), os.R_OK)
     return False
 
 

@@ -75,7 +75,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         if config.weight_cache_size is not None:
             parse_memory(config.weight_cache_size, free=0)
         fast = has_fast_path(config.attention, device, config.block_size)
-        quantize = check_quantize(config.quantize, config.activations, device, fast=fast)
+        quantize = check_quantize(config.quantize, config.activations, fast=fast)
         check_kv_dtype(config.kv_dtype, config.attention, device)
         kind = "gpu" if is_accelerator(device) else "cpu"
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
@@ -194,6 +194,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         special = {
             "path": self.loaded.path,
             "weights": self.loaded.stored,
+            "in memory": getattr(model, "packed", ""),
             "placement": str(placement or ""),
             "step cost": placement.cost if placement is not None else "",
             "not applied": ", ".join(self.loaded.not_applied),

@@ -26,22 +26,22 @@ VOCABULARY, HIDDEN, INNER, KV_HEADS = 151936, 4096, 12288, 8
 BLOCK_SIZE = 16
 
 
-PARTS = ("attention", "forms", "rest", "families", "recurrence")
+PARTS = ("attention", "forms", "rest", "families", "recurrence", "quantized")
 KV_DTYPES = ("auto", "fp8")
 SPILLS = {
     ("_prefill_kernel", 100, 256): 8, ("_gated_delta_tile_kernel", 120, 0): 48,
-    ("_selective_scan_tile_kernel", 120, 0): 24,
+    ("_selective_scan_tile_kernel", 120, 0): 24, ("_expert_linear_kernel", 120, 0): 8,
 }  # fmt: skip
 """Bytes that a kernel may spill, by its chip and head size. The 8 of attention are 2 KiB for all threads of a program,
 if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more. Recurrent
-layers have the smallest tiles that matrix units take."""
+layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4 bits."""
 
 
 class Case(NamedTuple):
     """Kernels that are compiled together: for a chip, by compute capability, and a type of weights.
 
     part:       "attention", which depends on heads; "forms", all that attention can be asked for; "families", what
-                only some models need; "recurrence", recurrent layers; or "rest"
+                only some models need; "recurrence", recurrent layers; "quantized", weights of 8 and 4 bits; or "rest"
     head_size:  0 unless the part is attention, as is
     group:      the number of query heads that share a KV head
     kv_dtype:   type of the KV cache, as `--kv-dtype` has it
@@ -81,7 +81,7 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
     from cbatch.engine.attention.triton import LARGEST_HEAD_BELOW_80
 
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
-    parts = "rest", "families", "recurrence", "forms"
+    parts = "rest", "families", "recurrence", "quantized", "forms"
     cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in parts]
     cases += [
         Case(chip, dtype, "attention", head, group, kv_dtype)
@@ -107,6 +107,7 @@ def compile_case(case: Case) -> list[Kernel]:
         "rest": launch_rest,
         "families": launch_families,
         "recurrence": launch_recurrence,
+        "quantized": launch_quantized,
     }
     with stub_driver(case.capability, compiles=True) as stub, torch.inference_mode():
         parts[case.part](case, getattr(torch, case.dtype))
@@ -301,6 +302,30 @@ def launch_recurrence(case: Case, dtype: Any) -> None:
         ops.gated_norm(wide[:, :4096], wide[:, 4096:8192], norm, groups, out[:, :4096], gate_first=gate_first)
 
 
+def launch_quantized(case: Case, dtype: Any) -> None:
+    """Products of every format with few rows, some and many, for depths that parts divide and others; embeddings."""
+    import torch
+
+    from cbatch.engine.kernels.layer_ops import ExpertWeights, Router
+    from cbatch.engine.kernels.quantized_matrix import KINDS, QuantizedMatrix
+
+    ops, cpu = layer_ops(case), torch.device("cpu")
+    for kind in KINDS:
+        for columns, depth in ((4096, 4096), (1000, 2880)):
+            matrix = QuantizedMatrix.empty(kind, columns, depth, cpu)
+            for rows in (3, 40, 300):
+                source, out = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
+                ops.quantized_linear(source, matrix, None, out)
+            ops.quantized_linear(source[:3], matrix, out[0], out[:3])
+            ops.logits(source[:3], matrix)
+            ops.look_up(matrix, torch.zeros(3, dtype=torch.int64), torch.empty(3, depth))
+        matrices = ExpertWeights(QuantizedMatrix.empty(kind, 1440, 720, cpu, 32), torch.empty(32, 1440, dtype=dtype))
+        for tokens in (3, 400, 2000):
+            routing = ops.route(torch.empty(tokens, 32), Router(4, "softmax"))
+            source, out = torch.empty(tokens, 720, dtype=dtype), torch.empty(tokens * 4, 1440, dtype=dtype)
+            ops.expert_linear(source, routing, matrices, out, gathers=True, weighs=False)
+
+
 def layer_ops(case: Case) -> Any:
     from cbatch.engine.kernels.triton.layer import TritonLayerOps
 
@@ -377,7 +402,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=list(KV_DTYPES),
         help="types of the KV cache (all of auto,fp8)",
     )
-    add("--parts", type=some(str, PARTS), default=PARTS, help="of attention,forms,rest (all)")
+    add("--parts", type=some(str, PARTS), default=PARTS, help=f"of {','.join(PARTS)} (all)")
     add("--jobs", type=int, default=os.cpu_count(), help="processes (%(default)s)")
     add("--markdown", action="store_true", help="print the table as Markdown")
     add("--json", action="store_true", help="print all that was found as JSON instead of the table")

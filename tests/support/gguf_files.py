@@ -30,11 +30,22 @@ from tests.support.programs import SavedModel, saved_model
 ARCHITECTURES = {
     "llama": "LLAMA", "mixtral": "LLAMA", "qwen2": "QWEN2", "qwen2_moe": "QWEN2MOE", "qwen3": "QWEN3",
     "qwen3_moe": "QWEN3MOE", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "phi3": "PHI3", "granite": "GRANITE",
-    "gpt_oss": "GPT_OSS", "lfm2": "LFM2",
+    "gpt_oss": "GPT_OSS", "lfm2": "LFM2", "qwen3_5_text": "QWEN35", "qwen3_5_moe_text": "QWEN35MOE",
+    "qwen3_next": "QWEN3NEXT", "lfm2_moe": "LFM2MOE", "granitemoe": "GRANITE_MOE", "granitemoeshared": "GRANITE_MOE",
+    "granitemoehybrid": "GRANITE_HYBRID", "gemma": "GEMMA", "olmo": "OLMO", "olmo2": "OLMO2", "olmo3": "OLMO2",
+    "olmoe": "OLMOE", "smollm3": "SMOLLM3", "ministral3": "MISTRAL3", "seed_oss": "SEED_OSS", "arcee": "ARCEE",
+    "exaone4": "EXAONE4", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
+    "ernie4_5": "ERNIE4_5", "ernie4_5_moe": "ERNIE4_5_MOE", "glm4": "GLM4", "glm4_moe": "GLM4_MOE",
+    "cohere": "COMMAND_R", "cohere2": "COHERE2", "starcoder2": "STARCODER2", "phi": "PHI2", "stablelm": "STABLELM",
+    "nemotron": "NEMOTRON", "dots1": "DOTS1",
 }  # fmt: skip
 """What the package calls the architecture of a `model_type`."""
 
-_PERMUTED = ("llama", "mixtral", "granite")
+_PERMUTED = (
+    "llama", "mixtral", "granite", "granitemoe", "granitemoeshared", "granitemoehybrid", "olmo", "smollm3",
+    "ministral3", "arcee",
+)  # fmt: skip
+_ADD_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _WRITTEN = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
 _SCALES = {
     Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_NL: (0,),
@@ -45,7 +56,9 @@ _SCALES = {
 Array = NDArray[Any]
 
 
+_GRANITE = {"attention_multiplier": 0.4, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}
 _OVERRIDES: dict[str, dict[str, Any]] = {
+    "gemma": {"tie_word_embeddings": True},
     "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 16},
     "gemma3_text": {"tie_word_embeddings": True, "query_pre_attn_scalar": 16},
     "mixtral": {"sliding_window": None},
@@ -53,8 +66,40 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": False, "layer_types": None, "mlp_only_layers": [], "norm_topk_prob": False},
     "qwen3": {"use_sliding_window": False, "layer_types": None},
     "qwen3_moe": {"use_sliding_window": False, "layer_types": None, "mlp_only_layers": [], "norm_topk_prob": True},
+    "lfm2_moe": {"tie_word_embeddings": True},
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": _GRANITE | {"position_embedding_type": "nope"},
+    "olmo": {"clip_qkv": 0.5},
+    "ministral3": {"sliding_window": None},
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True},
+    "starcoder2": {"sliding_window": None},
+    "dots1": {"sliding_window": None, "layer_types": None, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    "glm4_moe": {"num_nextn_predict_layers": 0},
 }
-"""Settings that GGUF files cannot say otherwise."""
+"""Settings that GGUF files cannot say otherwise, and some that are not the default."""
+
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_next": _DELTA,
+    "granitemoeshared": {"shared_intermediate_size": 32},
+    "granitemoehybrid": {"mamba_n_groups": 2, "shared_intermediate_size": 32},
+    "smollm3": {
+        "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 4,
+    },
+    "cohere2": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "stablelm": {"qk_layernorm": True},
+    "glm4_moe": {"use_qk_norm": True},
+    "dots1": {"num_key_value_heads": 4},
+    "olmoe": {"num_key_value_heads": 4},
+    "ernie4_5_moe": {"intermediate_size": 128},
+    "phi": {"intermediate_size": 256},
+}  # fmt: skip
+"""Sizes with which more is seen than with those of `tiny_config`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +113,7 @@ class Piece:
 
 def gguf_model(kind: str, **sizes: Any) -> SavedModel:
     """A tiny model of a type, with settings that a GGUF file can have. sizes: keys of its config that are different"""
+    sizes = _SIZES.get(kind, {}) | sizes
     saved = _larger(kind, **sizes) if sizes else saved_model(kind)
     return SavedModel(saved.network, saved.config | _OVERRIDES.get(kind, {}), saved.tensors)
 
@@ -99,8 +145,10 @@ def write_model(
         add_value(writer, key, value)
     found: dict[str, Tensor] = {}
     for piece in pieces(saved):
-        is_matrix = piece.numbers.ndim > 1 and not re.search("ffn_gate_inp|shortconv.conv|token_types", piece.name)
-        is_matrix = is_matrix and not piece.name.endswith(".bias")
+        is_matrix = piece.numbers.ndim > 1 and not re.search(
+            "ffn_gate_inp|shortconv.conv|ssm_conv1d|token_types", piece.name
+        )
+        is_matrix = is_matrix and not re.search(r"_norm\.weight|\.bias|ssm_[ad]$", piece.name)
         kind = (kind_of if isinstance(kind_of, Kind) else kind_of(piece.name)) if is_matrix else Kind.F32
         data = blocks_of(piece, kind)
         if kind in (Kind.F32, Kind.F16):
@@ -154,8 +202,9 @@ def pieces(saved: SavedModel) -> Iterator[Piece]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], config["num_hidden_layers"])
     stacks: dict[str, dict[int, str]] = {}
     for name in tensors:
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
-            stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
+        if match := re.fullmatch(r"(.*\.(?:experts|norms))\.(\d+)\.(?:(\w+)\.)?weight", name):
+            stack = f"{match[1]}.{match[3]}" if match[3] else match[1].removesuffix(".norms")
+            stacks.setdefault(stack.removeprefix("model." * (kind == "lfm2_moe")), {})[int(match[2])] = name
     for stack, members in stacks.items():
         own = [members[number] for number in range(len(members))]
         yield Piece(
@@ -169,21 +218,93 @@ def pieces(saved: SavedModel) -> Iterator[Piece]:
             continue
         if kind == "gpt_oss" and ".experts." in name:
             yield from _gpt_oss_experts(name, array)
-            continue
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if name.endswith("sinks"):
-            theirs = f"blk.{name.split('.')[2]}.attn_sinks.weight"
-        assert theirs is not None, name
-        if kind in _PERMUTED and re.search(r"[qk]_proj\.(weight|bias)", name):
-            yield _permuted(theirs, name, array, config)
-        elif kind.startswith("gemma") and name.endswith("norm.weight"):
-            yield Piece(theirs, array + 1, lambda found, name=name: {name: found - 1})
-        elif "conv.conv" in name:
-            yield Piece(theirs, array[:, 0], lambda found, name=name: {name: found[:, None]})
-        elif "shared_expert_gate" in name:
-            yield Piece(theirs, array[0], lambda found, name=name: {name: found[None]})
+        elif name.endswith(("input_linear.weight", "in_proj_qkvz.weight")):
+            yield from _in_parts(name, array, config)
         else:
-            yield Piece(theirs, array, lambda found, name=name: {name: found})
+            yield _piece(names, name, array, config)
+
+
+def _piece(names: Any, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
+    """A tensor that is one in the file, too."""
+    kind, layer = config["model_type"], name.split(".")[2] if name.startswith("model.layers.") else ""
+    theirs = names.get_name(_known_name(name), try_suffixes=(".weight", ".bias"))
+    if name.endswith("sinks"):
+        theirs = f"blk.{layer}.attn_sinks.weight"
+    if name.endswith("shared_mlp.output_linear.weight") and not config.get("num_local_experts"):
+        theirs = f"blk.{layer}.ffn_down.weight"
+    assert theirs is not None, name
+    if kind in _PERMUTED and re.search(r"[qk]_proj\.(weight|bias)", name):
+        return _permuted(theirs, name, array, config)
+    if kind in _ADD_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
+        return Piece(theirs, array + 1, lambda found: {name: found - 1})
+    if "linear_attn" in name and kind.startswith("qwen3_5"):
+        return _with_values_in_turns(theirs, name, array, config)
+    if name.endswith("A_log"):
+        shape = (-1, 1) if "mamba" in name else (-1,)
+        return Piece(theirs, -np.exp(array).reshape(shape), lambda found: {name: np.log(-found).reshape(-1)})
+    if name.endswith("mamba.D"):
+        return Piece(theirs, array[:, None], lambda found: {name: found[:, 0]})
+    if name.endswith("mamba.norm.weight"):
+        groups = config["mamba_n_groups"]
+        return Piece(theirs, array.reshape(groups, -1), lambda found: {name: found.reshape(-1)})
+    if re.search(r"conv\.conv|conv1d\.weight", name):
+        return Piece(theirs, array[:, 0], lambda found: {name: found[:, None]})
+    if "shared_expert_gate" in name:
+        return Piece(theirs, array[0], lambda found: {name: found[None]})
+    return Piece(theirs, array, lambda found: {name: found})
+
+
+def _known_name(name: str) -> str:
+    """The converter gives some tensors another name before it looks into the package's table."""
+    for ours, theirs in ((".dt_bias", ".dt_proj.bias"), ("_correction_bias", "_correction.bias"),
+                         (".expert_bias", ".expert_bias.bias")):  # fmt: skip
+        if name.endswith(ours):
+            return name.removesuffix(ours) + theirs
+    return name
+
+
+def _with_values_in_turns(theirs: str, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
+    """Of Qwen 3.5: heads of values come in turns, the first one of each head of keys and then the second ones."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = config["linear_value_head_dim"] if re.search("qkv|_z|conv1d|out_proj", name) else 1
+    before = 2 * keys * config["linear_key_head_dim"] if re.search("qkv|conv1d", name) else 0
+    if "linear_attn.norm" in name:
+        return Piece(theirs, array, lambda found: {name: found})
+    plain = array[:, 0] if "conv1d" in name else array.T if "out_proj" in name else array
+    heads = plain[before:].reshape(keys, values // keys, width, *plain.shape[1:])
+    turned = np.concatenate([plain[:before], heads.swapaxes(0, 1).reshape(plain[before:].shape)])
+    turned = -np.exp(turned) if name.endswith("A_log") else turned
+
+    def back(found: Array) -> dict[str, Array]:
+        found = np.log(-found) if name.endswith("A_log") else found.T if "out_proj" in name else found
+        heads = found[before:].reshape(values // keys, keys, width, *found.shape[1:])
+        whole = np.concatenate([found[:before], heads.swapaxes(0, 1).reshape(found[before:].shape)])
+        return {name: whole[:, None] if "conv1d" in name else whole.T if "out_proj" in name else whole}
+
+    return Piece(theirs, turned.T if "out_proj" in name else turned, back)
+
+
+def _in_parts(name: str, array: Array, config: Mapping[str, Any]) -> Iterator[Piece]:
+    """One matrix whose parts are tensors of their own: gate and up, or all of a gated delta net."""
+    prefix = f"blk.{name.split('.')[2]}."
+    whole = np.empty_like(array)
+
+    def put(found: Array, rows: Array) -> dict[str, Array]:
+        whole[..., rows, :] = found
+        return {name: whole}
+
+    if "qkvz" in name:
+        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        widths = [config["linear_key_head_dim"]] * 2 + [values // keys * config["linear_value_head_dim"]] * 2
+        by_head = np.split(np.arange(len(array)).reshape(keys, -1), np.cumsum(widths)[:-1], axis=1)
+        rows = [np.concatenate([part.flatten() for part in by_head[:3]]), by_head[3].flatten()]
+        theirs = ["attn_qkv.weight", "attn_gate.weight"]
+    else:
+        rows = np.split(np.arange(array.shape[-2]), 2)
+        ending = "_exps" if array.ndim == 3 else "_shexp" if config.get("num_local_experts") else ""
+        theirs = [f"ffn_{part}{ending}.weight" for part in ("gate", "up")]
+    for each, own in zip(theirs, rows, strict=True):
+        yield Piece(prefix + each, array[..., own, :], lambda found, own=own: put(found, own))
 
 
 def _permuted(theirs: str, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
@@ -227,47 +348,123 @@ def add_settings(writer: Any, saved: SavedModel) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
+    if config.get("num_nextn_predict_layers"):
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     writer.add_head_count(heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
+    if (eps := config.get("rms_norm_eps", config.get("norm_eps"))) is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    for key in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
+        if key in config and "rms_norm_eps" not in config:
+            writer.add_layer_norm_eps(config[key])
+    if kind == "olmo":
+        writer.add_layer_norm_eps(1e-5)
     if kind == "lfm2":
         writer.add_feed_forward_length(len(saved.tensors["model.layers.0.feed_forward.w1.weight"]))
     elif (size := config.get("intermediate_size")) is not None:
-        writer.add_feed_forward_length(size)
-    if kind == "lfm2":
-        is_full = [one == "full_attention" for one in config["layer_types"]]
-        writer.add_head_count_kv([config["num_key_value_heads"] * one for one in is_full])
-        writer.add_shortconv_l_cache(config["conv_L_cache"])
-    else:
-        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_feed_forward_length(4 * config["hidden_size"] if kind == "phi" else size)
+    _add_rotation(writer, config, head_dim)
+    _add_layers(writer, config)
+    _add_experts(writer, config)
+    for key, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+        ("clip_qkv", writer.add_clamp_kqv),
+        ("use_parallel_residual", writer.add_parallel_residual),
+    ):
+        if config.get(key) is not None:
+            add(config[key])
+
+
+def _add_rotation(writer: Any, config: Mapping[str, Any], head_dim: int) -> None:
     rope = config.get("rope_parameters") or {}
-    if kind == "gemma3_text":
+    if "sliding_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    if config["model_type"].startswith("qwen3_5"):
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
+    if config.get("position_embedding_type") == "nope":
+        writer.add_rope_scaling_finetuned(False)
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def _add_layers(writer: Any, config: Mapping[str, Any]) -> None:
+    """What differs from layer to layer, and sizes of recurrent ones."""
+    kind, kinds, kv_heads = config["model_type"], config.get("layer_types"), config.get("num_key_value_heads")
+    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid"):
+        writer.add_head_count_kv([kv_heads * (one == "full_attention") for one in kinds])
+    else:
+        writer.add_head_count_kv(kv_heads or config["num_attention_heads"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    for key in ("num_experts", "num_local_experts"):
+    if kind in ("gemma3_text", "olmo3", "exaone4"):
+        writer.add_sliding_window_pattern([one == "sliding_attention" for one in kinds])
+    if "conv_L_cache" in config:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "linear_num_key_heads" in config:
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(kinds.index("full_attention") + 1)
+    if "mamba_d_state" in config:
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
+def _add_experts(writer: Any, config: Mapping[str, Any]) -> None:
+    kind = config["model_type"]
+    for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if config.get(key):
             writer.add_expert_count(config[key])
-            writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if kind == "gemma3_text":
-        writer.add_sliding_window_pattern([one == "sliding_attention" for one in config["layer_types"]])
-    if kind == "granite":
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
+            writer.add_expert_used_count(config.get("num_experts_per_tok") or config.get("moe_k") or config["moe_topk"])
+    for key, add in (
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("moe_num_shared_experts", writer.add_expert_shared_count),
+        ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("num_dense_layers", writer.add_leading_dense_block_count),
+        ("moe_layer_start_index", writer.add_leading_dense_block_count),
+        ("moe_layer_interval", writer.add_interleave_moe_layer_step),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
+    ):
+        if isinstance(config.get(key), int):
+            add(config[key])
+    if kind in ("glm4_moe", "dots1"):
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if kind == "hunyuan_v1_moe":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_count(1)
+    if kind == "ernie4_5_moe":
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
+    if kind in ("glm4_moe", "lfm2_moe", "dots1"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def add_value(writer: Any, key: str, value: Any) -> None:

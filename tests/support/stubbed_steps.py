@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.engine.attention.triton import TritonAttention
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.engine.models.cuda import CudaModel
 from cbatch.engine.models.programs.declarations import read_program
@@ -49,6 +50,7 @@ TINY: dict[str, Any] = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": TINY | {"model_type": "llama"},
+    "llama, int4": TINY | {"model_type": "llama", "quantize": "int4", "tie_word_embeddings": True},
     "mistral, window": TINY | {"model_type": "mistral", "sliding_window": 700},
     "qwen3.5, recurrent": TINY
     | {
@@ -70,8 +72,10 @@ class StubbedSteps:
     """A model without weights, its cache, and steps like those that an engine launches."""
 
     def __init__(self, config: Mapping[str, Any], num_blocks: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        quantize = Quantization(config["quantize"]) if "quantize" in config else None
+        config = {key: value for key, value in config.items() if key != "quantize"}
         tensors = {name: torch.zeros(shape) for name, shape in read_program(config).shapes.items()}
-        self.model = CudaModel(config, tensors, dtype, CPU)
+        self.model = CudaModel(config, tensors, dtype, CPU, quantize=quantize)
         self.attention = TritonAttention(CPU)
         self.sampler = Sampler(CPU, kernel=True)
         shapes = [self.attention.block_shapes(layer, BLOCK_SIZE, dtype) for layer in self.model.layers]

@@ -235,7 +235,7 @@ def engine_options(
         option(
             "--quantize",
             metavar="int8|int4",
-            help="Quantize weights to one byte each, or to half a byte (models with a fast path, CPU).",
+            help="Quantize weights to one byte each, or to half a byte (models with a fast path).",
         ),
         option(
             "--activations",

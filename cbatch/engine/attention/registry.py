@@ -36,7 +36,7 @@ def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
     return "reference" not in (name, own) and (own == "triton" or block_size % 16 == 0)
 
 
-def check_quantize(name: str | None, activations: str, device: torch.device, *, fast: bool) -> Quantization | None:
+def check_quantize(name: str | None, activations: str, *, fast: bool) -> Quantization | None:
     """How to quantize the weights. Raises ConfigError for an unknown type, and without a fast path for it."""
     if activations not in ACTIVATIONS:
         raise ConfigError(f"Activations cannot be rounded to {activations!r}; choose {' or '.join(ACTIVATIONS)}.")
@@ -44,10 +44,10 @@ def check_quantize(name: str | None, activations: str, device: torch.device, *, 
         return None
     if name not in WEIGHTS:
         raise ConfigError(f"Weights cannot be quantized to {name!r}; choose {' or '.join(WEIGHTS)}.")
-    if not fast or is_accelerator(device):
+    if not fast:
         raise ConfigError(
-            f"Only the CPU's fast path has {name} weights: use --device cpu, --attention auto or cpu, and blocks of "
-            "a multiple of 16 tokens."
+            f"Only the fast path of a CPU or an NVIDIA GPU has {name} weights: use --attention auto, and blocks of a "
+            "multiple of 16 tokens; --device cpu has them on any machine."
         )
     return Quantization(name, activations)
 

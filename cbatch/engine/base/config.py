@@ -45,10 +45,10 @@ class EngineConfig:
                       half of that
     kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU; u8: one
                       byte for each number, and a scale for those of a token and head, on a CPU
-    quantize:         int8: store weights in one byte each; int4: in half a byte, but the head (fast path on a CPU
-                      only); None: as they are
-    activations:      how products with quantized weights round what they multiply them with: int8, or bf16, which is
-                      slower and loses nothing
+    quantize:         int8: store weights in one byte each; int4: in half a byte, but the head (fast path only); None:
+                      as they are
+    activations:      how products with quantized weights on a CPU round what they multiply them with: int8, or bf16,
+                      which is slower and loses nothing
     weight_cache:     keep packed weights in a file, which later engines and those of other processes map (fast path on
                       a CPU only, on Linux)
     weight_cache_size: the most that these files may take: `50GiB`, or a share of what their disk would have free

@@ -52,16 +52,25 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidFile(f"{path} is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise InvalidFile(f"{path} is nested too deep.") from error
     if not isinstance(content, dict):
         raise InvalidFile(f"{path} is not a JSON object.")
     return content
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would load; other exports of the weights may lie beside them."""
+    """The safetensors files that transformers would load; other exports of the weights may lie beside them.
+
+    Those that an index names need not be there. Raises InvalidFile if it names anything but files of the folder.
+    """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    names = read_json_object(folder / WEIGHTS_INDEX).get("weight_map", {}).values()
+    places = read_json_object(folder / WEIGHTS_INDEX).get("weight_map", {})
+    names = list(places.values()) if isinstance(places, dict) else [places]
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InvalidFile(f"{folder / WEIGHTS_INDEX} names {repr(name)[:80]}, which is no file of its folder.")
     return [folder / name for name in sorted(set(names))]
 
 

@@ -18,7 +18,7 @@ class Quantization:
     weights:     int8: a byte each; int4: half a byte each, but the head stays int8. Groups of 32 numbers of a column
                  have a scale. stored: as the file has them
     activations: how rows are rounded before they are multiplied. int8: to a byte, with a scale for each 32 numbers.
-                 bf16: to 16 bits, which loses nothing that bfloat16 has
+                 bf16: to 16 bits, which loses nothing that bfloat16 has. On a GPU they are of the model's type
     """
 
     weights: str

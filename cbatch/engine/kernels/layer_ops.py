@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
+
 
 class NormWeights(NamedTuple):
     """A norm of rows of a number of columns, in float32.
@@ -126,7 +128,7 @@ class Routing(NamedTuple):
 class ExpertWeights(NamedTuple):
     """One matrix of every expert.  weight: [experts, columns, depth]; bias: [experts, columns], or None"""
 
-    weight: Tensor
+    weight: Tensor | QuantizedMatrix
     bias: Tensor | None
 
 
@@ -262,7 +264,13 @@ class LayerOps(Protocol):
         function: sigmoid, softplus or identity
         """
 
-    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
+    def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
+        """out [T, columns] = source [T, depth] times a matrix, plus bias [columns]."""
+
+    def look_up(self, matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
+        """out [T, depth] float32 = the columns ids [T] of a matrix, which are the rows of an embedding."""
+
+    def logits(self, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:
         """Logits [R, vocabulary] float32 of hidden [R, hidden], in `out` if it is given."""
 
     def finish_logits(self, logits: Tensor, bias: Tensor | None, softcap: float) -> None:

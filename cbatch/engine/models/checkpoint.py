@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
 from cbatch.engine.base.quantization import STORED, Quantization
-from cbatch.engine.models.dtypes import choose_dtype
+from cbatch.engine.models.dtypes import choose_dtype, choose_formats
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.models.programs.program import Program
 from cbatch.engine.models.tensor_files import Tensors
-from cbatch.engine.runtime.device import gpu_name, has_bfloat16, is_accelerator
+from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.runtime.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _load(
     folder = model_folder(source, revision)
     config = read_json_object(folder / "config.json")
     checkpoint = None
-    if settings_of(config) is not None and not is_accelerator(device):
+    if settings_of(config) is not None:
         checkpoint, config = QuantizedCheckpoint(config), without_quantization(config)
     program = read_program(config)  # before weights are downloaded
     names = ["generation_config.json", "model.safetensors", "model-*.safetensors", WEIGHTS_INDEX]
@@ -90,17 +90,16 @@ def _load(
     if "eos_token_id" not in config | read_json_object(folder / "generation_config.json"):
         raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
     if checkpoint is not None:
-        return _load_quantized(checkpoint, program, config, folder, dtype, quantize, activations, weight_cache)
+        return _load_quantized(checkpoint, program, config, folder, device, dtype, quantize, activations, weight_cache)
     stored = config.get("dtype", config.get("torch_dtype"))
-    number = torch.bfloat16 if quantize is not None and dtype == "auto" else choose_dtype(dtype, stored, device)
     if is_accelerator(device):
-        if number == torch.bfloat16 and not has_bfloat16(device):
-            raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
+        number = choose_dtype(dtype, stored, device)
         from cbatch.engine.models.cuda import CudaModel
 
-        return CudaModel(config, Tensors(folder), number, device)
+        return CudaModel(config, Tensors(folder), number, device, quantize=quantize)
     from cbatch.engine.models.cpu import CpuModel
 
+    number, quantize = choose_formats(dtype, stored, quantize, activations=activations, is_quantized=False)
     tensors = Tensors(folder)
     shared = _packed_file(weight_cache, folder, number, quantize)
     return CpuModel(config, tensors, number, quantize=quantize, shared=shared)
@@ -111,20 +110,26 @@ def _load_quantized(
     program: Program,
     config: Mapping[str, Any],
     folder: Path,
+    device: torch.device,
     dtype: str,
     quantize: Quantization | None,
     activations: str,
     weight_cache: WeightCache | None,
-) -> CpuModel:
-    """The model of a quantized checkpoint. In bfloat16, matrices keep the integers of the files; else they become
-    numbers.
+) -> CpuModel | CudaModel:
+    """The model of a quantized checkpoint. On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the files;
+    else they become numbers.
     """
+    if is_accelerator(device):
+        number = choose_dtype(dtype, "bfloat16", device)
+        weights = checkpoint.weights(program, Tensors(folder))
+        from cbatch.engine.models.cuda import CudaModel
+
+        on_device = CudaModel(config, weights, number, device, quantize=quantize)
+        weights.finish(on_device.weight_bytes, number, quantize or Quantization(STORED), keeps_float8=True)
+        return on_device
     from cbatch.engine.models.cpu import CpuModel
 
-    number = choose_dtype(dtype, "bfloat16", torch.device("cpu"))
-    if quantize is not None or dtype in ("auto", "bfloat16"):
-        number = torch.bfloat16 if dtype == "auto" else number
-        quantize = quantize or Quantization(STORED, activations)
+    number, quantize = choose_formats(dtype, "bfloat16", quantize, activations=activations, is_quantized=True)
     weights = checkpoint.weights(program, Tensors(folder))
     shared = _packed_file(weight_cache, folder, number, quantize)
     model = CpuModel(config, weights, number, quantize=quantize, shared=shared)

@@ -20,6 +20,7 @@ from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.cpu import program as kernels
 from cbatch.engine.kernels.cpu.build import built_beside
 from cbatch.engine.kernels.cpu.jit import address_of
+from cbatch.engine.kernels.cpu.matmul.formats import FORMATS
 from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
@@ -85,11 +86,14 @@ class CpuModel:
         self.quantization = quantize
         tensors = resolved(program, tensors)
         self.num_parameters = check_weights(program, tensors)
-        self._packed = packed = CpuProgram(
-            program, dtype, quantize, tensors if isinstance(tensors, StoredWeights) else None
-        )
+        stored = tensors if isinstance(tensors, StoredWeights) else None
+        try:
+            self._packed = packed = CpuProgram(program, dtype, quantize, stored)
+        except (TypeError, ValueError, OverflowError) as error:  # what unexpected values of a config.json cause
+            raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
         self._weights = packed.load(tensors, shared)
-        self.stored = tensors.description if isinstance(tensors, StoredWeights) else ""
+        self.stored_weights = tensors if isinstance(tensors, StoredWeights) else None
+        self.stored = "" if self.stored_weights is None else self.stored_weights.description
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]
@@ -117,6 +121,15 @@ class CpuModel:
     def formats(self) -> frozenset[int]:
         """How its matrices are packed (see `kernels/cpu/matmul/formats.py`)."""
         return frozenset(self._packed.formats)
+
+    @property
+    def packed(self) -> str:
+        """How its weights are kept as integers, for people; empty if they are not."""
+        if self.quantization is None:
+            return ""
+        bits = 8 * self.weight_bytes / self.num_parameters
+        formats = ", ".join(sorted(FORMATS[format] for format in self.formats))
+        return f"{bits:.2f} bits a weight ({formats}), multiplied with {self.quantization.activations} activations"
 
     @property
     def left_bytes(self) -> int:
@@ -197,7 +210,7 @@ class CpuModel:
             arenas = kernels.Arenas(
                 empty(length * packed.float_columns, np.float32), empty(length * packed.element_columns, self._element)
             )
-            linear = buffers.linear._replace(rows=empty(length * packed.quantized_bytes, np.uint8))
+            linear = buffers.linear._replace(rows=empty(length * packed.prepared_bytes, np.uint8))
             self._buffers = buffers._replace(arenas=arenas, linear=linear)
             self._routing = self._new_routing(length)
         return self._buffers

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.base.quantization import STORED, Quantization
 from cbatch.engine.kernels.layer_ops import Addend, LayerOps, Recurrence
 from cbatch.engine.models.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.engine.models.device_program import DeviceProgram
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program, resolved, text_config
+from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
+from cbatch.engine.runtime.device import gpu_name, has_bfloat16
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.transfer import to_device
 
@@ -41,12 +44,17 @@ class CudaModel:
         dtype: torch.dtype,
         device: torch.device,
         ops: LayerOps | None = None,
+        *,
+        quantize: Quantization | None = None,
     ) -> None:
         """Raises UnsupportedConfig if another path has to serve the model.
 
         tensors: the weights by their names in the files, each read when it is copied to the device
-        ops:     what computes between the matrix products; None: Triton's kernels
+        ops:     what computes between the matrix products, and those with quantized weights; None: Triton's kernels
+        quantize: round matrices to integers; None: those that are integers in the files stay what they are
         """
+        if dtype == torch.bfloat16 and not has_bfloat16(device):
+            raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
         # In bfloat16 and float16, cuBLAS may otherwise add parts of a product in 16 bits.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -67,7 +75,11 @@ class CudaModel:
         self.ops = ops or _triton_ops(self.layers, dtype, device)
         tensors = resolved(program, tensors)
         self.num_parameters = check_weights(program, tensors)
-        self._on_device = DeviceProgram(program, tensors, dtype, device)
+        self.stored = ""
+        if isinstance(tensors, StoredWeights):
+            self.stored, quantize = tensors.description, quantize or Quantization(STORED)
+        self.quantization = None if quantize is None else Quantization(quantize.weights, _name_of(dtype))
+        self._on_device = DeviceProgram(program, tensors, dtype, device, quantize)
 
     def with_ops(self, ops: LayerOps) -> CudaModel:
         """The same model with the same weights, and other operations."""
@@ -136,6 +148,11 @@ class CudaModel:
         if head.bias is not None or head.softcap:
             self.ops.finish_logits(logits, head.bias, head.softcap)
         return logits
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """As `ACTIVATIONS` has it, or by torch's name."""
+    return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
 def _recurrence_of(batch: RaggedBatch) -> Recurrence:

@@ -6,7 +6,6 @@ product in a buffer, or a post-norm its source, until the residual is read. So d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,13 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbatch.engine.attention.base import AttendOptions, AttentionBackend
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.layer_ops import (
-    ActivationSettings,
     Addend,
     Convolution,
     DeltaHeads,
     Embedding,
-    ExpertWeights,
     Heads,
     LayerOps,
     NormWeights,
@@ -32,11 +30,12 @@ from cbatch.engine.kernels.layer_ops import (
     Routing,
     ScanHeads,
 )
+from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.models.base import DeviceInputs, HiddenStates
+from cbatch.engine.models.device_weights import DeviceWeights
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.program import (
     RESIDUAL,
-    Activation,
     Attend,
     Embed,
     Experts,
@@ -46,7 +45,6 @@ from cbatch.engine.models.programs.program import (
     Gather,
     Head,
     Linear,
-    Matrix,
     Norm,
     Normalize,
     Operation,
@@ -56,14 +54,13 @@ from cbatch.engine.models.programs.program import (
     Scale,
     SelectiveScan,
     ShortConvolution,
-    Weight,
 )
 from cbatch.engine.runtime.kv_cache import KVCache
 
 _MOST_ADDENDS = 2
 _SECOND, _PRODUCT, _ACTIVATED, _ROWS = "(second addend)", "(product)", "(activated)", "(rows of experts)"
+_EMBEDDED = "(embedded)"
 """Buffers that the program does not name."""
-_NO_NORM = NormWeights("none")
 
 
 class Buffer(NamedTuple):
@@ -136,7 +133,7 @@ class DeviceHead(NamedTuple):
 
     added: float | None
     norm: NormWeights
-    lm_head: Tensor
+    lm_head: Tensor | QuantizedMatrix
     bias: Tensor | None
     factor: float
     softcap: float
@@ -151,16 +148,24 @@ class DeviceProgram:
     head: DeviceHead
 
     def __init__(
-        self, program: Program, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: Quantization | None = None,
     ) -> None:
-        """tensors: by their names in the program; each is read when it is copied.
+        """tensors:  by their names in the program; each is read when it is copied
+        quantize: see `DeviceWeights`
 
         Raises UnsupportedConfig for what operations on a device do not support.
         """
         self.program = program
         self.calls: list[Callable[[Step], None]] = []
-        self._loader = _Loader(tensors, dtype, device)
-        self._begins: Embedding | None = None
+        head = program.head.matrix
+        is_tied = head.parts == (program.embed.table,)
+        self._loader = DeviceWeights(tensors, dtype, device, quantize, head if is_tied else None)
+        self._begins: Callable[[Step], tuple[Embedding, Tensor]] | None = None
         self._pending: list[_Pending] = []
         self._top_k = 0
         self._floats = frozenset(_accumulators(program))
@@ -281,7 +286,7 @@ class DeviceProgram:
         def embed(step: Step) -> None:
             out, positions = None if target is None else step[target], step.inputs.position_ids
             assert begins is not None
-            step.ops.embed_and_norm(begins, step.ids, positions, step.hidden.residual, norm, out)
+            step.ops.embed_and_norm(*begins(step), positions, step.hidden.residual, norm, out)
 
         def add(step: Step) -> None:
             addends = tuple(one.addend(step) for one in pending)
@@ -296,18 +301,30 @@ class DeviceProgram:
             self._flush()
 
     def _embed(self, one: Embed) -> None:
-        loader = self._loader
-        positions = None if one.positions is None else loader.table(one.positions)
-        embedding = Embedding(loader.table(one.table), one.scale, positions, one.position_offset)
+        found = self._looked_up(one)
         if one.target == RESIDUAL:
-            self._begins = embedding
+            self._begins = found
             return
         target = self._written(one.target, one.table.size[1])
         self.calls.append(
-            lambda step: step.ops.embed_and_norm(
-                embedding, step.ids, step.inputs.position_ids, step[target], None, None
-            )
+            lambda step: step.ops.embed_and_norm(*found(step), step.inputs.position_ids, step[target], None, None)
         )
+
+    def _looked_up(self, one: Embed) -> Callable[[Step], tuple[Embedding, Tensor]]:
+        """The embedding of a step and the rows that are taken of it; of a quantized one these become numbers first."""
+        loader = self._loader
+        table, positions = loader.embedding(one.table), None if one.positions is None else loader.table(one.positions)
+        if not isinstance(table, QuantizedMatrix):
+            embedding = Embedding(table, one.scale, positions, one.position_offset)
+            return lambda step: (embedding, step.ids)
+        matrix, buffer = table, Buffer(_EMBEDDED, table.depth, True)
+
+        def look_up(step: Step) -> tuple[Embedding, Tensor]:
+            step.ops.look_up(matrix, step.ids, step[buffer])
+            rows = torch.arange(len(step.ids), device=step.ids.device)
+            return Embedding(step[buffer], one.scale, positions, one.position_offset), rows
+
+        return look_up
 
     def _normalize(self, one: Normalize) -> None:
         norm, width = self._loader.norm(one.norm), one.width or self._buffers[one.source].width - one.start
@@ -337,7 +354,7 @@ class DeviceProgram:
             place = Buffer(_SECOND, columns) if any(each.buffer is None for each in self._pending) else None
             self._pending.append(_Pending(place, one.factor, None))
             self.calls.append(
-                lambda step: _multiply(step[source], matrix, bias, step.hidden.added if place is None else step[place])
+                lambda step: _multiply(step, source, matrix, bias, step.hidden.added if place is None else step[place])
             )
             return
         activation = None if one.activation is None else self._loader.activation(one.activation)
@@ -347,7 +364,7 @@ class DeviceProgram:
 
         def run(step: Step) -> None:
             found = step[target if is_direct else product]
-            _multiply(step[source], matrix, bias, found)
+            _multiply(step, source, matrix, bias, found)
             if activation is not None:
                 activated = step[Buffer(_ACTIVATED, one.width)] if one.add or one.factor != 1 else step[target]
                 step.ops.activate(found, activation, activated)
@@ -553,12 +570,14 @@ class DeviceProgram:
         self.head = DeviceHead(added, loader.norm(one.norm), lm_head, bias, one.factor, one.softcap)
 
 
-def _multiply(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _multiply(step: Step, source: Buffer, matrix: Tensor | QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
     """out [T, columns] = source [T, depth] times matrix [columns, depth], plus bias [columns]."""
-    if bias is None:
-        torch.mm(source, matrix.t(), out=out)
+    if isinstance(matrix, QuantizedMatrix):
+        step.ops.quantized_linear(step[source], matrix, bias, out)
+    elif bias is None:
+        torch.mm(step[source], matrix.t(), out=out)
     else:
-        torch.addmm(bias, source, matrix.t(), out=out)
+        torch.addmm(bias, step[source], matrix.t(), out=out)
 
 
 def _accumulators(program: Program) -> Iterator[str]:
@@ -567,117 +586,3 @@ def _accumulators(program: Program) -> Iterator[str]:
         match operation:
             case Embed() | Experts() | Normalize(add=True) | Linear(add=True):
                 yield operation.target
-
-
-class _Loader:
-    """Copies weights to a device; those that are multiplied together become one."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self.loaded: list[Tensor] = []
-        self.matrices: list[Tensor] = []
-        self._tensors, self._dtype, self._device = tensors, dtype, device
-        self._last: tuple[str, Tensor] | None = None
-        self._tables: dict[Weight, Tensor] = {}
-
-    def forget(self) -> None:
-        """What was read last, which may be asked for once more: files hold all experts in one tensor."""
-        self._last = None
-
-    def table(self, weight: Weight) -> Tensor:
-        """An embedding."""
-        if weight not in self._tables:
-            self._tables[weight] = self._stacked([weight], self._dtype)
-        return self._tables[weight]
-
-    def output_head(self, matrix: Matrix) -> Tensor:
-        """The embedding if it is tied."""
-        lm_head = self._tables.get(matrix.parts[0])
-        if lm_head is None or len(matrix.parts) > 1:
-            lm_head = self._stacked(matrix.parts, self._dtype)
-        self.matrices.append(lm_head)
-        return lm_head
-
-    def linear(self, matrix: Matrix) -> tuple[Tensor, Tensor | None]:
-        """A matrix [columns, depth], and its biases."""
-        weight = self._stacked(matrix.parts, self._dtype)
-        self.matrices.append(weight)
-        return weight, self._stacked(matrix.biases, self._dtype) if matrix.biases else None
-
-    def router(self, matrix: Matrix) -> tuple[Tensor, Tensor | None]:
-        """Likewise, in float32."""
-        weight = self._stacked(matrix.parts, torch.float32)
-        self.matrices.append(weight)
-        return weight, self._stacked(matrix.biases, torch.float32) if matrix.biases else None
-
-    def experts(self, matrices: Sequence[Matrix]) -> ExpertWeights:
-        first = matrices[0]
-        weight = self._empty(len(matrices), first.columns, first.depth)
-        bias = self._empty(len(matrices), first.columns) if first.biases else None
-        for number, matrix in enumerate(matrices):
-            self._fill(weight[number], matrix.parts)
-            if bias is not None:
-                self._fill(bias[number], matrix.biases)
-        self.matrices.append(weight)
-        return ExpertWeights(weight, bias)
-
-    def norm(self, norm: Norm) -> NormWeights:
-        weight, bias = (self.vector(*part) if part else None for part in (norm.weight, norm.bias))
-        return NormWeights(norm.kind, norm.eps, weight, bias)
-
-    def head_norm(self, norm: Norm | None, dim: int) -> NormWeights:
-        """Of heads of so many numbers; weights that are the same for all are kept once."""
-        if norm is None:
-            return _NO_NORM
-        found = self.norm(norm)
-        rows = [part.view(-1, dim) for part in (found.weight, found.bias) if part is not None]
-        if any((part != part[0]).any() for part in rows):
-            return found
-        return found._replace(
-            weight=None if found.weight is None else found.weight[:dim],
-            bias=None if found.bias is None else found.bias[:dim],
-        )
-
-    def vector(self, *weights: Weight, factor: float = 1.0) -> Tensor:
-        """Weights side by side, in float32."""
-        sizes = [math.prod(weight.size) for weight in weights]
-        out = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
-        for part, weight in zip(torch.split(out, sizes), weights, strict=True):
-            part.copy_(weight.read(self._tensor(weight.name)).flatten())
-        self.loaded.append(out)
-        return out if factor == 1 else out.mul_(factor)
-
-    def decay(self, log: Weight) -> Tensor:
-        """-exp of a weight, in float32."""
-        return self.vector(log).exp_().neg_()
-
-    def activation(self, activation: Activation) -> ActivationSettings:
-        params = [
-            float(one.read(self._tensor(one.name))) if isinstance(one, Weight) else one for one in activation.params
-        ]
-        return ActivationSettings(
-            activation.name, activation.gated, tuple(params), activation.limit, activation.slope, activation.up_offset
-        )
-
-    def indices(self, columns: Tensor) -> Tensor:
-        return columns.to(self._device)
-
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        self.loaded.append(out)
-        return out
-
-    def _stacked(self, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
-        out = self._empty(sum(weight.size[0] for weight in weights), *weights[0].size[1:], dtype=dtype)
-        self._fill(out, weights)
-        return out
-
-    def _fill(self, out: Tensor, weights: Sequence[Weight]) -> None:
-        """Copies weights below each other, each straight to its place on the device."""
-        for part, weight in zip(torch.split(out, [weight.size[0] for weight in weights]), weights, strict=True):
-            part.copy_(weight.read(self._tensor(weight.name)))
-
-    def _tensor(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, self._tensors[name]
-        return self._last[1]

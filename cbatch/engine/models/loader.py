@@ -25,11 +25,12 @@ from cbatch.engine.models.checkpoint import NoFastPath, load_fast_model
 from cbatch.engine.models.dtypes import choose_dtype
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.formats.gguf import GgufModel
-from cbatch.engine.models.formats.method import UnreadQuantization
+from cbatch.engine.models.formats.quantized import settings_of
 from cbatch.engine.models.hf.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.hf.hooks import keep_rewritten_weights
 from cbatch.engine.models.hf.placement import Placement, placement_of
 from cbatch.engine.models.weight_cache import WeightCache
+from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
 from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer
@@ -111,7 +112,8 @@ def load_model(
 
     fast:           take the fast path if the model has one
     quantize:       keep the matrices of the fast path as integers
-    activations:    how rows are rounded that are multiplied with integers which the file has (see `Quantization`)
+    activations:    how rows are rounded that are multiplied with integers which the file has (see `Quantization`); on a
+                    GPU they are not
     weight_cache:   where packed weights are kept; for the fast path on a CPU
     device_map:     spread the model if it does not fit on its device
 
@@ -122,8 +124,8 @@ def load_model(
     if is_gguf(source):
         if not fast or device_map is not None:
             raise ConfigError(
-                f"{source} is a GGUF file, which only the CPU's fast path runs: use --device cpu, --attention auto or "
-                "cpu, blocks of a multiple of 16 tokens, and no --device-map."
+                f"{source} is a GGUF file, which only the fast path of a CPU or an NVIDIA GPU runs: use --attention "
+                "auto, blocks of a multiple of 16 tokens, and no --device-map; --device cpu runs it on any machine."
             )
         return _load_gguf(source, revision, device, dtype, quantize, activations, weight_cache)
     _check_folder(source)
@@ -153,7 +155,7 @@ def load_model(
                 )
             except NoFastPath as error:
                 path = f"transformers: {error}"
-                if isinstance(error.__cause__, UnreadQuantization):
+                if _is_quantized(source, revision) and not is_accelerator(device):
                     make_network = partial(_or_say, make_network, str(error))
         if fast_model is not None:
             config = fast_model.config
@@ -291,12 +293,21 @@ def _load_spread(load: Callable[..., Any], device_map: DeviceMap) -> tuple[Any, 
     return network, report
 
 
+def _is_quantized(source: str, revision: str | None) -> bool:
+    try:
+        return settings_of(read_json_object(model_folder(source, revision) / "config.json")) is not None
+    except (OSError, ModelError):
+        return False
+
+
 def _or_say(make_network: Callable[[], Any], reason: str) -> Any:
     """A network whose quantized weights only transformers may read. reason: why they are not read here"""
     try:
         return make_network()
     except ModelError as error:
-        raise ModelError(f"{str(error).removesuffix('.')}; and without transformers {reason}.") from error
+        if reason.rstrip(".") in str(error):
+            raise
+        raise ModelError(f"{str(error).removesuffix('.')}; and without transformers {reason.rstrip('.')}.") from error
 
 
 def _silence_libraries() -> None:

@@ -30,9 +30,8 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     pack_weight,
     tile_bytes,
 )
-from cbatch.engine.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE
+from cbatch.engine.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE, prepared_row_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
-from cbatch.engine.kernels.cpu.matmul.quantized_rows import row_bytes
 from cbatch.engine.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile
@@ -67,7 +66,7 @@ from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 
 _log = logging.getLogger("cbatch")
 
-PACKING = {"version": 3, "lanes": LANES, "columns": COLUMNS}
+PACKING = {"version": 4, "lanes": LANES, "columns": COLUMNS}
 """The order of packed numbers. It is the same for every processor; whoever changes it raises the version."""
 
 
@@ -118,7 +117,7 @@ class CpuProgram:
     deepest:       the largest depth of a product
     formats:       of the matrices
     left_bytes:    bytes of a number of a row that is multiplied with quantized weights
-    quantized_bytes: the most bytes that quantized rows of a product take, for each token
+    prepared_bytes: the most bytes that the left-hand rows of a product take, for each token, if it has to prepare them
     routing_columns, num_experts: the most experts of a token, and of a layer; 0 without experts
     """
 
@@ -141,7 +140,7 @@ class CpuProgram:
         self.deepest = 0
         self.formats: set[int] = set()
         self.left_bytes = 2 if quantize is not None and quantize.activations == "bf16" else 1
-        self.quantized_bytes = 0
+        self.prepared_bytes = 0
         self.routing_columns = self.num_experts = 0
         self._routing = 0, 0
         self._sizes = dict.fromkeys(("matrices", "scales", "vectors", "tables", "indices"), 0)
@@ -604,8 +603,7 @@ class CpuProgram:
         stored = self._stored if is_quantized(kind) else None
         self.deepest = max(self.deepest, depth)
         self.formats.add(kind)
-        if is_quantized(kind):
-            self.quantized_bytes = max(self.quantized_bytes, rows * row_bytes(self.left_bytes, depth))
+        self.prepared_bytes = max(self.prepared_bytes, rows * prepared_row_bytes(kind, self.left_bytes, depth))
         start, scale = self._sizes["matrices"], -1
         self._sizes["matrices"] += matrix_bytes(kind, columns, depth)
         if factor != 1:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from cbatch.engine.base.model_files import weight_files
+from cbatch.engine.base.model_files import InvalidFile, weight_files
 from cbatch.engine.runtime.memory import drop_mapped_pages
 
 _READS_BETWEEN_DROPS = 256
@@ -40,8 +40,12 @@ class Tensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
+        """Raises InvalidFile for a file that is missing, and SafetensorError for one that is damaged."""
         self.folder = folder
         self._paths = list(weight_files(folder))
+        for path in self._paths:
+            if not path.is_file():  # opening a pipe would wait for its writer
+                raise InvalidFile(f"There is no file {path}.")
         files = [safe_open(path, framework="pt") for path in self._paths]
         self._files = {key: file for file in files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
         self._num_reads = self._bytes_read = 0

@@ -38,12 +38,19 @@ _GPT4O = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2, _DIGITS = "gpt2", "digits"
 
 _SPLITS = {
     "default": _GPT2, "gpt-2": _GPT2, "gpt2": _GPT2, "mpt": _GPT2, "olmo": _GPT2,
     "smollm": _DIGITS, "refact": _DIGITS, "starcoder": _DIGITS, "codeshell": _DIGITS,
-    "command-r": _DIGITS,
+    "command-r": _DIGITS, "exaone": _DIGITS, "minerva-7b": _DIGITS,
+    "exaone4": _GPT2, "trillion": _GPT2, "granite-docling": _GPT2,
+    "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
+    "stablelm2": QWEN2_PATTERN, "hunyuan": QWEN2_PATTERN, "seed-coder": _SEED,
     "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "falcon-h1": _LLAMA3,
     "pixtral": _LLAMA3, "midm-2.0": _LLAMA3, "lfm2": _LLAMA3, "dbrx": _LLAMA3, "smaug-bpe": _LLAMA3,
     "tekken": _TEKKEN, "qwen2": QWEN2_PATTERN, "deepseek-r1-qwen": QWEN2_PATTERN, "kormo": QWEN2_PATTERN,

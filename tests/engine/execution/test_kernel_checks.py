@@ -20,6 +20,7 @@ from torch import Tensor
 from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.attention.reference import ReferenceAttention
 from cbatch.engine.base.errors import ModelError
+from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.execution.cuda_graphs import Run
 from cbatch.engine.execution.kernel_checks import attention as attention_checks
 from cbatch.engine.execution.kernel_checks import cpu as cpu_checks
@@ -33,6 +34,7 @@ from cbatch.engine.execution.kernel_checks.layer import LayerChecks
 from cbatch.engine.execution.kernel_checks.recurrent_calls import StateChunk
 from cbatch.engine.execution.kernel_checks.sampling import check_sampling
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps
+from cbatch.engine.kernels.cpu.matmul.formats import FLOAT32, FORMATS
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.cuda import CudaModel
@@ -220,9 +222,10 @@ WRITTEN = {
     "embed_and_norm": (3, 5), "add_and_norm": (0, 3), "select_and_norm": (5,), "normalize": (4,),
     "prepare_heads": (3, 4, 5), "activate": (2,), "gate": (4,), "finish_logits": (0,), "expert_linear": (3,),
     "combine": (3,), "convolve": (2, 4), "gated_delta": (3, 5), "selective_scan": (3, 5), "gated_norm": (4,),
-    "logits": (), "route": (),
+    "quantized_linear": (3,), "look_up": (2,), "logits": (), "route": (),
 }  # fmt: skip
 """The arguments that each operation writes; the last two return what they have computed."""
+QUANTIZED = ("quantized_linear", "look_up")
 RECURRENT = {
     "convolve": "lfm2", "gated_delta": "qwen3_5_text", "selective_scan": "granitemoehybrid",
     "gated_norm": "granitemoehybrid",
@@ -241,8 +244,18 @@ def varied_model() -> Any:
     return family_model("afmoe")
 
 
+@cache
+def quantized_model() -> Any:
+    """Its embedding, which is its head, has integers, too."""
+    network = make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16, tie_word_embeddings=True)
+    weights = network.config.to_dict(), network.state_dict()
+    return CudaModel(*weights, torch.float32, DEVICE, quantize=Quantization("int8"))
+
+
 def models_of(name: str, model: Any) -> Any:
     """A model that calls an operation."""
+    if name in QUANTIZED:
+        return quantized_model()
     families = {"finish_logits": "gemma2", "normalize": "olmo2"} | RECURRENT
     if name in families:
         return family_model(families[name])
@@ -252,7 +265,10 @@ def models_of(name: str, model: Any) -> Any:
 def test_right_layer_kernels_agree(model: Any) -> None:
     """Guards the checks of a layer: every operation that some model calls has one."""
     seen = set()
-    for each in (model, *(models_of(name, model) for name in ("gate", "finish_logits", "normalize", *RECURRENT))):
+    for each in (
+        model,
+        *(models_of(name, model) for name in ("gate", "finish_logits", "normalize", "look_up", *RECURRENT)),
+    ):
         checks = list(LayerChecks(each, 16).run())
         assert wrong_of(checks) == []
         seen |= {check.name for check in checks}
@@ -485,9 +501,21 @@ def test_right_kernels_of_a_cpu_agree(cpu_engine: SteppingEngine) -> None:
             assert (work.bytes_read > 0) != (work.flops > 0)
 
 
+@pytest.mark.parametrize("kind", range(len(FORMATS)), ids=FORMATS)
+def test_products_are_compared_in_every_format(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the check of a model whose weights are in a format that only files have."""
+    dtype = torch.float32 if kind == FLOAT32 else torch.bfloat16
+    right, wrong = (cpu_checks._Product(64, 96, dtype, kind, 1) for _ in range(2))
+    assert all(right.error(rows) <= right.tolerance for rows in (1, 20))
+    for name in ("pack_weight", "pack_integers"):
+        pack = getattr(cpu_checks, name)
+        monkeypatch.setattr(cpu_checks, name, lambda *given, pack=pack: np.roll(pack(*given), 4))
+    assert wrong.error(20) > wrong.tolerance
+
+
 def wrong_weights(patch: pytest.MonkeyPatch) -> None:
-    pack = cpu_checks.pack_matrix
-    patch.setattr(cpu_checks, "pack_matrix", lambda *given: np.roll(pack(*given), 1))
+    pack = cpu_checks.pack_weight
+    patch.setattr(cpu_checks, "pack_weight", lambda *given: np.roll(pack(*given), 1))
 
 
 def wrong_attention(patch: pytest.MonkeyPatch) -> None:

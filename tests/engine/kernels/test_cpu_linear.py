@@ -63,7 +63,7 @@ def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     columns = -(-len(weight) // 32) * 32
     out = np.full((len(a), columns), np.nan, np.float32)
     kind = format_of(weight.dtype)
-    workspace = new_linear_workspace(1, [kind], weight.shape[1])
+    workspace = new_linear_workspace(1, [kind], weight.shape[1], rows=len(a))
     matrix = PackedMatrix(pack_weight(weight), 0, kind, NOTHING, NOTHING)
     matmul(worker(), 0, a, matrix, out, WRITE, SILU_PARAMS, workspace)
     return out[:, : len(weight)]
@@ -94,7 +94,7 @@ def test_products_that_are_added(dtype: np.dtype[Any], scaled: bool) -> None:
     scale = draw((32,), DTYPES[0], 4) if scaled else NOTHING
     out = before.copy()
     matrix = PackedMatrix(pack_weight(weight), 0, format_of(dtype), scale, NOTHING)
-    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, [format_of(dtype)], 48))
+    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, [format_of(dtype)], 48, rows=len(a)))
     expected = before + (as_float(a) @ as_float(weight).T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -106,7 +106,7 @@ def test_gated_products() -> None:
     out = np.full((30, 48), np.nan, np.float32)
     packed = pack_weight(interleaved(torch.from_numpy(np.concatenate([gate, up]))).numpy())
     matrix = PackedMatrix(packed, 0, FLOAT32, NOTHING, NOTHING)
-    matmul(worker(), 0, a, matrix, out, GATED, SILU_PARAMS, new_linear_workspace(1, [FLOAT32], 32))
+    matmul(worker(), 0, a, matrix, out, GATED, SILU_PARAMS, new_linear_workspace(1, [FLOAT32], 32, rows=len(a)))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 

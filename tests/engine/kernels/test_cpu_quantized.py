@@ -23,13 +23,17 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     INT4,
     INT4_ZEROS,
     INT8,
+    IQ4_NL,
+    LEVELS,
+    MXFP4,
+    OFFSETS,
     matrix_bytes,
     pack_integers,
     pack_weight,
     unpack_column,
 )
 from cbatch.engine.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
-from cbatch.engine.kernels.cpu.matmul.quantized_rows import quantize_row, row_bytes
+from cbatch.engine.kernels.cpu.matmul.quantized_rows import quantize_row, quantized_row_bytes
 from cbatch.engine.kernels.cpu.work_queue import Worker, new_work_queue
 from cbatch.engine.models.packing import quantized
 from tests.support.kernels import callable_kernel
@@ -38,6 +42,7 @@ pytestmark = pytest.mark.kernels
 
 NOTHING = np.empty(0, np.float32)
 COLUMNS, PADDED = 70, 96
+QUANTIZED = range(INT8, len(FORMATS))
 unpack, quantize = callable_kernel(unpack_column), callable_kernel(quantize_row)
 
 
@@ -66,10 +71,13 @@ def draw(kind: int, depth: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]
     scales = generator.uniform(0.5, 2, (COLUMNS, groups)).astype(np.float16)
     zeros = generator.uniform(0, 15, (COLUMNS, groups)).astype(np.float16) if kind == INT4_ZEROS else None
 
-    def spread(numbers: NDArray[np.float16]) -> NDArray[np.float64]:
+    def spread(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         return np.repeat(numbers.astype(np.float64), GROUP, axis=1)[:, :depth]
 
-    centred = integers - (spread(zeros) if zeros is not None else 8 * (kind == INT4))
+    if kind == MXFP4:
+        scales = np.exp2(generator.integers(-3, 4, (COLUMNS, groups)).astype(np.float32))
+    centred = np.array(LEVELS[kind])[integers] if kind in LEVELS else integers - 8 * (kind == INT4)
+    centred = centred if zeros is None else integers - spread(zeros)
     return pack_integers(kind, integers, scales, zeros), centred * spread(scales)
 
 
@@ -93,13 +101,15 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(loops, "HAS_VNNI_256", request.param == "256 bits" and jit.HAS_VNNI_256)
         monkeypatch.setattr(loops, "ROW_COUNTS", (1, 2))
         monkeypatch.setattr(loops, "MAX_ROWS", 2)
+        kept = {name: width for name, width in loops._LOOKUPS.items() if width == 32 and request.param == "256 bits"}
+        monkeypatch.setattr(loops, "_LOOKUPS", kept)
         monkeypatch.setattr(jit, "_keep", lambda *_: None)
     loops.quantized_address.cache_clear()
     yield
     loops.quantized_address.cache_clear()
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
 def test_products(kind: int, instructions: None) -> None:
     """Guards every instruction set, depths that end within a block or a group, and every number of rows."""
     for depth, left_bytes in product((16, 80, 336), (1, 2)):
@@ -115,7 +125,7 @@ def test_products(kind: int, instructions: None) -> None:
         assert np.allclose(multiply(a, packed, kind, left_bytes, before), found + 1, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
 def test_rows_that_are_integers_lose_nothing(kind: int) -> None:
     """Guards the integer sums: with rows that rounding does not change they are those of float64."""
     packed, numbers = draw(kind, 336)
@@ -124,18 +134,19 @@ def test_rows_that_are_integers_lose_nothing(kind: int) -> None:
     assert np.allclose(multiply(bfloat16(a), packed, kind, 1), a @ numbers.T, rtol=2e-6, atol=2e-2)
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
 def test_extreme_sums(kind: int) -> None:
     """Guards the int32 against overflow: all weights and all numbers of a row are as large as they can be."""
     for sign, left_bytes in product((-1, 1), (1, 2)):
         a = bfloat16(np.full((1, 512), sign, np.float32))
         ones, zeros = np.ones((COLUMNS, 16)), np.zeros((COLUMNS, 16)) if kind == INT4_ZEROS else None
-        most = {INT8: -127, INT4: 0, INT4_ZEROS: 15}[kind]
-        packed, weight = pack_integers(kind, np.full((COLUMNS, 512), most), ones, zeros), most - 8 * (kind == INT4)
+        most = {INT8: -127, INT4: 0, INT4_ZEROS: 15, MXFP4: 15, IQ4_NL: 0}[kind]
+        weight = LEVELS[kind][most] if kind in LEVELS else most - 8 * (kind == INT4)
+        packed = pack_integers(kind, np.full((COLUMNS, 512), most), ones, zeros)
         assert np.allclose(multiply(a, packed, kind, left_bytes), sign * weight * 512, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
 def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
     """Guards rows with NaN or infinity, which must come out as NaN, and tiny ones, which may become 0."""
     a = rows_of(9, 64)
@@ -149,13 +160,13 @@ def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
 
 
 @pytest.mark.parametrize("left_bytes", [1, 2])
-@pytest.mark.parametrize("kind", [INT8, INT4, INT4_ZEROS], ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
 def test_rows_as_integers(kind: int, left_bytes: int) -> None:
     """Guards the memory of a row number by number: whole groups, the end of a depth, both types, nothing behind it."""
     integers, most = (np.int8, 127) if left_bytes == 1 else (np.int16, 32767)
     for row in (rows_of(1, 80)[0], np.random.default_rng(1).standard_normal(75, dtype=np.float32)):
         numbers = row if row.dtype == np.float32 else as_float(row).astype(np.float32)
-        memory = np.full(row_bytes(left_bytes, len(row)), 0xAA, np.uint8)
+        memory = np.full(quantized_row_bytes(left_bytes, len(row)), 0xAA, np.uint8)
         quantize(row, memory, kind, left_bytes)
         padded = np.pad(numbers, (0, -len(numbers) % GROUP)).reshape(-1, GROUP)
         size = GROUP * left_bytes + 8
@@ -170,7 +181,7 @@ def test_rows_as_integers(kind: int, left_bytes: int) -> None:
             if kind == INT4_ZEROS:
                 assert group[-4:].view(np.float32)[0] == -total
             else:
-                assert group[-4:].view(np.int32)[0] == -(128 if kind == INT8 else 8) * total
+                assert group[-4:].view(np.int32)[0] == -OFFSETS[kind] * total
         assert (memory[len(padded) * size :] == 0xAA).all()
 
 
@@ -197,6 +208,18 @@ def test_columns_that_are_read_back(kind: int) -> None:
         out = np.full(64, np.nan, np.float32)
         unpack(memory, 128, kind, column, np.float32(2), out)
         assert np.allclose(out, 2 * numbers[column], rtol=1e-6)
+
+
+def test_scales_that_float16_does_not_have() -> None:
+    """Guards the scales of MXFP4: every power of 2 that its 8 bits name, down to those that float32 denormalizes."""
+    scales = np.ldexp(np.float32(1), np.array([[-128, -40], [17, 120]]))
+    packed = pack_integers(MXFP4, np.full((2, 64), 7), scales)
+    for column in (0, 1):
+        out = np.empty(64, np.float32)
+        unpack(packed, 0, MXFP4, column, np.float32(0.5), out)
+        assert np.array_equal(out, np.repeat(6 * scales[column].astype(np.float64), GROUP).astype(np.float32))
+    rows = np.eye(64, dtype=np.float32)[[0, 32]]
+    assert np.allclose(multiply(bfloat16(rows), packed, MXFP4, 1)[:, :2], 12 * scales.T, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [INT8, INT4], ids=lambda kind: FORMATS[kind])

@@ -84,11 +84,10 @@ def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
     """Guards the fused path, which would compile bfloat16 kernels for a GPU that has none."""
     made: list[torch.dtype] = []
 
-    def make(config: Any, tensors: Any, number: torch.dtype, device: torch.device) -> Any:
+    def make(config: Any, tensors: Any, number: torch.dtype, device: torch.device, *, quantize: None) -> Any:
         made.append(number)
         return object()
 
-    monkeypatch.setattr("cbatch.engine.models.cuda.CudaModel", make)
     read = checkpoint.read_json_object
     monkeypatch.setattr(
         checkpoint, "read_json_object", lambda path: read(path) | {"dtype": "bfloat16", "eos_token_id": 1}
@@ -97,6 +96,7 @@ def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
         with pytest.raises(NoFastPath, match="does not compute in bfloat16"):
             load_fast_model(str(model_folder), None, GPU, dtype)
     else:
+        monkeypatch.setattr("cbatch.engine.models.cuda.CudaModel", make)
         load_fast_model(str(model_folder), None, GPU, dtype)
     assert made == ([] if expected is None else [expected])
 
@@ -113,3 +113,14 @@ def test_newer_gpus_and_those_of_others_keep_bfloat16(machine: Machine, caplog: 
     assert said(caplog) == []
     with pytest.raises(ConfigError, match="There is no dtype 'int4'"):
         choose_dtype("int4", None, GPU)
+
+
+@pytest.mark.parametrize(("multiplies", "widens"), [(True, False), (False, True), (False, False)])
+def test_bfloat16_on_a_cpu(multiplies: bool, widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards processors without bfloat16: kernels that widen it keep half the memory, and torch gets float32."""
+    monkeypatch.setattr(dtypes, "_cpu_has_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(dtypes, "_kernels_widen_bfloat16", lambda: widens)
+    cpu, narrow = torch.device("cpu"), {False: torch.float32, True: torch.bfloat16}
+    assert choose_dtype("auto", "bfloat16", cpu) == narrow[multiplies]
+    assert choose_dtype("auto", "bfloat16", cpu, by_kernels=True) == narrow[multiplies or widens]
+    assert choose_dtype("auto", "float16", cpu, by_kernels=True) == torch.float32

@@ -155,7 +155,7 @@ def test_the_order_of_packed_numbers_has_a_version() -> None:
         weights = CpuModel(network.config.to_dict(), tensors, number, quantize=quantize)._weights
         for part in weights:
             digest.update(part.tobytes() if isinstance(part, np.ndarray) else b"")
-    assert (PACKING["version"], digest.hexdigest()) == (3, "f71582db951bb290")
+    assert (PACKING["version"], digest.hexdigest()) == (4, "f71582db951bb290")
 
 
 @contextmanager

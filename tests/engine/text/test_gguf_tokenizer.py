@@ -37,6 +37,9 @@ ADDED = [
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 LLAMA3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+SEED = QWEN2 + r"{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT4O = "|".join([
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -58,8 +61,12 @@ SPLITS: dict[str, Callable[[], Any]] = {
     ),
     "llama-bpe": lambda: split_by(LLAMA3),
     "gpt-4o": lambda: split_by(GPT4O),
+    "exaone4": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "glm4": lambda: split_by(LLAMA3),
+    "stablelm2": lambda: split_by(QWEN2),
+    "seed-coder": lambda: split_by(SEED),
 }
-"""How the models' own tokenizer.json cut texts into words (SmolLM2, Llama 3, GPT-OSS)."""
+"""How the models' own tokenizer.json cut texts into words (SmolLM2, Llama 3, GPT-OSS), or llama.cpp (the last four)."""
 
 
 def trained(split: Any, *, ignore_merges: bool = False, normalizer: Any = None) -> Tokenizer:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend
+from cbatch.engine.base.quantization import STORED
 from cbatch.engine.base.units import format_bytes
 from cbatch.engine.execution.kernel_checks.attention import AttentionCall, AttentionChecks
 from cbatch.engine.execution.kernel_checks.comparison import TOLERANCES, largest_error
@@ -19,21 +20,35 @@ from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Work
 from cbatch.engine.execution.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.engine.kernels.cpu.activation import ActivationParams
 from cbatch.engine.kernels.cpu.jit import entry
-from cbatch.engine.kernels.cpu.matmul.formats import FORMATS, GROUP, INT4, is_quantized, tile_bytes
+from cbatch.engine.kernels.cpu.matmul.formats import (
+    FORMATS,
+    GROUP,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    MXFP4,
+    is_quantized,
+    pack_integers,
+    pack_weight,
+    tile_bytes,
+)
 from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.engine.kernels.cpu.tensors import as_array
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import Model
 from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.models.packing import pack_matrix, quantized
+from cbatch.engine.models.cuda import CudaModel
+from cbatch.engine.models.formats.integers import Integers, as_half
+from cbatch.engine.models.packing import quantized
 from cbatch.engine.models.programs.program import Attend, Linear
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.engine.runtime.memory import device_memory
 
 _WORKLOAD_BYTES = 2**26
 _MANY_ROWS = 256
-_QUANTIZED_TOLERANCES = {"int8": 0.3, "int4": 2.0}
+_QUANTIZED_TOLERANCES = {"int8": 0.3, "int4": 2.0, STORED: 0.3}
 """Most that the logits of rounded weights differ from those of the weights they were made of."""
 
 _INT8_ROWS_TOLERANCE = 0.05
@@ -75,13 +90,17 @@ class CpuChecks:
         yield run_check("argmax", device, 0.0, self._argmax_error, of_tokens=True)
 
     def _step(self) -> KernelCheck:
-        """Against transformers, which needs the weights a second time."""
-        name = "a whole step, against transformers"
+        """Against transformers, which needs the weights a second time; against plain torch for formats of files."""
+        stored, make_plain, judge = self.model.stored_weights, self.make_plain, "transformers"
+        if stored is not None:
+            config, plain_ops, judge = self.model.config, TorchLayerOps(), "plain torch"
+            make_plain = partial(CudaModel, config, stored, self.model.dtype, self.model.device, plain_ops)
+        name = f"a whole step, against {judge}"
         needed, free = self.model.num_parameters * self.model.dtype.itemsize, device_memory(self.model.device).free()
         if needed > free:
             missing = f"it needs {format_bytes(needed)} more memory, and {format_bytes(free)} are free"
             return KernelCheck(name, 0.0, 0.0, skipped=missing)
-        expected = ExpectedSteps.of(self.make_plain(), self.block_size, self.attention.kv_dtype)
+        expected = ExpectedSteps.of(make_plain(), self.block_size, self.attention.kv_dtype)
         quantization = self.model.quantization
         tolerance = None if quantization is None else _QUANTIZED_TOLERANCES[quantization.weights]
         # Fewer weights stay in the processor's caches, and are not read from memory.
@@ -148,13 +167,28 @@ class _Product:
         """The numbers that the packed weight stands for."""
         if not is_quantized(self.format):
             return self._weight.float()
-        integers, scales = quantized(self._weight, self.format)
-        centred = integers.float() - (8 if self.format == INT4 else 0)
-        return centred * scales.repeat_interleave(GROUP, dim=1)[:, : self.depth]
+        return torch.from_numpy(self._integers.values(self.format))
+
+    @cached_property
+    def _integers(self) -> Integers:
+        """The weight as integers; random ones of a format that only files are in."""
+        if self.format in (INT8, INT4):
+            numbers, scales = quantized(self._weight, self.format)
+            return Integers(numbers.numpy(), scales.numpy())
+        generator, groups = np.random.default_rng(0), (self.columns, -(-self.depth // GROUP))
+        places = generator.integers(0, 16, (self.columns, self.depth), np.uint8)
+        steps = np.exp2(generator.integers(-3, 1, groups).astype(np.float32))
+        steps *= 1 if self.format == MXFP4 else generator.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
+        zeros = generator.integers(0, 16, groups).astype(np.float32) if self.format == INT4_ZEROS else None
+        return Integers(places, as_half(steps), zeros)
 
     @cached_property
     def _packed(self) -> PackedMatrix:
-        packed, nothing = pack_matrix(self._weight, self.format), np.empty(0, np.float32)
+        nothing = np.empty(0, np.float32)
+        if is_quantized(self.format):
+            packed = pack_integers(self.format, *self._integers)
+        else:
+            packed = pack_weight(as_array(self._weight))
         data = empty(packed.size, packed.dtype)
         data[:] = packed
         return PackedMatrix(data, 0, self.format, nothing, nothing)

@@ -28,7 +28,8 @@ from cbatch.engine.execution.kernel_checks.recurrent_calls import (
     bytes_per_sequence,
     over_chunks,
 )
-from cbatch.engine.kernels.layer_ops import Addend, Embedding, ExpertWeights, Positions, Router, Routing
+from cbatch.engine.kernels.layer_ops import Addend, Embedding, Positions, Router, Routing
+from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
 from cbatch.engine.models.base import HiddenStates
 from cbatch.engine.models.cuda import CudaModel
@@ -43,6 +44,8 @@ _HEAD_PIECE = 4096
 # Logits are float32: what the kernel before them rounds in another way is all that may differ. On GPUs that are not
 # CUDA's, logits are rounded too, by up to 0.0005 in float16 and 0.004 in bfloat16.
 _HEAD_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+_PRODUCTS = ("expert_linear", "quantized_linear")
 
 _READ_AND_WRITTEN = {"add_and_norm": 0, "gate": 4, "finish_logits": 0}
 """Which argument of an operation is both."""
@@ -70,7 +73,7 @@ class LayerChecks:
             seen[call.name] += 1
             name = call.name + (f" ({seen[call.name]})" if seen[call.name] > 1 else "")
             tolerance = TOLERANCES[model.dtype]
-            if call.name == "expert_linear":
+            if call.name in _PRODUCTS:
                 tolerance = product_tolerance(model.dtype, tolerance)
             error, workload = self._error, self._workload
             if call.name in STATES:
@@ -127,15 +130,14 @@ class LayerChecks:
     def _workload(self, call: LayerCall) -> Workload:
         """The call with so many tokens that the device's memory limits it, or the products of experts."""
         token_bytes = _bytes_per_token(call)
-        tokens = _PRODUCT_TOKENS if call.name == "expert_linear" else max(self.workload_bytes // token_bytes, 1)
+        tokens = _PRODUCT_TOKENS if call.name in _PRODUCTS else max(self.workload_bytes // token_bytes, 1)
         grown = self._grown(call, tokens)
         run = partial(getattr(self.model.ops, call.name), *grown.arguments, **call.keywords)
-        flops = sum(
-            2.0 * len(grown.arguments[3]) * one.weight[0].numel()
-            for one in call.arguments
-            if isinstance(one, ExpertWeights)
-        )
-        return Workload(run, flops=flops) if flops else Workload(run, bytes_read=token_bytes * tokens)
+        if call.name not in _PRODUCTS:
+            return Workload(run, bytes_read=token_bytes * tokens)
+        # Both end with the rows of the result, which are as long as a matrix has columns.
+        out = next(one for one in reversed(grown.arguments) if isinstance(one, Tensor))
+        return Workload(run, flops=2.0 * out.numel() * grown.arguments[0].shape[1])
 
     def _grown(self, call: LayerCall, tokens: int) -> LayerCall:
         """The call with so many tokens instead of the few that were noted, of random numbers."""
@@ -197,6 +199,15 @@ def _error_of_result(found: Tensor, expected: Tensor) -> float:
 class _WideHead(TorchLayerOps):
     """Logits are summed and written in float64."""
 
-    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:
         wide = hidden.double()
-        return torch.cat([linear(wide, piece.double()) for piece in torch.split(lm_head, _HEAD_PIECE)], 1)
+        return torch.cat([linear(wide, piece.double()) for piece in _pieces(lm_head)], 1)
+
+
+def _pieces(matrix: Tensor | QuantizedMatrix) -> Iterator[Tensor]:
+    """Some rows of the head's matrix after the other."""
+    if not isinstance(matrix, QuantizedMatrix):
+        yield from torch.split(matrix, _HEAD_PIECE)
+        return
+    for first in range(0, matrix.columns, _HEAD_PIECE):
+        yield matrix.values(slice(first, first + _HEAD_PIECE))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh
+from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.engine.kernels.cpu.jit import entry, kernel
 from cbatch.engine.kernels.cpu.kv_rounding import SCALE_BYTES, bytes_to_numbers, copy_vector
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
@@ -106,28 +106,29 @@ def _list_packed_panels(kv: PagedKV, head: int, table: Any, token: int, stop: in
 @kernel
 def _compute_scores(kv: PagedKV, query: Rows, rows: int, part: _TilePart, scratch: AttentionWorkspace) -> None:
     """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile."""
-    like, panels, pairs, unpacked = scratch.query, scratch.panels, scratch.pairs, scratch.unpacked
-    pair = 1 if like.itemsize == 4 else 2
-    stride, depth = LANES * pair * like.itemsize, kv.key_dim // pair
+    panels, pairs, unpacked = scratch.panels, scratch.pairs, scratch.unpacked
+    like, itemsize = unpacked[0], unpacked.itemsize
+    pair = 1 if itemsize == 4 else 2
+    stride, depth = LANES * pair * itemsize, kv.key_dim // pair
     for left in range(part.first, part.stop, COLUMNS):
         table = np.int64(panels.ctypes.data) + left // LANES * 8
         if kv.itemsize == 1:
             for i in range(2):
-                pairs[0, i] = np.int64(unpacked.ctypes.data) + i * kv.key_dim * LANES * like.itemsize
+                pairs[0, i] = np.int64(unpacked.ctypes.data) + i * kv.key_dim * LANES * itemsize
                 source = panels[0, left // LANES + i]
-                bytes_to_numbers(like[0, 0], source, kv.key_dim * LANES // _LINE, pairs[0, i])
+                bytes_to_numbers(like, source, kv.key_dim * LANES // _LINE, pairs[0, i])
             table = np.int64(pairs.ctypes.data)
         columns = Panels(table, depth, stride, depth)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             rows_of_query = Rows(query.address + top * query.stride, query.stride)
-            multiply_tile(kv.microkernel, like[0, 0], rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
+            multiply_tile(kv.microkernel, like, rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
 
 
 @kernel
 def _list_values(kv: PagedKV, panel: int, part: _TilePart, scratch: AttentionWorkspace) -> None:
     """Lists the addresses of a panel of values and of the next, of 16 tokens after the other (see `Panels`)."""
-    pairs, panels, itemsize = scratch.pairs, scratch.panels, scratch.weights.itemsize
+    pairs, panels, itemsize = scratch.pairs, scratch.panels, scratch.unpacked.itemsize
     is_last = panel == kv.value_dim // LANES - 1
     width = 0 if is_last else LANES * (LANES if kv.itemsize == 1 else kv.block_size) * kv.itemsize
     for i in range(part.first // LANES, TILE_TOKENS // LANES):
@@ -139,25 +140,24 @@ def _list_values(kv: PagedKV, panel: int, part: _TilePart, scratch: AttentionWor
             for side in range(2):
                 target = unpacked + (2 * i + side) * size
                 if side == 0 or not is_last:
-                    bytes_to_numbers(scratch.weights[0, 0], pairs[i, side], LANES * LANES // _LINE, target)
+                    bytes_to_numbers(scratch.unpacked[0], pairs[i, side], LANES * LANES // _LINE, target)
                 pairs[i, side] = unpacked + 2 * i * size if is_last else target
 
 
 @kernel
 def _accumulate_values(kv: PagedKV, rows: int, part: _TilePart, scratch: AttentionWorkspace, out: Rows) -> None:
     """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
-    weights, pairs = scratch.weights, scratch.pairs
-    itemsize = weights.itemsize
+    weights, pairs, itemsize = scratch.weights, scratch.pairs, scratch.unpacked.itemsize
     pair = 1 if itemsize == 4 else 2
     stride, depth, run = LANES * pair * itemsize, -(-(part.stop - part.first) // pair), LANES // pair
-    weights_stride, first_panel = TILE_TOKENS * itemsize, part.first // LANES
+    weights_stride, first_panel = TILE_TOKENS * weights.itemsize, part.first // LANES
     for panel in range(0, kv.value_dim // LANES, 2):
         _list_values(kv, panel, part, scratch)
         columns = Panels(pairs.ctypes.data + first_panel * 16, run, stride, depth)
         for top in range(0, rows, MAX_ROWS):
-            left = Rows(weights.ctypes.data + top * weights_stride + part.first * itemsize, weights_stride)
+            left = Rows(weights.ctypes.data + top * weights_stride + part.first * weights.itemsize, weights_stride)
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
-            multiply_tile(kv.microkernel, weights[0, 0], left, columns, target, min(MAX_ROWS, rows - top), 1)
+            multiply_tile(kv.microkernel, scratch.unpacked[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
 
 
 @kernel
@@ -408,7 +408,7 @@ def _merge_partials(
 @kernel
 def _copy(source: Any, target: Any) -> None:
     for j in range(len(source)):
-        target[j] = source[j]
+        target[j] = from_float32(to_float32(source[j]), target)
 
 
 @kernel

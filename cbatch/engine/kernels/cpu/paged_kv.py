@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.jit import entry, kernel
-from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
+from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, left_dtype, pad_columns
 from cbatch.engine.kernels.cpu.softmax import TILE_TOKENS
 from cbatch.engine.runtime.batch import RaggedBatch
 from cbatch.engine.runtime.cpu import empty
@@ -324,8 +324,9 @@ class AttentionWorkspace(NamedTuple):
     panels: [threads, 2, TILE_TOKENS / 16] addresses of the panels of keys and of values of a tile
     pairs:  [threads, TILE_TOKENS / 16, 2] addresses of two panels of values each
     positions: [threads, rows] of the query tokens
-    query:  [threads, rows, key_dim]
-    scores, weights: [threads, BLOCK_ROWS, TILE_TOKENS] before and after the softmax
+    query:  [threads, rows, key_dim] of `left_dtype`
+    scores: [threads, BLOCK_ROWS, TILE_TOKENS] before the softmax
+    weights: [threads, BLOCK_ROWS, TILE_TOKENS] after it, of `left_dtype`
     states: [threads, 2, rows, state size] (see `attention`) of the first split and of a later one
     stored: [threads, 16, the larger of key_dim and value_dim] keys or values on their way into the cache
     unpacked: [threads, numbers of two panels: 32 * key_dim or 32 * TILE_TOKENS] made of bytes
@@ -347,6 +348,7 @@ class AttentionWorkspace(NamedTuple):
 def new_attention_workspace(
     threads: int, group: int, key_dim: int, value_dim: int, dtype: np.dtype[Any]
 ) -> AttentionWorkspace:
+    """dtype: of keys and values when they are multiplied"""
     rows, dim = max(_MAX_QUERY_ROWS, group), max(key_dim, value_dim)
     scales = empty((threads, 3, TILE_TOKENS), np.float32)
     scales[:, 2] = 1
@@ -354,9 +356,9 @@ def new_attention_workspace(
         empty((threads, 2, TILE_TOKENS // LANES), np.int64),
         empty((threads, TILE_TOKENS // LANES, 2), np.int64),
         empty((threads, rows), np.int64),
-        empty((threads, rows, key_dim), dtype),
+        empty((threads, rows, key_dim), left_dtype(dtype)),
         empty((threads, BLOCK_ROWS, TILE_TOKENS), np.float32),
-        empty((threads, BLOCK_ROWS, TILE_TOKENS), dtype),
+        empty((threads, BLOCK_ROWS, TILE_TOKENS), left_dtype(dtype)),
         empty((threads, 2, rows, _state_size(value_dim)), np.float32),
         empty((threads, LANES, dim), dtype),
         empty((threads, COLUMNS * max(key_dim, TILE_TOKENS)), dtype),

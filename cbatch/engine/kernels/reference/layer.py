@@ -24,8 +24,12 @@ from cbatch.engine.kernels.layer_ops import (
     ScanHeads,
     multiply_logits,
 )
+from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.reference import recurrence as recurrence_ops
 from cbatch.engine.runtime.kv_cache import as_bytes, as_stored
+
+_COLUMNS_AT_ONCE = 4096
+"""Of a quantized matrix, which become numbers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +126,22 @@ class TorchLayerOps:
             factors = torch.sigmoid(factors) if function == "sigmoid" else functional.softplus(factors)
         target.copy_(factor * factors.repeat_interleave(width, dim=1) * target)
 
-    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
-        return multiply_logits(hidden, lm_head, out)
+    def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
+        for first in range(0, matrix.columns, _COLUMNS_AT_ONCE):
+            columns = slice(first, first + _COLUMNS_AT_ONCE)
+            product = functional.linear(source, matrix.values(columns).to(source.dtype))
+            out[:, columns] = product if bias is None else product + bias[columns]
+
+    def look_up(self, matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
+        out.copy_(matrix.values(ids))
+
+    def logits(self, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:
+        if not isinstance(lm_head, QuantizedMatrix):
+            return multiply_logits(hidden, lm_head, out)
+        if out is None:
+            out = hidden.new_empty(len(hidden), lm_head.columns, dtype=torch.float32)
+        self.quantized_linear(hidden, lm_head, None, out)
+        return out
 
     def finish_logits(self, logits: Tensor, bias: Tensor | None, softcap: float) -> None:
         if bias is not None:
@@ -162,7 +180,7 @@ class TorchLayerOps:
                 continue
             pairs = routing.order[start : start + count]
             rows = source[pairs // top_k] if gathers else source[start : start + count]
-            product = rows @ experts.weight[expert].T
+            product = rows @ _matrix_of(experts, expert).to(rows.dtype).T
             if weighs:
                 product = product * routing.weights.flatten()[pairs, None]
             if experts.bias is not None:
@@ -208,6 +226,12 @@ class TorchLayerOps:
         weight = None if norm.weight is None else norm.weight.view(groups, -1)
         normed = _normed(x.reshape(len(x), groups, -1), norm._replace(weight=weight)).flatten(1)
         out.copy_(normed if gate_first else normed * factor)
+
+
+def _matrix_of(experts: ExpertWeights, number: int) -> Tensor:
+    """[columns, depth] of an expert, as numbers"""
+    weight = experts.weight
+    return weight.expert(number).values(slice(None)) if isinstance(weight, QuantizedMatrix) else weight[number]
 
 
 def store_in_blocks(cache: Tensor, new: Tensor, slots: Tensor, *, heads_first: bool) -> None:

@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.engine.kernels.layer_ops import ExpertWeights, Router, Routing
+from cbatch.engine.kernels.quantized_matrix import KINDS, QuantizedMatrix
 from cbatch.engine.kernels.triton.attention_tile import LAUNCH, power_of_2
 from cbatch.engine.kernels.triton.launch import launch_options
+from cbatch.engine.kernels.triton.quantized import QuantizedTile, arguments, multiply
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 
@@ -168,12 +170,16 @@ class ExpertTile(NamedTuple):
 
 @triton.jit
 def _expert_linear_kernel(
-    source: tl.tensor, matrices: tl.tensor, biases: tl.tensor, weights: tl.tensor, order: tl.tensor,
-    counts: tl.tensor, out: tl.tensor, EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GATHERS: tl.constexpr, WEIGHS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    source: tl.tensor, matrices: tl.tensor, scales: tl.tensor, zeros: tl.tensor, biases: tl.tensor,
+    weights: tl.tensor, order: tl.tensor, counts: tl.tensor, out: tl.tensor, matrix_size: tl.constexpr,
+    scales_size: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GATHERS: tl.constexpr, WEIGHS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr,    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per tile of one expert's rows, and of the columns of its matrix."""
+    """One program per tile of one expert's rows, and of the columns of its matrix.
+
+    KIND, GROUP: of a quantized matrix, whose parts of a round STEP is then; KIND is -1 for numbers
+    """
     tile = tl.program_id(0)
     number = tl.arange(0, TILE)
     count = tl.load(counts + number, mask=number < EXPERTS, other=0)
@@ -192,19 +198,26 @@ def _expert_linear_kernel(
     row = (pair // TOP_K if GATHERS else place).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < COLUMNS
-    step = tl.arange(0, STEP)
-    left = source + row[:, None] * DEPTH + step[None, :]
-    right = matrices + (expert.to(tl.int64) * COLUMNS + column)[:, None] * DEPTH + step[None, :]
     total = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, DEPTH, STEP):
-        if DEPTH % STEP == 0:
-            a = tl.load(left + start, mask=there[:, None], other=0.0)
-            b = tl.load(right + start, mask=inside[:, None], other=0.0)
-        else:
-            within = (start + step < DEPTH)[None, :]
-            a = tl.load(left + start, mask=there[:, None] & within, other=0.0)
-            b = tl.load(right + start, mask=inside[:, None] & within, other=0.0)
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    begin = expert.to(tl.int64)
+    if KIND >= 0:
+        total = multiply(
+            source + row * DEPTH, there, matrices + begin * matrix_size, scales + begin * scales_size,
+            zeros + begin * scales_size, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP,
+        )  # fmt: skip
+    else:
+        step = tl.arange(0, STEP)
+        left = source + row[:, None] * DEPTH + step[None, :]
+        right = matrices + (begin * COLUMNS + column)[:, None] * DEPTH + step[None, :]
+        for start in range(0, DEPTH, STEP):
+            if DEPTH % STEP == 0:
+                a = tl.load(left + start, mask=there[:, None], other=0.0)
+                b = tl.load(right + start, mask=inside[:, None], other=0.0)
+            else:
+                within = (start + step < DEPTH)[None, :]
+                a = tl.load(left + start, mask=there[:, None] & within, other=0.0)
+                b = tl.load(right + start, mask=inside[:, None] & within, other=0.0)
+            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     if WEIGHS:
         total *= tl.load(weights + pair, mask=there, other=0.0)[:, None]
     if HAS_BIAS:
@@ -219,15 +232,20 @@ def expert_linear(
     weighs: bool,
 ) -> None:  # fmt: skip
     """See `LayerOps.expert_linear`. capability: of the chip, 90 for 9.0"""
-    number, columns, depth = experts.weight.shape
-    pairs = len(routing.order)
-    tile = ExpertTile.for_rows(pairs / number, source.dtype, capability)
-    tiles = min(pairs, number) + pairs // tile.rows  # at most: each expert may have one that is not full
-    _expert_linear_kernel[(tiles, -(-columns // tile.columns))](
-        source, experts.weight, source if experts.bias is None else experts.bias, routing.weights, routing.order,
-        routing.counts, out, number, power_of_2(number), routing.weights.shape[1], columns, depth, gathers, weighs,
-        experts.bias is not None, tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-        **LAUNCH,
+    weight, number, pairs = experts.weight, len(routing.counts), len(routing.order)
+    columns = out.shape[1]
+    if isinstance(weight, QuantizedMatrix):
+        rows, width, step, warps, stages = QuantizedTile.for_rows(pairs / number, source.dtype, capability)
+        matrices, sizes, depth = arguments(weight), weight.sizes, weight.depth
+        kind = KINDS.index(weight.kind), weight.group
+    else:
+        rows, width, step, warps, stages = ExpertTile.for_rows(pairs / number, source.dtype, capability)
+        matrices, sizes, depth, kind = (weight, weight, weight), (0, 0), weight.shape[2], (-1, 0)
+    tiles = min(pairs, number) + pairs // rows  # at most: each expert may have one that is not full
+    _expert_linear_kernel[(tiles, -(-columns // width))](
+        source, *matrices, source if experts.bias is None else experts.bias, routing.weights, routing.order,
+        routing.counts, out, *sizes, number, power_of_2(number), routing.weights.shape[1], columns, depth, gathers,
+        weighs, experts.bias is not None, *kind, rows, width, step, num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip
 
 

@@ -27,10 +27,12 @@ from cbatch.engine.kernels.layer_ops import (
     ScanHeads,
     multiply_logits,
 )
+from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.triton import activation as activations
 from cbatch.engine.kernels.triton import experts as mixtures
 from cbatch.engine.kernels.triton import heads as projections
 from cbatch.engine.kernels.triton import norm as norms
+from cbatch.engine.kernels.triton import quantized as products
 from cbatch.engine.kernels.triton.occupancy import device_limits
 from cbatch.engine.kernels.triton.recurrence import convolution as convolutions
 from cbatch.engine.kernels.triton.recurrence import gated_delta as delta_rules
@@ -101,8 +103,19 @@ class TritonLayerOps:
     def gate(self, gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
         activations.gate(gate, width, function, factor, target)
 
-    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
-        return multiply_logits(hidden, lm_head, out)
+    def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
+        products.quantized_linear(source, matrix, bias, out, self.capability)
+
+    def look_up(self, matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
+        products.look_up(matrix, ids, out)
+
+    def logits(self, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:
+        if not isinstance(lm_head, QuantizedMatrix):
+            return multiply_logits(hidden, lm_head, out)
+        if out is None:
+            out = hidden.new_empty(len(hidden), lm_head.columns, dtype=torch.float32)
+        self.quantized_linear(hidden, lm_head, None, out)
+        return out
 
     def finish_logits(self, logits: Tensor, bias: Tensor | None, softcap: float) -> None:
         activations.finish_logits(logits, bias, softcap)

@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.models.formats.matrices import (
-    GroupedMatrix,
-    Rows,
-    StoredMatrix,
-    as_float32,
-    packed_places,
-    unpacked,
-)
+from cbatch.engine.models.formats.matrices import ColumnMatrix, Rows, StoredMatrix, unpacked, unpacked_rows
 from cbatch.engine.models.formats.method import FLOATS, Headers, Settings
 
 _ORDER = np.array((0, 2, 4, 6, 1, 3, 5, 7))
@@ -52,8 +45,7 @@ def matrices(settings: AwqSettings, headers: Headers) -> dict[str, StoredMatrix]
     found: dict[str, StoredMatrix] = {}
     for module in headers.modules(".qweight"):
         depth, words = headers.shape(f"{module}.qweight", ("I32",), 2)
-        group = depth if settings.group == -1 else settings.group
-        groups = -(-depth // group)
+        group, groups = headers.groups(settings.group, depth)
         headers.check(f"{module}.scales", FLOATS, (groups, 8 * words))
         zeros = f"{module}.qzeros"
         if settings.has_zeros or zeros in headers.tensors:
@@ -65,25 +57,19 @@ def matrices(settings: AwqSettings, headers: Headers) -> dict[str, StoredMatrix]
 
 
 @dataclass(frozen=True, eq=False)
-class AwqMatrix(GroupedMatrix):
-    scale: str = ""
-    zero: str = ""
-
+class AwqMatrix(ColumnMatrix):
     def codes(self, rows: Rows) -> NDArray[Any]:
         return self._unpacked(self.name, rows)
-
-    def scales(self, rows: Rows) -> NDArray[np.float32]:
-        return as_float32(self.tensors.take(self.scale, rows, axis=1)).T
 
     def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
         return self._unpacked(self.zero, rows).astype(np.float32) if self.has_zeros else None
 
     @cached_property
     def has_zeros(self) -> bool:
-        return self.zero in self.tensors and bool((unpacked(self.tensors[self.zero].numpy(), 4) != 8).any())
+        return self.zero in self.tensors and bool(
+            (unpacked(self.tensors[self.zero].numpy(), 4) != self.usual_zero).any()
+        )
 
-    def _unpacked(self, name: str, rows: Rows) -> NDArray[np.uint8]:
+    def _unpacked(self, name: str, rows: Rows) -> NDArray[Any]:
         """Integers [rows, depth or groups]."""
-        words, places = packed_places(rows // 8 * 8 + _PLACES[rows % 8], 4)
-        both = unpacked(self.tensors.take(name, words, axis=1).numpy(), 4)
-        return np.ascontiguousarray(both.T[places])
+        return unpacked_rows(self.tensors, name, rows // 8 * 8 + _PLACES[rows % 8], 4, axis=1)

@@ -28,8 +28,8 @@ from cbatch.engine.models.formats.matrices import (
     Rows,
     StoredMatrix,
     as_float32,
-    packed_places,
     unpacked,
+    unpacked_rows,
 )
 from cbatch.engine.models.formats.method import FLOATS, Headers, Settings
 
@@ -114,8 +114,8 @@ def _integers(
     settings: CompressedSettings, headers: Headers, module: str, name: str, rows: int, depth: int, bits: int
 ) -> StoredMatrix:
     scale, zero, order = (f"{module}.weight_{part}" for part in ("scale", "zero_point", "g_idx"))
-    sizes = {depth} | {depth if size == -1 else size for size in settings.groups}
-    shapes: dict[tuple[int, ...], int] = {(rows, -(-depth // size)): size for size in sizes}
+    sizes = [headers.groups(size, depth) for size in (-1, *settings.groups)]
+    shapes: dict[tuple[int, ...], int] = {(rows, count): size for size, count in sizes}
     headers.check(scale, FLOATS, *shapes, (1,), ())
     found = headers.tensors.header(scale).shape
     group = shapes.get(found, depth)
@@ -138,12 +138,9 @@ def _integers(
 
 @dataclass(frozen=True, eq=False)
 class CompressedMatrix(GroupedMatrix):
-    scale: str = ""
-    zero: str = ""
-
     def codes(self, rows: Rows) -> NDArray[Any]:
         numbers = self.tensors.take(self.name, rows).numpy()
-        return numbers if numbers.dtype == np.int8 else self._from_middle(unpacked(numbers, self.bits)[:, : self.depth])
+        return numbers if numbers.dtype == np.int8 else unpacked(numbers, self.bits)[:, : self.depth]
 
     def scales(self, rows: Rows) -> NDArray[np.float32]:
         if len(self.tensors.header(self.scale).shape) < 2:
@@ -155,19 +152,12 @@ class CompressedMatrix(GroupedMatrix):
 
     @cached_property
     def has_zeros(self) -> bool:
-        usual = 8 if self.bits == 4 else 0
-        return self.zero in self.tensors and bool((self._zeros(np.arange(self.rows)) != usual).any())
+        return self.zero in self.tensors and bool((self._zeros(np.arange(self.rows)) != self.usual_zero).any())
 
     def _zeros(self, rows: Rows) -> NDArray[np.float32]:
         header = self.tensors.header(self.zero)
         if header.type == "I32":
-            words, places = packed_places(rows, self.bits)
-            both = unpacked(self.tensors.take(self.zero, words).numpy().T, self.bits)
-            return self._from_middle(both.T[places]).astype(np.float32)
+            return unpacked_rows(self.tensors, self.zero, rows, self.bits, axis=0).astype(np.float32)
         given = self.tensors[self.zero].numpy().reshape(1, 1) if len(header.shape) < 2 else None
         zeros = np.repeat(given, len(rows), 0) if given is not None else self.tensors.take(self.zero, rows).numpy()
-        return zeros.astype(np.float32) + (8 if self.bits == 4 else 0)
-
-    def _from_middle(self, codes: NDArray[np.uint8]) -> NDArray[Any]:
-        """Integers as `GroupedMatrix` has them: those of 8 bits are from -128."""
-        return codes if self.bits == 4 else (codes ^ 128).view(np.int8)
+        return zeros.astype(np.float32) + self.usual_zero

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cbatch.engine.base.errors import ConfigError, ModelError
+from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.quantization import STORED, Quantization
 from cbatch.engine.base.units import format_bytes
-from cbatch.engine.models.dtypes import choose_dtype
+from cbatch.engine.models.dtypes import choose_dtype, choose_formats
 from cbatch.engine.models.formats.gguf_blocks import BF16, F16, FLOATS, block_name
 from cbatch.engine.models.formats.gguf_config import Config, read_config
 from cbatch.engine.models.formats.gguf_file import GgufFile, read_gguf
 from cbatch.engine.models.formats.gguf_names import sources_of
 from cbatch.engine.models.formats.gguf_weights import GgufWeights, bits_per_weight, rounded_types
+from cbatch.engine.models.formats.integers import tell_rounded
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program
 from cbatch.engine.runtime.device import is_accelerator
@@ -29,6 +30,7 @@ from cbatch.engine.text.gguf_tokenizer import end_ids, tokenizer_of
 
 if TYPE_CHECKING:
     from cbatch.engine.models.cpu import CpuModel
+    from cbatch.engine.models.cuda import CudaModel
     from cbatch.engine.models.weight_cache import WeightCache
 
 _log = logging.getLogger("cbatch")
@@ -89,30 +91,32 @@ class GgufModel:
         quantize: Quantization | None,
         activations: str,
         weight_cache: WeightCache | None,
-    ) -> CpuModel:
+    ) -> CpuModel | CudaModel:
         """The model, ready to run. Raises ModelError or ConfigError if it cannot be.
 
-        dtype:       auto, or by name. In bfloat16, matrices keep the integers of the file; else they become numbers
+        dtype:       auto, or by name. On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the file; else
+                     they become numbers
         quantize:    round matrices anew, whatever the file has
         activations: how rows are rounded that are multiplied with integers; see `Quantization`
         """
-        from cbatch.engine.models.cpu import CpuModel
-        from cbatch.engine.models.packing import packed_weights
-
-        source = self._file.paths[0]
-        if is_accelerator(device):
-            raise ModelError(f"Cannot load {source} on {device}: models of GGUF files run on the CPU, by --device cpu.")
-        keeps = quantize is not None or (self.is_quantized and dtype in ("auto", "bfloat16"))
-        number = torch.bfloat16 if keeps and dtype == "auto" else choose_dtype(dtype, self.dtype, device)
-        if keeps and number != torch.bfloat16:
-            raise ConfigError(f"{source} can be quantized with --dtype bfloat16 only.")
-        if keeps and quantize is None:
-            quantize = Quantization(STORED, activations)
-        files = self._file.paths
-        shared = packed_weights(weight_cache, self.fingerprint, files, number, quantize) if weight_cache else None
+        source, on_device = self._file.paths[0], is_accelerator(device)
+        if on_device:
+            number = choose_dtype(dtype, self.dtype, device)
+            if quantize is None and self.is_quantized:
+                quantize = Quantization(STORED, activations)
+        else:
+            number, quantize = choose_formats(
+                dtype, self.dtype, quantize, activations=activations, is_quantized=self.is_quantized
+            )
+        model: CpuModel | CudaModel
         try:
-            model = CpuModel(self.config, self._weights, number, quantize=quantize, shared=shared)
-        except UnsupportedConfig as error:
+            if on_device:
+                from cbatch.engine.models.cuda import CudaModel
+
+                model = CudaModel(self.config, self._weights, number, device, quantize=quantize)
+            else:
+                model = self._on_cpu(number, quantize, weight_cache)
+        except (UnsupportedConfig, ImportError) as error:
             raise ModelError(f"Cannot load {source}: {error}.") from error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -122,22 +126,26 @@ class GgufModel:
         self._tell(model, quantize)
         return model
 
-    def _tell(self, model: CpuModel, quantize: Quantization | None) -> None:
+    def _on_cpu(self, dtype: torch.dtype, quantize: Quantization | None, weight_cache: WeightCache | None) -> CpuModel:
+        from cbatch.engine.models.cpu import CpuModel
+        from cbatch.engine.models.packing import packed_weights
+
+        files = self._file.paths
+        shared = packed_weights(weight_cache, self.fingerprint, files, dtype, quantize) if weight_cache else None
+        return CpuModel(self.config, self._weights, dtype, quantize=quantize, shared=shared)
+
+    def _tell(self, model: CpuModel | CudaModel, quantize: Quantization | None) -> None:
         """Says what has become of formats that no kernel reads."""
         if not self.is_quantized or (quantize is not None and not quantize.keeps_stored):
             return
-        memory = format_bytes(model.weight_bytes)
         if quantize is None:
             _log.warning(
                 "The weights of the GGUF file, %.2f bits each, are kept in %s, and take %s.",
-                bits_per_weight(self._file), str(model.dtype).removeprefix("torch."), memory,
+                bits_per_weight(self._file), str(model.dtype).removeprefix("torch."),
+                format_bytes(model.weight_bytes),
             )  # fmt: skip
         elif rounded := rounded_types(self._file):
-            names = ", ".join(sorted(map(block_name, rounded)))
-            _log.warning(
-                "Matrices in %s are rounded to int8 in groups of 32, 8.5 bits a number; all weights take %s, and %s in "
-                "the file.", names, memory, format_bytes(self._size),
-            )  # fmt: skip
+            tell_rounded(map(block_name, rounded), model.weight_bytes, self._size, "the file")
 
     @property
     def _size(self) -> int:

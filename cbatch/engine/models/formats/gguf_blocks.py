@@ -2,14 +2,15 @@
 
 | in the file | bits | packed as | bits | what is lost |
 |---|---:|---|---:|---|
-| Q8_0, Q5_0, IQ4_NL, MXFP4 | 8.5, 5.5, 4.5, 4.25 | int8 | 8.5 | nothing |
+| Q8_0, Q5_0 | 8.5, 5.5 | int8 | 8.5 | nothing |
 | Q4_0 | 4.5 | int4 | 4.5 | nothing |
+| MXFP4 | 4.25 | mxfp4 | 4.5 | nothing |
+| IQ4_NL | 4.5 | iq4_nl | 4.5 | nothing |
+| IQ4_XS | 4.25 | iq4_nl | 4.5 | scales are rounded to float16 |
 | Q4_1, Q4_K | 5, 4.5 | int4_zeros | 5 | scales and zero points are rounded to float16 |
-| IQ4_XS | 4.25 | int8 | 8.5 | scales are rounded to float16 |
 | all others with fewer than 8.5 bits | | int8 | 8.5 | numbers are rounded to 8 bits, in groups of 32 |
 
-The smallest scales of MXFP4, below 2**-24, become 0: float16 has none that are smaller. Numbers of all formats are
-those of the `gguf` package, which is llama.cpp's own.
+Numbers of all formats are those of the `gguf` package, which is llama.cpp's own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.kernels.cpu.matmul import formats as packed
 from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8
-from cbatch.engine.models.formats.integers import Integers
+from cbatch.engine.models.formats.integers import Integers, as_half
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, IQ4_NL, IQ4_XS, BF16, MXFP4 = 0, 1, 2, 3, 6, 8, 12, 20, 23, 30, 39
 
@@ -43,10 +45,6 @@ BLOCKS = {kind: (numbers, size) for kind, (_, numbers, size) in _TYPES.items()}
 
 FLOATS = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 """Formats that hold numbers as they are."""
-
-_IQ4_LEVELS = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
-_MXFP4_LEVELS = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
-"""Twice the numbers that MXFP4 has, which are halves."""
 
 _LARGEST_ZERO = 2.0**15
 
@@ -126,12 +124,12 @@ def _q5_0(blocks: Blocks) -> Integers:
 
 
 def _iq4_nl(blocks: Blocks) -> Integers:
-    return Integers(_flat(_IQ4_LEVELS[_nibbles(blocks, 2)]), _halves(blocks, 0))
+    return Integers(_flat(_nibbles(blocks, 2)), _halves(blocks, 0))
 
 
 def _mxfp4(blocks: Blocks) -> Integers:
     scales = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128)
-    return Integers(_flat(_MXFP4_LEVELS[_nibbles(blocks, 1)]), _as_half(scales))
+    return Integers(_flat(_nibbles(blocks, 1)), scales)
 
 
 def _iq4_xs(blocks: Blocks) -> Integers:
@@ -142,7 +140,7 @@ def _iq4_xs(blocks: Blocks) -> Integers:
     steps = (low | (high & 3).astype(np.uint8) << 4).astype(np.int8) - 32
     groups = blocks[..., 8:].reshape(len(blocks), -1, GROUP // 2)
     scales = _halves(blocks, 0)[..., None] * steps
-    return Integers(_flat(_IQ4_LEVELS[_nibbles(groups, 0)]), _as_half(_flat(scales)))
+    return Integers(_flat(_nibbles(groups, 0)), as_half(_flat(scales)))
 
 
 def _q4_k(blocks: Blocks) -> Integers:
@@ -161,24 +159,20 @@ def _with_minimum(numbers: NDArray[np.uint8], scales: NDArray[np.float32], minim
 
     A group whose zero point would be too large has one number only, as far as float16 tells: -minimum * (0 - 1).
     """
-    scales = _as_half(scales)
+    scales = as_half(scales)
     zeros = -minima / scales
     is_flat = ~(np.abs(zeros) <= _LARGEST_ZERO) & (minima != 0)
     zeros = np.where(is_flat, 1, np.where(scales == 0, 0, zeros))
     scales = np.where(is_flat, -minima, scales)
-    return Integers(_flat(np.where(is_flat[..., None], 0, numbers)), _as_half(scales), _as_half(zeros))
-
-
-def _as_half(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    return numbers.astype(np.float16).astype(np.float32)
+    return Integers(_flat(np.where(is_flat[..., None], 0, numbers)), as_half(scales), as_half(zeros))
 
 
 _READERS: dict[int, tuple[int, Callable[[Blocks], Integers]]] = {
     Q8_0: (INT8, _q8_0),
     Q5_0: (INT8, _q5_0),
-    IQ4_NL: (INT8, _iq4_nl),
-    IQ4_XS: (INT8, _iq4_xs),
-    MXFP4: (INT8, _mxfp4),
+    IQ4_NL: (packed.IQ4_NL, _iq4_nl),
+    IQ4_XS: (packed.IQ4_NL, _iq4_xs),
+    MXFP4: (packed.MXFP4, _mxfp4),
     Q4_0: (INT4, _q4_0),
     Q4_1: (INT4_ZEROS, _q4_1),
     Q4_K: (INT4_ZEROS, _q4_k),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.kernels.cpu.matmul.formats import GROUP
 from cbatch.engine.models.formats.gguf_blocks import integers_of, is_exact, packed_format, values_of
 from cbatch.engine.models.formats.gguf_file import GgufFile, GgufTensor
 from cbatch.engine.models.formats.integers import Integers, common_format, rounded
@@ -27,20 +27,39 @@ _BYTES_BETWEEN_DROPS = 2**24
 class Source:
     """Where a weight comes from.
 
-    tensors: names in the file; of several, rows take turns, or the numbers of each row if they are not matrices
+    tensors: names in the file; the rows of several follow each other, in each matrix if they hold one for each expert
     shape:   as transformers has it, if it differs
     is_transposed: transformers has the matrices as [depth, columns]
     expert:  of tensors that hold the matrices of all experts, the one that is meant
-    order:   of the rows in the file: row i of the weight is row order[i]
+    rows:    their order in the file: row i of each matrix is row rows[i] there, and number i of a vector number rows[i]
+    columns: the same for the columns of matrices
     offset:  added to each number
+    combine: makes the weight of whole tensors, as numbers; nothing else is done then
     """
 
     tensors: tuple[str, ...]
     shape: tuple[int, ...] | None = None
     is_transposed: bool = False
     expert: int | None = None
-    order: Tensor | None = None
+    rows: Tensor | None = None
+    columns: Tensor | None = None
     offset: float = 0.0
+    combine: Callable[[Sequence[Tensor]], Tensor] | None = None
+
+    @property
+    def are_vectors(self) -> bool:
+        """Whether numbers follow each other, where matrices have rows."""
+        return self.tensors[0].endswith(".bias")
+
+    @property
+    def group_order(self) -> NDArray[np.int64] | None:
+        """The order of groups of numbers that have one scale; None if columns of one group go to several."""
+        if self.columns is None or len(self.columns) % GROUP:
+            return None
+        groups: NDArray[np.int64] = self.columns.numpy().reshape(-1, GROUP)
+        starts = groups[:, :1]
+        is_whole = (starts % GROUP == 0).all() and (groups == starts + np.arange(GROUP)).all()
+        return starts[:, 0] // GROUP if is_whole else None
 
 
 class GgufWeights(StoredWeights):
@@ -59,10 +78,13 @@ class GgufWeights(StoredWeights):
 
     def __getitem__(self, name: str) -> Tensor:
         source, shape = self._sources[name], self.shape(name)
-        if len(shape) == 1 or (len(source.tensors) > 1 and not source.is_transposed):
+        if source.combine is not None:
+            parts = [values_of(tensor.type, tensor.data).view(tensor.shape) for tensor in self._tensors(source)]
+            return source.combine(parts).view(shape)
+        if len(shape) == 1 or source.are_vectors:
             return self._vector(source).view(shape)
         stored = shape if not source.is_transposed else (*shape[:-2], shape[-1], shape[-2])
-        count = math.prod(stored[:-1]) if source.shape is None or source.is_transposed else self._num_rows(source)
+        count = sum(self._rows_each(source)) * (1 if source.expert is not None else self._num_matrices(source))
         numbers = self._values(source, None, np.arange(count)).view(stored)
         return numbers.transpose(-1, -2) if source.is_transposed else numbers
 
@@ -88,8 +110,9 @@ class GgufWeights(StoredWeights):
         for weight in weights:
             source = self._sources[weight.name]
             is_changed = (weight.factor, weight.offset, source.offset) != (1, 0, 0)
+            is_split = source.columns is not None and source.group_order is None
             for tensor in self._tensors(source):
-                keeps = self._is_row_wise(weight, source) and not is_changed and len(tensor.shape) > 1
+                keeps = self._is_row_wise(weight, source) and not (is_changed or is_split) and len(tensor.shape) > 1
                 formats.add(packed_format(tensor.type) if keeps else None)
         return common_format(formats)
 
@@ -103,13 +126,20 @@ class GgufWeights(StoredWeights):
     def _tensors(self, source: Source) -> list[GgufTensor]:
         return [self._file.tensors[name] for name in source.tensors]
 
-    def _num_rows(self, source: Source) -> int:
-        return sum(len(tensor.data) for tensor in self._tensors(source))
+    def _num_matrices(self, source: Source) -> int:
+        """In each of its tensors."""
+        shape = self._tensors(source)[0].shape
+        return shape[0] if len(shape) > 2 else 1
+
+    def _rows_each(self, source: Source) -> list[int]:
+        """Of one matrix, those from each tensor."""
+        return [len(tensor.data) // self._num_matrices(source) for tensor in self._tensors(source)]
 
     @staticmethod
     def _is_row_wise(weight: Weight, source: Source) -> bool:
         """Whether rows of the loaded weight are rows of the file."""
-        return weight.transpose == source.is_transposed and not weight.is_flat and weight.function is None
+        is_same = weight.transpose == source.is_transposed and source.combine is None
+        return is_same and not weight.is_flat and weight.function is None
 
     @staticmethod
     def _chosen(weight: Weight, first: int, stop: int) -> NDArray[np.int64]:
@@ -123,16 +153,16 @@ class GgufWeights(StoredWeights):
 
         index: of a tensor that holds several matrices; None: rows are those of all
         """
-        tensors = self._tensors(source)
-        if source.order is not None:
-            rows = source.order.numpy()[rows]
+        tensors, counts = self._tensors(source), self._rows_each(source)
+        matrices, rows = np.divmod(rows, sum(counts))
+        if source.rows is not None:
+            rows = source.rows.numpy()[rows]
         if index is None:
             index = source.expert
-        if index is not None:
-            rows = rows + index * (self._num_rows(source) // tensors[0].shape[0])
-        for number, tensor in enumerate(tensors):
-            mine = np.flatnonzero(rows % len(tensors) == number) if len(tensors) > 1 else None
-            chosen = rows // len(tensors)
+        matrices = matrices if index is None else matrices + index
+        for tensor, count, start in zip(tensors, counts, np.cumsum([0, *counts[:-1]]), strict=True):
+            mine = np.flatnonzero((rows >= start) & (rows < start + count)) if len(tensors) > 1 else None
+            chosen = matrices * count + rows - start
             chosen = chosen if mine is None else chosen[mine]
             if not len(chosen):
                 continue
@@ -146,11 +176,11 @@ class GgufWeights(StoredWeights):
             yield (slice(None) if mine is None else mine), tensor.type, data  # type: ignore[misc]
 
     def _vector(self, source: Source) -> Tensor:
-        """A tensor of one dimension, or several whose numbers take turns."""
-        parts = [values_of(tensor.type, tensor.data) for tensor in self._tensors(source)]
+        """Tensors of one dimension, or one for each expert."""
+        parts = [values_of(tensor.type, tensor.data).view(tensor.shape) for tensor in self._tensors(source)]
         parts = [part if source.expert is None else part[source.expert] for part in parts]
-        numbers = torch.stack(parts, dim=-1).flatten() if len(parts) > 1 else parts[0].flatten()
-        numbers = numbers if source.order is None else numbers[source.order]
+        numbers = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        numbers = numbers if source.rows is None else numbers[..., source.rows]
         return numbers if source.offset == 0 else numbers.float() + source.offset
 
     def _values(self, source: Source, index: int | None, rows: NDArray[np.int64]) -> Tensor:
@@ -161,6 +191,7 @@ class GgufWeights(StoredWeights):
             numbers = torch.empty((len(rows), pieces[0][1].shape[1]))
             for place, part in pieces:
                 numbers[place] = part.float()
+        numbers = numbers if source.columns is None else numbers[:, source.columns]
         return numbers if source.offset == 0 else numbers.float() + source.offset
 
     def _integers(self, source: Source, index: int | None, rows: NDArray[np.int64], format: int) -> Integers:
@@ -169,13 +200,22 @@ class GgufWeights(StoredWeights):
             for place, kind, data in self._pieces(source, index, rows)
         ]
         if len(pieces) == 1:
-            return pieces[0][1]
+            return _in_order(pieces[0][1], source)
         whole = [None if part is None else np.empty((len(rows), part.shape[1]), part.dtype) for part in pieces[0][1]]
         for place, integers in pieces:
             for target, part in zip(whole, integers, strict=True):
                 if target is not None:
                     target[place] = part
-        return Integers(*whole)  # type: ignore[arg-type]
+        return _in_order(Integers(*whole), source)  # type: ignore[arg-type]
+
+
+def _in_order(integers: Integers, source: Source) -> Integers:
+    """With the columns that a weight has. Groups move as they are."""
+    if source.columns is None:
+        return integers
+    numbers, scales, zeros = integers
+    groups = source.group_order
+    return Integers(numbers[:, source.columns.numpy()], scales[:, groups], None if zeros is None else zeros[:, groups])
 
 
 def bits_per_weight(file: GgufFile) -> float:

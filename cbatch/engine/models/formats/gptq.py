@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.models.formats.matrices import (
-    GroupedMatrix,
-    Rows,
-    StoredMatrix,
-    as_float32,
-    packed_places,
-    unpacked,
-)
+from cbatch.engine.models.formats.matrices import ColumnMatrix, Rows, StoredMatrix, unpacked, unpacked_rows
 from cbatch.engine.models.formats.method import FLOATS, Headers, Settings
 
 _OF_MAKERS = (
@@ -63,8 +56,7 @@ def matrices(settings: GptqSettings, headers: Headers) -> dict[str, StoredMatrix
     for module in headers.modules(".qweight"):
         words, rows = headers.shape(f"{module}.qweight", ("I32",), 2)
         depth = each * words
-        group = depth if settings.group == -1 else settings.group
-        groups = -(-depth // group)
+        group, groups = headers.groups(settings.group, depth)
         headers.check(f"{module}.scales", FLOATS, (groups, rows))
         headers.check(f"{module}.qzeros", ("I32",), (groups, -(-rows // each)))
         order = None
@@ -79,32 +71,20 @@ def matrices(settings: GptqSettings, headers: Headers) -> dict[str, StoredMatrix
 
 
 @dataclass(frozen=True, eq=False)
-class GptqMatrix(GroupedMatrix):
+class GptqMatrix(ColumnMatrix):
     """shift: what has been subtracted from zero points"""
 
-    scale: str = ""
-    zero: str = ""
     shift: int = 0
 
     def codes(self, rows: Rows) -> NDArray[Any]:
-        words = self.tensors.take(self.name, rows, axis=1).numpy()
-        return self._from_middle(unpacked(words.T, self.bits))
-
-    def scales(self, rows: Rows) -> NDArray[np.float32]:
-        return as_float32(self.tensors.take(self.scale, rows, axis=1)).T
+        return unpacked(self.tensors.take(self.name, rows, axis=1).numpy().T, self.bits)
 
     def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
         if not self.has_zeros:
             return None
-        words, places = packed_places(rows, self.bits)
-        both = unpacked(self.tensors.take(self.zero, words, axis=1).numpy(), self.bits)
-        return both.T[places].astype(np.float32) + (self.shift - (128 if self.bits == 8 else 0))
+        return unpacked_rows(self.tensors, self.zero, rows, self.bits, axis=1).astype(np.float32) + self.shift
 
     @cached_property
     def has_zeros(self) -> bool:
         zeros = unpacked(self.tensors[self.zero].numpy(), self.bits)[:, : self.rows]
-        return bool((zeros != 2 ** (self.bits - 1) - self.shift).any())
-
-    def _from_middle(self, codes: NDArray[np.uint8]) -> NDArray[Any]:
-        """Integers as `GroupedMatrix` has them: those of 8 bits are from -128."""
-        return codes if self.bits == 4 else (codes ^ 128).view(np.int8)
+        return bool((zeros != self.usual_zero - self.shift).any())

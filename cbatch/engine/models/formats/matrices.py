@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8
-from cbatch.engine.models.formats.integers import Integers, rounded
+from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.engine.models.formats.integers import Integers, as_half, rounded
 from cbatch.engine.models.tensor_files import Tensors
 
 Rows = NDArray[np.int64]
@@ -89,13 +89,29 @@ class FloatMatrix(StoredMatrix):
     def is_exact(self) -> bool:
         return False
 
+    @property
+    def group(self) -> int | None:
+        """How many numbers of a row share a scale; None if that is no multiple of 32."""
+        is_whole = self.block[1] >= self.depth or self.tensors.header(self.scale).shape in ((), (1,))
+        size = -(-self.depth // GROUP) * GROUP if is_whole else self.block[1]
+        return None if size % GROUP else size
+
     def values(self, rows: Rows) -> Tensor:
-        numbers = self.tensors.take(self.name, rows).float()
+        numbers, scales = self.tensors.take(self.name, rows).float(), self.scales(rows)
+        if scales.shape[1] == 1:
+            return numbers * scales
+        return numbers * scales.repeat_interleave(self.block[1], dim=1)[:, : self.depth]
+
+    def codes(self, rows: Rows) -> Tensor:
+        """Bytes [rows, depth]."""
+        return self.tensors.take(self.name, rows).view(torch.uint8)
+
+    def scales(self, rows: Rows) -> Tensor:
+        """[rows, columns of blocks] float32"""
         scales = self.tensors[self.scale].float()
         if scales.numel() == 1:
-            return numbers * scales.reshape(())
-        scales = scales.view(len(scales), -1)[torch.from_numpy(rows) // self.block[0]]
-        return numbers * scales.repeat_interleave(self.block[1], dim=1)[:, : self.depth]
+            return scales.reshape(1, 1).expand(len(rows), 1)
+        return scales.view(len(scales), -1)[torch.from_numpy(rows) // self.block[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +121,14 @@ class GroupedMatrix(StoredMatrix):
     bits:   4: integers from 0 to 15; 8: from -128 to 127
     group:  numbers of a row that share scale and zero point, one after the other unless `order` says otherwise
     order:  [depth] group of each number of a row; None if they lie in turn
+    scale, zero: names of the scales and of the zero points, which need not be there
     """
 
     bits: int = 4
     group: int = GROUP
     order: Rows | None = None
+    scale: str = ""
+    zero: str = ""
 
     @abstractmethod
     def codes(self, rows: Rows) -> NDArray[Any]:
@@ -121,12 +140,17 @@ class GroupedMatrix(StoredMatrix):
 
     @abstractmethod
     def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
-        """Zero points [rows, groups]; None if all are 8 for 4 bits, and 0 for 8 bits."""
+        """Zero points [rows, groups]; None if all are the usual one."""
 
     @property
     @abstractmethod
     def has_zeros(self) -> bool:
-        """Whether some zero points are not the usual ones."""
+        """Whether some zero points are not the usual one."""
+
+    @property
+    def usual_zero(self) -> int:
+        """The zero point in the middle of the integers."""
+        return 8 if self.bits == 4 else 0
 
     @property
     def label(self) -> str:
@@ -152,7 +176,7 @@ class GroupedMatrix(StoredMatrix):
     def values(self, rows: Rows) -> Tensor:
         groups = np.arange(self.depth) // self.group if self.order is None else self.order
         zeros = self.zeros(rows)
-        zero: Any = zeros[:, groups] if zeros is not None else 8 if self.bits == 4 else 0
+        zero: Any = self.usual_zero if zeros is None else zeros[:, groups]
         with np.errstate(all="ignore"):  # a damaged file may have any scale
             return torch.from_numpy(self.scales(rows)[:, groups] * (self.codes(rows).astype(np.float32) - zero))
 
@@ -161,21 +185,38 @@ class GroupedMatrix(StoredMatrix):
             return super().integers(rows)
         groups = np.arange(0, self.depth, GROUP) // self.group
         zeros = self.zeros(rows) if self.format == INT4_ZEROS else None
-        return Integers(self.codes(rows), self.scales(rows)[:, groups], None if zeros is None else zeros[:, groups])
+        scales = self.scales(rows)
+        if self.format != MXFP4:
+            scales = as_half(scales)
+        return Integers(self.codes(rows), scales[:, groups], None if zeros is None else zeros[:, groups])
 
 
-def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
-    """Integers [..., numbers] of 4 or 8 bits, of words [..., words], whose lowest bits come first."""
+@dataclass(frozen=True, eq=False)
+class ColumnMatrix(GroupedMatrix):
+    """A matrix whose rows are columns of the tensors in the files."""
+
+    def scales(self, rows: Rows) -> NDArray[np.float32]:
+        return as_float32(self.tensors.take(self.scale, rows, axis=1)).T
+
+
+def unpacked(words: NDArray[Any], bits: int) -> NDArray[Any]:
+    """Integers [..., numbers] as `GroupedMatrix` has them, of words [..., words], whose lowest bits come first.
+
+    In the words, those of 8 bits are from 0.
+    """
     each = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
-        return each
+        return (each ^ 128).view(np.int8)
     return np.stack([each & 15, each >> 4], axis=-1).reshape(*each.shape[:-1], -1)
 
 
-def packed_places(rows: Rows, bits: int) -> tuple[Rows, Rows]:
-    """The words that hold rows which are packed, each word once; and where the rows are among what those hold."""
-    words, place = np.unique(rows * bits // 32, return_inverse=True)
-    return words, place * (32 // bits) + rows % (32 // bits)
+def unpacked_rows(tensors: Tensors, name: str, rows: Rows, bits: int, axis: int) -> NDArray[Any]:
+    """Integers [rows, others] of rows that lie several to a word of 32 bits, along an axis of a tensor."""
+    each = 32 // bits
+    words, place = np.unique(rows // each, return_inverse=True)  # each word once
+    taken = tensors.take(name, words, axis=axis).numpy()
+    both = unpacked(taken if axis == 1 else taken.T, bits)
+    return np.ascontiguousarray(both.T[place * each + rows % each])
 
 
 def as_float32(tensor: Tensor) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.tensor_files import TensorHeader, Tensors
 
 FLOATS = ("F16", "BF16", "F32")
-"""Types of scales."""
+"""Types of what is not quantized, scales among it."""
 
 
 class UnreadQuantization(UnsupportedConfig):
@@ -108,9 +108,16 @@ class Headers:
             (): (rows, depth), (1,): (rows, depth), (1, 1): (rows, depth), (rows,): (1, depth), (rows, 1): (1, depth)
         }  # fmt: skip
         if blocks:
-            shapes |= {(-(-rows // high), -(-depth // wide)): (high, wide) for high, wide in blocks}
+            sizes = {(min(high, rows), min(wide, depth)) for high, wide in blocks}
+            shapes |= {(-(-rows // high), -(-depth // wide)): (high, wide) for high, wide in sizes}
         self.check(name, (*FLOATS, "F8_E8M0"), *shapes)
         return shapes[self.tensors.header(name).shape]
+
+    @staticmethod
+    def groups(size: int, depth: int) -> tuple[int, int]:
+        """Numbers of a row that share a scale, and how many such groups it has. size: of the settings"""
+        group = depth if size == -1 else min(size, depth)
+        return group, -(-depth // group)
 
     def is_nonzero(self, name: str) -> bool:
         """Whether a tensor has numbers other than 0."""

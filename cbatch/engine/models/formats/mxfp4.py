@@ -1,7 +1,7 @@
 """MXFP4 as GPT-OSS has it, for the matrices of experts (https://www.opencompute.org, Microscaling Formats 1.0).
 
 `*_blocks` [experts, rows, groups, 16] uint8 has 32 numbers of a row in 16 bytes, of which each has two, that of its low
-bits first. `*_scales` [experts, rows, groups] uint8 are exponents of 2, plus 127. Twice a number is an integer.
+bits first. `*_scales` [experts, rows, groups] uint8 are exponents of 2, plus 127.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from cbatch.engine.kernels.cpu.matmul.formats import GROUP
-from cbatch.engine.models.formats.matrices import GroupedMatrix, Rows, StoredMatrix
+from cbatch.engine.kernels.cpu.matmul.formats import GROUP, MXFP4
+from cbatch.engine.models.formats.matrices import GroupedMatrix, Rows, StoredMatrix, unpacked
 from cbatch.engine.models.formats.method import Headers, Settings
-
-_LEVELS = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
-"""Twice the numbers that MXFP4 has, which are halves."""
 
 
 def read_settings(settings: Settings) -> None:
@@ -35,26 +34,31 @@ def matrices(_: None, headers: Headers) -> dict[str, StoredMatrix]:
         headers.check(blocks, ("U8",), (experts, rows, groups, GROUP // 2))
         headers.check(scale, ("U8",), (experts, rows, groups))
         found[module] = Mxfp4Matrix(
-            headers.tensors, blocks, rows, GROUP * groups, experts, is_transposed=True, bits=8, scale=scale
+            headers.tensors, blocks, rows, GROUP * groups, experts, is_transposed=True, scale=scale
         )
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Mxfp4Matrix(GroupedMatrix):
-    scale: str = ""
-
     @property
     def label(self) -> str:
         return "MXFP4"
 
     @property
+    def format(self) -> int:
+        return MXFP4
+
+    @property
     def has_zeros(self) -> bool:
         return False
 
+    def values(self, rows: Rows) -> Tensor:
+        return torch.from_numpy(self.integers(rows).values(MXFP4))
+
     def codes(self, rows: Rows) -> NDArray[Any]:
-        blocks = self._taken(self.name, rows)
-        return _LEVELS[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(len(rows), -1)
+        """Places of levels."""
+        return unpacked(self._taken(self.name, rows), 4)
 
     def scales(self, rows: Rows) -> NDArray[np.float32]:
         exponents = self._taken(self.scale, rows).astype(np.int32) - 128

@@ -17,9 +17,9 @@ from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.formats import awq, compressed_tensors, fp8, gptq, mxfp4
-from cbatch.engine.models.formats.integers import Integers, common_format, rounded
-from cbatch.engine.models.formats.matrices import Rows, StoredMatrix
-from cbatch.engine.models.formats.method import Headers, Settings, UnreadQuantization
+from cbatch.engine.models.formats.integers import Integers, common_format, rounded, tell_rounded
+from cbatch.engine.models.formats.matrices import FloatMatrix, Rows, StoredMatrix
+from cbatch.engine.models.formats.method import FLOATS, Headers, Settings, UnreadQuantization
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import resolved
 from cbatch.engine.models.programs.program import Program, Weight
@@ -110,13 +110,17 @@ class QuantizedWeights(StoredWeights):
         renamed = resolved(program, cast(Any, sources))
         if any(name.endswith(".experts.gate_up_proj") for name in renamed.keys() - program.shapes.keys()):
             raise UnsupportedConfig("its experts lie in one tensor beside quantized weights")
-        found: dict[str, StoredMatrix | str] = {name: cast(Any, renamed[name]) for name in renamed}
+        found = cast(Mapping[str, StoredMatrix | str], renamed)
         self._sources = {name: source for name, source in found.items() if not self._is_no_bias(name, found, program)}
         self._matrices = {
             name: source
             for name, source in found.items()
             if name in program.shapes and isinstance(source, StoredMatrix)
         }
+        for name in program.shapes.keys() & self._sources.keys() - self._matrices.keys():
+            stored = cast(str, self._sources[name])
+            if (header := tensors.header(stored)).type not in FLOATS:
+                raise ModelError(f"Cannot load {tensors.folder}: {stored} is {header}, which is not quantized.")
         for name, matrix in self._matrices.items():
             if matrix.shape != program.shapes[name]:
                 raise ModelError(
@@ -151,7 +155,7 @@ class QuantizedWeights(StoredWeights):
     def description(self) -> str:
         """The formats in the files, for people."""
         counts = Counter(source.label for source in self._matrices.values())
-        formats = ", ".join(f"{count} {label}" for label, count in counts.most_common())
+        formats = ", ".join(f"{count} of {label}" for label, count in counts.most_common())
         numbers = sum(int(np.prod(self.shape(name), dtype=np.int64)) for name in self._sources)
         bits = 8 * self._tensors.num_bytes / max(1, numbers)
         return f"{self._method} with {bits:.2f} bits a weight (matrices: {formats or 'none'})"
@@ -174,26 +178,45 @@ class QuantizedWeights(StoredWeights):
             formats.append(None if matrix is None or (weight.factor, weight.offset) != (1, 0) else matrix.format)
         return common_format(formats)
 
+    def float8_group(self, weights: Iterable[Weight]) -> int | None:
+        groups = set()
+        for weight in weights:
+            matrix = self._row_wise(weight)
+            is_kept = isinstance(matrix, FloatMatrix) and (weight.factor, weight.offset) == (1, 0)
+            groups.add(matrix.group if is_kept and isinstance(matrix, FloatMatrix) else None)
+        return groups.pop() if len(groups) == 1 else None
+
+    def float8(self, weight: Weight, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        matrix = self._row_wise(weight)
+        if not isinstance(matrix, FloatMatrix):
+            return super().float8(weight, first, stop)
+        rows = _chosen(weight, matrix, first, stop)
+        return matrix.codes(rows), matrix.scales(rows)
+
     def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
         parts = [self._integers(weight, first, stop, format) for weight, first, stop in weights]
         return tuple(np.concatenate([part[i] for part in parts]) for i in range(3) if parts[0][i] is not None)
 
-    def finish(self, memory: int, dtype: torch.dtype, quantize: Quantization | None) -> None:
+    def finish(
+        self, memory: int, dtype: torch.dtype, quantize: Quantization | None, *, keeps_float8: bool = False
+    ) -> None:
         """Gives back what has been read, and says what has become of formats that no kernel reads.
 
         memory:   bytes of the weights as they are now
         quantize: how matrices are kept as integers, if they are
+        keeps_float8: those of FP8 are kept as they are
         """
         self._tensors.drop_pages()
-        size, lost = format_bytes(memory), {each.label for each in self._matrices.values() if not each.is_exact}
+        lost = {
+            each.label
+            for each in self._matrices.values()
+            if not each.is_exact and not (keeps_float8 and isinstance(each, FloatMatrix) and each.group is not None)
+        }
         if quantize is None:
             name = str(dtype).removeprefix("torch.")
-            _log.warning("The %s weights are kept in %s, and take %s.", self._method, name, size)
+            _log.warning("The %s weights are kept in %s, and take %s.", self._method, name, format_bytes(memory))
         elif lost and quantize.keeps_stored:
-            _log.warning(
-                "Matrices in %s are rounded to int8 in groups of 32, 8.5 bits a number; all weights take %s, and %s in "
-                "the files.", ", ".join(sorted(lost)), size, format_bytes(self._tensors.num_bytes),
-            )  # fmt: skip
+            tell_rounded(lost, memory, self._tensors.num_bytes, "the files")
 
     def _row_wise(self, weight: Weight) -> StoredMatrix | None:
         """The matrix whose rows are those of a loaded weight, if there is one."""

@@ -41,6 +41,9 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Names in config files, and what they are called here."""
 
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_COLUMNS, _MOST_TOKENS = 2**10, 2**12, 2**20, 2**24
+"""Sizes that no model comes near: what a config.json says costs memory before its weights are compared with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class NormKind:
@@ -55,6 +58,10 @@ class NormKind:
     offset: float = 0.0
     has_weight: bool = True
     has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.eps, int | float):
+            raise UnsupportedConfig(f"the epsilon of its norms is {self.eps!r}")
 
     def __call__(self, name: str, *shape: int) -> Norm:
         """With the weights `name`.weight and `name`.bias."""
@@ -77,6 +84,10 @@ class HeadSizes:
     rotary_dim: int = 0
     is_interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        heads = max(self.heads, self.kv_heads)
+        _check_sizes(_MOST_COLUMNS, heads, heads * self.head_dim, heads * self.value_dim, self.rotary_dim)
+
     @property
     def cache(self) -> LayerShape:
         return LayerShape(self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
@@ -90,6 +101,11 @@ class HeadSizes:
     def halves_first(self, heads: int) -> Tensor | None:
         """The order of rows with which halves are rotated instead of neighbours; None if that is so already."""
         return deinterleaved(heads, self.head_dim, self.rotary_dim) if self.is_interleaved else None
+
+
+def _check_sizes(most: int, *sizes: int) -> None:
+    if max(sizes) > most:
+        raise UnsupportedConfig(f"its config.json has a size of {max(sizes)}, and {most} are the most")
 
 
 def deinterleaved(heads: int, head_dim: int, rotary_dim: int, start: int = 0) -> Tensor:
@@ -111,6 +127,9 @@ class Builder:
         self.vocab_size = int(config["vocab_size"])
         kinds = config.values.get("layers_block_type")  # which some files have instead of a number
         self.num_layers = len(kinds) if kinds else int(config.first("num_hidden_layers", "n_layer"))
+        _check_sizes(_MOST_COLUMNS, self.hidden_size)
+        _check_sizes(_MOST_TOKENS, self.vocab_size)
+        _check_sizes(_MOST_LAYERS, self.num_layers)
         self.max_model_len = int(config.first("max_position_embeddings", "n_positions"))
         self.is_tied = False
         self.replaced_ids: dict[int, int] = {}
@@ -475,6 +494,7 @@ class Layer:
         weigh_input: bool = False,
     ) -> None:
         """The experts of a layer, whose files hold the matrices of each by itself. They are added to the residual."""
+        _check_sizes(_MOST_EXPERTS, num_experts)
         hidden, up, down = self.model.hidden_size, [], []
         for number in range(num_experts):
             *first, last = (f"{prefix}{number}.{name}" for name in names)
@@ -507,7 +527,9 @@ class Layer:
         bias:        names with `_bias` are theirs
         interleaved: columns of gate and up take turns
         """
+        _check_sizes(_MOST_EXPERTS, num_experts)
         hidden, both = self.model.hidden_size, (1 + activation.gated) * size
+        _check_sizes(_MOST_COLUMNS, both)
         rows = torch.arange(both).view(-1, 2).T.flatten() if interleaved else None
         shapes = [(hidden, both), (size, hidden)] if transpose else [(both, hidden), (hidden, size)]
         ups, downs = [], []

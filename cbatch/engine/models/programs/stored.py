@@ -35,6 +35,14 @@ class StoredWeights(ABC, Mapping[str, Tensor]):
     def format(self, weights: Iterable[Weight]) -> int | None:
         """The packed format that matrices get which must have the same one; None if they stay numbers."""
 
+    def float8_group(self, weights: Iterable[Weight]) -> int | None:
+        """Numbers of a row that share a scale, if all matrices are FP8 with as many, a multiple of 32; else None."""
+        return None
+
+    def float8(self, weight: Weight, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rows of a matrix of FP8: bytes [rows, depth], and float32 scales [rows, groups]."""
+        raise ValueError(f"{weight.name} is not FP8")
+
     @abstractmethod
     def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
         """Integers, scales and, if the format has any, zero points, as `pack_integers` takes them.

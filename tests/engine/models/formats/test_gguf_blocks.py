@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8, pack_integers, unpack_column
 from cbatch.engine.models.formats import gguf_blocks
 from cbatch.engine.models.formats.gguf_blocks import BLOCKS, block_name, integers_of, packed_format, values_of
-from cbatch.engine.models.formats.integers import Integers
 from tests.support.gguf_files import Piece, blocks_of
 from tests.support.kernels import callable_kernel
 
@@ -19,6 +18,7 @@ EXACT = [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.IQ4_NL, Kind.MXFP4]
 NEARLY = {Kind.Q4_1: 1e-3, Kind.Q4_K: 2e-3, Kind.IQ4_XS: 1e-3}
 """Errors as a share of the largest number of a group; float16 has 11 bits."""
 
+PACKED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4]
 ROWS, DEPTH = 40, 512
 unpack = callable_kernel(unpack_column)
 
@@ -29,14 +29,6 @@ def draw(kind: Kind) -> NDArray[np.uint8]:
     numbers[3:5] = numbers[3:5, :1]  # which Q4_1 writes with the scale 0
     numbers[5] = 0
     return blocks_of(Piece(kind.name, numbers, lambda found: {}), kind).view(np.uint8)
-
-
-def numbers_of(integers: Integers, kind: int) -> NDArray[np.float64]:
-    def spread(groups: NDArray[np.float32]) -> NDArray[np.float64]:
-        return np.repeat(groups.astype(np.float64), GROUP, axis=1)
-
-    zeros = spread(integers.zeros) if integers.zeros is not None else 8 * (kind == INT4)
-    return spread(integers.scales) * (integers.numbers.astype(np.float64) - zeros)
 
 
 def test_sizes_are_those_of_the_package() -> None:
@@ -53,20 +45,22 @@ def test_integers_have_the_numbers_of_the_package(kind: Kind) -> None:
     assert target is not None and np.array_equal(values_of(kind, data).numpy(), expected)
     integers = integers_of(kind, data, target)
     assert integers is not None
-    assert np.array_equal(integers.scales, integers.scales.astype(np.float16))
-    errors = np.abs(numbers_of(integers, target) - expected).reshape(-1, GROUP).max(axis=1)
+    assert kind == Kind.MXFP4 or np.array_equal(integers.scales, integers.scales.astype(np.float16))
+    errors = np.abs(integers.values(target) - expected).reshape(-1, GROUP).max(axis=1)
     largest = np.abs(expected).reshape(-1, GROUP).max(axis=1)
     assert (errors <= NEARLY.get(kind, 0) * largest).all()
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4], ids=lambda kind: kind.name
+)
 def test_packed_bytes_have_these_numbers(kind: Kind) -> None:
     """Guards the way into the kernels' layout: a column that they unpack is a row of the file."""
     data, target = draw(kind), packed_format(kind)
     assert target is not None
     integers = integers_of(kind, data, target)
     assert integers is not None
-    packed, expected = pack_integers(target, *integers), numbers_of(integers, target)
+    packed, expected = pack_integers(target, *integers), integers.values(target)
     out = np.empty(DEPTH, np.float32)
     for row in range(ROWS):
         unpack(packed, 0, target, row, 1.0, out)
@@ -75,11 +69,13 @@ def test_packed_bytes_have_these_numbers(kind: Kind) -> None:
 
 def test_narrow_integers_go_to_wider_formats_without_loss() -> None:
     """Guards parts of one matrix in several formats."""
-    data = draw(Kind.Q4_0)
-    expected = gguf.quants.dequantize(data, Kind.Q4_0)
-    for target in (INT4, INT4_ZEROS, INT8):
-        integers = integers_of(Kind.Q4_0, data, target)
-        assert integers is not None and np.array_equal(numbers_of(integers, target), expected)
+    targets = {Kind.Q4_0: (INT4, INT4_ZEROS, INT8), Kind.IQ4_NL: (INT8,), Kind.MXFP4: (INT8,)}
+    for kind in targets:
+        data = draw(kind)
+        expected = gguf.quants.dequantize(data, kind)
+        for target in targets[kind]:
+            integers = integers_of(kind, data, target)
+            assert integers is not None and np.array_equal(integers.values(target), expected)
     assert integers_of(Kind.Q4_1, draw(Kind.Q4_1), INT8) is None
     assert integers_of(Kind.Q6_K, draw(Kind.Q6_K), INT8) is None
 

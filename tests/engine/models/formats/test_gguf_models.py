@@ -20,10 +20,20 @@ from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.gguf_source import gguf_paths
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.quantization import Quantization
-from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, INT4, INT4_ZEROS, INT8
+from cbatch.engine.kernels.cpu.matmul.formats import (
+    BFLOAT16,
+    FLOAT32,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    IQ4_NL,
+    MXFP4,
+)
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.formats import gguf_names, gguf_weights
 from cbatch.engine.models.formats.gguf import GgufModel
+from cbatch.engine.models.formats.gguf_architectures import architecture, qwen
+from cbatch.engine.models.formats.integers import Integers
 from cbatch.engine.models.loader import load_model
 from cbatch.engine.models.programs.program import Experts, Linear
 from cbatch.engine.models.weight_cache import WeightCache
@@ -41,7 +51,9 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 
 
 def load(path: Path, dtype: str = "auto", activations: str = "int8", quantize: Quantization | None = None) -> CpuModel:
-    return GgufModel([path]).load(CPU, dtype, quantize=quantize, activations=activations, weight_cache=None)
+    model = GgufModel([path]).load(CPU, dtype, quantize=quantize, activations=activations, weight_cache=None)
+    assert isinstance(model, CpuModel)
+    return model
 
 
 def outputs_of(path: Path, **config: Any) -> list[list[int]]:
@@ -69,8 +81,8 @@ FORMATS = {
     Kind.Q8_0: (INT8, "bfloat16"), Kind.Q5_0: (INT8, "bfloat16"), Kind.Q5_1: (INT8, "bfloat16"),
     Kind.Q4_0: (INT4, "bfloat16"), Kind.Q4_1: (INT4_ZEROS, "bfloat16"), Kind.Q2_K: (INT8, "bfloat16"),
     Kind.Q3_K: (INT8, "bfloat16"), Kind.Q4_K: (INT4_ZEROS, "bfloat16"), Kind.Q5_K: (INT8, "bfloat16"),
-    Kind.Q6_K: (INT8, "bfloat16"), Kind.IQ4_NL: (INT8, "bfloat16"), Kind.IQ4_XS: (INT8, "bfloat16"),
-    Kind.MXFP4: (INT8, "bfloat16"),
+    Kind.Q6_K: (INT8, "bfloat16"), Kind.IQ4_NL: (IQ4_NL, "bfloat16"), Kind.IQ4_XS: (IQ4_NL, "bfloat16"),
+    Kind.MXFP4: (MXFP4, "bfloat16"),
 }  # fmt: skip
 """What matrices of each format become, and the dtype of the model."""
 
@@ -102,11 +114,12 @@ def mixed(name: str) -> Kind:
     return Kind.Q4_1 if "blk" in name else Kind.Q8_0
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss", "granitemoe", "qwen3_5_text"])
 def test_integers_of_matrices_are_their_numbers(kind: str, tmp_path: Path) -> None:
-    """Guards merged matrices in several formats, and gate and up that lie in turns: integers against numbers."""
+    """Guards merged matrices in several formats, rows of several tensors, and columns that move in whole groups."""
     path = tmp_path / "model.gguf"
-    write_model(path, gguf_model(kind), mixed)
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if kind == "qwen3_5_text" else {}
+    write_model(path, gguf_model(kind, **sizes), mixed)
     model = GgufModel([path])
     weights, checked = model._weights, set()
     for operation in model._program.operations:
@@ -120,9 +133,7 @@ def test_integers_of_matrices_are_their_numbers(kind: str, tmp_path: Path) -> No
             if format is None:
                 continue
             spans = [(part, 0, part.size[0]) for part in matrix.parts]
-            numbers, scales, *zeros = weights.packed(spans, format)
-            zero = np.repeat(zeros[0], 32, axis=1) if zeros else 8.0 * (format == INT4)
-            found = np.repeat(scales, 32, axis=1) * (numbers.astype(np.float32) - zero)
+            found = Integers(*weights.packed(spans, format)).values(format)
             expected = torch.cat([weights.rows(*span).float() for span in spans]).numpy()
             tolerance = np.abs(expected).max() / (127 if format == INT8 else 1000)
             assert found.shape == expected.shape and np.abs(found - expected).max() < tolerance
@@ -141,6 +152,17 @@ def test_mixed_formats_compute(tmp_path: Path) -> None:
         assert {BFLOAT16, INT8, INT4_ZEROS} <= model.formats
         error = typical_error(logits_in_chunks(model, CpuAttention()), expected)
         assert error < (0.1 if kind == "qwen3" else 0.4)  # a token of GPT-OSS may get another expert
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.MXFP4, Kind.F32], ids=lambda kind: kind.name)
+def test_kernels_are_checked(kind: Kind, tmp_path: Path) -> None:
+    """Guards `info --check`: transformers does not load such a file, so its numbers in plain torch are the judge."""
+    path = tmp_path / "model.gguf"
+    write_model(path, gguf_model("qwen3", **SIZES), kind)
+    config = EngineConfig(model=str(path), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu")
+    checks = list(SteppingEngine(config).check_kernels())
+    assert "a whole step, against plain torch" in [check.name for check in checks]
+    assert [check for check in checks if not check.agrees] == []
 
 
 def test_embeddings_stay_small(tmp_path: Path) -> None:
@@ -184,6 +206,23 @@ def test_factors_of_frequencies(tmp_path: Path) -> None:
     found = logits_in_chunks(load(path), CpuAttention())
     assert error_of(found, reference_logits(network, [PROMPT])[0]) < 1e-4
     assert error_of(logits_in_chunks(load(tmp_path / "plain.gguf"), CpuAttention()), found) > 1e-2
+
+
+def test_layers_behind_the_model(tmp_path: Path) -> None:
+    """Guards files with layers that predict several tokens at once: they are no layers of the model."""
+    path, saved = tmp_path / "model.gguf", gguf_model("glm4_moe")
+    saved = replace(saved, config=saved.config | {"num_nextn_predict_layers": 1})
+    original = gguf.GGUFWriter.write_header_to_file
+
+    def add(writer: Any) -> None:
+        writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+        original(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", add)
+        network = write_model(path, saved)
+    found = logits_in_chunks(load(path), CpuAttention())
+    assert error_of(found, reference_logits(network, [PROMPT])[0]) < 1e-4
 
 
 def test_split_files(tmp_path: Path) -> None:
@@ -250,19 +289,19 @@ def test_keys_know_the_weights_and_the_rounding(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    """Guards the sentences for what GGUF files do not have: other devices, other paths, other architectures."""
+    """Guards the sentences for what GGUF files do not have: other paths, other architectures."""
     path = tmp_path / "model.gguf"
     write_model(path, gguf_model("llama"), Kind.Q8_0)
-    with pytest.raises(ModelError, match="run on the CPU"):
-        GgufModel([path]).load(torch.device("cuda", 0), "auto", quantize=None, activations="int8", weight_cache=None)
-    with pytest.raises(ConfigError, match="only the CPU's fast path runs"):
+    with pytest.raises(ConfigError, match="only the fast path of a CPU or an NVIDIA GPU runs"):
         load_model(str(path), None, CPU, "auto", fast=False)
     with pytest.raises(ModelError, match=r"holds GGUF files; name the one to load, such as .*model\.gguf"):
         load_model(str(tmp_path), None, CPU, "auto", fast=True)
     with pytest.raises(ModelError, match="There is no file"):
         load_model(str(tmp_path / "none.gguf"), None, CPU, "auto", fast=True)
     path.write_bytes(path.read_bytes().replace(b"\0llama", b"\0rwkv7", 1))
-    with pytest.raises(ModelError, match="architecture 'rwkv7' are not read, but those of gemma2, gemma3, gpt-oss"):
+    with pytest.raises(
+        ModelError, match=r"architecture 'rwkv7' are not read, but those of .*gemma2, gemma3, .*qwen35, qwen35moe"
+    ):
         load_model(str(path), None, CPU, "auto", fast=True)
 
 
@@ -277,10 +316,15 @@ def test_loading_says_how_much_memory_other_types_take(tmp_path: Path, caplog: p
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rows stay permuted": lambda patch: patch.setattr(
-        gguf_names, "deinterleaved", lambda heads, dim, rotated: torch.arange(heads * dim)
+        architecture, "deinterleaved", lambda heads, dim, rotated: torch.arange(heads * dim)
     ),
     "norms keep their offset": lambda patch: patch.setattr(
         gguf_names, "Source", lambda *args, **others: gguf_weights.Source(*args, **others | {"offset": 0.0})
+    ),
+    "heads of values stay in turns": lambda patch: patch.setattr(
+        qwen,
+        "_values_by_key",
+        lambda config, width: torch.arange(config["linear_num_value_heads"] * width),
     ),
     "gate and up change places": lambda patch: patch.setattr(
         gguf_names, "Source", lambda tensors, *args, **others: gguf_weights.Source(tensors[::-1], *args, **others)
@@ -289,7 +333,9 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), zip(FAULTS, ["llama", "gemma3_text", "gpt_oss"], strict=True), ids=lambda value: str(value)
+    ("fault", "kind"),
+    zip(FAULTS, ["llama", "gemma3_text", "qwen3_5_text", "gpt_oss"], strict=True),
+    ids=lambda value: str(value),
 )
 def test_wrong_weights_are_seen(fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards these tests: a weight that is not turned back gives other logits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.quantization import Quantization
-from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
+from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
 from cbatch.engine.models.checkpoint import NoFastPath, load_fast_model
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.formats import awq as awq_reader
@@ -29,6 +29,7 @@ from cbatch.engine.models.formats.compressed_tensors import CompressedMatrix
 from cbatch.engine.models.formats.gptq import GptqMatrix
 from cbatch.engine.models.formats.mxfp4 import Mxfp4Matrix
 from cbatch.engine.models.loader import load_model
+from cbatch.engine.models.tensor_files import Tensors
 from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
@@ -74,7 +75,7 @@ class Case(NamedTuple):
 
 
 def case(settings: dict[str, Any], encode: Encoder, format: int, label: str, *, lost: bool = False) -> Case:
-    return Case(settings, encode, {format}, f"14 {label}", lost)
+    return Case(settings, encode, {format}, f"14 of {label}", lost)
 
 
 ZEROS = "groups of 128 with zero points"
@@ -139,7 +140,7 @@ CASES = {
     "fp8, small blocks": case(fp8_settings((32, 64)), fp8((32, 64)), INT8, "FP8", lost=True),
     "fp8, one scale": case(fp8_settings(None, activation_scheme="static"), fp8((0, 0)), INT8, "FP8", lost=True),
     "mxfp4": Case(
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, {INT8}, "4 MXFP4", kind="gpt_oss"
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, {MXFP4}, "4 of MXFP4", kind="gpt_oss"
     ),
 }  # fmt: skip
 
@@ -183,11 +184,13 @@ def test_formats(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     model = load(tmp_path / "model", activations="bf16")
     assert model.formats == case.formats | {BFLOAT16} and model.dtype == torch.bfloat16
     assert f"matrices: {case.label})" in model.stored
+    names = ", ".join(sorted(FORMATS[format] for format in model.formats))
+    assert f"({names}), multiplied with bf16 activations" in model.packed
     expected = reference_logits(network, [PROMPT])[0]
     error = typical_error(logits_in_chunks(model, CpuAttention()), expected)
     assert error < (0.04 if case.kind == "qwen3" else 0.4)  # a token of GPT-OSS may get another expert
     said = [record.getMessage() for record in caplog.records if "are rounded to int8" in record.getMessage()]
-    assert len(said) == case.lost and all(case.label.partition(" ")[2] in sentence for sentence in said)
+    assert len(said) == case.lost and all(case.label.partition(" of ")[2] in sentence for sentence in said)
 
 
 def test_experts_compute(tmp_path: Path) -> None:
@@ -211,7 +214,7 @@ def test_some_matrices_stay_numbers(tmp_path: Path) -> None:
     expected = reference_logits(network, [PROMPT])[0]
     assert error_of(logits_of(tmp_path / "model"), expected) < 1e-4
     model = load(tmp_path / "model", activations="bf16")
-    assert model.formats == {BFLOAT16, INT4} and "11 4 bits" in model.stored
+    assert model.formats == {BFLOAT16, INT4} and "11 of 4 bits" in model.stored
     assert typical_error(logits_in_chunks(model, CpuAttention()), expected) < 0.04
 
 
@@ -422,3 +425,14 @@ def test_mxfp4_of_transformers() -> None:
     parts, numbers = mxfp4(torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0)))
     found = _convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=torch.float32)
     assert torch.equal(found, numbers)
+
+
+def test_mxfp4_scales_keep_their_powers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards scales that float16 does not have, which other formats are rounded to."""
+    matrix = Mxfp4Matrix(cast(Tensors, None), "blocks", 2, 64, 1, is_transposed=True, scale="scales")
+    exponents = np.array([[60, 127], [190, 200]], np.uint8)
+    parts = {"blocks": np.full((2, 32), 0x76, np.uint8), "scales": exponents}
+    monkeypatch.setattr(Mxfp4Matrix, "_taken", lambda _, name, rows: parts[name][rows])
+    found = matrix.integers(np.arange(2))
+    assert np.array_equal(found.scales, np.ldexp(1.0, exponents.astype(int) - 128))
+    assert np.array_equal(matrix.values(np.arange(2))[:, 32:34], found.scales[:, 1:] * [8, 12])

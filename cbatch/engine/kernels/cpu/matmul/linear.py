@@ -13,8 +13,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
-from cbatch.engine.kernels.cpu.fast_math import from_float32, silu
-from cbatch.engine.kernels.cpu.jit import kernel
+from cbatch.engine.kernels.cpu.fast_math import from_float32, silu, to_float32
+from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
 from cbatch.engine.kernels.cpu.matmul import amx, quantized
 from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, FORMATS, GROUP, is_quantized, tile_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import (
@@ -29,15 +29,15 @@ from cbatch.engine.kernels.cpu.matmul.microkernel import (
     prefetch_to_write,
 )
 from cbatch.engine.kernels.cpu.matmul.quantized import multiply_quantized, quantized_address
-from cbatch.engine.kernels.cpu.matmul.quantized_rows import quantize_row, row_bytes
+from cbatch.engine.kernels.cpu.matmul.quantized_rows import quantize_row, quantized_row_bytes, whole_lines
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
-from cbatch.engine.runtime.cpu import empty
+from cbatch.engine.runtime.cpu import empty, second_cache_bytes
 
-_ROW_BLOCK_BYTES = 384 * 1024
+_ROW_BLOCK_BYTES = second_cache_bytes() * 3 // 8
 """Bytes of left-hand rows that are multiplied with a part of the weights before the next: they stay in the cache."""
 
 FEW_ROWS = 4
-"""Rows that every thread quantizes for itself, which takes less time than waiting for each other."""
+"""Rows that every thread prepares for itself, which takes less time than waiting for each other."""
 
 _ROWS_PER_TASK = 8
 
@@ -76,8 +76,8 @@ class LinearWorkspace(NamedTuple):
     sums:         [threads, rows, 32] the results of a tile
     gates:        [threads, rows * 16] the activated half of them
     panels:       [threads, 2] the addresses of its panels
-    few_rows:     [threads, bytes] a few quantized rows of each thread's own
-    rows:         [bytes] quantized rows of a step
+    few_rows:     [threads, bytes] a few prepared rows of each thread's own
+    rows:         [bytes] prepared rows of a step
     """
 
     microkernels: NDArray[np.int64]
@@ -98,8 +98,7 @@ def new_linear_workspace(
     width = 0
     for kind in formats:
         addresses[kind], most[kind] = _microkernel_of(kind, left_bytes)
-        if is_quantized(kind):
-            width = max(width, row_bytes(left_bytes, depth))
+        width = max(width, prepared_row_bytes(kind, left_bytes, depth))
     return LinearWorkspace(
         addresses,
         most,
@@ -145,22 +144,44 @@ def _cut(left: Rows, num_rows: int, num_tiles: int, most: int, threads: int) -> 
     return _Tiling(rows, tiles, tasks_per_block, -(-num_rows // rows) * tasks_per_block)
 
 
+@shared
+def prepared_row_bytes(format: int, left_bytes: int, depth: int) -> int:
+    """Bytes from one left-hand row to the next as the microkernel takes them; 0 if it takes them as they are.
+
+    left_bytes: as in `LinearWorkspace`
+    """
+    if is_quantized(format):
+        return quantized_row_bytes(left_bytes, depth)
+    return whole_lines(4 * depth) if format == BFLOAT16 and not HAS_BFLOAT16 else 0
+
+
+@kernel
+def _prepare_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
+    """Writes a row [depth] to memory of `prepared_row_bytes` bytes."""
+    if is_quantized(weights):
+        quantize_row(row, memory, weights, left_bytes)
+    else:
+        floats = memory.view(np.float32)
+        for i in range(len(row)):
+            floats[i] = to_float32(row[i])
+
+
 @kernel
 def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: LinearWorkspace) -> tuple[int, Rows]:
     """Rows of `a` as the microkernel takes them for weights of that format, and the next phase."""
-    if not is_quantized(weights):
+    num_rows, width = len(a), prepared_row_bytes(weights, workspace.left_bytes, a.shape[1])
+    if width == 0:
         return phase, Rows(np.int64(a.ctypes.data), a.shape[1] * a.itemsize)
-    num_rows, width = len(a), row_bytes(workspace.left_bytes, a.shape[1])
     if num_rows <= FEW_ROWS:
         own = workspace.few_rows[worker.thread]
         for row in range(num_rows):
-            quantize_row(a[row], own[row * width : (row + 1) * width], weights, workspace.left_bytes)
+            _prepare_row(a[row], own[row * width : (row + 1) * width], weights, workspace.left_bytes)
         return phase, Rows(np.int64(own.ctypes.data), width)
     rows, num_tasks = workspace.rows, -(-num_rows // _ROWS_PER_TASK)
     task = claim(worker, phase, num_tasks)
     while task >= 0:
         for row in range(task * _ROWS_PER_TASK, min(num_rows, (task + 1) * _ROWS_PER_TASK)):
-            quantize_row(a[row], rows[row * width : (row + 1) * width], weights, workspace.left_bytes)
+            _prepare_row(a[row], rows[row * width : (row + 1) * width], weights, workspace.left_bytes)
         task = next_task(worker, phase, num_tasks)
     return phase + 1, Rows(np.int64(rows.ctypes.data), width)
 

@@ -2,7 +2,8 @@
 
 Left-hand rows are quantized too (see `quantized_rows.py`), to int8 or int16, in the same groups of 32 numbers as the
 weights. A vector of weights holds four bytes for each of 16 columns, which are multiplied with four numbers of a row:
-one instruction for int8, two for int16, whose quads lie in the order 0, 2, 1, 3 for that. Sums of a group are exact
+one instruction for int8, two for int16, whose quads lie in the order 0, 2, 1, 3 for that. Where 4 bits are the place of
+a level in a table, they become levels in registers. Sums of a group are exact
 integers. They begin with what the offset of the stored weights adds too much, and at the group's end they become
 float32, times the scales of both groups. The sums of 6 rows and the integers beside them fill the registers.
 
@@ -20,9 +21,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_VNNI, HAS_VNNI_256, Part, address_of, kernel
-from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4_ZEROS, INT8, group_bytes, number_bytes
-from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, Rows, VectorEmitter
+from cbatch.engine.kernels.cpu.jit import FEATURES, HAS_AVX512, HAS_VNNI, HAS_VNNI_256, Part, address_of, kernel
+from cbatch.engine.kernels.cpu.matmul.formats import (
+    GROUP,
+    INT4_ZEROS,
+    INT8,
+    LEVELS,
+    MXFP4,
+    OFFSETS,
+    group_bytes,
+    number_bytes,
+)
+from cbatch.engine.kernels.cpu.matmul.microkernel import AHEAD, LANES, SECOND_CACHE, Rows, VectorEmitter, emit_prefetch
 from cbatch.engine.kernels.cpu.matmul.quantized_rows import left_group_bytes
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6) if HAS_AVX512 else (1, 2)
@@ -38,11 +48,16 @@ _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 _VECTOR_BYTES = 4 * LANES
-_SECOND_CACHE = 2
-"""How near prefetched weights are brought, for `llvm.prefetch`."""
-_AHEAD = 1024
-"""Bytes that weights are prefetched ahead: far enough for the processor's own prefetching to go on from there."""
+_LOOKUPS = {
+    f"x86.{instruction}": width
+    for feature, instruction, width in (
+        ("avx512bw", "avx512.pshuf.b.512", 64), ("avx2", "avx2.pshuf.b", 32), ("ssse3", "ssse3.pshuf.b.128", 16)
+    )
+    if feature in FEATURES
+}  # fmt: skip
+"""Instructions that take bytes from a table of 16, and how many at once; the widest first."""
 _NUM_ARGUMENTS = 8
 
 
@@ -126,10 +141,7 @@ class _QuantizedEmitter(VectorEmitter):
         requests wait for memory at once.
         """
         both = [(2 * number + panel) * _VECTOR_BYTES for panel in (0, 1)]
-        kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
-        fetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        place = self.address(there, _INT64(both[0] + _AHEAD), _INT8)
-        self.builder.call(fetch, [place, _INT32(0), _INT32(_SECOND_CACHE), _INT32(1)])
+        emit_prefetch(self.builder, self.builder.add(there, _INT64(both[0] + AHEAD)), near=SECOND_CACHE)
         return [self.load(there, offset, _WORDS) for offset in both]
 
     def quads(self, start: Any, number: int) -> list[Any]:
@@ -139,8 +151,51 @@ class _QuantizedEmitter(VectorEmitter):
         builder, low = self.builder, self.constant(0x0F0F0F0F)
         if number % 2 == 0:
             self.nibbles = self.weights(start, number // 2)
-            return [builder.and_(words, low) for words in self.nibbles]
-        return [builder.and_(builder.lshr(words, self.constant(4)), low) for words in self.nibbles]
+            found = [builder.and_(words, low) for words in self.nibbles]
+        else:
+            found = [builder.and_(builder.lshr(words, self.constant(4)), low) for words in self.nibbles]
+        return [self.levels(places) for places in found] if self.format in LEVELS else found
+
+    def levels(self, places: Any) -> Any:
+        """Bytes of 0 to 15 as levels plus their offset."""
+        builder, offset = self.builder, OFFSETS[self.format]
+        levels = [level + offset for level in LEVELS[self.format]]
+        places = builder.bitcast(places, _BYTES)
+        if not _LOOKUPS:
+            found = ir.Constant(_BYTES, [levels[0]] * _VECTOR_BYTES)
+            for place, level in enumerate(levels[1:], 1):
+                is_it = builder.icmp_unsigned("==", places, ir.Constant(_BYTES, [place] * _VECTOR_BYTES))
+                found = builder.select(is_it, ir.Constant(_BYTES, [level] * _VECTOR_BYTES), found)
+            return builder.bitcast(found, _WORDS)
+        instruction, width = next(iter(_LOOKUPS.items()))
+        table = ir.Constant(ir.VectorType(ir.IntType(8), width), levels * (width // len(levels)))
+        parts = [
+            self.call(instruction, table, self.part(places, first, width)) for first in range(0, _VECTOR_BYTES, width)
+        ]
+        while len(parts) > 1:
+            both = range(2 * parts[0].type.count)
+            parts = [
+                builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(_INT32, len(both)), list(both)))
+                for pair in zip(parts[::2], parts[1::2], strict=True)
+            ]
+        return builder.bitcast(parts[0], _WORDS)
+
+    def part(self, vector: Any, first: int, count: int) -> Any:
+        """So many elements of a vector, from the first on."""
+        places = ir.Constant(ir.VectorType(_INT32, count), list(range(first, first + count)))
+        return self.builder.shuffle_vector(vector, vector, places)
+
+    def scales(self, start: Any, place: int) -> list[Any]:
+        """Numbers of 16 bits of both panels as float32, which lie so far behind the start of a group."""
+        builder, found = self.builder, []
+        for panel in (0, 1):
+            at = place + 2 * LANES * panel
+            if self.format == MXFP4:
+                halves = builder.zext(self.load(start, at, ir.VectorType(ir.IntType(16), LANES)), _WORDS)
+                found.append(builder.bitcast(builder.shl(halves, self.constant(16)), _SUMS))
+            else:
+                found.append(builder.fpext(self.load(start, at, ir.VectorType(_HALF, LANES)), _SUMS))
+        return found
 
     def emit(self, left: tuple[Any, Any], weights: Any, groups: Any, out: tuple[Any, Any], add: Any) -> None:
         """Code for all rows. weights: address of the tile; groups: of 32 numbers of the depth"""
@@ -173,13 +228,9 @@ class _QuantizedEmitter(VectorEmitter):
         }
         for quad in range(GROUP // 4):
             self.multiply_quads(totals, self.quads(start, quad), rows, _INT64(4 * self.left_bytes * quad))
-        halves = ir.VectorType(_HALF, LANES)
         end = number_bytes(self.format)
-        scales = [builder.fpext(self.load(start, end + 2 * LANES * panel, halves), _SUMS) for panel in (0, 1)]
-        zeros = []
-        if has_zeros:
-            end += 4 * LANES
-            zeros = [builder.fpext(self.load(start, end + 2 * LANES * panel, halves), _SUMS) for panel in (0, 1)]
+        scales = self.scales(start, end)
+        zeros = self.scales(start, end + 4 * LANES) if has_zeros else []
         for row in range(self.num_rows):
             factor = self.load_broadcast(rows[row], scale, _FLOAT)
             # With zero points, what the row has in place of an offset is minus the sum of its numbers.

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cbatch.engine.kernels.cpu.jit import kernel, shared
-from cbatch.engine.kernels.cpu.matmul.formats import GROUP, INT4, INT8, offset_of
+from cbatch.engine.kernels.cpu.matmul.formats import GROUP, OFFSETS
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, VectorEmitter
 
 _LINE = 64
@@ -38,10 +38,15 @@ def left_group_bytes(left_bytes: int) -> int:
 
 
 @shared
-def row_bytes(left_bytes: int, depth: int) -> int:
-    """Bytes from one row to the next: an odd number of cache lines, so that rows do not compete for the same sets."""
-    lines = -(-(-(-depth // GROUP) * left_group_bytes(left_bytes)) // _LINE)
-    return (lines | 1) * _LINE
+def quantized_row_bytes(left_bytes: int, depth: int) -> int:
+    """Bytes from one row to the next."""
+    return whole_lines(-(-depth // GROUP) * left_group_bytes(left_bytes))
+
+
+@shared
+def whole_lines(size: int) -> int:
+    """At least so many bytes: an odd number of cache lines, so that rows do not compete for the same sets."""
+    return (-(-size // _LINE) | 1) * _LINE
 
 
 class _RowEmitter(VectorEmitter):
@@ -96,9 +101,9 @@ class _RowEmitter(VectorEmitter):
         scale = builder.select(is_finite, builder.fdiv(largest, most), ir.FloatType()(float("nan")))
         builder.store(scale, self.pointer(target, GROUP * self.left_bytes, ir.FloatType()), align=4)
         word = builder.bitcast(builder.fneg(builder.sitofp(total, ir.FloatType())), _INT32)
-        for kind in (INT8, INT4):
+        for kind, offset in OFFSETS.items():
             is_meant = builder.icmp_signed("==", self.weights, _INT64(kind))
-            word = builder.select(is_meant, builder.mul(total, _INT32(-offset_of(kind))), word)
+            word = builder.select(is_meant, builder.mul(total, _INT32(-offset)), word)
         builder.store(word, self.pointer(target, GROUP * self.left_bytes + 4, _INT32), align=4)
 
 
@@ -133,7 +138,7 @@ def _quantize(context: Any, like: Any, left_bytes: Any, weights: Any, source: An
 
 @kernel
 def quantize_row(row: Any, memory: Any, weights: int, left_bytes: int) -> None:
-    """Writes a row [depth] of float32 or bfloat16 to memory of `row_bytes` bytes, for weights of that format."""
+    """Writes a row [depth] of float32 or bfloat16, for weights of that format, to `quantized_row_bytes` of memory."""
     if left_bytes == 1:
         _quantize(row[0], 1, weights, row.ctypes.data, len(row), memory.ctypes.data)
     else:
