@@ -1,6 +1,9 @@
 """Attention over the paged cache, without copying keys or values.
 
 Keys and values lie in panels (see `paged_kv`), so scores and weighted sums use the same microkernel as all products.
+While it multiplies with one tile, it prefetches the next, which may be that of the next task: a decoding request reads
+each key once, and would wait for memory otherwise. Functions that run for each tile are inlined, because their many
+arguments would take as long to pass as a tile of few rows takes to compute.
 Tiles of 128 tokens, at fixed positions of the sequence, go through the online softmax one after the other (see
 `softmax`), and splits of 512 tokens are merged. So a token's result has the same bits however its sequence was cut into
 steps, and however many threads shared it.
@@ -21,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.engine.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
-from cbatch.engine.kernels.cpu.jit import entry, kernel
+from cbatch.engine.kernels.cpu.jit import entry, inlined, kernel
 from cbatch.engine.kernels.cpu.kv_rounding import SCALE_BYTES, bytes_to_numbers, copy_vector
 from cbatch.engine.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.engine.kernels.cpu.paged_kv import (
@@ -35,7 +38,7 @@ from cbatch.engine.kernels.cpu.paged_kv import (
     PagedKV,
 )
 from cbatch.engine.kernels.cpu.softmax import LOG2_E, TILE_TOKENS, masked_softmax_row, softmax_row
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.engine.kernels.cpu.work_queue import Worker, claim, likely_task, next_task
 
 _TASKS_PER_THREAD = 8
 """Enough that no thread waits long for the others at the end of a layer's attention."""
@@ -57,6 +60,37 @@ class _QueryRows(NamedTuple):
     group: int
 
 
+class _Task(NamedTuple):
+    """Rows of one sequence or a group of them, and the tokens and heads of the cache that they see.
+
+    sequence:   the one whose blocks are read
+    first, tokens: its query tokens
+    begin, end: tokens of the cache
+    member:     the first of the sequences that decode behind the same blocks; -1 if there is only one sequence
+    """
+
+    first_head: int
+    stop_head: int
+    sequence: int
+    first: int
+    tokens: int
+    begin: int
+    end: int
+    member: int
+
+
+class _Tile(NamedTuple):
+    """The tokens of a tile, from `token` up to `stop` at most, of one head; none if `stop` is 0.
+
+    table: the blocks of the sequence
+    """
+
+    table: NDArray[np.int32]
+    head: int
+    token: int
+    stop: int
+
+
 class _TilePart(NamedTuple):
     """The tokens of a tile that a block of rows sees: from `first`, a multiple of 32, up to `stop`."""
 
@@ -64,12 +98,13 @@ class _TilePart(NamedTuple):
     stop: int
 
 
-@kernel
-def _list_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any) -> None:
-    """Addresses of the panels of keys and of values of the tile from `token`: panels [2, TILE_TOKENS / 16].
+@inlined
+def _list_panels(kv: PagedKV, tile: _Tile, panels: Any) -> None:
+    """Addresses of the panels of keys and of values of a tile: panels [2, TILE_TOKENS / 16].
 
-    Panels past `stop` get the address of the first, which is safe to read and whose products are not used.
+    Panels past its end get the address of the first, which is safe to read and whose products are not used.
     """
+    table, head, token, stop = tile
     keys, values, size, itemsize = kv.keys.ctypes.data, kv.values.ctypes.data, kv.block_size, kv.itemsize
     for part in range(TILE_TOKENS // LANES):
         first = token + part * LANES
@@ -103,68 +138,86 @@ def _list_packed_panels(kv: PagedKV, head: int, table: Any, token: int, stop: in
             panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
 
 
-@kernel
-def _compute_scores(kv: PagedKV, query: Rows, rows: int, part: _TilePart, scratch: AttentionWorkspace) -> None:
-    """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile."""
-    panels, pairs, unpacked = scratch.panels, scratch.pairs, scratch.unpacked
+@inlined
+def _compute_scores(
+    kv: PagedKV, query: Rows, rows: int, part: _TilePart, now: int, scratch: AttentionWorkspace
+) -> None:
+    """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile.
+
+    now: which of the panels are those of the tile
+    """
+    panels, ahead, runs, unpacked = scratch.panels[now], scratch.panels[1 - now], scratch.runs, scratch.unpacked
     like, itemsize = unpacked[0], unpacked.itemsize
     pair = 1 if itemsize == 4 else 2
     stride, depth = LANES * pair * itemsize, kv.key_dim // pair
     for left in range(part.first, part.stop, COLUMNS):
-        table = np.int64(panels.ctypes.data) + left // LANES * 8
-        if kv.itemsize == 1:
-            for i in range(2):
-                pairs[0, i] = np.int64(unpacked.ctypes.data) + i * kv.key_dim * LANES * itemsize
-                source = panels[0, left // LANES + i]
-                bytes_to_numbers(like, source, kv.key_dim * LANES // _LINE, pairs[0, i])
-            table = np.int64(pairs.ctypes.data)
-        columns = Panels(table, depth, stride, depth)
+        for i in range(2):
+            place = panels[0, left // LANES + i]
+            if kv.itemsize == 1:
+                unpacked_place = np.int64(unpacked.ctypes.data) + i * kv.key_dim * LANES * itemsize
+                bytes_to_numbers(like, place, kv.key_dim * LANES // _LINE, unpacked_place)
+                runs[0, i] = runs[0, 2 + i] = unpacked_place
+            else:
+                runs[0, i], runs[0, 2 + i] = place, ahead[0, left // LANES + i]
+        columns = Panels(np.int64(runs.ctypes.data), depth, stride, depth)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             rows_of_query = Rows(query.address + top * query.stride, query.stride)
             multiply_tile(kv.microkernel, like, rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
 
 
-@kernel
-def _list_values(kv: PagedKV, panel: int, part: _TilePart, scratch: AttentionWorkspace) -> None:
-    """Lists the addresses of a panel of values and of the next, of 16 tokens after the other (see `Panels`)."""
-    pairs, panels, itemsize = scratch.pairs, scratch.panels, scratch.unpacked.itemsize
+@inlined
+def _unpack_values(kv: PagedKV, panel: int, part: _TilePart, now: int, scratch: AttentionWorkspace) -> None:
+    """Makes numbers of the bytes of a panel of values and of the next, of 16 tokens after the other."""
+    runs, itemsize = scratch.runs, scratch.unpacked.itemsize
+    size, unpacked = LANES * LANES * itemsize, np.int64(scratch.unpacked.ctypes.data)
     is_last = panel == kv.value_dim // LANES - 1
-    width = 0 if is_last else LANES * (LANES if kv.itemsize == 1 else kv.block_size) * kv.itemsize
-    for i in range(part.first // LANES, TILE_TOKENS // LANES):
-        pairs[i, 0] = panels[1, i] + panel * LANES * (LANES if kv.itemsize == 1 else kv.block_size) * kv.itemsize
-        pairs[i, 1] = pairs[i, 0] + width
-    if kv.itemsize == 1:
-        size, unpacked = LANES * LANES * itemsize, np.int64(scratch.unpacked.ctypes.data)
-        for i in range(part.first // LANES, -(-part.stop // LANES)):
-            for side in range(2):
-                target = unpacked + (2 * i + side) * size
-                if side == 0 or not is_last:
-                    bytes_to_numbers(scratch.unpacked[0], pairs[i, side], LANES * LANES // _LINE, target)
-                pairs[i, side] = unpacked + 2 * i * size if is_last else target
+    for i in range(part.first // LANES, -(-part.stop // LANES)):
+        source = scratch.panels[now, 1, i] + panel * LANES * LANES
+        for side in range(2):
+            target = unpacked + (2 * i + side) * size
+            if side == 0 or not is_last:
+                bytes_to_numbers(scratch.unpacked[0], source + side * LANES * LANES, LANES * LANES // _LINE, target)
+            runs[i, side] = runs[i, 2 + side] = unpacked + 2 * i * size if is_last else target
 
 
-@kernel
-def _accumulate_values(kv: PagedKV, rows: int, part: _TilePart, scratch: AttentionWorkspace, out: Rows) -> None:
-    """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
-    weights, pairs, itemsize = scratch.weights, scratch.pairs, scratch.unpacked.itemsize
+@inlined
+def _accumulate_values(
+    kv: PagedKV, rows: int, part: _TilePart, now: int, scratch: AttentionWorkspace, out: Rows
+) -> None:
+    """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile.
+
+    now: which of the panels are those of the tile
+    """
+    weights, runs, itemsize = scratch.weights, scratch.runs, scratch.unpacked.itemsize
     pair = 1 if itemsize == 4 else 2
     stride, depth, run = LANES * pair * itemsize, -(-(part.stop - part.first) // pair), LANES // pair
     weights_stride, first_panel = TILE_TOKENS * weights.itemsize, part.first // LANES
+    width = LANES * kv.block_size * itemsize
+    columns = Panels(np.int64(runs.ctypes.data) + first_panel * 32, run, stride, depth)
+    for i in range(TILE_TOKENS // LANES):
+        runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 1, i]
+        runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + width
     for panel in range(0, kv.value_dim // LANES, 2):
-        _list_values(kv, panel, part, scratch)
-        columns = Panels(pairs.ctypes.data + first_panel * 16, run, stride, depth)
+        if kv.itemsize == 1:
+            _unpack_values(kv, panel, part, now, scratch)
+        elif panel == kv.value_dim // LANES - 1:
+            for i in range(TILE_TOKENS // LANES):
+                runs[i, 1], runs[i, 3] = runs[i, 0], runs[i, 2]
         for top in range(0, rows, MAX_ROWS):
             left = Rows(weights.ctypes.data + top * weights_stride + part.first * weights.itemsize, weights_stride)
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
             multiply_tile(kv.microkernel, scratch.unpacked[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
+        for i in range(TILE_TOKENS // LANES):
+            for place in range(4):
+                runs[i, place] += 2 * width
 
 
 @kernel
-def _prefetch_tile(kv: PagedKV, head: int, table: Any, token: int, stop: int) -> None:
-    """Prefetches the keys and values of a tile."""
-    size, scale_bytes = kv.block_size, SCALE_BYTES if kv.itemsize == 1 else 0
-    key_bytes, value_bytes = kv.key_dim * kv.itemsize + scale_bytes, kv.value_dim * kv.itemsize + scale_bytes
+def _prefetch_packed_tile(kv: PagedKV, tile: _Tile) -> None:
+    """Prefetches the keys and values of a tile of a cache of bytes."""
+    table, head, token, stop = tile
+    size, key_bytes, value_bytes = kv.block_size, kv.key_dim + SCALE_BYTES, kv.value_dim + SCALE_BYTES
     for first in range(token, min(token + TILE_TOKENS, stop), size):
         page = (table[first // size] * kv.heads + head) * size
         for at in range(0, min(size, TILE_TOKENS) * key_bytes, 64):
@@ -183,7 +236,7 @@ def _cap_scores(scores: Any, rows: int, params: AttentionParams, scales: Any) ->
             row[j] = cap * tanh(row[j] * scales[j] * scale / cap)
 
 
-@kernel
+@inlined
 def _weigh(
     is_packed: bool, token: int, query_rows: _QueryRows, top: int, rows: int, params: AttentionParams,
     scratch: AttentionWorkspace, states: Rows, width: int,
@@ -228,12 +281,16 @@ def first_seen(position: int, params: AttentionParams) -> int:
     return max(0, position - params.window + 1) if params.window > 0 else 0
 
 
-@kernel
+@inlined
 def _attend_tile(
-    kv: PagedKV, token: int, query_rows: _QueryRows, begin: int, params: AttentionParams, scratch: AttentionWorkspace,
-    states: Any,
+    kv: PagedKV, token: int, query_rows: _QueryRows, begin: int, params: AttentionParams, now: int,
+    scratch: AttentionWorkspace, states: Any,
 ) -> None:  # fmt: skip
-    """Lets the rows of a head see the tile from `token`. begin: the first of these rows in the task"""
+    """Lets the rows of a head see the tile from `token`.
+
+    begin: the first of these rows in the task
+    now:   which of the panels are those of the tile
+    """
     query = scratch.query
     positions, group = query_rows.positions, query_rows.group
     query_stride, state_stride = query.shape[1] * query.itemsize, states.shape[1] * 4
@@ -247,9 +304,9 @@ def _attend_tile(
             continue
         source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
-        _compute_scores(kv, source, rows, part, scratch)
+        _compute_scores(kv, source, rows, part, now, scratch)
         _weigh(kv.itemsize == 1, token, query_rows, top, rows, params, scratch, target, states.shape[1] - 2 * LANES)
-        _accumulate_values(kv, rows, part, scratch, target)
+        _accumulate_values(kv, rows, part, now, scratch, target)
 
 
 @kernel
@@ -286,18 +343,22 @@ def _merge_state(state: Any, later: Any) -> None:
     state[total] = state[total] * keep + added * share
 
 
-@kernel
+@inlined
 def _attend_task(
-    kv: PagedKV, first_head: int, stop_head: int, table: Any, begin: int, end: int, query_rows: _QueryRows,
-    params: AttentionParams, scratch: AttentionWorkspace,
+    kv: PagedKV, task: _Task, table: Any, upcoming: _Tile, query_rows: _QueryRows, params: AttentionParams,
+    scratch: AttentionWorkspace,
 ) -> None:  # fmt: skip
-    """Lets all rows of a task see the tokens from `begin` up to `end`, as far as each may."""
+    """Lets all rows of a task see its tokens, as far as each may. upcoming: what is read after the task"""
+    first_head, stop_head, begin, end = task.first_head, task.stop_head, task.begin, task.end
     start, per_head = query_rows.positions[0], query_rows.rows
     rows = (stop_head - first_head) * per_head
     lowest = first_seen(start, params) // TILE_TOKENS * TILE_TOKENS
     all_before = scratch.states[0]
     for i in range(rows):  # also for a task whose tokens are all before the window: it sees nothing
         _reset(all_before[i])
+    now, is_packed = 0, kv.itemsize == 1
+    if not is_packed and max(begin, lowest) < end:
+        _list_panels(kv, _Tile(table, first_head, max(begin, lowest), end), scratch.panels[now])
     for split in range(max(begin, lowest // SPLIT * SPLIT), end, SPLIT):
         is_first, stop = split <= max(begin, lowest), min(end, split + SPLIT)
         states = all_before if is_first else scratch.states[1]
@@ -305,15 +366,22 @@ def _attend_task(
             _reset(states[i])
         for token in range(max(split, lowest), stop, TILE_TOKENS):
             for head in range(first_head, stop_head):
+                following = upcoming
                 if head + 1 < stop_head:
-                    _prefetch_tile(kv, head + 1, table, token, end)
+                    following = _Tile(table, head + 1, token, end)
+                elif token + TILE_TOKENS < end:
+                    following = _Tile(table, first_head, token + TILE_TOKENS, end)
+                if is_packed:
+                    _prefetch_packed_tile(kv, following)
+                    _list_packed_panels(kv, head, table, token, stop, scratch.panels[now], scratch.scales)
+                elif following.stop > 0:
+                    _list_panels(kv, following, scratch.panels[1 - now])
                 else:
-                    _prefetch_tile(kv, first_head, table, token + TILE_TOKENS, end)
-                if kv.itemsize == 1:
-                    _list_packed_panels(kv, head, table, token, stop, scratch.panels, scratch.scales)
-                else:
-                    _list_panels(kv, head, table, token, stop, scratch.panels)
-                _attend_tile(kv, token, query_rows, (head - first_head) * per_head, params, scratch, states)
+                    for i in range(TILE_TOKENS // LANES):
+                        for side in range(2):
+                            scratch.panels[1 - now, side, i] = scratch.panels[now, side, i]
+                _attend_tile(kv, token, query_rows, (head - first_head) * per_head, params, now, scratch, states)
+                now = now if is_packed else 1 - now
         for i in range(rows):
             _add_up_weights(states[i])
             if not is_first:
@@ -323,7 +391,7 @@ def _attend_task(
 @kernel
 def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> AttentionWorkspace:
     return AttentionWorkspace(
-        workspace.panels[index], workspace.pairs[index], workspace.positions[index], workspace.query[index],
+        workspace.panels[index], workspace.runs[index], workspace.positions[index], workspace.query[index],
         workspace.scores[index], workspace.weights[index], workspace.states[index], workspace.stored[index],
         workspace.unpacked[index], workspace.scales[index],
     )  # fmt: skip
@@ -342,6 +410,24 @@ def _heads_of_a_task(kv: PagedKV, plan: AttentionPlan, group: int, workspace: At
 
 
 @kernel
+def _task_of(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _Task:
+    """heads: of a task"""
+    parts = -(-kv.heads // heads)
+    first_head = number % parts * heads
+    sequence, first, tokens, begin, end, member = plan.tasks[number // parts]
+    return _Task(first_head, min(kv.heads, first_head + heads), sequence, first, tokens, begin, end, member)
+
+
+@inlined
+def _first_tile(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _Tile:
+    """What a task reads first, windows aside; of task -1 nothing."""
+    if number < 0:
+        return _Tile(plan.tables[0], 0, 0, 0)
+    task = _task_of(kv, plan, heads, number)
+    return _Tile(plan.tables[task.sequence], task.first_head, task.begin, task.end)
+
+
+@kernel
 def attend(
     worker: Worker, phase: int, kv: PagedKV, plan: AttentionPlan, params: AttentionParams, query: Any, out: Any,
     workspace: AttentionWorkspace,
@@ -353,13 +439,11 @@ def attend(
     group, width = query.shape[1] // kv.key_dim // kv.heads, kv.value_dim
     scratch = _workspace_of_thread(workspace, worker.thread)
     heads = _heads_of_a_task(kv, plan, group, workspace)
-    parts = -(-kv.heads // heads)
-    num_tasks, states = len(plan.tasks) * parts, scratch.states[0]
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
-        first_head = task % parts * heads
-        stop_head = min(kv.heads, first_head + heads)
-        sequence, first, tokens, begin, end, member = plan.tasks[task // parts]
+    num_tasks, states = len(plan.tasks) * -(-kv.heads // heads), scratch.states[0]
+    number = claim(worker, phase, num_tasks)
+    while number >= 0:
+        task = _task_of(kv, plan, heads, number)
+        first_head, stop_head, sequence, first, tokens, _, _, member = task
         per_head = tokens * group
         for token in range(tokens):
             of, offset = (sequence, first + token) if member < 0 else (plan.members[member + token, 0], 0)
@@ -370,8 +454,8 @@ def attend(
                     start = (head * group + i) * kv.key_dim
                     _copy(query[row, start : start + kv.key_dim], scratch.query[at + i])
         query_rows = _QueryRows(scratch.positions[:tokens], per_head, group)
-        table = plan.tables[sequence]
-        _attend_task(kv, first_head, stop_head, table, begin, end, query_rows, params, scratch)
+        upcoming = _first_tile(kv, plan, heads, likely_task(worker, phase, num_tasks))
+        _attend_task(kv, task, plan.tables[sequence], upcoming, query_rows, params, scratch)
         for i in range((stop_head - first_head) * per_head):
             token, query_head = i % per_head // group, (first_head + i // per_head) * group + i % group
             if member >= 0:
@@ -379,7 +463,7 @@ def attend(
             else:
                 row = plan.first_rows[sequence] + first + token
                 _normalize(states[i], query_head, params, out[row, query_head * width : (query_head + 1) * width])
-        task = next_task(worker, phase, num_tasks)
+        number = next_task(worker, phase, num_tasks)
     if len(plan.merges):
         return _merge_partials(worker, phase + 1, plan, params, kv, states[0], out)
     return phase + 1

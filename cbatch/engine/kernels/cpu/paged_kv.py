@@ -321,8 +321,8 @@ class AttentionWorkspace(NamedTuple):
 
     Rows are query tokens times the heads of a group.
 
-    panels: [threads, 2, TILE_TOKENS / 16] addresses of the panels of keys and of values of a tile
-    pairs:  [threads, TILE_TOKENS / 16, 2] addresses of two panels of values each
+    panels: [threads, 2, 2, TILE_TOKENS / 16] addresses of the panels of keys and of values of a tile, and of the next
+    runs:   [threads, TILE_TOKENS / 16, 4] where the products of two panels find them (see `Panels`)
     positions: [threads, rows] of the query tokens
     query:  [threads, rows, key_dim] of `left_dtype`
     scores: [threads, BLOCK_ROWS, TILE_TOKENS] before the softmax
@@ -334,7 +334,7 @@ class AttentionWorkspace(NamedTuple):
     """
 
     panels: NDArray[np.int64]
-    pairs: NDArray[np.int64]
+    runs: NDArray[np.int64]
     positions: NDArray[np.int64]
     query: NDArray[Any]
     scores: NDArray[np.float32]
@@ -353,8 +353,8 @@ def new_attention_workspace(
     scales = empty((threads, 3, TILE_TOKENS), np.float32)
     scales[:, 2] = 1
     return AttentionWorkspace(
-        empty((threads, 2, TILE_TOKENS // LANES), np.int64),
-        empty((threads, TILE_TOKENS // LANES, 2), np.int64),
+        empty((threads, 2, 2, TILE_TOKENS // LANES), np.int64),
+        empty((threads, TILE_TOKENS // LANES, 4), np.int64),
         empty((threads, rows), np.int64),
         empty((threads, rows, key_dim), left_dtype(dtype)),
         empty((threads, BLOCK_ROWS, TILE_TOKENS), np.float32),

@@ -120,6 +120,14 @@ def claim(worker: Worker, phase: int, num_tasks: int) -> int:
 
 
 @kernel
+def likely_task(worker: Worker, phase: int, num_tasks: int) -> int:
+    """The task that is claimed next, perhaps by another thread; -1 if all of the phase are."""
+    ticket = _load(worker.queue, _NEXT)
+    task: int = ticket & 0xFFFFFFFF
+    return task if ticket >> _PHASE_SHIFT == phase and task < num_tasks else -1
+
+
+@kernel
 def next_task(worker: Worker, phase: int, num_tasks: int) -> int:
     """Marks a task as complete, and claims the next. The last one of a phase starts the next phase."""
     if _fetch_add(worker.queue, _DONE, 1) == num_tasks - 1:

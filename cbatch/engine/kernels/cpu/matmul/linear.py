@@ -18,6 +18,7 @@ from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
 from cbatch.engine.kernels.cpu.matmul import amx, quantized
 from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, FORMATS, GROUP, is_quantized, tile_bytes
 from cbatch.engine.kernels.cpu.matmul.microkernel import (
+    AHEAD,
     COLUMNS,
     LANES,
     MAX_ROWS,
@@ -75,7 +76,7 @@ class LinearWorkspace(NamedTuple):
     left_bytes:   bytes of a number of a left-hand row, for quantized weights: 1 or 2
     sums:         [threads, rows, 32] the results of a tile
     gates:        [threads, rows * 16] the activated half of them
-    panels:       [threads, 2] the addresses of its panels
+    panels:       [threads, 4] the addresses of its panels, and what is prefetched (see `Panels`)
     few_rows:     [threads, bytes] a few prepared rows of each thread's own
     rows:         [bytes] prepared rows of a step
     """
@@ -105,7 +106,7 @@ def new_linear_workspace(
         left_bytes,
         empty((threads, int(most.max()), COLUMNS), np.float32),
         empty((threads, int(most.max()) * LANES), np.float32),
-        empty((threads, 2), np.int64),
+        empty((threads, 4), np.int64),
         empty((threads, FEW_ROWS * width), np.uint8),
         empty(rows * width, np.uint8),
     )
@@ -203,6 +204,7 @@ def _multiply(
         return
     panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
     panels[0], panels[1] = place, place + 4 * LANES
+    panels[2], panels[3] = place + AHEAD, place + AHEAD + 4 * LANES
     steps = depth // pair
     multiply_tile(microkernel, a[0, 0], left, Panels(panels.ctypes.data, steps, 4 * COLUMNS, steps), out, count, add)
 

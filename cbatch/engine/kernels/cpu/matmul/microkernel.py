@@ -38,6 +38,9 @@ MAX_ROWS = max(ROW_COUNTS)
 FIRST_CACHE, SECOND_CACHE = 3, 2
 """How near something is prefetched, for `llvm.prefetch`."""
 
+FEW_ROWS = 6
+"""Rows whose products take less time than reading the columns, so that both panels are prefetched."""
+
 AHEAD = 4096
 """Bytes that weights are prefetched ahead. Some processors read a sixth less a second without."""
 
@@ -59,7 +62,8 @@ class Rows(NamedTuple):
 class Panels(NamedTuple):
     """Two panels side by side, in runs that may lie anywhere.
 
-    table:  address of [N, 2] int64, the addresses of both panels in each run
+    table:  address of [N, 4] int64, for each run the addresses of both panels, and of what is prefetched meanwhile, as
+            many bytes
     run:    steps of a run
     stride: bytes from one step to the next
     depth:  steps in all; a step is one number in float32, a pair otherwise
@@ -185,19 +189,31 @@ class _TileEmitter(VectorEmitter):
         with cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, number):
             rest = builder.sub(depth, first)
             steps = builder.select(builder.icmp_signed("<", rest, run), rest, run)
-            at = builder.mul(number, _INT64(16))
-            both = [builder.load(self.address(table, builder.add(at, _INT64(8 * i)), _INT64)) for i in (0, 1)]
-            self.emit_run(rows, both, builder.mul(first, _INT64(self.step_bytes)), steps, stride, sums)
+            at = builder.mul(number, _INT64(32))
+            where = [builder.load(self.address(table, builder.add(at, _INT64(8 * i)), _INT64)) for i in range(4)]
+            self.emit_run(rows, where, builder.mul(first, _INT64(self.step_bytes)), steps, stride, sums)
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
 
-    def emit_run(self, rows: list[Any], panels: list[Any], start: Any, steps: Any, stride: Any, sums: Any) -> None:
-        """Code for the steps of one run. start: bytes from the beginning of a left-hand row."""
-        builder = self.builder
+    def emit_prefetches(self, both: list[Any]) -> None:
+        """What comes next of both panels; of the first only if products take longer than reading."""
+        if self.num_rows > FEW_ROWS:
+            emit_prefetch(self.builder, both[0])
+            return
+        for place in both:
+            emit_prefetch(self.builder, place, near=SECOND_CACHE)
+
+    def emit_run(self, rows: list[Any], places: list[Any], start: Any, steps: Any, stride: Any, sums: Any) -> None:
+        """Code for the steps of one run.
+
+        places: of both panels, and of what is prefetched
+        start:  bytes from the beginning of a left-hand row
+        """
+        builder, panels, ahead = self.builder, places[:2], places[2:]
         with cgutils.for_range(builder, steps) as loop:
             there = builder.add(start, builder.mul(loop.index, _INT64(self.step_bytes)))
             down = builder.mul(loop.index, stride)
-            emit_prefetch(builder, builder.add(panels[0], builder.add(down, _INT64(AHEAD))))
+            self.emit_prefetches([builder.add(place, down) for place in ahead])
             weights = [self.weights(panel, down) for panel in panels]
             for row in range(self.num_rows):
                 number = self.left(rows[row], there)
