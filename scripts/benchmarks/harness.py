@@ -30,6 +30,7 @@ BENCHMARKS = {
     "rounding": "scripts.benchmarks.rounding",
     "rows": "scripts.benchmarks.rows",
     "sharing": "scripts.benchmarks.sharing",
+    "speculation": "scripts.benchmarks.speculation.benchmark",
     "startup": "scripts.benchmarks.startup",
     "structured": "scripts.benchmarks.structured",
     "turns": "scripts.benchmarks.turns",

@@ -40,7 +40,7 @@ option = partial(click.option, show_default=True)
     default="",
     callback=_names,
     metavar="LIST",
-    help="Switch off techniques, one at a time: kv-cache,chunked-prefill,ragged,dynamic.",
+    help="Switch off techniques, one at a time: kv-cache,chunked-prefill,ragged,dynamic,speculation.",
 )
 @click.option(
     "--peer",

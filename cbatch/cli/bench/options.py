@@ -76,6 +76,8 @@ class BenchOptions:
     def check(self) -> None:
         """Raises ConfigError if options do not go together, or if results could not be written in the end."""
         self.chosen_strategies()
+        if "speculation" in self.ablate and self.engine.speculate == "off":
+            raise ConfigError("--ablate speculation has nothing to switch off, because --speculate is off.")
         self.replicas.check(self.engine)
         if self.is_load:
             self._check_load()

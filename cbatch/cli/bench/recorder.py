@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,8 +19,10 @@ TokenKind = Literal["prefill", "decode", "padding", "idle"]
 class RecordedChunk:
     """What one slot computed in one step for one request.
 
-    request: index in the workload
-    start:   position of the first token in its sequence
+    request:  index in the workload
+    start:    position of the first token in its sequence
+    drafted:  how many of the tokens were drafted
+    accepted: how many of those were right, so that the request got them in this step
     """
 
     slot: int
@@ -27,6 +30,8 @@ class RecordedChunk:
     kind: TokenKind
     start: int
     tokens: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,14 @@ class RecordedStep:
     def slots(self, *kinds: TokenKind) -> int:
         """How many slots computed tokens of these kinds."""
         return len({chunk.slot for chunk in self.chunks if chunk.kind in kinds})
+
+    @property
+    def drafted(self) -> int:
+        return sum(chunk.drafted for chunk in self.chunks)
+
+    @property
+    def accepted(self) -> int:
+        return sum(chunk.accepted for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,14 @@ class RunRecord:
         return sum(step.tokens(*kinds) for step in self.steps)
 
     @property
+    def drafted(self) -> int:
+        return sum(step.drafted for step in self.steps)
+
+    @property
+    def accepted(self) -> int:
+        return sum(step.accepted for step in self.steps)
+
+    @property
     def outputs(self) -> Outputs:
         """The tokens of each request, without those past its end."""
         return [request.tokens[: request.wanted] for request in self.requests]
@@ -103,7 +124,7 @@ class RunRecord:
 
 
 def example_score(chunks: Sequence[tuple[int, int]]) -> tuple[bool, bool, int, int]:
-    """How well a step serves as a picture, from the start and length of its chunks; higher is better.
+    """How well a step serves as a picture, from the start and length of its chunks without drafts; higher is better.
 
     Best are steps that mix prompts and single tokens, then those that continue a prompt which an earlier step began,
     then those with about seven chunks, and then those with few tokens.
@@ -175,7 +196,7 @@ class RunRecorder:
         """Keeps the step's blocks if it is the best picture so far: when it ends, finished requests free theirs."""
         self._latest = step
         chunks = step.scheduled.chunks
-        score = example_score([(chunk.start, chunk.num_tokens) for chunk in chunks])
+        score = example_score([(chunk.start, chunk.num_tokens - len(chunk.draft)) for chunk in chunks])
         if self._best_score is None or score > self._best_score:
             self._best_score = score
             limits = self.engine.limits
@@ -188,7 +209,11 @@ class RunRecorder:
         end = self._clock() - self._began
         assert self._latest is not None
         step, scheduled = self._latest, self._latest.scheduled
-        chunks = tuple(self._chunk(chunk.request.id, chunk.start, chunk.stop) for chunk in scheduled.chunks)
+        got = Counter(event.request_id for event in events if event.token_id is not None)
+        chunks = tuple(
+            self._chunk(chunk.request.id, chunk.start, chunk.num_tokens, len(chunk.draft), got[chunk.request.id])
+            for chunk in scheduled.chunks
+        )
         self.record.steps.append(RecordedStep(start, end, step.seconds, chunks, step.used_blocks))
         for event in events:
             if event.error is not None:
@@ -206,16 +231,18 @@ class RunRecorder:
                 if not submission.is_padding and submission.slot is not None:
                     self._used_slots.discard(submission.slot)
 
-    def _chunk(self, request_id: int, start: int, stop: int) -> RecordedChunk:
+    def _chunk(self, request_id: int, start: int, tokens: int, drafted: int, got: int) -> RecordedChunk:
+        """got: tokens that the request got of this step"""
         submission = self._submissions[request_id]
         if submission.slot is None:
             submission.slot = min(set(range(len(self._used_slots) + 1)) - self._used_slots)
         if not submission.is_padding:
             self._used_slots.add(submission.slot)
         request = self.record.requests[submission.index]
-        kind: TokenKind = "decode" if request.tokens and stop - start == 1 else "prefill"
+        kind: TokenKind = "decode" if request.tokens and tokens - drafted == 1 else "prefill"
         if submission.is_padding:
             kind = "padding"
         elif request.is_done:
             kind = "idle"
-        return RecordedChunk(submission.slot, submission.index, kind, start, stop - start)
+        accepted = max(got - 1, 0) if drafted else 0
+        return RecordedChunk(submission.slot, submission.index, kind, start, tokens, drafted, accepted)

@@ -72,6 +72,7 @@ class RunMetrics:
     padded_token_share:  share of padding among the tokens of padded prompts
     wasted_output_share: share of the output tokens that nobody wanted
     idle_slot_share:     share of slots, over all steps, that were empty or computed nothing useful
+    drafted_tokens:      tokens that were computed because they might come next; those of them that did are accepted
     """
 
     elapsed_s: float
@@ -89,6 +90,8 @@ class RunMetrics:
     cache_use_mean: float
     cache_use_peak: float
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
     model_s: float
     outside_model_share: float
     peak_memory_bytes: int | None
@@ -124,6 +127,8 @@ def run_metrics(record: RunRecord, work: Workload) -> RunMetrics:
         cache_use_mean=sum(blocks_used) / num_steps / record.num_blocks,
         cache_use_peak=max(blocks_used, default=0) / record.num_blocks,
         preemptions=record.preemptions,
+        drafted_tokens=record.drafted,
+        accepted_tokens=record.accepted,
         model_s=model_s,
         outside_model_share=1 - model_s / step_s if step_s else 0.0,
         peak_memory_bytes=record.peak_bytes,
@@ -179,6 +184,8 @@ class ReplicaMetrics:
     tpot_s: Percentiles
     steps: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
     replicas: list[ReplicaFigures]
 
 
@@ -191,6 +198,8 @@ def replica_metrics(run: ReplicaRun, work: Workload) -> ReplicaMetrics:
         tpot_s=figures.tpot_s,
         steps=figures.counters.steps,
         preemptions=figures.counters.preemptions,
+        drafted_tokens=figures.counters.drafted_tokens,
+        accepted_tokens=figures.counters.accepted_tokens,
         replicas=figures.replicas,
     )
 

@@ -123,12 +123,14 @@ class Strategy:
     title:         in tables and pictures
     has_padding:   whether padding needs sequences of its own beside the requests
     whole_prompts: whether every prompt is computed in one step
+    has_drafts:    whether requests may get drafts, if the engine is configured so
     """
 
     title: str
     run: Run
     has_padding: bool = False
     whole_prompts: bool = False
+    has_drafts: bool = True
 
 
 STRATEGIES = {
@@ -141,6 +143,7 @@ ABLATIONS = {
     "chunked-prefill": Strategy("without chunked prefill", run_continuous, whole_prompts=True),
     "ragged": Strategy("without ragged batches", run_without_ragged, has_padding=True, whole_prompts=True),
     "dynamic": Strategy("without dynamic scheduling", run_without_dynamic),
+    "speculation": Strategy("without speculation", run_continuous, has_drafts=False),
 }
 
 
@@ -161,6 +164,8 @@ class Experiment:
             budget = max_seqs * max(map(len, self.work.prompts))
         # Steps are timed one by one, so none may start before the previous one has ended.
         config = replace(self.config, max_seqs=max_seqs, max_batch_tokens=budget, prefix_cache=False, run_ahead=False)
+        if not strategy.has_drafts:
+            config = replace(config, speculate="off")
         with SteppingEngine(config, self.loaded) as engine:
             with PeakMemory(engine.device) as memory:
                 recorder = RunRecorder(engine, self.work.output_lengths, self.slots)

@@ -70,7 +70,13 @@ def _engine(experiment: Experiment, context: int, budget: int) -> SteppingEngine
     """For one sequence of up to `context` tokens. The cache holds no more, to leave memory for large steps."""
     blocks = -(-context // experiment.config.block_size)
     config = replace(
-        experiment.config, max_seqs=1, max_batch_tokens=budget, kv_blocks=blocks, prefix_cache=False, run_ahead=False
+        experiment.config,
+        max_seqs=1,
+        max_batch_tokens=budget,
+        kv_blocks=blocks,
+        prefix_cache=False,
+        run_ahead=False,
+        speculate="off",  # a step is to give one token
     )
     return SteppingEngine(config, experiment.loaded)
 

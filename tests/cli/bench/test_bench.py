@@ -216,6 +216,7 @@ def test_replicas_do_the_same_work(
         (["--users", "3", "--ablate", "ragged"], "go with strategies"),
         (["--users", "3", "--slo-tps", "nan"], "must be finite numbers"),
         (["--max-seqs", "3"], "--batch-size sets"),
+        (["--ablate", "speculation", "--speculate", "off"], "nothing to switch off"),
         (["--report", "no/such.html"], "Cannot write no/such.html"),
         (
             ["--kv-blocks", "6", "--input-len", "8:40", "--output-len", "9", "--rounds", "1"],

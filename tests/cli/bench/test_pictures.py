@@ -245,6 +245,55 @@ def test_pictures_of_little() -> None:
     assert draw_all({"static batches": few}, {}, {}, "").keys() == {"Timeline", "Utilisation"}
 
 
+def drafting_record() -> RunRecord:
+    """Request 0 decodes in 40 steps with drafts of two in every other one; request 1 enters, and has none."""
+    steps = []
+    for n in range(40):
+        right = (0, 2, 1, 1)[n // 2 % 4]
+        own = RecordedChunk(0, 0, "decode", n, 3, 2, right) if n % 2 else RecordedChunk(0, 0, "decode", n, 1)
+        other = RecordedChunk(1, 1, "decode" if n > 20 else "prefill", n, 1)
+        steps.append(RecordedStep(n, n + 1, 0.5, (own, other) if n >= 20 else (own,), 2))
+    return RunRecord(2, [RecordedRequest(60), RecordedRequest(19)], steps, elapsed_s=40.0)
+
+
+def test_speculation_is_drawn() -> None:
+    """Guards the picture of drafts: what is accepted and rejected in the run, and each request's mean of a step."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
+
+    records = {"one by one": both()["continuous"], "without drafts": static_record(), "continuous": drafting_record()}
+    pictures = draw_all(records, {}, {}, "")
+    assert FILE_NAMES["Speculation"] == "speculation.svg"
+    words = texts_of(pictures["Speculation"])
+    assert {"20 of 40 drafted tokens of the run were accepted.", "request 0", "request 1", "1.5", "1.0"} <= words
+    assert {"as without drafts", "accepted", "rejected", "prompt", "step"} <= words
+    assert "Speculation" not in draw_all(both(), {}, {}, "")
+
+
+def test_the_drawn_steps_are_typical() -> None:
+    """Guards the choice of steps: neither the luckiest nor those without drafts, and all steps of a short run."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    from cbatch.cli.bench.render.speculation_plot import MAX_STEPS, tokens_shown, typical_steps
+
+    def run_of(*accepted: int | None) -> list[RecordedStep]:
+        chunks = [(0, n, 1 if one is None else 5, 0 if one is None else 4, one or 0) for n, one in enumerate(accepted)]
+        return [
+            RecordedStep(n, n + 1, 0.5, (RecordedChunk(slot, 0, "decode", start, *rest),), 1)
+            for n, (slot, start, *rest) in enumerate(chunks)
+        ]
+
+    lucky, none, mixed, wrong = [4] * MAX_STEPS, [None] * MAX_STEPS, [1, 3] * (MAX_STEPS // 2), [0] * MAX_STEPS
+    shown = typical_steps(run_of(*lucky, *none, *mixed, *none, *wrong))
+    assert shown == range(2 * MAX_STEPS, 3 * MAX_STEPS)
+    assert typical_steps(run_of(2, None)) == range(2) and typical_steps([]) == range(0)
+    assert tokens_shown(RecordedChunk(0, 0, "decode", 9, 5, 4, 1)) == {
+        "as without drafts": 1,
+        "accepted": 1,
+        "rejected": 3,
+    }
+    assert tokens_shown(RecordedChunk(0, 0, "prefill", 0, 99)) == {"prompt": 1, "accepted": 0, "rejected": 0}
+
+
 def test_step_picture_chooses_requests() -> None:
     """Guards pictures of steps with many requests: the eight shown include some prompts and no padding."""
     from cbatch.cli.bench.render.step_plot import choose_chunks, lay_out

@@ -1,4 +1,4 @@
-"""The pictures of a bench: what the slots did, how busy they were, how fast each strategy was, and load."""
+"""The pictures of a bench: what the slots did, how busy they were, how fast each strategy was, load, and drafts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.recorder import RunRecord, TokenKind
 from cbatch.cli.bench.render import style, timeline
+from cbatch.cli.bench.render.speculation_plot import plot_speculation, record_with_drafts
 from cbatch.cli.bench.render.step_plot import plot_step
 from cbatch.cli.bench.render.timeline import Interval
 from cbatch.cli.bench.results import RunMetrics
@@ -24,6 +25,7 @@ FILE_NAMES = {
     "Speed": "speed.svg",
     "Load": "load.svg",
     "One step": "step.svg",
+    "Speculation": "speculation.svg",
 }
 """Of all pictures, by title."""
 
@@ -231,4 +233,6 @@ def draw_all(
         figures["Load"] = plot_load(judged, objective)
     if pair and (example := (record := list(pair.values())[-1]).example) is not None:
         figures["One step"] = plot_step(record, example)
+    if (drafted := record_with_drafts(records)) is not None:
+        figures["Speculation"] = plot_speculation(drafted)
     return {title: style.svg_text(figure, title) for title, figure in figures.items()}

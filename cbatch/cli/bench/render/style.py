@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,11 +68,14 @@ def picture_style() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float, title: str, subtitle: str = "") -> Figure:
+KINDS_BY_LABEL = {label: KIND_COLOURS[kind] for kind, label in KIND_LABELS.items()}
+
+
+def new_figure(height: float, title: str, subtitle: str = "", *, width: float = WIDTH) -> Figure:
     """An empty figure, `height` inches high, with a title that says what to see in it."""
-    figure = Figure(figsize=(WIDTH, height), facecolor=BACKGROUND)
-    figure.text(0.12 / WIDTH, 1 - 0.12 / height, title, size=12, weight="bold", va="top", color=TEXT)
-    figure.text(0.12 / WIDTH, 1 - 0.38 / height, subtitle, size=9, va="top", color=MUTED)
+    figure = Figure(figsize=(width, height), facecolor=BACKGROUND)
+    figure.text(0.12 / width, 1 - 0.12 / height, title, size=12, weight="bold", va="top", color=TEXT)
+    figure.text(0.12 / width, 1 - 0.38 / height, subtitle, size=9, va="top", color=MUTED)
     return figure
 
 
@@ -81,25 +84,25 @@ def axes_grid(figure: Figure, heights: Sequence[float], columns: int = 1, **plac
 
     places: `left`, `right` (0.2 if not given), `top` and `bottom` in inches, and `hspace` and `wspace` as in matplotlib
     """
-    height = figure.get_figheight()
+    width, height = figure.get_figwidth(), figure.get_figheight()
     gridspec: dict[str, Any] = places | {
         "height_ratios": heights,
-        "left": places["left"] / WIDTH,
-        "right": 1 - places.get("right", 0.2) / WIDTH,
+        "left": places["left"] / width,
+        "right": 1 - places.get("right", 0.2) / width,
         "top": 1 - places["top"] / height,
         "bottom": places["bottom"] / height,
     }
     return list(figure.subplots(len(heights), columns, squeeze=False, sharex=columns == 1, gridspec_kw=gridspec).flat)
 
 
-def add_legend(figure: Figure) -> None:
-    """Adds a line of coloured squares with the kinds of work that they stand for."""
-    height, x, side = figure.get_figheight(), 0.12, 0.12
+def add_legend(figure: Figure, colours: Mapping[str, str] = KINDS_BY_LABEL) -> None:
+    """Adds a line of coloured squares with what they stand for: the kinds of work, unless others are given."""
+    width, height, x, side = figure.get_figwidth(), figure.get_figheight(), 0.12, 0.12
     y = 1 - 0.72 / height
-    for kind, label in KIND_LABELS.items():
-        square = Rectangle((x / WIDTH, y), side / WIDTH, side / height, color=KIND_COLOURS[kind], linewidth=0)
+    for label, colour in colours.items():
+        square = Rectangle((x / width, y), side / width, side / height, color=colour, linewidth=0)
         figure.add_artist(square)
-        figure.text((x + 0.18) / WIDTH, y, label, size=9, va="bottom", color=TEXT)
+        figure.text((x + 0.18) / width, y, label, size=9, va="bottom", color=TEXT)
         x += 0.45 + 0.075 * len(label)
 
 

@@ -43,6 +43,7 @@ def strategy_table(results: Sequence[AnyResult]) -> Table:
 
 def waste_table(runs: Mapping[str, RunMetrics]) -> Table:
     """What was computed and what was wasted, one line a strategy. `runs`: metrics by title."""
+    has_drafts = any(metrics.drafted_tokens for metrics in runs.values())
     return [
         {
             "strategy": title,
@@ -57,8 +58,14 @@ def waste_table(runs: Mapping[str, RunMetrics]) -> Table:
             "memory peak": format_bytes(metrics.peak_memory_bytes or 0),
             "outside model": f"{metrics.outside_model_share:.1%}",
         }
+        | ({"drafts accepted": _acceptance(metrics)} if has_drafts else {})
         for title, metrics in runs.items()
     ]
+
+
+def _acceptance(metrics: RunMetrics) -> str:
+    drafted, accepted = metrics.drafted_tokens, metrics.accepted_tokens
+    return f"{accepted:,} of {drafted:,}, {accepted / drafted:.0%}" if drafted else "-"
 
 
 def replica_table(replicas: Iterable[ReplicaFigures]) -> Table:

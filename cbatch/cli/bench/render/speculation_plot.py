@@ -1,0 +1,113 @@
+"""Steps of a few requests as a picture: what each request got in each step, and which drafted tokens were wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cbatch.cli.bench.recorder import RecordedChunk, RecordedStep, RunRecord
+from cbatch.cli.bench.render.style import KIND_COLOURS, MUTED, TEXT, add_legend, axes_grid, new_figure
+
+MAX_STEPS, MAX_REQUESTS = 24, 6
+
+NARROW = 5.6
+"""Inches; narrower than other pictures, so that words can be read on a phone."""
+
+LEFT, RIGHT, TOP, BOTTOM, HSPACE = 0.85, 0.75, 1.08, 0.45, 0.25
+
+OWN, ACCEPTED, REJECTED, PROMPT = "as without drafts", "accepted", "rejected", "prompt"
+COLOURS = {
+    OWN: KIND_COLOURS["decode"],
+    ACCEPTED: KIND_COLOURS["prefill"],
+    REJECTED: KIND_COLOURS["idle"],
+    PROMPT: "#d0d7de",
+}
+"""Blue is what requests got. All differ in lightness too."""
+
+
+def record_with_drafts(records: Mapping[str, RunRecord]) -> RunRecord | None:
+    """The record to draw, of those by title: that of continuous batching, or the first one that has drafts."""
+    ordered = sorted(records.items(), key=lambda item: item[0] != "continuous")
+    return next((record for _, record in ordered if record.drafted), None)
+
+
+def typical_steps(steps: Sequence[RecordedStep]) -> range:
+    """The numbers of MAX_STEPS consecutive steps whose share of accepted tokens is nearest to that of all steps.
+
+    They have at least half as many drafted tokens as any others.
+    """
+    windows = [range(first, first + MAX_STEPS) for first in range(len(steps) - MAX_STEPS + 1)]
+    if not windows:
+        return range(len(steps))
+    drafted = [sum(steps[n].drafted for n in window) for window in windows]
+    accepted = [sum(steps[n].accepted for n in window) for window in windows]
+    whole = sum(step.accepted for step in steps) / max(sum(step.drafted for step in steps), 1)
+    many = [n for n, count in enumerate(drafted) if count > 0 and 2 * count >= max(drafted)]
+    return windows[min(many, key=lambda n: (abs(accepted[n] / drafted[n] - whole), -drafted[n]), default=0)]
+
+
+def tokens_shown(chunk: RecordedChunk) -> dict[str, int]:
+    """How many tokens of each kind a chunk stands for, in the order in which they are stacked."""
+    first = PROMPT if chunk.kind == "prefill" else OWN
+    return {first: 1, ACCEPTED: chunk.accepted, REJECTED: chunk.drafted - chunk.accepted}
+
+
+def plot_speculation(record: RunRecord) -> Figure:
+    """A stretch of a run that has drafts, with the requests that have most of them."""
+    shown = typical_steps(record.steps)
+    chunks = [(n, chunk) for n in shown for chunk in record.steps[n].chunks if chunk.kind in ("prefill", "decode")]
+    drafted = Counter[int]()
+    for _, chunk in chunks:
+        drafted[chunk.request] += chunk.drafted
+    requests = sorted(request for request, _ in drafted.most_common(MAX_REQUESTS))
+    most = max(1 + chunk.drafted for _, chunk in chunks)
+    row = 0.2 + 0.065 * most
+    figure = new_figure(
+        TOP + BOTTOM + row * len(requests) * (1 + HSPACE),
+        "Drafts: several tokens of a request in one step",
+        f"{record.accepted:,} of {record.drafted:,} drafted tokens of the run were accepted.",
+        width=NARROW,
+    )
+    add_legend(figure, COLOURS)
+    panels = axes_grid(figure, [row] * len(requests), left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, hspace=HSPACE)
+    for axes, request in zip(panels, requests, strict=True):
+        _draw_request(axes, [(n, chunk) for n, chunk in chunks if chunk.request == request])
+        axes.set_xlim(shown.start - 0.6, shown.stop - 0.4)
+        axes.set_ylim(0, most)
+        _name(axes, 0, -6, "right", f"request {request}")
+    panels[-1].spines["bottom"].set_visible(True)
+    panels[-1].tick_params(bottom=True, labelbottom=True)
+    panels[-1].set_xlabel("step")
+    _name(panels[0], 1, 6, "left", "tokens a\nstep", 1.0, "bottom")
+    return figure
+
+
+def _draw_request(axes: Axes, chunks: Sequence[tuple[int, RecordedChunk]]) -> None:
+    """A column of tokens for each step of a request, and the mean of what it got in a step."""
+    places: dict[str, list[tuple[int, int]]] = {kind: [] for kind in COLOURS}
+    for step, chunk in chunks:
+        below = 0
+        for kind, count in tokens_shown(chunk).items():
+            places[kind] += [(step, below + n) for n in range(count)]
+            below += count
+    for kind, found in places.items():
+        steps, bottoms = [step for step, _ in found], [below + 0.08 for _, below in found]
+        axes.bar(steps, 0.84, bottom=bottoms, width=0.8, color=COLOURS[kind], linewidth=0)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+    axes.axhline(0, color=MUTED, linewidth=0.7)
+    if places[OWN]:
+        _name(axes, 1, 6, "left", f"{1 + len(places[ACCEPTED]) / len(places[OWN]):.1f}", size=10)
+
+
+def _name(
+    axes: Axes, x: float, gap: int, side: str, words: str, y: float = 0.35, va: str = "center", *, size: float = 9
+) -> None:
+    """Words beside a row; x and y are shares of its width and height, the gap is in points."""
+    axes.annotate(
+        words, (x, y), (gap, 0), xycoords="axes fraction", textcoords="offset points", ha=side, va=va, size=size,
+        color=TEXT,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""The benchmark of speculation: what its work repeats, a model that follows its script, and the whole command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from scripts.benchmarks.harness import main
+from scripts.benchmarks.shapes import SHAPES
+from scripts.benchmarks.speculation import benchmark
+from scripts.benchmarks.speculation.benchmark import Comparison, Outcome, compare, measure
+from scripts.benchmarks.speculation.model import load_scripted
+from scripts.benchmarks.speculation.work import SYMBOLS, Copying, Work, extraction, random_text, rewriting
+
+LARGE = Copying(vocabulary=49152, tokens=192, span=20)
+SMALL = Copying(vocabulary=512, tokens=36, span=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "repeats"),
+    [
+        (rewriting, lambda prompt, output: sum(token in output for token in prompt) / len(prompt)),
+        (extraction, lambda prompt, output: sum(token in prompt for token in output) / len(output)),
+    ],
+)
+def test_70_percent_are_copied(make: Any, repeats: Callable[[list[int], list[int]], float]) -> None:
+    """Guards the work: what is copied, that no token has two that follow it, and that requests share none."""
+    work = make(LARGE, 8, seed=1)
+    assert work.outputs is not None and len(work.prompts) == 8 and work.lengths == list(map(len, work.outputs))
+    pairs = list(zip(work.prompts, work.outputs, strict=True))
+    assert sum(repeats(*pair) for pair in pairs) / 8 == pytest.approx(0.7, abs=0.02)
+    assert all(len(set(tokens)) == len(tokens) for pair in pairs for tokens in pair)
+    tokens = [token for prompt, output in pairs for token in {*prompt, *output}]
+    assert len(set(tokens)) == len(tokens)
+    assert make(LARGE, 8, seed=1).outputs == work.outputs != make(LARGE, 8, seed=2).outputs
+
+
+def test_random_text_repeats_by_chance_only() -> None:
+    """Guards the work that gains nothing: pairs of tokens occur again, and what followed the last time seldom does."""
+    work = random_text(49152, 400, 4, seed=3)
+    assert work.outputs is not None
+    again = right = 0
+    for number, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
+        text, after = prompt + output, dict[tuple[int, int], int]()
+        assert {token // SYMBOLS for token in text} == {number}
+        for place in range(len(text) - 2):
+            pair = text[place], text[place + 1]
+            again, right = again + (pair in after), right + (after.get(pair) == text[place + 2])
+            after[pair] = text[place + 2]
+    assert again > 600 and right / again == pytest.approx(1 / SYMBOLS, abs=0.04)
+    with pytest.raises(ValueError, match="the vocabulary has 100"):
+        random_text(100, 9, 16, seed=0)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("make", [partial(rewriting, SMALL), partial(extraction, SMALL), partial(random_text, 512, 30)])
+def test_the_model_says_its_script(make: Callable[[int, int], Work]) -> None:
+    """Guards the measurement: the outputs are those of the script with drafts and without, and copies are accepted."""
+    loaded, model = load_scripted("tiny", SHAPES["tiny"])
+    work = make(2, 0)
+    model.script = work.script
+    plain, drafting = measure(loaded, work, "off"), measure(loaded, work, 6)
+    assert plain.outputs == drafting.outputs == work.outputs and plain.drafted == 0 < drafting.drafted
+    assert 0 < drafting.first_s < drafting.seconds
+    if make.func is not random_text:
+        assert drafting.steps < 0.75 * plain.steps and drafting.accepted > 20
+    assert work.outputs is not None
+    wrong = replace(work, outputs=[*work.outputs[:-1], work.outputs[-1][::-1]])
+    with pytest.raises(RuntimeError, match="are not those of the script"):
+        measure(loaded, wrong, 6)
+
+
+def outcome(seconds: float, first: float, tokens: list[list[int]]) -> Outcome:
+    return Outcome(seconds, first, steps=9, drafted=6, accepted=3, outputs=tokens)
+
+
+def test_other_outputs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards ratios of different work, and the ratios: of times in the same round, and their median."""
+    seconds = iter([9.0, 4.0, 2.0, 9.0, 1.0, 12.0, 1.0])  # the first one warms up
+
+    def run(loaded: Any, work: Work, speculate: Any) -> Outcome:
+        return outcome(next(seconds), 0.5, [[1, 2]] if speculate == "off" else [said])
+
+    monkeypatch.setattr(benchmark, "measure", run)
+    work, said = Work([[1]], [2], 1), [1, 2]
+    found = compare("rewriting", None, work, 6, 3)  # type: ignore[arg-type]
+    assert found.ratios == [2.0, 9.0, 12.0] and found.decoding_ratio == 17.0
+    assert found.cells()[3:7] == ["9.000", "2.000 – 12.000", ">= 2", "17.000"]
+    seconds, said = iter([1.0] * 3), [1, 3]
+    with pytest.raises(RuntimeError, match="are others than those without"):
+        compare("demo", None, work, "auto", 1)  # type: ignore[arg-type]
+    assert Comparison("demo", 3, found.without, found.drafting).cells()[5] == ""
+
+
+@pytest.mark.kernels
+def test_all_work_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the command from end to end: a table for people, and JSON, with the goals where there are any."""
+    monkeypatch.setattr("scripts.benchmarks.speculation.work.DEMO_TOKENS", 9)
+    options = ["--speculate", "4", "--shape", "tiny", "--tokens", "24", "--span", "6", "--rounds", "1"]
+    assert main(["speculation", *options, "--requests", "1", "2", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    names = [f"{name}, {count}" for name in ("rewriting", "extraction", "random") for count in (1, 2)]
+    assert data["work"].keys() == {*names, "demo, 1"} and data["work"]["demo, 1"]["goal"] == 1.2
+    for one in data["work"].values():
+        assert one["ratio"] > 0 and one["without"][0]["drafted"] == 0 < one["with"][0]["drafted"]
+        assert one["without"][0]["tokens"] == one["with"][0]["tokens"]
+    assert main(["speculation", *options, "--work", "rewriting", "--requests", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("machine") and lines[-1].startswith("rewriting, 1 at once") and ">= 2" in lines[-1]
