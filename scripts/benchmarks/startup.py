@@ -3,10 +3,11 @@
     python -m scripts.benchmarks startup
     python -m scripts.benchmarks startup --model FILE.gguf --python llama.cpp=PYTHON
 
-All files have been read before. The parts run in one process, one after the other, without the garbage collector as long
-as modules are imported, as in the command; that is a whole `cbatch run` of one row and one token, from start to end. Of a model whose packed weights are kept, the first start is measured as
-well, and how long reading the file of packed weights takes, which bounds the second. All are measured by turns. The
-first build of the kernels, into an empty folder, is measured once.
+All files have been read before. The parts run in one process, one after the other. As in the command, garbage is not
+collected while modules are imported. The command is a whole `cbatch run` of one row and one token, from start to end.
+Of a model whose packed weights are kept, the first start is measured as well, and how long reading the file of packed
+weights takes, which bounds the second. All are measured by turns. The first build of the kernels, into an empty folder,
+is measured once.
 
 With an interpreter that has llama-cpp-python, llama.cpp loads the same GGUF file and computes one token, too.
 """
@@ -33,7 +34,8 @@ PARTS = {
     "import torch": "import torch",
     "import the compiler of the kernels": "import numba",
     "import the engine": "from cbatch.engine import Engine, EngineConfig, SamplingParams; Engine",
-    LOAD: "gc.freeze(); gc.enable(); engine = Engine(EngineConfig(model={model!r}, quantize={quantize!r}, device='cpu'))",
+    LOAD: "gc.freeze(); gc.enable(); "
+    "engine = Engine(EngineConfig(model={model!r}, quantize={quantize!r}, device='cpu'))",
     "first token": "engine.generate([[1]], SamplingParams(max_tokens=1, ignore_eos=True))",
 }
 _BLOCK = 2**24
