@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 NO_REFERENCE_COUNTS = {"_nrt": False}
@@ -63,20 +64,21 @@ def keep_compiled(
     on_miss: Callable[[], None],
     on_error: Callable[[Exception], None],
 ) -> None:
-    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with four differences.
+    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with five differences.
 
     Code of another `version` is not used; numba only asks whether the function's own file has changed, but a kernel
     inlines functions of many files. A damaged file, or code that another process saved under the same name, counts as
-    missing. While one process compiles a function, others wait for its code. Errors while saving go to `on_error`. If
-    no folder can be written, nothing is kept.
+    missing. While one process compiles a function, others wait for its code. Errors while saving go to `on_error`. Only
+    what a call needs is kept, see `_machine_code`. If no folder can be written, nothing is kept.
 
-    Private as of numba 0.68: `_index_key`, `_cache_path` and `_load_overload` of `FunctionCache`, the runtime `rtsys`,
-    and the attribute `_cache` of dispatchers and callbacks.
+    Private as of numba 0.68: `_index_key`, `_cache_path`, `_load_overload` and `_impl_class` of `FunctionCache`, and
+    the attribute `_cache` of dispatchers and callbacks.
     """
     from numba.core.caching import FunctionCache, NullCache
-    from numba.core.runtime.nrt import rtsys
 
     class CodeCache(FunctionCache):  # type: ignore[misc]
+        _impl_class = _machine_code()
+
         def _index_key(self, *args: Any) -> tuple[Any, ...]:
             return (*super()._index_key(*args), version)
 
@@ -95,9 +97,8 @@ def keep_compiled(
             return found
 
         def load(self, signature: Any, context: Any) -> Any:
-            """As numba's `load_overload`, which sets up the whole compiler, where code needs only the runtime."""
+            """As numba's `load_overload`, which sets up the whole compiler."""
             found = None
-            rtsys.initialize(context)
             try:
                 found = self._load_overload(signature, context)
             except Exception:  # a truncated file: nothing could be saved beside it either
@@ -125,6 +126,46 @@ def keep_compiled(
         compiled._cache = CodeCache(function)
     except RuntimeError:
         compiled._cache = NullCache()
+
+
+@cache
+def _machine_code() -> Any:
+    """How a compiled function is kept: its machine code and types, without what only a compiler would use.
+
+    Beside those, numba keeps intermediate code, which other functions may be compiled with, and names the modules of
+    all functions that are a part of this one, among them half of numba. Reading both took four fifths of the time of
+    loading a kernel. And it compiles a runtime that counts references, which kernels do not.
+
+    So a function that was read from disk can be called by Python, or by its address, but not be a part of another.
+    Private as of numba 0.68: `CompileResultCacheImpl`, what its `reduce` gives, names in function descriptors, and the
+    runtime `rtsys`.
+    """
+    from llvmlite.binding import parse_assembly
+    from numba.core.caching import CompileResultCacheImpl
+    from numba.core.runtime.nrt import rtsys
+
+    class MachineCode(CompileResultCacheImpl):  # type: ignore[misc]
+        def reduce(self, result: Any) -> Any:
+            (library, kind, (code, _)), function, *others, _, initializers, environments = super().reduce(result)
+            names = function.llvm_func_name, function.llvm_cpython_wrapper_name, function.llvm_cfunc_wrapper_name
+            defined = "\n".join(f'define void @"{name}"() {{ ret void }}' for name in names)
+            used = [each for each in environments if each.consts]
+            return (
+                (library, kind, (code, parse_assembly(defined).as_bitcode())),
+                function,
+                *others,
+                "",
+                initializers,
+                used,
+            )
+
+        def rebuild(self, context: Any, kept: Any) -> Any:
+            (_, _, (code, _)), *_ = kept
+            if b"NRT_" in code:
+                rtsys.initialize(context)
+            return super().rebuild(context, kept)
+
+    return MachineCode
 
 
 def is_compiled(callback: Any) -> bool:

@@ -1,11 +1,15 @@
 """How long it takes from the command to the first token, and which parts that time has.
 
     python -m scripts.benchmarks startup
+    python -m scripts.benchmarks startup --model FILE.gguf --python llama.cpp=PYTHON
 
-All files have been read before. The parts run in one process, one after the other; the command is a whole `cbatch run`
-of one row and one token, from start to end. Of a model whose packed weights are kept, the first start is measured as
-well, and how long reading the file of packed weights takes, which bounds the second. All are measured by turns. The
-first build of the kernels, into an empty folder, is measured once.
+All files have been read before. The parts run in one process, one after the other. As in the command, garbage is not
+collected while modules are imported. The command is a whole `cbatch run` of one row and one token, from start to end.
+Of a model whose packed weights are kept, the first start is measured as well, and how long reading the file of packed
+weights takes, which bounds the second. All are measured by turns. The first build of the kernels, into an empty folder,
+is measured once.
+
+With an interpreter that has llama-cpp-python, llama.cpp loads the same GGUF file and computes one token, too.
 """
 
 from __future__ import annotations
@@ -17,19 +21,45 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from cbatch.engine.runtime.cpu import num_threads
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, median_by_name
+from scripts.benchmarks.peers.benchmark import interpreter
 
 LOAD = "load the model and its kernels"
 PARTS = {
     "import torch": "import torch",
     "import the compiler of the kernels": "import numba",
     "import the engine": "from cbatch.engine import Engine, EngineConfig, SamplingParams; Engine",
-    LOAD: "engine = Engine(EngineConfig(model={model!r}, quantize={quantize!r}, device='cpu'))",
+    LOAD: "gc.freeze(); gc.enable(); "
+    "engine = Engine(EngineConfig(model={model!r}, quantize={quantize!r}, device='cpu'))",
     "first token": "engine.generate([[1]], SamplingParams(max_tokens=1, ignore_eos=True))",
 }
 _BLOCK = 2**24
+
+_LLAMA_CPP = """
+import json, sys, time
+before = time.time()
+import llama_cpp
+import numpy as np
+times = [time.time() - before]
+model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), llama_cpp.llama_model_default_params())
+settings = llama_cpp.llama_context_default_params()
+settings.n_ctx, settings.n_threads = 4096, int(sys.argv[2])
+context = llama_cpp.llama_init_from_model(model, settings)
+times.append(time.time() - before)
+batch = llama_cpp.llama_batch_init(1, 0, 1)
+batch.n_tokens = batch.n_seq_id[0] = batch.logits[0] = batch.token[0] = 1
+batch.pos[0] = batch.seq_id[0][0] = 0
+assert llama_cpp.llama_decode(context, batch) == 0
+size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, 0), shape=(size,)).argmax())
+times.append(time.time() - before)
+print(json.dumps(times))
+"""
 
 
 class Starts:
@@ -47,7 +77,7 @@ class Starts:
 
     def parts(self, **environment: str) -> dict[str, float]:
         """Seconds of each part, and of Python itself around them, in one process."""
-        lines = ["import time", "before = time.time()", "times = []"]
+        lines = ["import gc, time; gc.disable()", "before = time.time()", "times = []"]
         for code in PARTS.values():
             lines += [code.format(model=self.model, quantize=self.quantize), "times.append(time.time() - before)"]
             lines.append("before = time.time()")
@@ -86,6 +116,16 @@ class Starts:
                     pass
         return {"read the packed weights": time.time() - start}
 
+    def llama_cpp(self, python: str) -> dict[str, float]:
+        """Seconds of its parts, in one process, and of the whole process."""
+        assert self.model is not None
+        start = time.time()
+        run = self._run([python, "-c", _LLAMA_CPP, self.model, str(num_threads())], {})
+        whole = time.time() - start
+        imports, loaded, token = json.loads(run.splitlines()[-1])
+        parts = {"import": imports, "load": loaded - imports, "first token": token - loaded, "whole process": whole}
+        return {f"llama.cpp: {name}": seconds for name, seconds in parts.items()}
+
     def _run(self, command: list[str], environment: dict[str, str]) -> str:
         variables = os.environ | self.environment | environment
         return subprocess.run(command, capture_output=True, text=True, check=True, env=variables).stdout
@@ -94,6 +134,9 @@ class Starts:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model folder (the bundled demo model)")
     parser.add_argument("--quantize", help="quantization of its weights (none)")
+    parser.add_argument(
+        "--python", type=interpreter, action="append", default=[], metavar="NAME=PATH", help="interpreter of llama.cpp"
+    )
     parser.add_argument("--rounds", type=at_least_one, default=7, help="medians are printed (%(default)s)")
 
 
@@ -101,7 +144,9 @@ def run(options: argparse.Namespace, report: Report) -> int:
     with tempfile.TemporaryDirectory() as folder:
         starts = Starts(options.model, options.quantize, Path(folder))
         starts.parts()  # compiles and packs, and brings the files into memory
-        ways = {"parts": starts.parts, "command": starts.command}
+        ways: dict[str, Callable[[], dict[str, float]]] = {"parts": starts.parts, "command": starts.command}
+        for name, python in options.python:
+            ways[name] = partial(starts.llama_cpp, python)
         if starts.files():
             ways |= {"first": starts.first, "read": starts.read}
         rounds = by_turns(ways, options.rounds)

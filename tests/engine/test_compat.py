@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,32 @@ def test_numba_keeps_code_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss"]
     assert compile_again(tmp_path, monkeypatch, "1")[0] == []
     assert compile_again(tmp_path, monkeypatch, "2")[0] == ["miss"]
+
+
+def test_numba_keeps_only_what_a_call_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the start: with intermediate code, and modules of numba that it named, kernels took ten times as long."""
+    compile_again(tmp_path, monkeypatch, "1")
+    (file,) = tmp_path.rglob("*.nbc")
+    (_, _, (code, names)), *_, environments = pickle.loads(file.read_bytes())
+    assert len(names) < len(code) and b"numba.np" not in file.read_bytes()
+    assert not [each for each in environments if not each.consts]
+
+
+def test_numba_counts_references_in_code_that_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards code that calls the runtime of numba, which the loader does not prepare for code that does not."""
+    compile_again(tmp_path, monkeypatch, "1")
+    assert b"NRT_" in next(tmp_path.rglob("*.nbc")).read_bytes()
+    program = f"""
+import numba, sys
+numba.core.config.CACHE_DIR = {str(tmp_path)!r}
+from tests.engine import test_compat
+compiled = numba.njit(test_compat.add_up)
+test_compat.keep_compiled(compiled, test_compat.add_up, "1", on_miss=sys.exit, on_error=sys.exit)
+total = test_compat.np.zeros(1)
+compiled(test_compat.np.arange(5.0), total)
+print(total[0])
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "10.0\n"
 
 
 def test_numba_compiles_if_the_code_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from cbatch.engine.runtime.cpu import empty
+from cbatch.engine.runtime.memory import use_small_pages
+
+_SMALL_BYTES = 2**21
+"""At the beginning of each layer's part on a CPU, which the first tokens fill. In large pages, the first token of all
+would wait until the system has cleared two for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,9 @@ def _stacked(
     sizes = [num_blocks * math.prod(shape) for shape in shapes]
     whole = _empty(sum(sizes), dtype=dtype, device=device)
     parts = torch.split(whole, sizes)
+    if device.type == "cpu":
+        for part in parts:
+            use_small_pages(part.view(torch.uint8)[:_SMALL_BYTES].numpy())
     return whole, [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

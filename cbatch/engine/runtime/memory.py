@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from numpy.typing import NDArray
 
 from cbatch.engine.base.config import CPU_CACHE_SHARE
 from cbatch.engine.runtime.device import is_accelerator
@@ -80,6 +81,14 @@ def drop_mapped_pages(files: Iterable[Path]) -> None:
             if len(fields) == 6 and fields[5] in names and fields[1][3] == "p":
                 first, stop = (int(address, 16) for address in fields[0].split("-"))
                 _system_madvise()(first, stop - first, mmap.MADV_DONTNEED)
+
+
+def use_small_pages(memory: NDArray[Any]) -> None:
+    """Asks the system to give memory out in small pages, which holds for whole ones only; it may refuse."""
+    if sys.platform == "linux":
+        address = memory.ctypes.data
+        first, stop = -(-address // mmap.PAGESIZE), (address + memory.nbytes) // mmap.PAGESIZE
+        _system_madvise()(first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE, mmap.MADV_NOHUGEPAGE)
 
 
 @cache

@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.text.fast_loader import QWEN2_PATTERN, TextTokenizer
 
+_TOKENS = "tokenizer.ggml.tokens"
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
 _MAX_TOKEN_CHARACTERS = 2**12
 _MAX_MERGED_CHARACTERS = 256
@@ -74,6 +75,11 @@ _END_TOKENS = (
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
+def with_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The same metadata with the tokens as a list, which is read more than once; an array of a file decodes them."""
+    return {**metadata, _TOKENS: _tokens(metadata)}
+
+
 def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer | None:
     """The tokenizer of a GGUF file's metadata; None if it has none.
 
@@ -82,7 +88,7 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or kind in ("none", "no_vocab"):
         return None
-    tokens = list(metadata.get("tokenizer.ggml.tokens") or ())
+    tokens = _tokens(metadata)
     _check(all(isinstance(token, str) for token in tokens), "its tokens are not texts")
     _check(0 < len(tokens) <= vocab_size, f"it has {len(tokens)} tokens for an embedding of {vocab_size}")
     _check(max(map(len, tokens)) <= _MAX_TOKEN_CHARACTERS, "one of its tokens is too long")
@@ -119,7 +125,7 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Tokens that end an output: those that the file names, and those that do so in every model."""
-    tokens = list(metadata.get("tokenizer.ggml.tokens") or ())
+    tokens = _tokens(metadata)
     named = {number for key in ("eos", "eot", "eom") if (number := _token(metadata, key, tokens)) is not None}
     found = {token: number for number, token in enumerate(tokens) if token in _END_TOKENS}
     types = metadata.get("tokenizer.ggml.token_type")
@@ -128,6 +134,13 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     if {"<|return|>", "<|call|>"} <= found.keys():  # GPT-OSS, where this one only ends a message
         named.discard(found.pop("<|end|>", -1))
     return sorted(named.union(found.values()))
+
+
+def _tokens(metadata: Mapping[str, Any]) -> list[Any]:
+    given = metadata.get(_TOKENS)
+    if isinstance(given, list):
+        return given
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
 
 
 def _damaged(why: str) -> ModelError:
@@ -201,25 +214,22 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str], types: Sequ
     return backend
 
 
-def _vocabulary(tokens: Iterable[str]) -> dict[str, int]:
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     """Of equal tokens the first one counts."""
-    vocabulary: dict[str, int] = {}
-    for number, token in enumerate(tokens):
-        vocabulary.setdefault(token, number)
+    numbers = range(len(tokens))
+    vocabulary = dict(zip(tokens, numbers, strict=True))
+    if len(vocabulary) < len(tokens):
+        vocabulary = dict(zip(reversed(tokens), reversed(numbers), strict=True))
     return vocabulary
 
 
 def _merges(given: Iterable[Any]) -> list[tuple[str, str]]:
     """Pairs with a space between them. A piece may begin with one."""
-    merges = []
-    for merge in given:
-        _check(isinstance(merge, str), "its merges are not texts")
-        first, separator, second = merge[:1], "", ""
-        place = merge.find(" ", 1)
-        if place > 0:
-            first, separator, second = merge[:place], " ", merge[place + 1 :]
-        _check(separator == " " and first != "" and second != "", "one of its merges is not a pair")
-        merges.append((first, second))
+    texts = list(given)
+    _check(all(isinstance(merge, str) for merge in texts), "its merges are not texts")
+    places = [merge.find(" ", 1) for merge in texts]
+    merges = [(merge[:place], merge[place + 1 :]) for merge, place in zip(texts, places, strict=True)]
+    _check(min(places, default=1) > 0 and all(second for _, second in merges), "one of its merges is not a pair")
     return merges
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -47,3 +50,18 @@ def test_layers_lie_in_one_tensor() -> None:
     unlike.flat[1].zero_()
     unlike.values[0].fill_(1)
     assert int(unlike.flat[1].sum()) == 2 * 4 * 5 and not unlike.values[1].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which pages are resident")
+def test_the_first_token_touches_little_memory() -> None:
+    """Guards the time to the first token: the system cleared two large pages of each layer for its keys and values."""
+    kv_cache = KVCache([((2**12,), (2**12,))] * 8, 1000, 16, torch.float32, torch.device("cpu"))
+    before = _resident_bytes()
+    for layer in (*kv_cache.keys, *kv_cache.values):
+        layer[:2].fill_(1)
+    assert 2**19 <= _resident_bytes() - before < 2**22
+
+
+def _resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))

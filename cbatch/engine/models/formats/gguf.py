@@ -26,7 +26,7 @@ from cbatch.engine.models.programs.declarations import check_weights, read_progr
 from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.runtime.memory import is_out_of_memory
 from cbatch.engine.text.fast_loader import TextTokenizer
-from cbatch.engine.text.gguf_tokenizer import end_ids, tokenizer_of
+from cbatch.engine.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens
 
 if TYPE_CHECKING:
     from cbatch.engine.models.cpu import CpuModel
@@ -59,8 +59,9 @@ class GgufModel:
             check_weights(self._program, self._weights)
         except UnsupportedConfig as error:
             raise ModelError(f"Cannot load {paths[0]}: {error}.") from error
-        self.tokenizer: TextTokenizer | None = tokenizer_of(file.metadata, self.config["vocab_size"])
-        self.config["eos_token_id"] = end_ids(file.metadata)
+        metadata = with_tokens(file.metadata)
+        self.tokenizer: TextTokenizer | None = tokenizer_of(metadata, self.config["vocab_size"])
+        self.config["eos_token_id"] = end_ids(metadata)
         self.fingerprint = _fingerprint(file)
 
     @property

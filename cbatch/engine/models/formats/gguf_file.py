@@ -57,7 +57,7 @@ class GgufTensor:
 
 
 class StringArray(Sequence[str]):
-    """An array of texts in a header, each decoded when it is asked for."""
+    """An array of texts in a header, whose lengths were checked; each is decoded when it is asked for."""
 
     def __init__(self, header: _Header, start: int, count: int) -> None:
         self._header, self._start, self._count = header, start, count
@@ -66,10 +66,14 @@ class StringArray(Sequence[str]):
         return self._count
 
     def __iter__(self) -> Iterator[str]:
-        place = self._start
-        for _ in range(self._count):
-            text, place = self._header.string(place, MAX_STRING_BYTES)
-            yield text
+        memory, length, stop = self._header.memory, _LENGTH.unpack_from, self._start
+        try:
+            for _ in range(self._count):
+                start = stop + _LENGTH.size
+                stop = start + length(memory, stop)[0]
+                yield memory[start:stop].decode()
+        except UnicodeDecodeError as error:
+            raise self._header.not_a_text() from error
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -126,17 +130,18 @@ def read_gguf(paths: Sequence[Path]) -> GgufFile:
 class _Header:
     """A file's header, read and checked from its first byte to its last.
 
+    memory: the file, mapped
     metadata, tensors: by name
     bytes: the header
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._memory = _mapped(path)
-        self._size = len(self._memory)
+        self.memory = _mapped(path)
+        self._size = len(self.memory)
         self._limit = min(self._size, MAX_HEADER_BYTES)
         self._num_strings = 0
-        if self._memory[:4] != MAGIC:
+        if self.memory[:4] != MAGIC:
             raise InvalidFile(f"{path} is not a GGUF file.")
         version = self._number(_TYPE, 4)
         if version not in VERSIONS:
@@ -154,7 +159,7 @@ class _Header:
 
     @property
     def bytes(self) -> memoryview:
-        return memoryview(self._memory)[: self._stop]
+        return memoryview(self.memory)[: self._stop]
 
     def _damaged(self, why: str) -> InvalidFile:
         return InvalidFile(f"{self.path} is damaged: {why}.")
@@ -162,15 +167,18 @@ class _Header:
     def _number(self, form: struct.Struct, place: int) -> Any:
         if place + form.size > self._limit:
             raise self._damaged("its header does not end")
-        return form.unpack_from(self._memory, place)[0]
+        return form.unpack_from(self.memory, place)[0]
 
     def string(self, place: int, most: int) -> tuple[str, int]:
         """A text, and where the next thing begins."""
         start, stop = self._span(place, most)
         try:
-            return self._memory[start:stop].decode(), stop
+            return self.memory[start:stop].decode(), stop
         except UnicodeDecodeError as error:
-            raise self._damaged("a text in its header is not UTF-8") from error
+            raise self.not_a_text() from error
+
+    def not_a_text(self) -> InvalidFile:
+        return self._damaged("a text in its header is not UTF-8")
 
     def _span(self, place: int, most: int) -> tuple[int, int]:
         length = self._number(_LENGTH, place)
@@ -178,6 +186,18 @@ class _Header:
         if length > most or stop > self._limit:
             raise self._damaged(f"a text in its header claims to have {length} bytes")
         return place + 8, stop
+
+    def _end_of_texts(self, place: int, count: int) -> int:
+        """Where so many texts end, as `_span` would say it: there are hundreds of thousands."""
+        memory, limit, number = self.memory, self._limit - _LENGTH.size, _LENGTH.unpack_from
+        for _ in range(count):
+            length = number(memory, place)[0] if place <= limit else MAX_STRING_BYTES + 1
+            if length > MAX_STRING_BYTES:
+                self._span(place, MAX_STRING_BYTES)  # which raises
+            place += _LENGTH.size + length
+        if place > self._limit:
+            raise self._damaged("its texts do not end")
+        return place
 
     def _read_entry(self, place: int) -> int:
         key, place = self.string(place, MAX_NAME_BYTES)
@@ -204,10 +224,7 @@ class _Header:
             self._num_strings += count
             if count > (self._limit - place) // 8 or self._num_strings > MAX_STRINGS:
                 raise self._damaged(f"{key[:80]!r} claims to have {count} texts")
-            start = place
-            for _ in range(count):
-                place = self._span(place, MAX_STRING_BYTES)[1]
-            return StringArray(self, start, count), place
+            return StringArray(self, place, count), self._end_of_texts(place, count)
         if kind not in _SCALARS:
             what = "holds arrays" if kind == _ARRAY else f"has elements of the unknown type {kind}"
             raise self._damaged(f"{key[:80]!r} {what}")
@@ -215,7 +232,7 @@ class _Header:
         stop = place + count * numbers.itemsize
         if stop > self._limit or count > MAX_STRINGS:
             raise self._damaged(f"{key[:80]!r} claims to have {count} numbers")
-        return np.frombuffer(self._memory, numbers, count, place).tolist(), stop
+        return np.frombuffer(self.memory, numbers, count, place).tolist(), stop
 
     def _read_tensors(self, place: int, count: int) -> None:
         table = []
@@ -242,7 +259,7 @@ class _Header:
             if begin < end:
                 raise self._damaged(f"the tensors {before[:80]!r} and {name[:80]!r} overlap")
             end, before = begin + size, name
-            data = np.frombuffer(self._memory, np.uint8, size, begin).reshape(-1, row)
+            data = np.frombuffer(self.memory, np.uint8, size, begin).reshape(-1, row)
             self.tensors[name] = GgufTensor(name, shape, kind, data)
 
     @property
