@@ -3,11 +3,12 @@
 The cost of a token in a step is learnt from the steps (`step_cost`). How likely a token is right is learnt for each
 request by the length of the match (`acceptance`), also while nothing is drafted: then the first token that would have
 been drafted is compared with the one that came. So text that does not repeat costs no drafts, and the host looks for
-them ever more rarely.
+them ever more rarely. It also does so if the time that drafts save is less than what it takes to look for them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,15 @@ MAX_DRAFT = 24
 
 MISSES_PER_REST, LONGEST_REST = 8, 8
 """After so many looks in vain, one more token is let pass before the next, up to the longest rest."""
+
+BALANCE_RATE, LONGEST_PAUSE = 1 / 8, 64
+"""What one look changes of the mean time that looks save; steps without a look, at most, while they save none."""
+
+FREE_SHARE = 0.01
+"""Share of a step's time that a look may take in any case."""
+
+SETTLING = 16
+"""Steps of a pause, the last ones, whose times are observed."""
 
 LEAST_PROMISE = 0.5
 """How likely two tokens must be right so that a request waits for the step in flight to have its draft."""
@@ -62,16 +72,28 @@ class DraftPolicy:
         self._cost = StepCost()
         self._common = AcceptanceRates()
         self._records: dict[Request, _Record] = {}
+        self._began_at = 0.0
+        self._balance = 0.0
+        """Seconds that a look saves, on average, but for its own time."""
+        self._pause = self._paused = 0
+        self._is_dear = False
+        """Whether looks take a share of a step that counts."""
 
     def observe_step(self, scheduled: SchedulerOutput, seconds: float | None) -> None:
         """Learns what a completed step cost; None if that is not known."""
-        if self._counts_cost and seconds is not None and _is_decode_only(scheduled):
+        if not self._counts_cost or seconds is None or self._paused < self._pause - SETTLING:
+            return
+        if _is_decode_only(scheduled):
             self._cost.observe(scheduled.num_tokens, seconds)
 
-    def is_worth_looking(self, scheduled: SchedulerOutput) -> bool:
-        """Whether a step can have drafts at all: not beside prompts, and not if it is long for its many tokens."""
+    def begins_looking(self, scheduled: SchedulerOutput) -> bool:
+        """Whether drafts are looked for: not beside prompts, nor if tokens are dear, nor in pauses after vain looks."""
         if not self._counts_cost:
             return True
+        if self._paused < self._pause:
+            self._paused += 1
+            return False
+        self._began_at = time.perf_counter()
         return self._cost.is_worth_looking(scheduled.num_tokens) and _is_decode_only(scheduled)
 
     def looks_at(self, request: Request) -> bool:
@@ -89,7 +111,7 @@ class DraftPolicy:
             record.foreseen = None
             if known[place] == token:
                 record.misses = 0
-        return len(known) >= record.look_at
+        return len(known) >= record.look_at or not self._is_dear
 
     def found(self, request: Request, proposal: Proposal | None) -> None:
         """What a look has found."""
@@ -125,16 +147,26 @@ class DraftPolicy:
             chances += [(chance, number) for chance in each]
         if self._counts_cost:
             chances.sort(key=lambda one: -one[0])
-            budget = min(budget, self._cost.num_worth(scheduled.num_tokens, [one for one, _ in chances], self._weight))
+            budget = self._num_worth(scheduled.num_tokens, [chance for chance, _ in chances[:budget]])
         counts: dict[int, int] = {}
         for _, number in chances[:budget]:
             counts[number] = counts.get(number, 0) + 1
         return counts
 
+    def _num_worth(self, tokens: int, chances: list[float]) -> int:
+        """How many drafted tokens pay; weighs what they save against the time that this look has taken."""
+        count, saved = self._cost.num_worth(tokens, chances, self._weight)
+        taken = time.perf_counter() - self._began_at - FREE_SHARE * self._cost.seconds(tokens)
+        self._is_dear = taken > 0
+        saved -= max(taken, 0)
+        self._balance += BALANCE_RATE * (saved - self._balance)
+        self._pause, self._paused = min(2 * self._pause + 1, LONGEST_PAUSE) if self._balance < 0 else 0, 0
+        return count
+
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Learns how many tokens of a draft were accepted."""
         record = self._records.get(chunk.request)
-        if record is not None and chunk.draft:
+        if record is not None:
             record.rates.observe_draft(record.matched, len(chunk.draft), accepted)
             record.foreseen = None
             if accepted:

@@ -14,7 +14,7 @@ MAX_INDEXED, MAX_FINISHED_INDEXED = 512, 128
 """Tokens of requests, and of finished outputs, that one step indexes; 1,000 take about a millisecond."""
 
 MAX_TOKENS = 2**17
-"""Tokens of running requests that are indexed in all (about 56 MB); requests beyond have no drafts."""
+"""Tokens of running requests that are indexed in all (about 30 MB); requests beyond have no drafts."""
 
 PROMPT_TAIL = 16
 """Tokens of the prompt that are kept before a finished output, so that its first tokens can be found."""
@@ -23,7 +23,9 @@ PROMPT_TAIL = 16
 class DraftSources:
     """Proposes drafts for the requests of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_match: int) -> None:
+        """min_match: tokens at the end of a text that must have occurred before"""
+        self._min_match = min_match
         self._finished = FinishedOutputs()
         self._drafters: dict[Request, Drafter] = {}
         self._num_indexed = 0
@@ -67,4 +69,4 @@ class DraftSources:
             self._num_indexed += done
             if done < missing:
                 return None
-        return drafter.propose(count)
+        return drafter.propose(count, self._min_match)

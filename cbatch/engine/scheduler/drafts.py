@@ -7,7 +7,7 @@ them is cached. A recurrent state goes back to before the draft, and accepted to
 (`recurrent_states`).
 
 Drafts take what a step has left: tokens that no prompt wants, blocks that are free while nothing waits, and rows of
-logits up to `max_seqs`, for which memory was measured. How many tokens are drafted is a question of cost
+logits up to `max_seqs`, for which memory was measured, or a few more. How many tokens are drafted is a question of cost
 (`DraftPolicy`); no output depends on it.
 """
 
@@ -19,10 +19,10 @@ from cbatch.engine.scheduler.draft_sources import DraftSources
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.recurrent_states import NoStates, RecurrentStates
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.speculation.drafter import Proposal
+from cbatch.engine.speculation.drafter import MIN_MATCH, Proposal
 
-MIN_ROWS = 16
-"""Rows of logits that a step with drafts may have, however small `max_seqs` is."""
+MIN_ROWS, MIN_ROWS_AUTO = 16, 64
+"""Rows of logits that a step with drafts may have, however small `max_seqs` is. `auto` is for CPUs, which have room."""
 
 
 class NoDrafts:
@@ -52,8 +52,9 @@ class Drafts:
         """most: tokens of every draft; None: as many as pay"""
         self._pool = pool
         self._states = states
-        self._sources = DraftSources()
+        self._sources = DraftSources(MIN_MATCH if most is not None else 1)  # where costs count, so do single tokens
         self._policy = DraftPolicy(most, states.replay_weight)
+        self._min_rows = self._max_rows = MIN_ROWS if most is not None else MIN_ROWS_AUTO
         self.num_drafted = 0
         self.num_accepted = 0
 
@@ -76,29 +77,35 @@ class Drafts:
         max_rows:     most rows of logits that are sampled
         may_allocate: whether drafts may take free blocks
         """
-        budget = min(budget, max(max_rows, MIN_ROWS) - len(scheduled.to_sample))
-        if budget <= 0 or not self._policy.is_worth_looking(scheduled):
+        self._max_rows = max(max_rows, self._min_rows)
+        budget = min(budget, self._max_rows - len(scheduled.to_sample))
+        if budget <= 0 or not self._policy.begins_looking(scheduled):
             return
         self._sources.begin_step()
-        found: dict[int, Proposal] = {}
-        for number, chunk in enumerate(scheduled.chunks):
-            room = self._room(chunk, may_allocate=may_allocate)
-            if room > 0 and self._policy.looks_at(chunk.request):
-                proposal = self._propose(chunk.request, min(room, budget, self._policy.most))
-                self._policy.found(chunk.request, proposal)
-                if proposal is not None:
-                    found[number] = proposal
-        if not found:
-            return
+        found = self._look(scheduled, budget, may_allocate=may_allocate)
         for number, count in self._policy.counts(scheduled, found, budget).items():
             chunk, tokens = scheduled.chunks[number], found[number].tokens[:count]
             tokens = tokens[: self._room(chunk, may_allocate=may_allocate)]  # others have taken blocks since
             if tokens:
                 scheduled.chunks[number] = self._extended(chunk, tokens)
 
+    def _look(self, scheduled: SchedulerOutput, budget: int, *, may_allocate: bool) -> dict[int, Proposal]:
+        """What the requests of a step could draft, by the numbers of their chunks."""
+        found: dict[int, Proposal] = {}
+        for number, chunk in enumerate(scheduled.chunks):
+            if not self._policy.looks_at(chunk.request):
+                continue
+            if (room := self._room(chunk, may_allocate=may_allocate)) > 0:
+                proposal = self._propose(chunk.request, min(room, budget, self._policy.most))
+                self._policy.found(chunk.request, proposal)
+                if proposal is not None:
+                    found[number] = proposal
+        return found
+
     def observe_step(self, scheduled: SchedulerOutput, seconds: float | None) -> None:
         """Learns what a completed step cost; None if that is not known."""
-        self._policy.observe_step(scheduled, seconds)
+        if len(scheduled.chunks) < self._max_rows:  # a full batch has no drafts, whatever they cost
+            self._policy.observe_step(scheduled, seconds)
 
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Counts the drafted tokens that a request has accepted."""

@@ -223,8 +223,9 @@ class Scheduler:
                 break  # an error counts only in a step of its own
             request.num_computed += 1
             events.append(request.accept(sample))
-        self.drafts.observe(chunk, len(events) - 1)
-        self.states.settle_draft(chunk, len(events) - 1)
+        if chunk.draft:
+            self.drafts.observe(chunk, len(events) - 1)
+            self.states.settle_draft(chunk, len(events) - 1)
         if events[-1].finish_reason is not None:
             if events[-1].token_id is not None:
                 self._admission.observe_length(request.num_generated)

@@ -3,21 +3,24 @@
 Near the number of tokens that steps have, time is nearly a line: the weights are read whatever the tokens are, and each
 token adds its part. The height of the line follows recent steps, which get slower as texts get longer. Its slope is
 learnt when steps differ in their tokens, and fades towards a low guess while they do not, so that what was too dear
-once is tried again.
+once is tried again. It is trusted only near the steps that have told it: drafts begin small, and may double.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-LEVEL_RATE, SLOPE_RATE, FADE = 1 / 8, 1 / 10, 1 / 300
+LEVEL_RATE, SLOPE_RATE, FADE = 1 / 8, 1 / 5, 1 / 300
 """What one step changes: the height of the line, its slope, and the slope of steps that tell nothing of it."""
 
 FIRST_GUESS, LOWEST_GUESS = 0.03, 0.3
 """Of a token's unknown cost: this share of the step's time, or of an equal part of each token if that is less."""
 
-MAX_SURPRISE = 0.5
-"""Share of a step's time by which one step counts as slower or faster than expected, at most."""
+MAX_SURPRISE = 1.0
+"""Times of the usual step by which one counts as slower or faster than expected, at most."""
+
+LEAST_REACH = 2.0
+"""Tokens beside those of recent steps for which the line is trusted in any case."""
 
 MIN_GAIN = 1.02
 """Tokens per second with drafts over those without, below which nothing is drafted."""
@@ -34,6 +37,8 @@ class StepCost:
         """The point on the line around which recent steps were."""
         self._slope = 0.0
         self._num_told = 0
+        self._reach = LEAST_REACH
+        """Most tokens that a recent step had more than others."""
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learns from a step without prompts."""
@@ -45,6 +50,7 @@ class StepCost:
         most = MAX_SURPRISE * self._seconds
         surprise = min(max(surprise, -most), most)
         further = tokens - self._tokens
+        self._reach = max(self._reach - FADE * self._reach, further, LEAST_REACH)
         if abs(further) >= 0.5:
             self._num_told += 1
             rate = max(SLOPE_RATE, 1 / (1 + self._num_told))
@@ -70,17 +76,19 @@ class StepCost:
         tokens = self._tokens if tokens is None else tokens
         return self._seconds > 0 and self._slope * tokens < WORTH_LOOKING * self.seconds(tokens)
 
-    def num_worth(self, tokens: int, chances: Sequence[float], weight: float = 1) -> int:
+    def num_worth(self, tokens: int, chances: Sequence[float], weight: float = 1) -> tuple[int, float]:
         """How many of these drafted tokens give the most tokens per second in a step of so many others.
+
+        Returns the seconds that they save, too.
 
         chances: of each to be accepted, falling
         weight:  times that a drafted token is computed
         """
-        best, count = MIN_GAIN * tokens / self.seconds(tokens), 0
-        expected = float(tokens)
-        for number, chance in enumerate(chances, 1):
+        plain, expected = tokens / self.seconds(tokens), float(tokens)
+        best, count, saved = MIN_GAIN * plain, 0, 0.0
+        for number, chance in enumerate(chances[: int(2 * self._reach)], 1):
             expected += chance
-            rate = expected / self.seconds(tokens + weight * number)
-            if rate > best:
-                best, count = rate, number
-        return count
+            seconds = self.seconds(tokens + weight * number)
+            if expected / seconds > best:
+                best, count, saved = expected / seconds, number, expected / plain - seconds
+        return count, saved

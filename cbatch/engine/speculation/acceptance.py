@@ -9,10 +9,10 @@ from bisect import bisect_right
 
 from cbatch.engine.speculation.drafter import FORCED
 
-MATCH_LENGTHS = (3, 4, 6, 9, 17, 33, FORCED)
+MATCH_LENGTHS = (2, 3, 4, 6, 9, 17, 33, FORCED)
 """The shortest matches of each kind but the first."""
 
-PRIOR = (0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9, 0.8)
+PRIOR = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9, 0.8)
 """How often a token of each kind is right, before any was seen."""
 
 PRIOR_WEIGHT = 4

@@ -9,7 +9,7 @@ from cbatch.engine.speculation.finished_outputs import FinishedOutputs
 from cbatch.engine.speculation.suffix_index import Match, SuffixIndex
 
 MIN_MATCH = 2
-"""Tokens at the end of a text that must have occurred before; a single one says little about the next."""
+"""Tokens at the end of a text that must have occurred before, by default; a single one says little about the next."""
 
 FORCED = 1_000_000
 """Stands for the length of a match if a form forces the tokens."""
@@ -34,8 +34,9 @@ class Drafter:
     def __init__(self, finished: FinishedOutputs | None = None) -> None:
         self._index = SuffixIndex()
         self._finished = finished
-        self._matches: list[tuple[SuffixIndex, int, Match]] = []
-        """In each index of finished outputs, the match of the first so many tokens of the sequence."""
+        self._matches: list[Match] = []
+        """In each index of finished outputs, the match of the first `_num_matched` tokens of the sequence."""
+        self._num_matched = self._num_begun = 0
 
     def __len__(self) -> int:
         """Tokens that are indexed."""
@@ -49,28 +50,31 @@ class Drafter:
             append(token)
         return len(new)
 
-    def propose(self, count: int) -> Proposal | None:
-        """At most `count` tokens that may come next; None if the end of the text has not occurred before.
+    def propose(self, count: int, least: int = MIN_MATCH) -> Proposal | None:
+        """At most `count` tokens that may come next; None if the last `least` tokens have not occurred before.
 
         Of several texts, that with the longest match says them, the own one first.
         """
         best, where = self._index.own_match(), self._index
-        if self._finished is not None:
-            for index, match in self._advanced(self._finished.indexes):
+        if self._finished is not None and len(self._finished.indexes[0]):
+            self._match_others(self._finished)
+            for index, match in zip(self._finished.indexes, self._matches, strict=True):
                 if match.length > best.length:
                     best, where = match, index
-        tokens = where.after(best, count) if best.length >= MIN_MATCH else []
+        if best.length < least:
+            return None
+        tokens = where.after(best, count)
         return Proposal(tokens, best.length) if tokens else None
 
-    def _advanced(self, indexes: Sequence[SuffixIndex]) -> list[tuple[SuffixIndex, Match]]:
-        """The matches of the whole sequence in other indexes."""
-        own, known = self._index.tokens, {id(index): (seen, match) for index, seen, match in self._matches}
-        self._matches = []
-        for index in indexes:
-            seen, match = known.get(id(index), (0, Match()))
-            if len(own) - seen > LOOK_BACK:
-                seen, match = len(own) - LOOK_BACK, Match()
-            for token in own[seen:]:
-                match = index.advanced(match, token)
-            self._matches.append((index, len(own), match))
-        return [(index, match) for index, _, match in self._matches]
+    def _match_others(self, finished: FinishedOutputs) -> None:
+        """Finds the end of the sequence in the indexes of finished outputs."""
+        own = self._index.tokens
+        if self._num_begun != finished.num_begun or len(own) - self._num_matched > LOOK_BACK:
+            self._num_begun = finished.num_begun
+            self._num_matched = max(len(own) - LOOK_BACK, 0)
+            self._matches = [Match()] * len(finished.indexes)
+        for token in own[self._num_matched :]:
+            self._matches = [
+                index.advanced(match, token) for index, match in zip(finished.indexes, self._matches, strict=True)
+            ]
+        self._num_matched = len(own)

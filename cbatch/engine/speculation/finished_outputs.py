@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from cbatch.engine.speculation.suffix_index import END, SuffixIndex
 
 CAPACITY = 2**15
-"""Tokens of one of the two indexes: about 14 MiB."""
+"""Tokens of one of the two indexes: about 8 MB."""
 
 
 class FinishedOutputs:
@@ -24,6 +24,8 @@ class FinishedOutputs:
         """Tokens that are not indexed yet; the oldest go if they are too many."""
         self.indexes = [SuffixIndex()]
         """The one that grows, and the full one before it, if there is any."""
+        self.num_begun = 1
+        """Indexes that were begun so far."""
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Adds an output."""
@@ -36,5 +38,6 @@ class FinishedOutputs:
         for _ in range(count):
             if len(self.indexes[0]) >= self._capacity:
                 self.indexes = [SuffixIndex(), self.indexes[0]]
+                self.num_begun += 1
             self.indexes[0].append(self._to_index.popleft())
         return count
