@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.engine.attention.registry import (
     check_attention,
@@ -110,7 +110,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             prefix_cache=config.prefix_cache,
             state_slots=StateSlots(self._state_slots) if self._state_slots else None,
             chunk_multiple=model.chunk_multiple,
-            max_draft=config.speculate if isinstance(config.speculate, int) else 0,
+            speculate=_speculation(config, model),
         )
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         self._core = EngineCore(self.scheduler, self.runner, execution.sampler, step_time, overlap=overlap)
@@ -464,3 +464,12 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
             shown = wrong if wrong.bit_length() < 100 else "that has so many digits"
             raise RequestError("invalid_row", f"{what} {shown} is not in the model's vocabulary of {vocabulary}.")
+
+
+def _speculation(config: EngineConfig, model: Model) -> int | Literal["auto", "off"]:
+    """How a model's steps have drafts. `auto` means off where a draft could change the rounding of its own request.
+
+    On the CPU's own threads, a token has the same bits whatever else is in its step. Elsewhere it need not, and outputs
+    would depend on measured times.
+    """
+    return "off" if config.speculate == "auto" and not model.has_own_threads else config.speculate

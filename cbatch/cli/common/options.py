@@ -140,11 +140,11 @@ def _parse_target(ctx: click.Context, parameter: click.Parameter, value: str) ->
 
 
 def _parse_speculate(ctx: click.Context, parameter: click.Parameter, value: str) -> int | str:
-    """Reads a number of tokens, or `off`."""
-    if value == "off":
+    """Reads a number of tokens, `auto`, or `off`."""
+    if value in ("auto", "off"):
         return value
     if not (value.isascii() and value.isdecimal() and int(value) >= 1):
-        raise click.BadParameter(f"{value!r} is no number of at least 1, nor off.", ctx, parameter)
+        raise click.BadParameter(f"{value!r} is no number of at least 1, nor auto or off.", ctx, parameter)
     return int(value)
 
 
@@ -264,11 +264,11 @@ def engine_options(
         ),
         option(
             "--speculate",
-            default="off",
+            default="auto",
             callback=_parse_speculate,
             show_default=True,
-            metavar="N|off",
-            help="Try up to N tokens in a step that followed the last ones before; changes no output.",
+            metavar="auto|N|off",
+            help="Draft up to N tokens of a request in a step, from text so far; auto: if it pays. Changes no output.",
         ),
         option(
             "--kv-dtype",

@@ -38,7 +38,8 @@ class EngineConfig:
     run_ahead:        overlap scheduling with execution; None: on an NVIDIA or AMD GPU only
     target_step_ms:   longest time of a step in milliseconds while requests decode; prompts get fewer tokens to keep to
                       it. `auto`: 1.75 times the time of a step without prompts; None: no limit
-    speculate:        most tokens that are drafted for a request in a step, or off (see docs/speculation.md)
+    speculate:        most tokens that are drafted for a request in a step, off, or auto: as many as pay, on the fast
+                      path of a CPU (see docs/speculation.md)
     state_slots:      exact number of slots for recurrent states, running requests and snapshots together, of a model
                       that has any; None: as many as are of use and fit
     state_dtype:      type of recurrent states. auto: that in which the model's reference has them; bfloat16 or float16:
@@ -75,7 +76,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     run_ahead: bool | None = None
     target_step_ms: float | Literal["auto"] | None = None
-    speculate: int | Literal["off"] = "off"
+    speculate: int | Literal["auto", "off"] = "auto"
     state_slots: int | None = None
     state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: str = "auto"
@@ -111,8 +112,8 @@ class EngineConfig:
                 f"There is no state dtype {self.state_dtype!r}; choose auto, float32, bfloat16 or float16."
             )
         is_count = isinstance(self.speculate, int) and not isinstance(self.speculate, bool) and self.speculate >= 1
-        if not is_count and self.speculate != "off":
-            raise ConfigError(f"speculate must be off or a whole number of at least 1, not {self.speculate!r}.")
+        if not is_count and self.speculate not in ("auto", "off"):
+            raise ConfigError(f"speculate must be auto, off or a whole number of at least 1, not {self.speculate!r}.")
         self._check_device_map()
 
     def _check_device_map(self) -> None:

@@ -7,7 +7,7 @@ keeps intermediate results that grow with the context, and CUDA graphs keep memo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -369,6 +369,12 @@ class _AnyToken:
 
     def accept(self, token_id: int) -> None:
         """Does nothing."""
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
 
 
 def _lengths(count: int, total: int, longest: int, least: int) -> list[int]:

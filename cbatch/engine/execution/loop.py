@@ -21,7 +21,7 @@ from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.engine.runtime.cpu import single_threaded
 from cbatch.engine.runtime.device import pins_memory
 from cbatch.engine.runtime.transfer import synchronize, use_device
-from cbatch.engine.sampling.output import PendingSample, grammar_states, sampling_params
+from cbatch.engine.sampling.output import PendingSample, grammar_places, sampling_params
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -87,7 +87,7 @@ class EngineCore:
                 launched = self._launch(scheduled, on_step) if scheduled.chunks else None
                 if self._in_flight is not None:  # the previous step
                     self._complete()
-                    self._masks.begin(grammar_states(scheduled))
+                    self._masks.begin(grammar_places(scheduled))
                 self._in_flight = self._sample(scheduled, *launched) if launched is not None else None
             except BaseException:
                 self._masks.result()
@@ -123,7 +123,7 @@ class EngineCore:
         """Starts the model and, on other threads, the token masks of constrained outputs."""
         runner, known_on_device = self.runner, None
         if self._in_flight is None:
-            self._masks.begin(grammar_states(scheduled))
+            self._masks.begin(grammar_places(scheduled))
         else:
             known_on_device = self._in_flight.in_flight_tokens
         with span("build"):
@@ -162,6 +162,7 @@ class EngineCore:
             self.scheduler.rollback(step.scheduled)
             raise
         self.scheduler.prefill_limit = self._step_time.step_completed(step.scheduled)
+        self.scheduler.drafts.observe_step(step.scheduled, self._step_time.last_seconds)
         with span("update"):
             self._events += self.scheduler.update_from_output(step.scheduled, result)
         self.num_steps += 1

@@ -19,8 +19,7 @@ from cbatch.engine.sampling.row_masks import RowMasks
 from cbatch.engine.sampling.sampler import SampledTokens, Sampler, pack_sampling_params
 from cbatch.engine.scheduler.output import SchedulerOutput, StepResult
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.structured.grammar import GrammarState
-from cbatch.engine.structured.masks import TokenMasks
+from cbatch.engine.structured.masks import Place, TokenMasks
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have. OpenAI uses the same number."""
@@ -54,7 +53,7 @@ class PendingSample:
 
         logits:  of R rows in the order of the ragged batch
         scored:  [R] bool, which of the rows score prompts; None if none does
-        masks:   the tokens that the step's `grammar_states` allow; None if there are none
+        masks:   the tokens that the step's `grammar_places` allow; None if there are none
         """
         self.scheduled = scheduled
         self._scores: PendingLogprobs | None = None
@@ -111,10 +110,11 @@ class PendingSample:
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 
 
-def grammar_states(scheduled: SchedulerOutput) -> list[GrammarState]:
-    """Those of the step's requests that get a token, in order."""
-    requests = [chunk.request for chunk in scheduled.to_sample]
-    return [requests[row].grammar_state for row in _constrained_rows(requests)]  # type: ignore[misc]
+def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
+    """Where the step's requests that get a token are in their grammars, in order."""
+    chunks = scheduled.to_sample
+    rows = _constrained_rows([chunk.request for chunk in chunks])
+    return [Place(chunks[row].request.grammar_state, chunks[row].draft) for row in rows]  # type: ignore[arg-type]
 
 
 def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:

@@ -1,24 +1,28 @@
-"""Drafts: tokens that a decoding request probably gets next, computed in the same step as its last known token.
+"""Drafts: tokens that a decoding request probably gets next, computed in the same step as its last known one.
 
 A drafted chunk has a row of logits after each of its tokens. What is sampled there is what the request would get anyway
 if the draft is right so far; so the request accepts these tokens up to the first that the draft has not foreseen. The
 keys and values of rejected tokens lie beyond `num_computed`: the next step overwrites them, and no block that holds
-them is cached.
+them is cached. A recurrent state goes back to before the draft, and accepted tokens are computed once more
+(`recurrent_states`).
 
 Drafts take what a step has left: tokens that no prompt wants, blocks that are free while nothing waits, and rows of
-logits up to `max_seqs`, for which memory was measured. A request with a recurrent state gets none, because the state
-cannot go back to before a rejected token; neither does one with a constraint.
+logits up to `max_seqs`, for which memory was measured, or a few more. How many tokens are drafted is a question of cost
+(`DraftPolicy`); no output depends on it.
 """
 
 from __future__ import annotations
 
 from cbatch.engine.scheduler.block_pool import BlockPool
+from cbatch.engine.scheduler.draft_policy import DraftPolicy
+from cbatch.engine.scheduler.draft_sources import DraftSources
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
+from cbatch.engine.scheduler.recurrent_states import NoStates, RecurrentStates
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.speculation.drafter import Drafter
+from cbatch.engine.speculation.drafter import MIN_MATCH, Proposal
 
-MIN_ROWS = 16
-"""Rows of logits that a step with drafts may have, however small `max_seqs` is."""
+MIN_ROWS, MIN_ROWS_AUTO = 16, 64
+"""Rows of logits that a step with drafts may have, however small `max_seqs` is. `auto` is for CPUs, which have room."""
 
 
 class NoDrafts:
@@ -31,6 +35,8 @@ class NoDrafts:
 
     def extend(self, scheduled: SchedulerOutput, budget: int, max_rows: int, *, may_allocate: bool) -> None: ...
 
+    def observe_step(self, scheduled: SchedulerOutput, seconds: float | None) -> None: ...
+
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None: ...
 
     def forget(self, request: Request) -> None: ...
@@ -42,11 +48,13 @@ class Drafts:
     num_drafted, num_accepted: tokens, of all steps whose tokens are known
     """
 
-    def __init__(self, pool: BlockPool, most: int) -> None:
-        """most: tokens of a draft"""
+    def __init__(self, pool: BlockPool, states: NoStates | RecurrentStates, most: int | None) -> None:
+        """most: tokens of every draft; None: as many as pay"""
         self._pool = pool
-        self._most = most
-        self._drafters: dict[Request, Drafter] = {}
+        self._states = states
+        self._sources = DraftSources(MIN_MATCH if most is not None else 1)  # where costs count, so do single tokens
+        self._policy = DraftPolicy(most, states.replay_weight)
+        self._min_rows = self._max_rows = MIN_ROWS if most is not None else MIN_ROWS_AUTO
         self.num_drafted = 0
         self.num_accepted = 0
 
@@ -57,8 +65,10 @@ class Drafts:
         """
         if request.num_drafted:
             return True
-        in_flight = request.num_output_placeholders
-        return in_flight > 0 and request.is_decoding and bool(self._propose(request, 2))
+        if not (request.num_output_placeholders and request.is_decoding):
+            return False
+        proposal = self._propose(request, 2)
+        return proposal is not None and self._policy.is_promising(request, proposal)
 
     def extend(self, scheduled: SchedulerOutput, budget: int, max_rows: int, *, may_allocate: bool) -> None:
         """Adds drafts to the decoding requests of a step.
@@ -67,45 +77,65 @@ class Drafts:
         max_rows:     most rows of logits that are sampled
         may_allocate: whether drafts may take free blocks
         """
-        budget = min(budget, max(max_rows, MIN_ROWS) - len(scheduled.to_sample))
+        self._max_rows = max(max_rows, self._min_rows)
+        budget = min(budget, self._max_rows - len(scheduled.to_sample))
+        if budget <= 0 or not self._policy.begins_looking(scheduled):
+            return
+        self._sources.begin_step()
+        found = self._look(scheduled, budget, may_allocate=may_allocate)
+        for number, count in self._policy.counts(scheduled, found, budget).items():
+            chunk, tokens = scheduled.chunks[number], found[number].tokens[:count]
+            tokens = tokens[: self._room(chunk, may_allocate=may_allocate)]  # others have taken blocks since
+            if tokens:
+                scheduled.chunks[number] = self._extended(chunk, tokens)
+
+    def _look(self, scheduled: SchedulerOutput, budget: int, *, may_allocate: bool) -> dict[int, Proposal]:
+        """What the requests of a step could draft, by the numbers of their chunks."""
+        found: dict[int, Proposal] = {}
         for number, chunk in enumerate(scheduled.chunks):
-            if budget <= 0:
-                break
-            room = self._room(chunk, may_allocate=may_allocate)
-            draft = self._propose(chunk.request, min(room, budget, self._most)) if room > 0 else []
-            if draft:
-                scheduled.chunks[number] = self._extended(chunk, draft)
-                budget -= len(draft)
+            if not self._policy.looks_at(chunk.request):
+                continue
+            if (room := self._room(chunk, may_allocate=may_allocate)) > 0:
+                proposal = self._propose(chunk.request, min(room, budget, self._policy.most))
+                self._policy.found(chunk.request, proposal)
+                if proposal is not None:
+                    found[number] = proposal
+        return found
+
+    def observe_step(self, scheduled: SchedulerOutput, seconds: float | None) -> None:
+        """Learns what a completed step cost; None if that is not known."""
+        if len(scheduled.chunks) < self._max_rows:  # a full batch has no drafts, whatever they cost
+            self._policy.observe_step(scheduled, seconds)
 
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Counts the drafted tokens that a request has accepted."""
         self.num_drafted += len(chunk.draft)
         self.num_accepted += accepted
+        self._policy.observe(chunk, accepted)
 
     def forget(self, request: Request) -> None:
-        """Drops what is kept for a request that has ended."""
-        self._drafters.pop(request, None)
+        """Drops what is kept for a request that has ended; later ones may find its output."""
+        self._sources.forget(request)
+        self._policy.forget(request)
 
-    def _propose(self, request: Request, count: int) -> list[int]:
-        if request.grammar_state is not None:
-            return []
-        drafter = self._drafters.get(request)
-        if drafter is None:
-            drafter = self._drafters[request] = Drafter()
-        return drafter.propose(count) if drafter.update(request.token_ids) else []
+    def _propose(self, request: Request, count: int) -> Proposal | None:
+        return self._sources.propose(request, count)
 
     def _room(self, chunk: ScheduledChunk, *, may_allocate: bool) -> int:
         """Most tokens of a draft behind a chunk; 0 if it is not the last known token of a decoding request."""
         request = chunk.request
-        if not chunk.is_last or chunk.num_tokens != 1 or chunk.stop != len(request.token_ids) or chunk.start == 0:
+        if not chunk.is_decode or chunk.stop != len(request.token_ids):
             return 0
         blocks = len(request.blocks) + (self._pool.num_free if may_allocate else 0)
         wanted = request.max_new_tokens - request.num_generated - 1
-        return min(wanted, blocks * self._pool.block_size - chunk.stop)
+        return min(wanted, blocks * self._pool.block_size - chunk.stop, self._states.draft_room(chunk))
 
     def _extended(self, chunk: ScheduledChunk, draft: list[int]) -> ScheduledChunk:
         request, stop = chunk.request, chunk.stop + len(draft)
+        state = self._states.before_draft(chunk)
+        if state is None and chunk.state is not None:
+            return chunk  # no slot is left for the state before the draft
         if (need := self._pool.blocks_for(stop) - len(request.blocks)) > 0:
             request.blocks += self._pool.allocate(need)
         request.num_drafted = len(draft)
-        return chunk._replace(stop=stop, draft=tuple(draft))
+        return chunk._replace(stop=stop, draft=tuple(draft), state=state)

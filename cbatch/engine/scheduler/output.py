@@ -45,6 +45,11 @@ class ScheduledChunk(NamedTuple):
     def num_tokens(self) -> int:
         return self.stop - self.start
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it ends with a request's last known token and begins after its prompt, or with the last of that."""
+        return self.is_last and self.start > 0 and self.start >= self.request.num_prompt - 1
+
 
 @dataclass(slots=True)
 class SchedulerOutput:

@@ -8,10 +8,14 @@ older one is computing a longer beginning of it than any snapshot has.
 Prompts are cut at multiples of the length in which the layers work (`chunk_multiple`), counted from the beginning of
 the sequence, so that what a request computes does not depend on how much of a step was left to it. A snapshot may cut
 them elsewhere.
+
+A step with a draft makes a snapshot of the state before the draft. If some of the draft is wrong, the request goes on
+in the slot of that snapshot, and computes the accepted tokens again with its next one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,6 +41,7 @@ class NoStates:
 
     multiple = 1
     num_snapshots = 0
+    replay_weight = 1.0
 
     def begin_step(self, running: Sequence[Request], room: int) -> None: ...
 
@@ -54,6 +59,14 @@ class NoStates:
     def schedule_chunk(self, request: Request, budget: int, *, spare: bool) -> ScheduledChunk:
         return ScheduledChunk.of(request, budget)
 
+    def draft_room(self, chunk: ScheduledChunk) -> int:
+        return sys.maxsize
+
+    def before_draft(self, chunk: ScheduledChunk) -> ChunkState | None:
+        return None
+
+    def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None: ...
+
     def publish(self, request: Request) -> None: ...
 
     def release(self, request: Request) -> None: ...
@@ -69,7 +82,10 @@ class RecurrentStates:
     """Gives running requests slots, and plans snapshots. `slots` may be looked at by anybody.
 
     multiple: where prompts are cut in this step
+    replay_weight: about how often an accepted token of a draft is computed
     """
+
+    replay_weight = 1.5
 
     def __init__(self, slots: StateSlots, pool: BlockPool, chunk_multiple: int, *, snapshots: bool) -> None:
         """snapshots: whether any are made"""
@@ -147,6 +163,33 @@ class RecurrentStates:
         source, state.source = state.source, None
         return ScheduledChunk.of(request, stop - start, ChunkState(state.slot, state.snapshots, source, snapshot))
 
+    def draft_room(self, chunk: ScheduledChunk) -> int:
+        """Most tokens of a draft behind a chunk: up to a block's last but one, since snapshots are made at its end."""
+        if chunk.state is None or chunk.state.snapshot is not None:
+            return 0
+        return -(chunk.stop + 1) % self._pool.block_size
+
+    def before_draft(self, chunk: ScheduledChunk) -> ChunkState | None:
+        """The state of a chunk that gets a draft, with a snapshot before that; None if there is no slot for it."""
+        request_state = chunk.request.state
+        snapshot = self.slots.make(chunk.stop)
+        if snapshot is None or chunk.state is None or request_state is None:
+            return None
+        request_state.undrafted = snapshot
+        return chunk.state._replace(snapshot=snapshot)
+
+    def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None:
+        """Goes back to before a draft that was wrong in part."""
+        state, request = chunk.request.state, chunk.request
+        if state is None or state.undrafted is None or request.blocks is not chunk.blocks:
+            return
+        snapshot, state.undrafted = state.undrafted, None
+        if accepted < len(chunk.draft):
+            state.slot, snapshot.slot = snapshot.slot, state.slot
+            request.num_computed = snapshot.tokens
+            request.num_to_replay = accepted
+        self.slots.drop(snapshot)
+
     def publish(self, request: Request) -> None:
         """Lets others find the request's snapshots after tokens that are known by now."""
         state = request.state
@@ -170,6 +213,8 @@ class RecurrentStates:
             for snapshot in state.snapshots:
                 if snapshot.content == UNKNOWN:
                     self.slots.drop(snapshot)
+            if state.undrafted is not None:
+                self.slots.drop(state.undrafted)
 
     def rollback(self, chunk: ScheduledChunk) -> None:
         """Drops the snapshot of a chunk that was not computed."""

@@ -38,6 +38,12 @@ class TokenConstraint(Protocol):
     def accept(self, token_id: int) -> None:
         """Takes in one token of the output."""
 
+    def forced_tokens(self) -> list[int]:
+        """Tokens with which the output probably goes on, because no other text may come; mostly none."""
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, may come next."""
+
 
 class TokenCounts:
     """The distinct tokens of a sequence, and how often each of them was generated.
@@ -68,6 +74,7 @@ class RequestState:
     planned:   numbers of tokens after which snapshots are still to be made, ascending
     snapshots: from which it began, and which it made
     latest:    the one of them that was made after the most generated tokens that are known
+    undrafted: the state before the draft of the step in flight
     """
 
     slot: int
@@ -75,6 +82,7 @@ class RequestState:
     planned: list[int]
     snapshots: list[Snapshot]
     latest: Snapshot | None = None
+    undrafted: Snapshot | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -98,6 +106,8 @@ class Request:
     changes_logits: whether its parameters change logits before a token is sampled; most do not
     num_output_placeholders: tokens that steps in flight will give it; `token_ids` holds those that are known
     num_drafted:    tokens of its draft in the step in flight, if that has one and the request has kept its blocks
+    num_to_replay:  accepted tokens that are computed once more, with its last known one, because its recurrent state
+                    had to go back to before them
     num_peer_preemptions: how often requests of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
@@ -125,6 +135,7 @@ class Request:
     num_computed: int = 0
     num_output_placeholders: int = 0
     num_drafted: int = 0
+    num_to_replay: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     num_peer_preemptions: int = 0
@@ -158,8 +169,9 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether computing one token gives the next; also true for the last token of a prefill."""
-        return self.num_computed > 0 and self.num_computed + 1 == len(self.token_ids) + self.num_output_placeholders
+        """Whether computing one token gives the next, but for a replay; also true for the last token of a prefill."""
+        known = len(self.token_ids) + self.num_output_placeholders
+        return self.num_computed > 0 and self.num_computed + 1 + self.num_to_replay == known
 
     @property
     def is_finishing(self) -> bool:

@@ -30,6 +30,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Literal
 
 from cbatch.engine.base.outputs import Sample, TokenEvent
 from cbatch.engine.scheduler.admission import AdmissionPolicy, priority_key
@@ -55,11 +56,11 @@ class Scheduler:
         prefix_cache: bool = True,
         state_slots: StateSlots | None = None,
         chunk_multiple: int = 1,
-        max_draft: int = 0,
+        speculate: int | Literal["auto", "off"] = "off",
     ) -> None:
         """
         state_slots, chunk_multiple: of a model with recurrent layers; see `recurrent_states`
-        max_draft:                   most tokens of a draft; 0 for none (see `drafts`)
+        speculate:                   see `EngineConfig` and `drafts`
         """
         self.pool = pool
         self.max_batch_tokens = limits.max_batch_tokens
@@ -69,7 +70,9 @@ class Scheduler:
         if state_slots is not None:
             self.max_seqs = min(self.max_seqs, state_slots.num_slots)
             self.states = RecurrentStates(state_slots, pool, chunk_multiple, snapshots=prefix_cache)
-        self.drafts = Drafts(pool, max_draft) if max_draft and state_slots is None else NoDrafts()
+        self.drafts: NoDrafts | Drafts = NoDrafts()
+        if speculate != "off":
+            self.drafts = Drafts(pool, self.states, speculate if speculate != "auto" else None)
         self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
         self.prefix_cache = prefix_cache
         self._admission = AdmissionPolicy(pool, self.sequence_limits)
@@ -152,6 +155,7 @@ class Scheduler:
         chunk = self.states.schedule_chunk(request, budget, spare=will_admit)
         request.num_computed = chunk.stop
         request.num_output_placeholders += chunk.is_last
+        request.num_to_replay = max(request.num_to_replay - chunk.num_tokens, 0)
         self._cache_full_blocks(request, chunk.start)
         return chunk
 
@@ -215,11 +219,13 @@ class Scheduler:
         # One that was preempted since has a place for one token only.
         foreseen = chunk.draft if request.blocks is chunk.blocks else ()
         for draft, before, sample in zip(foreseen, samples, samples[1:], strict=False):
-            if events[-1].finish_reason is not None or before.token_id != draft:
-                break
+            if events[-1].finish_reason is not None or before.token_id != draft or sample.error is not None:
+                break  # an error counts only in a step of its own
             request.num_computed += 1
             events.append(request.accept(sample))
-        self.drafts.observe(chunk, len(events) - 1)
+        if chunk.draft:
+            self.drafts.observe(chunk, len(events) - 1)
+            self.states.settle_draft(chunk, len(events) - 1)
         if events[-1].finish_reason is not None:
             if events[-1].token_id is not None:
                 self._admission.observe_length(request.num_generated)
@@ -328,5 +334,5 @@ class Scheduler:
         self.running.remove(request)
         self.pool.free(request.blocks)
         request.blocks = []
-        request.num_drafted = 0
+        request.num_drafted = request.num_to_replay = 0
         self.states.release(request)

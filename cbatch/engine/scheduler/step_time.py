@@ -66,6 +66,8 @@ class StepTimeController:
             raise ConfigError(f"target_step_ms must be milliseconds, 'auto' or None, not {target_step_ms!r}.")
         self._target = target_step_ms / 1e3 if isinstance(target_step_ms, int | float) else target_step_ms
         self._completed_at = 0.0
+        self.last_seconds: float | None = None
+        """Time of the latest step; None if there may have been a pause before it."""
         self._least = least
         self._limit = float(least)
         self._num_steps = 0
@@ -85,7 +87,8 @@ class StepTimeController:
         """
         now = time.perf_counter()
         seconds, self._completed_at = now - self._completed_at, now
-        if self._target is None or len(scheduled.admitted) == len(scheduled.chunks):
+        self.last_seconds = seconds if len(scheduled.admitted) < len(scheduled.chunks) else None
+        if self._target is None or self.last_seconds is None:
             return self.limit
         return self.observe(scheduled.num_decoding, scheduled.num_tokens - scheduled.num_decoding, seconds)
 

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+NONE = -1
+"""No state, and no token."""
+
+END = -2
+"""In place of a token, ends one of several texts in an index; no match goes on past it."""
+
 
 class Match(NamedTuple):
     """The longest suffix of a text that occurs in an index.
@@ -21,13 +27,20 @@ class Match(NamedTuple):
 
 
 class SuffixIndex:
-    """All substrings of a growing text, each with the place where it occurred last, or an earlier one."""
+    """All substrings of a growing text, each with the place where it occurred last, or an earlier one.
+
+    A token takes about 230 bytes: most states have one transition, so lists hold the first of each state.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._following: list[dict[int, int]] = [{}]
-        """For each state, the states that one more token leads to."""
-        self._link: list[int] = [-1]
+        self._first: list[int] = [NONE]
+        """For each state, the token of its first transition."""
+        self._first_to: list[int] = [NONE]
+        """For each state, the state that this leads to."""
+        self._others: dict[int, dict[int, int]] = {}
+        """Further transitions, of the states that have any."""
+        self._link: list[int] = [NONE]
         """For each state, that of its longest suffix that occurs in more places."""
         self._length: list[int] = [0]
         self._end: list[int] = [0]
@@ -39,34 +52,56 @@ class SuffixIndex:
 
     def append(self, token: int) -> None:
         """Adds one token at the end of the text."""
-        following, link, length, end = self._following, self._link, self._length, self._end
+        link, first, others = self._link, self._first, self._others
         self._end[max(link[self._last], 0)] = len(self.tokens)
         self.tokens.append(token)
-        new, at = len(length), self._last
-        length.append(len(self.tokens))
-        end.append(len(self.tokens))
-        following.append({})
-        link.append(0)
-        while at >= 0 and token not in following[at]:
-            following[at][token] = new
+        at, new = self._last, self._new_state(len(self.tokens), 0, len(self.tokens))
+        while at >= 0:
+            if first[at] == token:
+                break
+            if first[at] == NONE:
+                first[at], self._first_to[at] = token, new
+            elif at not in others:
+                others[at] = {token: new}
+            elif token in others[at]:
+                break
+            else:
+                others[at][token] = new
             at = link[at]
         if at >= 0:
-            link[new] = self._exactly(following[at][token], at, token)
+            link[new] = self._exactly(self._following(at, token), at, token)
         self._last = new
+
+    def _new_state(self, length: int, link: int, end: int) -> int:
+        self._first.append(NONE)
+        self._first_to.append(NONE)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._end) - 1
+
+    def _following(self, state: int, token: int) -> int:
+        """The state that a token leads to, or `NONE`."""
+        if self._first[state] == token:
+            return self._first_to[state]
+        others = self._others.get(state)
+        return NONE if others is None else others.get(token, NONE)
 
     def _exactly(self, state: int, before: int, token: int) -> int:
         """The state of the longest substring of `before` and the token, split from `state` if that has longer ones."""
-        following, link, length = self._following, self._link, self._length
+        link, length = self._link, self._length
         if length[state] == length[before] + 1:
             return state
-        split = len(length)
-        length.append(length[before] + 1)
-        self._end.append(self._end[state])
-        following.append(following[state].copy())
-        link.append(link[state])
+        split = self._new_state(length[before] + 1, link[state], self._end[state])
+        self._first[split], self._first_to[split] = self._first[state], self._first_to[state]
+        if state in self._others:
+            self._others[split] = self._others[state].copy()
         link[state] = split
-        while before >= 0 and following[before].get(token) == state:
-            following[before][token] = split
+        while before >= 0 and self._following(before, token) == state:
+            if self._first[before] == token:
+                self._first_to[before] = split
+            else:
+                self._others[before][token] = split
             before = link[before]
         return split
 
@@ -76,7 +111,22 @@ class SuffixIndex:
         return Match(state, self._length[state])
 
     def after(self, match: Match, count: int) -> list[int]:
-        """The `count` tokens that followed a match, or all of them up to the end of the text, over and over."""
+        """The `count` tokens that followed a match, up to `END`, or up to the end of the text, over and over."""
         end = self._end[match.state]
         found = self.tokens[end : end + count]
+        if END in found:
+            return found[: found.index(END)]
         return (found * -(-count // len(found)))[:count] if found else []
+
+    def advanced(self, match: Match, token: int) -> Match:
+        """The match of another text that had `match`, once it has one more token."""
+        link, length = self._link, self._length
+        state, matched = match
+        while state and matched <= length[link[state]]:  # since then, the index has grown, and the state was split
+            state = link[state]
+        while (following := self._following(state, token)) == NONE:
+            if state == 0:
+                return Match()
+            state = link[state]
+            matched = length[state]
+        return Match(following, matched + 1)

@@ -74,7 +74,7 @@ class ConstraintCompiler:
         matcher = self._library.LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
         if matcher.is_error():
             return constraint_error(constraint, matcher.get_error())
-        return CompiledGrammar(matcher, self.vocab_size)
+        return CompiledGrammar(matcher, self.vocab_size, self._model_tokenizer)
 
     def _checked_grammar(self, constraint: Constraint) -> str:
         """The grammar of a constraint, after its trial. Raises RequestError if it cannot be used."""
@@ -117,5 +117,6 @@ class ConstraintCompiler:
         tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
         tokens += [b""] * (self.vocab_size - len(tokens))
         self._vocabulary = llguidance.LLTokenizer(Vocabulary(tokens, self._special))
+        self._model_tokenizer = known
         self._sandbox = GrammarSandbox(str(Path(llguidance.__file__).parent.parent))
         self._library = llguidance

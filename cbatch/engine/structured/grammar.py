@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,14 @@ TOO_COMPLEX = "it is too complex at this place."
 
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
-    """A compiled constraint, made by `ConstraintCompiler.compile`. Any number of requests may share it."""
+    """A compiled constraint, made by `ConstraintCompiler.compile`. Any number of requests may share it.
+
+    tokenizer: the model's, in the library's form, which makes tokens of text that the grammar forces
+    """
 
     matcher: Any
     vocab_size: int
+    tokenizer: Any
 
 
 class GrammarState:
@@ -49,6 +54,7 @@ class GrammarState:
         self._stop_places = stops.nonzero()[0]
         self._stop_bits = stops[self._stop_places]
         self._matcher = grammar.matcher.deep_copy()  # shares no mutable state: others do not use up its limits
+        self._tokenizer = grammar.tokenizer
         self._starts_after = starts_after
         self._before: list[int] = []
         self._is_ended = False
@@ -81,6 +87,42 @@ class GrammarState:
             self.error = FAILED + (TOO_COMPLEX if is_limit else f"token {token_id} is not allowed where it came.")
         if self.error is not None:
             raise RequestError("invalid_row", self.error)
+
+    @property
+    def _can_look_ahead(self) -> bool:
+        return self.error is None and self._starts_after is None and not self._is_ended
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens of the text with which any output goes on from here, as the tokenizer would cut it; mostly none.
+
+        The grammar may allow other tokens of the same text. What depends on the text after it is left out.
+        """
+        text = self._matcher.compute_ff_bytes() if self._can_look_ahead else b""
+        return list(self._tokenizer.tokenize_partial(text)[0]) if text else []
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, may come next. End tokens do not count as allowed."""
+        if not self._can_look_ahead:
+            return 0
+        end = next((place for place, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
+        return int(self._matcher.validate_tokens(list(token_ids[:end])))
+
+    def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
+        """Fills the first of 1 + D bitmasks as `fill` does, and the others for the places after each token of a draft.
+
+        Only the first can change the state. A place that cannot be reached, or fails, has a sentence.
+        """
+        errors = [self.error or self.fill(bitmasks[0])]
+        if draft:
+            ahead = copy(self)
+            ahead._matcher = self._matcher.deep_copy()
+        for bitmask, token in zip(bitmasks[1:], draft, strict=True):
+            try:
+                ahead.accept(token)
+                errors.append(errors[-1] or ahead.fill(bitmask))
+            except RequestError as error:
+                errors.append(str(error))
+        return errors
 
     def fill(self, bitmask: NDArray[np.int32]) -> str | None:
         """Writes the tokens that may come next, as a bitmask (see `token_bitmask`). Returns a sentence if that fails.

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,42 +26,52 @@ STEP_LIMIT = 5.0
 
 
 class TokenMasks(NamedTuple):
-    """The tokens that may come next for G requests of one model.
+    """The tokens that may come next at G places: after the outputs so far of requests, and after parts of their drafts.
 
-    bitmasks  [G, bitmask_size] int32 on the CPU (see `token_bitmask`); all tokens in the row of a state that failed
-    errors    for each state a sentence or None; from then on it is the state's `error`
+    bitmasks  [G, bitmask_size] int32 on the CPU (see `token_bitmask`); all tokens for a place that failed
+    errors    for each place a sentence or None; that of a state's first place is from then on the state's `error`
     """
 
     bitmasks: Tensor
     errors: list[str | None]
 
 
+class Place(NamedTuple):
+    """Where an output is in its grammar, and the drafted tokens after each of which a mask is wanted, too."""
+
+    state: GrammarState
+    draft: tuple[int, ...] = ()
+
+
 class _MaskJob:
     """The masks of one step, filled by several threads."""
 
-    def __init__(self, states: Sequence[GrammarState], pin: bool) -> None:
-        self.states = states
-        full = full_bitmask(states[0].vocab_size)
-        self.bitmasks = torch.empty(len(states), len(full), dtype=torch.int32, pin_memory=pin)
+    def __init__(self, places: Sequence[Place], pin: bool) -> None:
+        self._places = places
+        ends = list(accumulate((1 + len(place.draft) for place in places), initial=0))
+        self._spans = [slice(*span) for span in pairwise(ends)]
+        full = full_bitmask(places[0].state.vocab_size)
+        self.bitmasks = torch.empty(ends[-1], len(full), dtype=torch.int32, pin_memory=pin)
+        self.errors: list[str | None] = [None] * ends[-1]
         self._rows = self.bitmasks.numpy()
         self._rows[:] = full
         self.is_done = threading.Event()
         self._lock = threading.Lock()
         self._started_at: dict[int, float] = {}
         self._waited = 0.0
-        self._to_fill = iter(range(len(states)))
-        self._num_left = len(states)
+        self._to_fill = iter(range(len(places)))
+        self._num_left = len(places)
 
     def run(self) -> bool:
         """Fills masks until none is left. False if one took so long that this thread was replaced."""
         while (index := self._take()) is not None:
-            state = self.states[index]
-            row = np.empty(self._rows.shape[1], dtype=np.int32)
+            state, draft = self._places[index]
+            rows = np.empty((1 + len(draft), self._rows.shape[1]), dtype=np.int32)
             try:
-                error = state.error or state.fill(row)
+                errors = state.fill_ahead(rows, draft)
             except BaseException as raised:  # a panic of the library is not an Exception
-                error = f"{FAILED}{raised!r}"
-            if not self._finish(index, row, error):
+                errors = [f"{FAILED}{raised!r}"] * len(rows)
+            if not self._finish(index, rows, errors):
                 return False
         return True
 
@@ -73,7 +84,8 @@ class _MaskJob:
             self._waited += waited
             stalled = [index for index, started_at in self._started_at.items() if self._waited - started_at > limit]
             for index in stalled:
-                self._close(index, f"{FAILED}the step took longer than {limit:g} s.")
+                sentence = f"{FAILED}the step took longer than {limit:g} s."
+                self._close(index, [sentence] * (1 + len(self._places[index].draft)))
         return len(stalled)
 
     def _take(self) -> int | None:
@@ -83,18 +95,19 @@ class _MaskJob:
                 self._started_at[index] = self._waited
             return index
 
-    def _finish(self, index: int, row: NDArray[np.int32], error: str | None) -> bool:
+    def _finish(self, index: int, rows: NDArray[np.int32], errors: Sequence[str | None]) -> bool:
         with self._lock:
             if index not in self._started_at:
                 return False
-            if error is None:
-                self._rows[index] = row
-            self._close(index, error)
+            is_filled = [error is None for error in errors]
+            self._rows[self._spans[index]][is_filled] = rows[is_filled]
+            self._close(index, errors)
         return True
 
-    def _close(self, index: int, error: str | None) -> None:
+    def _close(self, index: int, errors: Sequence[str | None]) -> None:
         del self._started_at[index]
-        self.states[index].error = error
+        self._places[index].state.error = errors[0]
+        self.errors[self._spans[index]] = errors
         self._num_left -= 1
         if self._num_left == 0:
             self.is_done.set()
@@ -116,17 +129,17 @@ class MaskFiller:
         self._num_threads = num_threads or max(1, min(8, (os.cpu_count() or 1) // 2))
         self._num_started = 0
 
-    def begin(self, states: Sequence[GrammarState]) -> None:
-        """Starts filling. Until `result` has returned, nothing else may use these states."""
-        if not states:
+    def begin(self, places: Sequence[Place]) -> None:
+        """Starts filling. Until `result` has returned, nothing else may use the states of these places."""
+        if not places:
             return
-        job = _MaskJob(states, self._pin)
-        for _ in range(min(self._num_threads, len(states))):
+        job = _MaskJob(places, self._pin)
+        for _ in range(min(self._num_threads, len(places))):
             self._put(job)
             self._job = job  # only now: `result` must not wait for a job that no thread has
 
     def result(self) -> TokenMasks | None:
-        """Waits for the masks of the states that were passed to `begin`; None if there were none."""
+        """Waits for the masks of the places that were passed to `begin`; None if there were none."""
         job, self._job = self._job, None
         if job is None:
             return None
@@ -135,7 +148,7 @@ class MaskFiller:
             for _ in range(job.fail_stalled(interval, self._limit)):
                 self._num_started -= 1
                 self._put(job)
-        return TokenMasks(job.bitmasks, [state.error for state in job.states])
+        return TokenMasks(job.bitmasks, job.errors)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -70,8 +70,9 @@ def test_a_wrong_target_is_named(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "on", ""])
 def test_speculate(text: str) -> None:
-    """Guards --speculate: a number of tokens or off, which is the default."""
-    assert options_of(run)["speculate"] == "off" and options_of(bench, "--speculate", "6")["speculate"] == 6
+    """Guards --speculate: a number of tokens, off, or auto, which is the default."""
+    assert options_of(run)["speculate"] == "auto" and options_of(run, "--speculate", "off")["speculate"] == "off"
+    assert options_of(bench, "--speculate", "6")["speculate"] == 6
     with pytest.raises(click.BadParameter) as error:
         options_of(run, "--speculate", text)
     assert "--speculate" in error.value.format_message()

@@ -17,7 +17,7 @@ from cbatch.engine.sampling.row_masks import RowMasks, bools_on_device
 from cbatch.engine.sampling.sampler import Sampler
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
-from cbatch.engine.structured.masks import MaskFiller, TokenMasks
+from cbatch.engine.structured.masks import MaskFiller, Place, TokenMasks
 from cbatch.engine.structured.token_bitmask import bitmask_of, full_bitmask, to_bools
 from tests.support.device import HAS_GPU
 from tests.support.fake_cuda import CUDA, FakeCuda
@@ -123,8 +123,9 @@ class AnyState:
 
     vocab_size, error = VOCABULARY, None
 
-    def fill(self, bitmask: Any) -> None:
-        bitmask[:] = full_bitmask(VOCABULARY)
+    def fill_ahead(self, bitmasks: Any, draft: Sequence[int]) -> list[str | None]:
+        bitmasks[:] = full_bitmask(VOCABULARY)
+        return [None] * len(bitmasks)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="torch has a real device")
@@ -141,8 +142,8 @@ def test_masked_steps_on_a_gpu_wait_for_nothing(kernel: bool) -> None:
         sampler, logits = Sampler(CUDA, kernel=kernel), torch.zeros(3, VOCABULARY, device=CUDA)
         filler = MaskFiller(1, pin=True)
         for rows in (requests, [requests[0], requests[2]], [requests[1]]):
-            states: list[Any] = [AnyState() for request in rows if request.grammar_state is not None]
-            filler.begin(states)
+            state: Any = AnyState()
+            filler.begin([Place(state) for request in rows if request.grammar_state is not None])
             masks = filler.result()
             with device.no_waits():
                 pending(rows, logits[: len(rows)], masks, sampler).get()

@@ -16,6 +16,7 @@ from cbatch.engine.scheduler.drafts import Drafts
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.engine.speculation.drafter import Proposal
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.all_features import SETTINGS, expected, make, run
 from tests.support.generation import generate
@@ -31,14 +32,15 @@ class Prophet:
         self._right = right
         self._known = [[event[0] for event in events] for events in expected().values()]
 
-    def propose(self, request: Request, count: int) -> list[int]:
-        """In place of `Drafts._propose`."""
+    def propose(self, request: Request, count: int) -> Proposal | None:
+        """In place of `Drafts._propose`. Forms are not asked whether they allow it."""
         told = request.token_ids[request.num_prompt :]
-        for known in self._known if request.grammar_state is None and told else ():
+        for known in self._known if told else ():
             if known[: len(told)] == told:
                 coming = [token for token in known[len(told) :] if token is not None][:count]
-                return [token if self._rng.random() < self._right else self._rng.randrange(300) for token in coming]
-        return []
+                draft = [token if self._rng.random() < self._right else self._rng.randrange(300) for token in coming]
+                return Proposal(draft, 20) if draft else None
+        return None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Drafts, "_propose", lambda _, request, count: self.propose(request, count))
@@ -117,7 +119,9 @@ def penalized(speculate: int | str) -> list[int]:
 def test_penalties_see_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows after a drafted token: penalties count the draft before them. The fault is seen."""
     wanted = penalized("off")
-    monkeypatch.setattr(Drafts, "_propose", lambda _, request, count: wanted[len(request.token_ids) - 3 :][:count])
+    monkeypatch.setattr(
+        Drafts, "_propose", lambda _, request, count: Proposal(wanted[len(request.token_ids) - 3 :][:count], 20)
+    )
     assert penalized(5) == wanted
     forget_the_draft(monkeypatch)
     assert penalized(5) != wanted
@@ -125,7 +129,7 @@ def test_penalties_see_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rejecting(monkeypatch: pytest.MonkeyPatch, wrong: list[int]) -> None:
     """Always drafts the same tokens."""
-    monkeypatch.setattr(Drafts, "_propose", lambda _, request, count: wrong[:count])
+    monkeypatch.setattr(Drafts, "_propose", lambda _, request, count: Proposal(wrong[:count], 20))
 
 
 def outputs_after_rejected(monkeypatch: pytest.MonkeyPatch, *, speculate: bool) -> list[list[int]]:

@@ -32,7 +32,7 @@ from cbatch.engine.structured import compiler as compiler_module
 from cbatch.engine.structured.compiler import ConstraintCompiler
 from cbatch.engine.structured.grammar import GrammarState
 from cbatch.engine.structured.lark import to_lark
-from cbatch.engine.structured.masks import MaskFiller, TokenMasks
+from cbatch.engine.structured.masks import MaskFiller, Place, TokenMasks
 from cbatch.engine.structured.sandbox import TOO_COMPLEX, GrammarSandbox
 from cbatch.engine.structured.token_bitmask import bitmask_size, full_bitmask, to_bools
 from cbatch.engine.text.fast_loader import TransformersTokenizer
@@ -573,7 +573,7 @@ def test_the_filler_gives_what_fill_gives(compiler: ConstraintCompiler, num_thre
     assert filler.result() is None
     pairs = [[start(compiler, "regex", pattern) for _ in range(2)] for pattern in [*PATTERNS, "[a-z]*"]]
     for _ in range(8):
-        filler.begin([mine for mine, _ in pairs])
+        filler.begin([Place(mine) for mine, _ in pairs])
         masks, expected = filler.result(), fill_masks([theirs for _, theirs in pairs])
         assert masks.bitmasks.equal(expected.bitmasks) and masks.errors == expected.errors
         for row, pair in enumerate(pairs):
@@ -592,9 +592,9 @@ def test_nobody_waits_for_a_thread_that_cannot_be_started(
     with monkeypatch.context() as patched:
         patched.setattr(threading, "Thread", lambda **_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            filler.begin([state])
+            filler.begin([Place(state)])
     assert filler.result() is None
-    filler.begin([state])
+    filler.begin([Place(state)])
     masks = filler.result()
     assert masks is not None and masks.bitmasks.equal(fill_masks([state]).bitmasks)
     filler.close()
@@ -635,14 +635,14 @@ def test_a_state_that_fails_or_stalls_harms_no_other(compiler: ConstraintCompile
     filler, before = MaskFiller(num_threads=1, limit=0.05), filling_threads()
     for _ in range(3):
         good = [start(compiler, "choice", ["y"]) for _ in range(3)]
-        filler.begin([good[0], stalled, good[1], broken, good[2]])
+        filler.begin([Place(state) for state in (good[0], stalled, good[1], broken, good[2])])
         masks = filler.result()
         assert [error is None for error in masks.errors] == [True, False, True, False, True]
         assert "took longer than 0.05 s" in str(masks.errors[1]) and "it broke" in str(masks.errors[3])
         assert bools(masks).sum(dim=1).tolist() == [1, WIDTH, 1, WIDTH, 1]
     assert len(filling_threads() - before) == 2, "a state that stalled was filled again"
     stalled.wait.set()
-    filler.begin([start(compiler, "choice", ["y"])])
+    filler.begin([Place(start(compiler, "choice", ["y"]))])
     assert bools(filler.result()).sum() == 1 and stalled.error is not None
     filler.close()
     deadline = time.monotonic() + 5
