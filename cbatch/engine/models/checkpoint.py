@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
-from cbatch.engine.base.quantization import STORED, Quantization
-from cbatch.engine.models.dtypes import choose_dtype, choose_formats
+from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.models.dtypes import choose_formats
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
@@ -92,15 +92,14 @@ def _load(
     if checkpoint is not None:
         return _load_quantized(checkpoint, program, config, folder, device, dtype, quantize, activations, weight_cache)
     stored = config.get("dtype", config.get("torch_dtype"))
+    number, quantize = choose_formats(dtype, stored, quantize, device, activations=activations, is_quantized=False)
+    tensors = Tensors(folder)
     if is_accelerator(device):
-        number = choose_dtype(dtype, stored, device)
         from cbatch.engine.models.cuda import CudaModel
 
-        return CudaModel(config, Tensors(folder), number, device, quantize=quantize)
+        return CudaModel(config, tensors, number, device, quantize=quantize)
     from cbatch.engine.models.cpu import CpuModel
 
-    number, quantize = choose_formats(dtype, stored, quantize, activations=activations, is_quantized=False)
-    tensors = Tensors(folder)
     shared = _packed_file(weight_cache, folder, number, quantize)
     return CpuModel(config, tensors, number, quantize=quantize, shared=shared)
 
@@ -119,18 +118,16 @@ def _load_quantized(
     """The model of a quantized checkpoint. On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the files;
     else they become numbers.
     """
+    number, quantize = choose_formats(dtype, "bfloat16", quantize, device, activations=activations, is_quantized=True)
+    weights = checkpoint.weights(program, Tensors(folder))
     if is_accelerator(device):
-        number = choose_dtype(dtype, "bfloat16", device)
-        weights = checkpoint.weights(program, Tensors(folder))
         from cbatch.engine.models.cuda import CudaModel
 
         on_device = CudaModel(config, weights, number, device, quantize=quantize)
-        weights.finish(on_device.weight_bytes, number, quantize or Quantization(STORED), keeps_float8=True)
+        weights.finish(on_device.weight_bytes, number, quantize, keeps_float8=True)
         return on_device
     from cbatch.engine.models.cpu import CpuModel
 
-    number, quantize = choose_formats(dtype, "bfloat16", quantize, activations=activations, is_quantized=True)
-    weights = checkpoint.weights(program, Tensors(folder))
     shared = _packed_file(weight_cache, folder, number, quantize)
     model = CpuModel(config, weights, number, quantize=quantize, shared=shared)
     weights.finish(model.weight_bytes, number, quantize)

@@ -9,7 +9,7 @@ import torch
 
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.quantization import STORED, Quantization
-from cbatch.engine.runtime.device import gpu_name, has_bfloat16
+from cbatch.engine.runtime.device import gpu_name, has_bfloat16, is_accelerator
 
 _log = logging.getLogger("cbatch")
 
@@ -54,19 +54,22 @@ def choose_formats(
     name: str,
     checkpoint: torch.dtype | str | None,
     quantize: Quantization | None,
+    device: torch.device,
     *,
     activations: str,
     is_quantized: bool,
 ) -> tuple[torch.dtype, Quantization | None]:
-    """The dtype of a model whose kernels run on a CPU, and how its matrices are kept as integers, if they are.
+    """The dtype of a model on the fast path, and how its matrices are kept as integers, if they are.
 
     quantize:     round them anew, whatever the files have
     activations:  how rows are rounded that are multiplied with integers of the files
-    is_quantized: the files have integers, which stay so beside bfloat16, and become numbers beside another dtype
+    is_quantized: the files have integers. They stay so on a GPU, and beside bfloat16 on a CPU; else they become numbers
 
-    Raises ConfigError for an unknown name, and for one that cannot stand beside `quantize`.
+    Raises ConfigError for an unknown name, and on a CPU for one that cannot stand beside `quantize`.
     """
-    dtype = choose_dtype(name, checkpoint, torch.device("cpu"), by_kernels=True)
+    dtype = choose_dtype(name, checkpoint, device, by_kernels=True)
+    if is_accelerator(device):
+        return dtype, quantize or (Quantization(STORED, activations) if is_quantized else None)
     if quantize is None and is_quantized and name in ("auto", "bfloat16"):
         quantize = Quantization(STORED, activations)
     if quantize is None:

@@ -59,7 +59,7 @@ TOKENS, CHUNKS = PROMPT[:24], [0, 20, 21, 24]
 
 @pytest.fixture(autouse=True)
 def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checkpoint, gguf_loader):
+    for module in (checkpoint, dtypes, gguf_loader):
         monkeypatch.setattr(module, "is_accelerator", lambda _: True)
 
 

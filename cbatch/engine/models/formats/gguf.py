@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from cbatch.engine.base.errors import ModelError
-from cbatch.engine.base.quantization import STORED, Quantization
-from cbatch.engine.base.units import format_bytes
-from cbatch.engine.models.dtypes import choose_dtype, choose_formats
+from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.models.dtypes import choose_formats
 from cbatch.engine.models.formats.gguf_blocks import BF16, F16, FLOATS, block_name
 from cbatch.engine.models.formats.gguf_config import Config, read_config
 from cbatch.engine.models.formats.gguf_file import GgufFile, read_gguf
 from cbatch.engine.models.formats.gguf_names import sources_of
 from cbatch.engine.models.formats.gguf_weights import GgufWeights, bits_per_weight, rounded_types
-from cbatch.engine.models.formats.integers import tell_rounded
+from cbatch.engine.models.formats.integers import tell_rounded, tell_widened
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program
 from cbatch.engine.runtime.device import is_accelerator
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from cbatch.engine.models.cpu import CpuModel
     from cbatch.engine.models.cuda import CudaModel
     from cbatch.engine.models.weight_cache import WeightCache
-
-_log = logging.getLogger("cbatch")
 
 _SAMPLES, _SAMPLE_BYTES = 8, 16
 
@@ -100,18 +96,13 @@ class GgufModel:
         quantize:    round matrices anew, whatever the file has
         activations: how rows are rounded that are multiplied with integers; see `Quantization`
         """
-        source, on_device = self._file.paths[0], is_accelerator(device)
-        if on_device:
-            number = choose_dtype(dtype, self.dtype, device)
-            if quantize is None and self.is_quantized:
-                quantize = Quantization(STORED, activations)
-        else:
-            number, quantize = choose_formats(
-                dtype, self.dtype, quantize, activations=activations, is_quantized=self.is_quantized
-            )
+        source = self._file.paths[0]
+        number, quantize = choose_formats(
+            dtype, self.dtype, quantize, device, activations=activations, is_quantized=self.is_quantized
+        )
         model: CpuModel | CudaModel
         try:
-            if on_device:
+            if is_accelerator(device):
                 from cbatch.engine.models.cuda import CudaModel
 
                 model = CudaModel(self.config, self._weights, number, device, quantize=quantize)
@@ -140,11 +131,7 @@ class GgufModel:
         if not self.is_quantized or (quantize is not None and not quantize.keeps_stored):
             return
         if quantize is None:
-            _log.warning(
-                "The weights of the GGUF file, %.2f bits each, are kept in %s, and take %s.",
-                bits_per_weight(self._file), str(model.dtype).removeprefix("torch."),
-                format_bytes(model.weight_bytes),
-            )  # fmt: skip
+            tell_widened("GGUF", model.dtype, model.weight_bytes, self._size, "the file")
         elif rounded := rounded_types(self._file):
             tell_rounded(map(block_name, rounded), model.weight_bytes, self._size, "the file")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -80,6 +81,14 @@ def tell_rounded(formats: Iterable[str], memory: int, stored: int, where: str) -
     _log.warning(
         "Matrices in %s are rounded to int8 in groups of 32, 8.5 bits a number; all weights take %s, and %s in %s.",
         ", ".join(sorted(formats)), format_bytes(memory), format_bytes(stored), where,
+    )  # fmt: skip
+
+
+def tell_widened(name: str, dtype: torch.dtype, memory: int, stored: int, where: str) -> None:
+    """Says that quantized weights become numbers. name: of their format; for the others see `tell_rounded`"""
+    _log.warning(
+        "The %s weights are kept in %s, and take %s, and %s in %s.",
+        name, str(dtype).removeprefix("torch."), format_bytes(memory), format_bytes(stored), where,
     )  # fmt: skip
 
 

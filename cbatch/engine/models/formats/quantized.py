@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.quantization import Quantization
-from cbatch.engine.base.units import format_bytes
 from cbatch.engine.models.formats import awq, compressed_tensors, fp8, gptq, mxfp4
-from cbatch.engine.models.formats.integers import Integers, common_format, rounded, tell_rounded
+from cbatch.engine.models.formats.integers import Integers, common_format, rounded, tell_rounded, tell_widened
 from cbatch.engine.models.formats.matrices import FloatMatrix, Rows, StoredMatrix
 from cbatch.engine.models.formats.method import FLOATS, Headers, Settings, UnreadQuantization
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
@@ -25,8 +23,6 @@ from cbatch.engine.models.programs.declarations import resolved
 from cbatch.engine.models.programs.program import Program, Weight
 from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.models.tensor_files import Tensors
-
-_log = logging.getLogger("cbatch")
 
 _KEY = "quantization_config"
 _OF_OTHERS = re.compile(r".*\.(input_scale|input_zero_point|input_global_scale|output_scale|[qkv]_scale)")
@@ -213,8 +209,7 @@ class QuantizedWeights(StoredWeights):
             if not each.is_exact and not (keeps_float8 and isinstance(each, FloatMatrix) and each.group is not None)
         }
         if quantize is None:
-            name = str(dtype).removeprefix("torch.")
-            _log.warning("The %s weights are kept in %s, and take %s.", self._method, name, format_bytes(memory))
+            tell_widened(self._method, dtype, memory, self._tensors.num_bytes, "the files")
         elif lost and quantize.keeps_stored:
             tell_rounded(lost, memory, self._tensors.num_bytes, "the files")
 

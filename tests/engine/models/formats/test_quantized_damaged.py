@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,97 +14,43 @@ import torch
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX
-from cbatch.engine.models.checkpoint import NoFastPath, load_fast_model
 from cbatch.engine.models.loader import load_model
-from tests.support.damaged_folders import Folder, damaged
-from tests.support.quantized_folders import (
-    Encoder,
-    awq,
-    awq_settings,
-    compressed,
-    compressed_settings,
-    fp8,
-    fp8_settings,
-    gptq,
-    gptq_settings,
-    mxfp4,
-    tiny_model,
-    whole_int8,
-    write_folder,
-)
+from tests.support.damaged_folders import Folder
+from tests.support.damaged_models import FOLDERS, load_folder, outcome_of, outcomes, write_quantized_folder
+from tests.support.quantized_folders import awq_settings
 
 pytestmark = pytest.mark.kernels
 
 CPU = torch.device("cpu")
-MOST_BYTES = 100 * 2**20
-COUNT = int(os.environ.get("CBATCH_FUZZ_FOLDERS", "360"))
-
-KINDS: dict[str, tuple[dict[str, Any], Encoder, str]] = {
-    "awq": (awq_settings(32), awq(32), "qwen3"),
-    "gptq": (gptq_settings(4, 32, desc_act=True), gptq(4, 32, act_order=True), "llama"),
-    "w4a16": (compressed_settings(group_size=32, symmetric=False), compressed(4, 32, symmetric=False), "qwen3"),
-    "w8a8": (compressed_settings("int-quantized", strategy="channel", num_bits=8), whole_int8(), "qwen2"),
-    "fp8": (fp8_settings((32, 32)), fp8((32, 32)), "qwen3"),
-    "mxfp4": ({"quant_method": "mxfp4"}, mxfp4, "gpt_oss"),
-}
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="The peak of memory is read from /proc.")
 
 
-def written(name: str, path: Path) -> Path:
-    settings, encode, kind = KINDS[name]
-    write_folder(path, tiny_model(kind, hidden_size=64, intermediate_size=64, head_dim=16), settings, encode)
-    return path
-
-
-def resident_bytes(field: str) -> int:
-    """VmRSS: what is resident; VmHWM: the most that was since `forget_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def refusal(path: Path) -> str | None:
-    """Why a folder is not read, None if it is, after a check of the time and memory that it took.
-
-    Raises what is neither a ModelError nor a NoFastPath, with which transformers gets it.
-    """
-    forget_peak()
-    before, start, sentence = resident_bytes("VmRSS"), time.process_time(), None
-    try:
-        load_fast_model(str(path), None, CPU, "auto")
-    except ModelError as error:
-        sentence = str(error)
-        assert sentence.endswith(".")
-    except NoFastPath as error:
-        sentence = str(error)
-    assert time.process_time() - start < 1
-    assert resident_bytes("VmHWM") - before < MOST_BYTES
-    return sentence
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="The peak of memory is read from /proc.")
-@pytest.mark.parametrize("name", KINDS)
+@ON_LINUX
+@pytest.mark.parametrize("name", FOLDERS)
 def test_random_damage(name: str, tmp_path: Path) -> None:
     """Guards what nobody thought of: settings, headers, tensors, indices and bytes that are not what they should be."""
-    path, refused, count = tmp_path / "damaged", 0, -(-COUNT // len(KINDS))
-    load_fast_model(str(written(name, tmp_path / "whole")), None, CPU, "auto")  # may compile kernels
-    for number, files in enumerate(damaged(Folder.read(tmp_path / "whole"), count, seed=0)):
-        path.mkdir()
-        for file, content in files.items():
-            (path / file).write_bytes(content)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            try:
-                sentence = refusal(path)
-            except Exception as error:
-                raise AssertionError(f"folder {number} of {name}") from error
-        if sentence is not None:
-            assert "\n" not in sentence and len(sentence) < 700 and "memory" not in sentence, (number, sentence)
-            refused += 1
-        shutil.rmtree(path)
-    assert count / 2 < refused < count
+    found = [outcome for _, outcome in outcomes(name, tmp_path, 60)]
+    assert [outcome.violation for outcome in found if outcome.violation] == []
+    sentences = [outcome.sentence for outcome in found if outcome.sentence is not None]
+    assert 30 < len(sentences) < 60 and not [sentence for sentence in sentences if "memory" in sentence]
+
+
+@ON_LINUX
+def test_limits_are_noticed() -> None:
+    """Guards the measurement: time, memory, and sentences that are none."""
+
+    def wait() -> None:
+        while time.process_time() < end:
+            pass
+
+    def complain() -> None:
+        raise ModelError("It is damaged.\nIt really is.")
+
+    end = time.process_time() + 1.1
+    found = [outcome_of(load).violation for load in (wait, lambda: b"x" * 150 * 2**20, complain)]
+    for violation, expected in zip(found, ("it took 1.", " MiB", "more than a sentence"), strict=True):
+        assert violation is not None and expected in violation
+    assert outcome_of(lambda: b"x" * 2**20).violation is None
 
 
 def change_config(path: Path, **values: Any) -> None:
@@ -171,19 +115,19 @@ def put(path: Path, name: str, kind: str, shape: list[int]) -> None:
         (path / file).write_bytes(content)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="The peak of memory is read from /proc.")
+@ON_LINUX
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_damaged_folder_gets_one_sentence(name: str, tmp_path: Path) -> None:
     """Guards sizes, types and names that cost memory or raised other errors, or were waited for."""
     change, expected = FAULTS[name]
-    change(written("awq", tmp_path / "model"))
-    found = refusal(tmp_path / "model")
-    assert found is not None and expected in found
+    change(write_quantized_folder("awq", tmp_path / "model"))
+    found = outcome_of(lambda: load_folder(tmp_path / "model"))
+    assert found.violation is None and found.sentence is not None and expected in found.sentence
 
 
 def test_both_reasons_are_told(tmp_path: Path) -> None:
     """Guards a sentence that says to install a package, though the files are damaged."""
-    set_config(num_hidden_layers=3)(written("awq", tmp_path / "model"))
+    set_config(num_hidden_layers=3)(write_quantized_folder("awq", tmp_path / "model"))
     with pytest.raises(ModelError, match="without transformers one of its weights is missing") as caught:
         load_model(str(tmp_path / "model"), None, CPU, "auto", fast=True)
     assert "\n" not in str(caught.value)
