@@ -190,7 +190,7 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
 
     monkeypatch.setattr(EngineCore, "_launch", note_launch)
     monkeypatch.setattr(Sampler, "sample", compare)
-    with SteppingEngine(EngineConfig(device="cpu", run_ahead=True, max_batch_tokens=16)) as engine:
+    with SteppingEngine(EngineConfig(device="cpu", run_ahead=True, max_batch_tokens=16, speculate="off")) as engine:
         for number in range(4):
             params = SamplingParams(max_tokens=4 + number, temperature=0.5 + number / 2, top_k=9, ignore_eos=True)
             engine.add(engine.encode("Tell me a story about a dog. " * (number + 1)), params, seed=number)
