@@ -40,8 +40,8 @@ def demo() -> LoadedModel:
     return SteppingEngine(EngineConfig(dtype="float32", device="cpu")).loaded
 
 
-def make(*, ahead: bool, **config: Any) -> SteppingEngine:
-    return SteppingEngine(EngineConfig(device="cpu", run_ahead=ahead, **config), demo())
+def make(*, ahead: bool, speculate: Any = "off", **config: Any) -> SteppingEngine:
+    return SteppingEngine(EngineConfig(device="cpu", run_ahead=ahead, speculate=speculate, **config), demo())
 
 
 def add_all(engine: SteppingEngine) -> dict[int, str]:

@@ -24,7 +24,7 @@ MAX_DRAFT = 24
 MISSES_PER_REST, LONGEST_REST = 8, 8
 """After so many looks in vain, one more token is let pass before the next, up to the longest rest."""
 
-BALANCE_RATE, LONGEST_PAUSE = 1 / 8, 64
+BALANCE_RATE, LONGEST_PAUSE = 1 / 8, 128
 """What one look changes of the mean time that looks save; steps without a look, at most, while they save none."""
 
 FREE_SHARE = 0.01

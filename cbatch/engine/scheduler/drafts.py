@@ -59,15 +59,13 @@ class Drafts:
         self.num_accepted = 0
 
     def holds_back(self, request: Request) -> bool:
-        """Whether a request is to wait for the step in flight, because only then its draft can be made or is known.
+        """Whether a request of the step in flight is to wait for it: only then its draft can be made, or is known.
 
         It waits only if what is known of it promises a draft.
         """
         if request.num_drafted:
             return True
-        if not (request.num_output_placeholders and request.is_decoding):
-            return False
-        proposal = self._propose(request, 2)
+        proposal = self._propose(request, 2) if request.is_decoding else None
         return proposal is not None and self._policy.is_promising(request, proposal)
 
     def extend(self, scheduled: SchedulerOutput, budget: int, max_rows: int, *, may_allocate: bool) -> None:

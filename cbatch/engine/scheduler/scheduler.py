@@ -127,7 +127,8 @@ class Scheduler:
             if budget == 0:
                 break
             allowed = states.allowed(request, prompts.allow(request, budget)) if pending else budget
-            if request in preempted or allowed == 0 or self.drafts.holds_back(request):
+            awaits_draft = request.num_output_placeholders > 0 and self.drafts.holds_back(request)
+            if request in preempted or allowed == 0 or awaits_draft:
                 continue
             if request.is_running:
                 preempted.update(self._extend_blocks(request))

@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
+from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.outputs import Sample, TokenEvent
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.execution.stats import StepRecord
+from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.sampling import output
 from cbatch.engine.scheduler.drafts import Drafts
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.engine.scheduler.step_time import StepTimeController
 from cbatch.engine.speculation.drafter import Proposal
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.all_features import SETTINGS, expected, make, run
+from tests.support.architectures import make_architecture
+from tests.support.drafts import Prophet, decide_at_random, propose_by
 from tests.support.generation import generate
-from tests.support.tiny_models import make_engine, make_fast_engine, make_network, make_prompts
+from tests.support.tiny_models import fast, make_engine, make_network, make_prompts
 
 
-class Prophet:
-    """Drafts what requests will get, from their outputs without speculation, with mistakes."""
-
-    def __init__(self, right: float = 0.7) -> None:
-        """right: the share of tokens that are not a mistake"""
-        self._rng = random.Random(0)
-        self._right = right
-        self._known = [[event[0] for event in events] for events in expected().values()]
-
-    def propose(self, request: Request, count: int) -> Proposal | None:
-        """In place of `Drafts._propose`. Forms are not asked whether they allow it."""
-        told = request.token_ids[request.num_prompt :]
-        for known in self._known if told else ():
-            if known[: len(told)] == told:
-                coming = [token for token in known[len(told) :] if token is not None][:count]
-                draft = [token if self._rng.random() < self._right else self._rng.randrange(300) for token in coming]
-                return Proposal(draft, 20) if draft else None
-        return None
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Drafts, "_propose", lambda _, request, count: self.propose(request, count))
+def prophet() -> Prophet:
+    """Knows the outputs of all requests of `ASKED`."""
+    return Prophet([[event[0] for event in events if event[0] is not None] for events in expected().values()], 300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "ahead"), product(SETTINGS, (False, True)), ids=str)
 def test_output_is_the_same(settings: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards every feature with drafts that are right, wrong and partly right, with and without overlap."""
-    Prophet().install(monkeypatch)
+    propose_by(monkeypatch, prophet())
     engine = make(ahead=ahead, speculate=5, **settings)
     assert run(engine) == expected()
     assert run(engine) == expected()
@@ -63,10 +54,25 @@ def test_output_is_the_same(settings: dict[str, Any], ahead: bool, monkeypatch: 
 @pytest.mark.parametrize(("prefix_cache", "ahead"), product((True, False), (False, True)))
 def test_output_is_the_same_after_preemption(prefix_cache: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards requests that lose their blocks while a draft is in flight."""
-    Prophet().install(monkeypatch)
+    propose_by(monkeypatch, prophet())
     engine = make(ahead=ahead, prefix_cache=prefix_cache, max_batch_tokens=100, speculate=4)
     assert run(engine, shaken=True) == expected()
     assert engine.stats().num_preemptions > 15 and engine.stats().num_accepted_tokens > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "ahead"), product(SETTINGS, (False, True)), ids=str)
+def test_the_decision_changes_no_output(settings: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `auto` with its own sources (texts, finished outputs, forms), whatever part of a draft is tried."""
+    decide_at_random(monkeypatch)
+    engine = make(ahead=ahead, speculate="auto", **settings)
+    assert run(engine) == expected()
+    assert run(engine) == expected()
+    assert run(engine, shaken=True) == expected()
+    if settings.get("max_batch_tokens", 20) >= 20:
+        stats = engine.stats()
+        assert stats.num_accepted_tokens > 40, "the second round finds the outputs of the first"
+        assert stats.num_drafted_tokens > stats.num_accepted_tokens
 
 
 def accept_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +106,7 @@ def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards these tests: with a fault, outputs differ, or the engine notices."""
     wanted = expected()
-    Prophet().install(monkeypatch)
+    propose_by(monkeypatch, prophet())
     fault(monkeypatch)
     try:
         found = run(make(ahead=False, speculate=5))
@@ -119,9 +125,7 @@ def penalized(speculate: int | str) -> list[int]:
 def test_penalties_see_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows after a drafted token: penalties count the draft before them. The fault is seen."""
     wanted = penalized("off")
-    monkeypatch.setattr(
-        Drafts, "_propose", lambda _, request, count: Proposal(wanted[len(request.token_ids) - 3 :][:count], 20)
-    )
+    propose_by(monkeypatch, lambda request, count: Proposal(wanted[len(request.token_ids) - 3 :][:count], 20))
     assert penalized(5) == wanted
     forget_the_draft(monkeypatch)
     assert penalized(5) != wanted
@@ -129,14 +133,14 @@ def test_penalties_see_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rejecting(monkeypatch: pytest.MonkeyPatch, wrong: list[int]) -> None:
     """Always drafts the same tokens."""
-    monkeypatch.setattr(Drafts, "_propose", lambda _, request, count: Proposal(wrong[:count], 20))
+    propose_by(monkeypatch, lambda _, count: Proposal(wrong[:count], 20))
 
 
 def outputs_after_rejected(monkeypatch: pytest.MonkeyPatch, *, speculate: bool) -> list[list[int]]:
     """A request with drafts that are wrong, and one whose prompt goes on like its draft."""
     (prompt,), wrong = make_prompts([7], seed=3), [3, 3, 3, 3, 3, 3]
     rejecting(monkeypatch, wrong)
-    engine = make_engine(make_network("llama"), **({"speculate": 6} if speculate else {}))
+    engine = make_engine(make_network("llama"), speculate=6 if speculate else "off")
     (first,) = generate(engine, [prompt], SamplingParams(max_tokens=9))
     (second,) = generate(engine, [[*prompt, first.token_ids[0], *wrong, 5]], SamplingParams(max_tokens=9))
     return [list(first.token_ids), list(second.token_ids)]
@@ -162,19 +166,49 @@ def logprobs_of(engine: SteppingEngine, prompts: list[list[int]]) -> list[Any]:
 
 
 @pytest.mark.kernels
-def test_drafts_change_no_bit_on_the_fast_path() -> None:
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "u8 cache", "lfm2", "qwen3_5_text"])
+def test_drafts_change_no_bit_on_the_fast_path(kind: str) -> None:
     """Guards the CPU's kernels: the logits of a chunk's row are those of the same token alone, to the last bit."""
     prompts = [[5, 6, 7, 8, 9] * 6, [1, 2] * 9, *make_prompts([20, 11])]
-    network = make_network("llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    wanted = logprobs_of(make_fast_engine(network), prompts)
-    engine = make_fast_engine(network, speculate=5)
+    made, settings = exact_model(kind), {"kv_dtype": "u8"} if kind == "u8 cache" else {}
+    config = EngineConfig(block_size=16, kv_blocks=24, max_seqs=8, device="cpu", **settings)
+    wanted = logprobs_of(SteppingEngine(replace(config, speculate="off"), made), prompts)
+    engine = SteppingEngine(replace(config, speculate=5), made)
     assert logprobs_of(engine, prompts) == wanted and engine.stats().num_drafted_tokens > 10
+
+
+def exact_model(kind: str) -> LoadedModel:
+    """A model on the fast path."""
+    if kind in ("lfm2", "qwen3_5_text"):
+        return fast(make_architecture(kind))
+    network = make_network("llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    if kind == "float32":
+        return fast(network)
+    quantize = Quantization(kind, "int8") if kind.startswith("int") else None
+    model = CpuModel(network.config.to_dict(), network.state_dict(), torch.bfloat16, quantize=quantize)
+    return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
 
 
 def test_repeated_text_takes_fewer_steps() -> None:
     """Guards the gain: an output that goes in circles takes less than half of the steps."""
     network = make_network("llama")
     prompt, params = make_prompts([6], seed=1)[0], SamplingParams(max_tokens=120, allowed_token_ids=(5,))
-    plain, drafting = (make_engine(network, **config) for config in ({}, {"speculate": 6}))
+    plain, drafting = (make_engine(network, **config) for config in ({"speculate": "off"}, {"speculate": 6}))
     assert generate(plain, [prompt], params)[0].token_ids == generate(drafting, [prompt], params)[0].token_ids
     assert 2 * drafting.stats().num_steps < plain.stats().num_steps == 120
+
+
+def test_a_draft_takes_no_more_than_a_step_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards step-time targets and prompts: all tokens that are not the one of a decoding request keep to the limit."""
+    propose_by(monkeypatch, lambda _, count: Proposal([3] * count, 20))
+    monkeypatch.setattr(StepTimeController, "step_completed", lambda self, scheduled: 5)
+    engine = make_engine(make_network("llama"), speculate=9, max_batch_tokens=24, target_step_ms=50.0)
+    beyond: list[int] = []
+
+    def note(record: StepRecord) -> None:
+        if record.scheduled.num_decoding and engine.scheduler.prefill_limit is not None:
+            beyond.append(record.scheduled.num_tokens - record.scheduled.num_decoding)
+
+    engine.on_step = note
+    generate(engine, make_prompts([7, 40, 30, 3, 60]), SamplingParams(max_tokens=20))
+    assert max(beyond) == 5 and beyond.count(5) > 10, "drafts and prompts together"
