@@ -83,6 +83,13 @@ def _w4a16(rows: int, depth: int) -> Tensors:
     }
 
 
+def _w8a8(rows: int, depth: int) -> Tensors:
+    return {
+        ".weight": torch.randint(-127, 128, (rows, depth), dtype=torch.int8),
+        ".weight_scale": torch.full((rows, 1), 0.001, dtype=torch.bfloat16),
+    }
+
+
 def _fp8(rows: int, depth: int) -> Tensors:
     return {
         ".weight": torch.randint(0, 0x60, (rows, depth), dtype=torch.uint8).view(torch.float8_e4m3fn),
@@ -120,6 +127,14 @@ FORMATS = {
             "config_groups": {"0": {"weights": _SCHEME}},
         },
         _w4a16,
+    ),
+    "w8a8": Format(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"0": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}},
+        },
+        _w8a8,
     ),
     "fp8": Format({"quant_method": "fp8", "weight_block_size": [128, 128]}, _fp8),
     "mxfp4": Format({"quant_method": "mxfp4"}, _mxfp4, 3, "gpt-oss"),

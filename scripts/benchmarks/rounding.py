@@ -11,7 +11,8 @@ roundings of keys and values: to Q8_0, and to `--kv-dtype u8`, which has one sca
 
     python -m scripts.benchmarks rounding --shape demo --python llama.cpp=PYTHON
 
-also reads the demo model from GGUF files, which llama.cpp makes in many formats.
+also reads the demo model from GGUF files, which llama.cpp makes in many formats. Of its folders in the formats of other
+tools, each number is rounded to the nearest here; the tools choose better ones, by what activations have shown.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from cbatch.engine import Engine
 from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.base.model_files import read_json_object
 from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.formats.gguf import GgufModel
 from cbatch.engine.models.loader import DEMO_MODEL
@@ -43,6 +45,20 @@ from scripts.benchmarks.models import RandomTensors, make_network
 from scripts.benchmarks.peers.benchmark import call, interpreter
 from scripts.benchmarks.peers.work import PeerJob, PeerWork
 from scripts.benchmarks.shapes import SHAPES, Config
+from tests.support.programs import SavedModel
+from tests.support.quantized_folders import (
+    Encoder,
+    awq,
+    awq_settings,
+    compressed,
+    compressed_settings,
+    fp8,
+    fp8_settings,
+    gptq,
+    gptq_settings,
+    whole_int8,
+    write_folder,
+)
 
 ROUNDINGS: dict[str, tuple[Quantization | None, torch.dtype | None]] = {
     "bfloat16": (None, None),
@@ -58,6 +74,24 @@ ROUNDINGS: dict[str, tuple[Quantization | None, torch.dtype | None]] = {
 GGUF_FORMATS = (
     "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_M", "Q2_K",
 )  # fmt: skip
+
+_SCHEME = {"num_bits": 8, "group_size": None}
+FOLDERS: dict[str, tuple[dict[str, Any], Encoder]] = {
+    "AWQ": (awq_settings(64), awq(64)),
+    "GPTQ": (gptq_settings(4, 64), gptq(4, 64)),
+    "GPTQ in another order": (gptq_settings(4, 64, desc_act=True), gptq(4, 64, act_order=True)),
+    "GPTQ, 8 bits": (gptq_settings(8, 64), gptq(8, 64)),
+    "w4a16": (compressed_settings(group_size=64), compressed(4, 64)),
+    "w4a16, zero points": (compressed_settings(group_size=64, symmetric=False), compressed(4, 64, symmetric=False)),
+    "w4a16, columns": (compressed_settings(strategy="channel", group_size=None), compressed(4, -1)),
+    "w8a16": (compressed_settings(num_bits=8, group_size=64), compressed(8, 64)),
+    "w8a8": (compressed_settings("int-quantized", strategy="channel", **_SCHEME), whole_int8()),
+    "FP8, rows": (
+        compressed_settings("float-quantized", strategy="channel", type="float", **_SCHEME), fp8(None, "weight_scale")
+    ),
+    "FP8, blocks": (fp8_settings(), fp8()),
+}  # fmt: skip
+"""Settings, and what packs a matrix. Rows of 704 numbers have groups of 64; 128 does not divide them."""
 
 _BLOCK = 32
 
@@ -190,6 +224,20 @@ def gguf_models(interpreters: dict[str, str], report: Report) -> Iterator[tuple[
             yield f"GGUF {name}, {stored:.1f} bits, {held:.1f} in memory", model
 
 
+def folder_models() -> Iterator[tuple[str, CpuModel]]:
+    """The demo model from a folder in each format."""
+    config = read_json_object(DEMO_MODEL / "config.json")
+    tensors = Tensors(DEMO_MODEL)
+    saved = SavedModel(None, config, {name: tensors[name] for name in tensors})
+    for name, (settings, encode) in FOLDERS.items():
+        with TemporaryDirectory() as folder:
+            write_folder(Path(folder) / "model", saved, settings, encode)
+            model = load_fast_model(f"{folder}/model", None, _CPU, "auto")
+            assert isinstance(model, CpuModel)
+            stored = 8 * Tensors(Path(folder) / "model").num_bytes / model.num_parameters
+            yield f"{name}, {stored:.1f} bits, {8 * model.weight_bytes / model.num_parameters:.1f} in memory", model
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", choices=["demo", *sorted(SHAPES)], action="append", help="model (demo, 135m and 0.6B)")
@@ -214,6 +262,9 @@ def run(options: argparse.Namespace, report: Report) -> int:
         for name, (quantize, kv_dtype) in ROUNDINGS.items():
             model = CpuModel(config, tensors, torch.bfloat16, quantize=quantize)
             found[name] = compare(logits_of_model(model, sequences, kv_dtype), expected, sequences)
+        if shape == "demo":
+            for name, model in folder_models():
+                found[name] = compare(logits_of_model(model, sequences), expected, sequences)
         if shape == "demo" and options.python:
             for name, model in gguf_models(dict(options.python), report):
                 found[name] = compare(logits_of_model(model, sequences), expected, sequences)

@@ -207,12 +207,13 @@ def fp8(block: tuple[int, int] | None = (128, 128), scale: str = "weight_scale_i
     def encode(numbers: Tensor) -> Encoded:
         rows, depth = numbers.shape
         high, wide = (1, depth) if block is None else block if block[0] else (rows, depth)
-        blocks = numbers.view(rows // high, high, depth // wide, wide)
+        padded = torch.nn.functional.pad(numbers, (0, -depth % wide, 0, -rows % high))
+        blocks = padded.view(-(-rows // high), high, -(-depth // wide), wide)
         factors = blocks.abs().amax((1, 3), keepdim=True) / 448
         codes = (blocks / factors).to(torch.float8_e4m3fn)
         stored = factors.flatten(1) if block != (0, 0) else factors.view(1)
-        parts = {".weight": codes.view(rows, depth), f".{scale}": stored}
-        return parts, (codes.float() * factors).view(rows, depth)
+        values = (codes.float() * factors).view(padded.shape)[:rows, :depth]
+        return {".weight": codes.view(padded.shape)[:rows, :depth], f".{scale}": stored}, values
 
     return encode
 

@@ -20,7 +20,7 @@ from cbatch.engine.execution.kernel_checks.layer import LayerChecks
 from cbatch.engine.kernels.cpu.matmul.formats import INT4, INT8
 from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
-from cbatch.engine.models import checkpoint, device_weights
+from cbatch.engine.models import checkpoint, device_weights, dtypes
 from cbatch.engine.models.formats import gguf as gguf_loader
 from cbatch.engine.models.formats.gguf import GgufModel
 from cbatch.engine.models.packing import quantized
