@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -179,7 +180,8 @@ def blocks_of(piece: Piece, kind: Kind) -> Array:
     """The numbers in a format; of formats that cannot be written, random blocks of about the same size."""
     numbers = np.ascontiguousarray(piece.numbers, dtype=np.float32)
     if kind in _WRITTEN:
-        return gguf.quants.quantize(numbers, kind)
+        written: Array = gguf.quants.quantize(numbers, kind)
+        return written
     count, size = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(len(piece.name))
     shape = (*numbers.shape[:-1], numbers.shape[-1] // count)
@@ -187,7 +189,7 @@ def blocks_of(piece: Piece, kind: Kind) -> Array:
     if kind == Kind.MXFP4:
         blocks[..., 0] = generator.integers(120, 124, shape)
     for place in _SCALES[kind]:
-        blocks[..., place : place + 2] = np.float16([0.01]).view(np.uint8)
+        blocks[..., place : place + 2] = np.array([0.01], np.float16).view(np.uint8)
     spread = gguf.quants.dequantize(blocks.reshape(*numbers.shape[:-1], -1), kind).std()
     factor = np.float16(0.01 * numbers.std() / spread)
     for place in _SCALES[kind]:
@@ -210,7 +212,7 @@ def pieces(saved: SavedModel) -> Iterator[Piece]:
         yield Piece(
             names.get_name(stack) + ".weight",
             np.stack([tensors[name] for name in own]),
-            lambda array, own=own: dict(zip(own, array, strict=True)),
+            partial(_by_name, own),
         )
     stacked = {name for members in stacks.values() for name in members.values()}
     for name, array in tensors.items():
@@ -284,6 +286,10 @@ def _with_values_in_turns(theirs: str, name: str, array: Array, config: Mapping[
     return Piece(theirs, turned.T if "out_proj" in name else turned, back)
 
 
+def _by_name(names: Sequence[str], arrays: Array) -> dict[str, Array]:
+    return dict(zip(names, arrays, strict=True))
+
+
 def _in_parts(name: str, array: Array, config: Mapping[str, Any]) -> Iterator[Piece]:
     """One matrix whose parts are tensors of their own: gate and up, or all of a gated delta net."""
     prefix = f"blk.{name.split('.')[2]}."
@@ -304,7 +310,7 @@ def _in_parts(name: str, array: Array, config: Mapping[str, Any]) -> Iterator[Pi
         ending = "_exps" if array.ndim == 3 else "_shexp" if config.get("num_local_experts") else ""
         theirs = [f"ffn_{part}{ending}.weight" for part in ("gate", "up")]
     for each, own in zip(theirs, rows, strict=True):
-        yield Piece(prefix + each, array[..., own, :], lambda found, own=own: put(found, own))
+        yield Piece(prefix + each, array[..., own, :], partial(put, rows=own))
 
 
 def _permuted(theirs: str, name: str, array: Array, config: Mapping[str, Any]) -> Piece:
@@ -336,9 +342,7 @@ def _gpt_oss_experts(name: str, array: Array) -> Iterator[Piece]:
         return {name: whole if is_bias else whole.swapaxes(1, 2)}
 
     for start, part in enumerate(("gate", "up")):
-        yield Piece(
-            f"blk.{layer}.ffn_{part}_exps.{suffix}", turned[:, start::2], lambda found, start=start: back(found, start)
-        )
+        yield Piece(f"blk.{layer}.ffn_{part}_exps.{suffix}", turned[:, start::2], partial(back, start=start))
 
 
 def add_settings(writer: Any, saved: SavedModel) -> None:
@@ -405,7 +409,7 @@ def _add_rotation(writer: Any, config: Mapping[str, Any], head_dim: int) -> None
 
 def _add_layers(writer: Any, config: Mapping[str, Any]) -> None:
     """What differs from layer to layer, and sizes of recurrent ones."""
-    kind, kinds, kv_heads = config["model_type"], config.get("layer_types"), config.get("num_key_value_heads")
+    kind, kinds, kv_heads = config["model_type"], config.get("layer_types") or (), config.get("num_key_value_heads")
     if kind in ("lfm2", "lfm2_moe", "granitemoehybrid"):
         writer.add_head_count_kv([kv_heads * (one == "full_attention") for one in kinds])
     else:

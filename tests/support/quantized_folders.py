@@ -232,7 +232,7 @@ def mxfp4(numbers: Tensor) -> Encoded:
     """The experts of GPT-OSS, [experts, depth, rows], in the Microscaling format; other matrices stay numbers."""
     if numbers.ndim == 2:
         return {".weight": numbers}, numbers
-    groups = numbers.transpose(1, 2).unflatten(2, (-1, 32))
+    groups = numbers.transpose(1, 2).unflatten(2, (-1, 32))  # type: ignore[no-untyped-call]
     exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
     scaled = groups / 2**exponents
     codes = (scaled.abs()[..., None] - FP4).abs().argmin(-1) + 8 * (scaled < 0)
