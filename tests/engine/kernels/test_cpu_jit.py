@@ -36,9 +36,9 @@ def test_damaged_and_foreign_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     context = compiled.targetctx
     assert cache.load_overload(wanted, context) is not None
     other = tuple(typeof(np.zeros(1, np.float64)) for _ in range(2))
-    load = FunctionCache.load_overload
+    load = FunctionCache._load_overload
     with monkeypatch.context() as patch:
-        patch.setattr(FunctionCache, "load_overload", lambda self, sig, *args: load(self, wanted, *args))
+        patch.setattr(FunctionCache, "_load_overload", lambda self, sig, *args: load(self, wanted, *args))
         assert cache.load_overload(other, context) is None
     Path(cache._cache_file._index_path).write_bytes(b"")
     assert cache.load_overload(wanted, context) is None
