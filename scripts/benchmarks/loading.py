@@ -155,6 +155,7 @@ def write_model(folder: Path, config: Config, format: Format) -> None:
     from transformers import AutoConfig
 
     folder.mkdir()
+    config = {"model_type": "llama", **config}
     given = {key: value for key, value in config.items() if key != "model_type"}
     config = AutoConfig.for_model(config["model_type"], **given).to_dict() | config  # which has only some keys
     tensors = RandomTensors(config, torch.device("cpu"), torch.bfloat16)

@@ -95,7 +95,9 @@ def _resident_bytes(field: str) -> int:
 
 
 def load_gguf(path: Path) -> None:
-    GgufModel([path]).load(_CPU, "auto", quantize=None, activations="int8", weight_cache=None)
+    model = GgufModel([path])
+    _ = model.tokenizer
+    model.load(_CPU, "auto", quantize=None, activations="int8", weight_cache=None)
 
 
 def load_folder(path: Path) -> None:

@@ -199,9 +199,9 @@ def _load_gguf(
     except OSError as error:
         raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
     checkpoint = GgufModel(paths)
-    tokenizer = ChatTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
-    template = tokenizer.chat_template if tokenizer else None
+    template = checkpoint.chat_template
     with TemplateSandbox(template) if template else nullcontext():
+        tokenizer = ChatTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
         model = checkpoint.load(device, dtype, quantize=quantize, activations=activations, weight_cache=weight_cache)
 
     def make_network() -> Any:

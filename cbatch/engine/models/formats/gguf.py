@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +39,14 @@ class GgufModel:
     """A model in GGUF files, whose weights have not been read yet.
 
     config:      as its config.json would be
-    tokenizer:   None if the file has none
     fingerprint: hash of the header and of samples of every tensor, 32 hexadecimal digits
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises ModelError, with one sentence, for files that are damaged or hold a model that is not read."""
+        """Raises ModelError, with one sentence, for files that are damaged or hold a model that is not read.
+
+        The tokenizer is read when it is asked for.
+        """
         try:
             self._file = file = read_gguf(paths)
         except OSError as error:
@@ -55,10 +58,20 @@ class GgufModel:
             check_weights(self._program, self._weights)
         except UnsupportedConfig as error:
             raise ModelError(f"Cannot load {paths[0]}: {error}.") from error
-        metadata = with_tokens(file.metadata)
-        self.tokenizer: TextTokenizer | None = tokenizer_of(metadata, self.config["vocab_size"])
-        self.config["eos_token_id"] = end_ids(metadata)
+        self._metadata = with_tokens(file.metadata)
+        self.config["eos_token_id"] = end_ids(self._metadata)
         self.fingerprint = _fingerprint(file)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The one that its tokenizer would have, which takes longer to make."""
+        template = self._metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer | None:
+        """None if the file has none. Raises ModelError if it is damaged, or of a kind that is not read."""
+        return tokenizer_of(self._metadata, self.config["vocab_size"])
 
     @property
     def is_quantized(self) -> bool:

@@ -30,7 +30,7 @@ def refusal(path: Path) -> str | None:
     """The sentence with which a file is refused, after a check of the memory that it took; None if it loads."""
     tracemalloc.start()
     try:
-        GgufModel([path])
+        _ = GgufModel([path]).tokenizer
         return None
     except ModelError as error:
         return str(error)
