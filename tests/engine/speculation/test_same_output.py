@@ -18,6 +18,7 @@ from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.sampling import output
+from cbatch.engine.scheduler.draft_sources import DraftSources
 from cbatch.engine.scheduler.drafts import Drafts
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -25,7 +26,7 @@ from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import StepTimeController
 from cbatch.engine.speculation.drafter import Proposal
 from cbatch.engine.stepping_engine import SteppingEngine
-from tests.support.all_features import SETTINGS, expected, make, run
+from tests.support.all_features import SETTINGS, add_all, expected, make, run, steps
 from tests.support.architectures import make_architecture
 from tests.support.drafts import Prophet, decide_at_random, propose_by
 from tests.support.generation import generate
@@ -100,6 +101,33 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants: penalties and the like do not see the tokens of the draft."""
     monkeypatch.setattr(Request, "followed_by", lambda self, tokens: self)
+
+
+def test_another_text_in_the_index_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a stale index, which would be no error of outputs: drafts of other requests are rejected."""
+    others: list[Request] = []
+
+    def stale(self: DraftSources, request: Request, count: int) -> Proposal | None:
+        others.append(request)
+        return Proposal(others[0].token_ids[-count:], 20)
+
+    monkeypatch.setattr(DraftSources, "propose", stale)
+    assert run(make(ahead=False, speculate=4), shaken=True) == expected()
+
+
+def test_what_is_kept_of_a_request_ends_with_it() -> None:
+    """Guards indexes against growing for ever, and against a request that was cancelled or preempted."""
+    engine = make(ahead=False, speculate="auto", kv_blocks=11)
+    names = add_all(engine)
+    for number, _ in enumerate(steps(engine, shaken=True)):
+        if number == 9:
+            for request_id in list(names)[::2]:
+                engine.cancel(request_id)
+        sources = engine.scheduler.drafts._sources  # type: ignore[union-attr]
+        for request, drafter in sources._drafters.items():
+            assert drafter._index.tokens == request.token_ids[: len(drafter)] and not request.has_ended
+        assert sources._num_indexed == sum(map(len, sources._drafters.values()))
+    assert not sources._drafters and not engine.scheduler.drafts._policy._records  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("fault", [accept_all, shift_positions])

@@ -584,6 +584,62 @@ def test_the_filler_gives_what_fill_gives(compiler: ConstraintCompiler, num_thre
     filler.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_behind_a_draft_are_those_that_follow(compiler: ConstraintCompiler, seed: int) -> None:
+    """Guards rows behind drafted tokens: their masks are those of an output that got these tokens; nothing advances."""
+    rng, filler = random.Random(seed), MaskFiller(1)
+    for pattern in [*PATTERNS, "[a-z]{2,30}"]:
+        state, twin = start(compiler, "regex", pattern), start(compiler, "regex", pattern)
+        for _ in range(4):
+            draft, wanted = [], [bools(fill_masks([twin]))[0]]
+            while len(draft) < 5 and wanted[-1].any() and not twin.is_finished:
+                draft.append(rng.choice(wanted[-1].nonzero()[:, 0].tolist()))
+                twin.accept(draft[-1])
+                wanted.append(bools(fill_masks([twin]))[0])
+            allowed = state.num_allowed(draft)
+            assert allowed == len([token for token in draft if token != STOP])
+            filler.begin([Place(state, tuple(draft))])
+            masks = filler.result()
+            assert masks is not None and masks.errors[0] is None and not state.is_finished
+            for place, mask in enumerate(bools(masks)):
+                if masks.errors[place] is None:
+                    assert mask.equal(wanted[place])
+                else:
+                    assert not wanted[place].any() or twin.is_finished
+            if twin.is_finished:
+                break
+            for token in draft:
+                state.accept(token)
+    filler.close()
+
+
+def test_a_token_that_a_form_forbids_harms_only_the_places_after_it(compiler: ConstraintCompiler) -> None:
+    """Guards drafts that were not checked: the state goes on as if there had been none."""
+    state = start(compiler, "choice", '["abc"]')
+    first = bools(fill_masks([start(compiler, "choice", '["abc"]')]))
+    right, wrong = first[0].nonzero()[0, 0].item(), (~first[0]).nonzero()[5, 0].item()
+    rows = np.zeros((4, bitmask_size(state.vocab_size)), np.int32)
+    errors = state.fill_ahead(rows, [right, wrong, right])
+    assert errors[:2] == [None, None] and errors[2] is not None and errors[3] is not None and state.error is None
+    assert state.num_allowed([right, wrong, right]) == 1
+    assert bools(fill_masks([state])).equal(first)
+
+
+def test_forced_text_is_proposed_as_tokens(compiler: ConstraintCompiler, demo: ChatTokenizer) -> None:
+    """Guards free drafts: the keys of a schema, as the tokenizer cuts them, and nothing where there is a choice."""
+    schema = {"type": "object", "properties": {"description": {"type": "string"}}, "required": ["description"]}
+    state = start(compiler, "json_schema", schema)
+    for token in demo.backend.encode('{"', add_special_tokens=False).ids:
+        state.accept(token)
+    forced = state.forced_tokens()
+    assert len(forced) >= 1 and 'description"'.startswith(demo.decode(forced).strip()) and demo.decode(forced).strip()
+    assert state.num_allowed(forced) == len(forced)
+    assert start(compiler, "choice", '["yes", "no"]').forced_tokens() == []
+    assert (
+        GrammarState(compiler.compile(Constraint("choice", '["yes"]')), [STOP], lambda _: False).forced_tokens() == []
+    )
+
+
 def test_nobody_waits_for_a_thread_that_cannot_be_started(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
