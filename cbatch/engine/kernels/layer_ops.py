@@ -339,6 +339,18 @@ class LayerOps(Protocol):
         """
 
 
+def head_logits(
+    ops: LayerOps, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """What every `LayerOps.logits` does: the library's product, or that of `ops` with a quantized matrix."""
+    if not isinstance(lm_head, QuantizedMatrix):
+        return multiply_logits(hidden, lm_head, out)
+    if out is None:
+        out = hidden.new_empty(len(hidden), lm_head.columns, dtype=torch.float32)
+    ops.quantized_linear(hidden, lm_head, None, out)
+    return out
+
+
 def multiply_logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
     """Logits [R, vocabulary] float32 by the library's product; see `LayerOps.logits`.
 

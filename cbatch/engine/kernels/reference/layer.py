@@ -22,7 +22,7 @@ from cbatch.engine.kernels.layer_ops import (
     Router,
     Routing,
     ScanHeads,
-    multiply_logits,
+    head_logits,
 )
 from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.reference import recurrence as recurrence_ops
@@ -136,12 +136,7 @@ class TorchLayerOps:
         out.copy_(matrix.values(ids))
 
     def logits(self, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:
-        if not isinstance(lm_head, QuantizedMatrix):
-            return multiply_logits(hidden, lm_head, out)
-        if out is None:
-            out = hidden.new_empty(len(hidden), lm_head.columns, dtype=torch.float32)
-        self.quantized_linear(hidden, lm_head, None, out)
-        return out
+        return head_logits(self, hidden, lm_head, out)
 
     def finish_logits(self, logits: Tensor, bias: Tensor | None, softcap: float) -> None:
         if bias is not None:
