@@ -173,8 +173,8 @@ def test_columns() -> None:
 @pytest.mark.parametrize("name", [name for name in PEERS if name.startswith(("cbatch", "transformers"))])
 def test_a_system_does_the_work(job: PeerJob, name: str) -> None:
     """Guards the systems that are always installed: all give the same tokens as cbatch."""
-    [reply] = worker.run(PEERS[name], [job])["runs"]
-    assert reply["outputs"] == worker.run(PEERS["cbatch"], [job])["runs"][0]["outputs"]
+    reply = worker.run(PEERS[name], [job])
+    assert reply["outputs"] == worker.run(PEERS["cbatch"], [job])["outputs"]
     assert list(map(len, reply["outputs"])) == SMALL.lengths and reply["seconds"] > 0
     assert reply["steps"] == {"cbatch": 10, "transformers-one": 14, "transformers-static": 9}.get(name)
 
@@ -250,6 +250,16 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"| cbatch                | {speed:>15,.1f} |" in shown
 
 
+def test_turns_share_no_token() -> None:
+    """Guards speeds of later turns: a prefix cache that is left from earlier ones has nothing that they could use."""
+    vocabulary = PEER_SHAPES["tiny"]["vocab_size"]
+    work = make_equal_work(2, 40, 3, 7, vocabulary, common=20)
+    turns = [work, work.warm_up(), *(work.turn(number) for number in range(1, 32))]
+    for tokens in zip(*(turn.prompts[0] for turn in turns), strict=True):
+        assert len(set(tokens)) == len(turns) and max(tokens) < vocabulary
+    assert all(turn.prompts[0][:20] == turn.prompts[1][:20] for turn in turns)
+
+
 @pytest.mark.slow
 def test_a_grid_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Guards hours of measuring: what is in the file is not measured again, and its medians make the table."""
@@ -277,6 +287,7 @@ def test_a_grid_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFix
 def test_cbatch_reads_the_file_of_its_rival(tmp_path: Path) -> None:
     """Guards figures beside llama.cpp on one file: cbatch does not quantize the model in its own way."""
     job = PeerJob(str(tmp_path), "bfloat16", 1, 2, 16, SMALL, "int8", reads_gguf=True)
+    make_model(job.model, PEER_SHAPES["tiny"])
     write_model(job.gguf, gguf_model("llama"), GGMLQuantizationType.Q4_0)
     with make_engine(job) as engine:
         assert INT4 in engine.model.formats

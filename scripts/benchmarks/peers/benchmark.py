@@ -22,15 +22,17 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.benchmarks.harness import ROOT, Report, at_least_one, cpu_seconds_elsewhere
 from scripts.benchmarks.peers.table import OURS, System, disturbance, summary, table
 from scripts.benchmarks.peers.work import PeerJob, make_model, make_once, make_work, write_jobs
-from scripts.benchmarks.peers.worker import PEERS
+from scripts.benchmarks.peers.worker import PEERS, TURNS
 from scripts.benchmarks.shapes import FAMILY_SHAPES, PEER_SHAPES
 
 MAX_SEQS, MAX_BATCH_TOKENS = 32, 512
@@ -42,31 +44,91 @@ ALL_SHAPES = PEER_SHAPES | FAMILY_SHAPES
 Interpreters = dict[str, str]
 
 
+class _Invocation(NamedTuple):
+    """How a task is started in the interpreter of a system. log: what it writes to stderr"""
+
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+
+    @classmethod
+    def of(cls, name: str, task: str, jobs: Sequence[PeerJob], interpreters: Interpreters) -> _Invocation:
+        """jobs: for the same model"""
+        python = interpreters.get(name) or interpreters.get(name.partition("-")[0]) or sys.executable
+        file, log = (Path(jobs[0].folder) / f"{name}-{task}{ending}" for ending in (".json", ".log"))
+        write_jobs(file, jobs)
+        threads = str(jobs[0].threads)
+        settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+        return cls([python, "-m", "scripts.benchmarks.peers.worker", name, task, str(file)], os.environ | settings, log)
+
+
 def call(name: str, task: str, jobs: Sequence[PeerJob], interpreters: Interpreters) -> dict[str, Any]:
     """Has a task done in the interpreter of a system. Returns its reply, which is an `error` if it gave none.
 
     jobs: for the same model
     """
-    python = interpreters.get(name) or interpreters.get(name.partition("-")[0]) or sys.executable
-    file, log = Path(jobs[0].folder) / "jobs.json", Path(jobs[0].folder) / f"{name}-{task}.log"
-    write_jobs(file, jobs)
-    threads = str(jobs[0].threads)
-    settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    command = [python, "-m", "scripts.benchmarks.peers.worker", name, task, str(file)]
+    command, env, log = _Invocation.of(name, task, jobs, interpreters)
     before, started = cpu_seconds_elsewhere(), time.perf_counter()
     try:
         with log.open("wb") as errors:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=errors, env=os.environ | settings, timeout=LIMIT_S, cwd=ROOT
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, env=env, timeout=LIMIT_S, cwd=ROOT)
     except OSError as error:
-        return {"error": f"{python} cannot be run: {error.strerror}"}
+        return {"error": f"{command[0]} cannot be run: {error.strerror}"}
     except subprocess.TimeoutExpired:
         return {"error": f"it took more than {LIMIT_S // 60} minutes; see {log}"}
     if not done.stdout:
         return {"error": f"its process ended with code {done.returncode}; see {log}"}
     reply: dict[str, Any] = json.loads(done.stdout)
     return reply | {"cores_elsewhere": (cpu_seconds_elsewhere() - before) / (time.perf_counter() - started)}
+
+
+class PeerProcess:
+    """A system in a process of its own, which loads its model and then works as often as it is asked to."""
+
+    def __init__(self, name: str, jobs: Sequence[PeerJob], interpreters: Interpreters) -> None:
+        """jobs: for the same model"""
+        command, env, self._log = _Invocation.of(name, TURNS, jobs, interpreters)
+        with self._log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=env, cwd=ROOT, text=True
+            )
+        self.failure = self._reply().get("error", "")
+        """Why it could not load the model; empty if it has."""
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def work(self, job: int, turn: int) -> dict[str, Any]:
+        """What came of the work of a job; an `error` if nothing did."""
+        before, started = self._cpu_seconds_elsewhere(), time.perf_counter()
+        with suppress(OSError):  # if it has ended, there is no reply
+            print(job, turn, file=self._process.stdin, flush=True)
+        reply = self._reply()
+        if "error" in reply:
+            return reply
+        elsewhere = (self._cpu_seconds_elsewhere() - before) / (time.perf_counter() - started)
+        return reply | {"cores_elsewhere": elsewhere}
+
+    def _cpu_seconds_elsewhere(self) -> float:
+        import psutil
+
+        return cpu_seconds_elsewhere() - sum(psutil.Process(self._process.pid).cpu_times()[:2])
+
+    def _reply(self) -> dict[str, Any]:
+        """The next one; an error if there is none within the limit."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(LIMIT_S, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if line:
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+        return {"error": f"its process ended with code {self._process.wait()}; see {self._log}"}
 
 
 class Comparison:
@@ -101,8 +163,7 @@ class Comparison:
     def _do(self, system: System, task: str) -> None:
         """Has a system do a task, and says what came of it."""
         reply = call(system.name, task, [self._job], self._interpreters)
-        for run in reply.get("runs", [{}]):
-            system.take(reply | run, PEERS[system.name].install, self._job.work.lengths)
+        system.take(reply, PEERS[system.name].install, self._job.work.lengths)
         done = "ready" if task == "prepare" else f"{system.speeds[-1]:,.1f} output tokens/s" if system.runs else ""
         self._report.note(f"  {system.title}: {system.error or done}")
 

@@ -29,6 +29,7 @@ def make_engine(job: PeerJob) -> Engine:
             quantize=(job.weights or None) if not job.reads_gguf else None,
             max_seqs=job.max_seqs,
             max_batch_tokens=job.max_batch_tokens,
+            kv_cache_memory=f"{job.cache_gib}GiB",
             prefix_cache=job.prefix_cache,
         )
     )

@@ -3,10 +3,11 @@
     python -m scripts.benchmarks grid --python openvino=~/ov/bin/python --python llama.cpp=~/lc/bin/python
 
 Every system gets the same random models, quantized to the same number of bits in its own way, and the same requests of
-random tokens; all outputs are greedy and have a fixed length. In each round each system has a process of its own for a
-model and format, which loads it and does all kinds of work, each after a warm-up that does not count.
+random tokens; all outputs are greedy and have a fixed length. Each system has a process of its own, which loads a model
+and stays. For each kind of work, every system does a warm-up that does not count, and then the work by turns: so what
+else happens on the machine disturbs all of them. Tokens differ from turn to turn.
 
-The grid takes hours, so what is measured is added to a file (--results) after each process. The same command goes on
+The grid takes hours, so what is measured is added to a file (--results) after each round. The same command goes on
 where the last one ended; with more --rounds it measures on. `--table` only prints what is there.
 
 With --weights Q8_0,Q4_0, cbatch reads the file that llama.cpp has made.
@@ -21,13 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.peers import benchmark
-from scripts.benchmarks.peers.benchmark import call, default_threads, interpreter, machine_facts
+from scripts.benchmarks.peers.benchmark import PeerProcess, call, default_threads, interpreter, machine_facts
 from scripts.benchmarks.peers.table import OURS, System, disturbance
 from scripts.benchmarks.peers.work import PeerJob, PeerWork, make_equal_work, make_model, make_once, make_work
 from scripts.benchmarks.peers.worker import PEERS
@@ -126,51 +128,78 @@ class Grid:
                 folder.mkdir(parents=True, exist_ok=True)
                 make_once(folder / "model", lambda target, shape=shape: make_model(target, GRID_SHAPES[shape]))  # type: ignore[misc]
                 for weights in options.weights:
-                    for number in range(1, options.rounds + 1):
-                        self._run_round(shape, weights, number)
+                    self._measure(shape, weights)
         except KeyboardInterrupt:
             self._report.note("interrupted; this is what there is so far")
 
-    def _run_round(self, shape: str, weights: str, number: int) -> None:
-        """One run of each kind of work by each system that has not had so many rounds yet."""
-        for system in self._options.peers:
-            if weights in GGUF_FORMATS and system not in (OURS, LLAMA_CPP):
-                continue
-            cells = [
-                cell
-                for cell in (Cell(shape, weights, kind) for kind in self._options.kind)
-                if not self._results.error(cell, system) and len(self._results.seconds(cell, system)) < number
-            ]
-            if cells:
-                self._report.note(f"round {number} of {self._options.rounds}: {shape} {weights} {system}")
-                self._run_cells(cells, system)
-                self._results.save()
-
-    def _run_cells(self, cells: list[Cell], system: str) -> None:
-        results, peer = self._results, PEERS[system]
+    def _measure(self, shape: str, weights: str) -> None:
+        """All rounds of a model and format that are missing."""
+        systems = [name for name in self._options.peers if weights in FORMATS or name in (OURS, LLAMA_CPP)]
+        cells = [
+            cell
+            for cell in (Cell(shape, weights, kind) for kind in self._options.kind)
+            if any(self._misses(cell, system) for system in systems)
+        ]
+        if not cells:
+            return
         jobs = [self._job(cell) for cell in cells]
-        if system == OURS:
-            if jobs[0].reads_gguf:
-                call(LLAMA_CPP, "prepare", jobs[:1], self._interpreters)
-            reply = call(OURS, "floor", jobs, self._interpreters)
-            for cell, floor in zip(cells, reply.get("floors", ()), strict=False):
-                least = with_steps_of(floor, work_of(cell), KINDS[cell.kind].max_seqs)
-                results.floors.setdefault("/".join(cell), []).append(least)
+        self._report.note(f"{shape} {weights}: preparing")
+        systems = [system for system in systems if self._prepare(cells[0], system, jobs)]
+        if OURS in systems:
+            self._measure_floors(cells, jobs)
+        with ExitStack() as stack:
+            running: dict[str, PeerProcess] = {}
+            for system in systems:
+                running[system] = stack.enter_context(PeerProcess(system, jobs, self._interpreters))
+                if running[system].failure:
+                    self._give_up(cells[0], system, running[system].failure)
+            for number, cell in enumerate(cells):
+                for turn in range(1, self._options.rounds + 1):
+                    for system, process in running.items():
+                        if self._misses(cell, system, turn):
+                            self._take(cell, system, process.work(number, turn), jobs[number])
+                    self._results.save()
+
+    def _misses(self, cell: Cell, system: str, rounds: int = 0) -> bool:
+        """Whether a system has not done a cell's work so often yet (0: as often as it shall) and is able to."""
+        done = len(self._results.seconds(cell, system))
+        return done < (rounds or self._options.rounds) and not self._results.error(cell, system)
+
+    def _prepare(self, cell: Cell, system: str, jobs: list[PeerJob]) -> bool:
+        """Has a system convert the model. Returns whether it can be measured."""
+        if jobs[0].reads_gguf and system == OURS:
+            call(LLAMA_CPP, "prepare", jobs[:1], self._interpreters)
         reply = call(system, "prepare", jobs[:1], self._interpreters)
         if "versions" in reply:
-            results.versions[system] = reply["versions"]
-            reply = call(system, "run", jobs, self._interpreters)
-        for cell, job, run in zip(cells, jobs, reply.get("runs", [{}] * len(cells)), strict=True):
-            taken = System(system, peer.title)
-            taken.take(reply | run, peer.install, job.work.lengths)
-            if taken.error:
-                results.errors[f"{cell.shape}/{cell.weights}/{system}"] = taken.error
-                self._report.note(f"  {cell.kind}: {taken.error}")
-                return
-            results.add(cell, system, taken.runs[0]["seconds"])
-            self._report.note(f"  {cell.kind}: {speed_of(cell, job.work, taken.runs[0]['seconds']):,.1f} tokens/s")
-            for line in disturbance([taken]):
-                self._report.note(f"  {line}")
+            self._results.versions[system] = reply["versions"]
+            return True
+        prepared = System(system, PEERS[system].title)
+        prepared.take(reply, PEERS[system].install, [])
+        self._give_up(cell, system, prepared.error)
+        return False
+
+    def _give_up(self, cell: Cell, system: str, reason: str) -> None:
+        self._results.errors[f"{cell.shape}/{cell.weights}/{system}"] = reason
+        self._report.note(f"  {system}: {reason}")
+
+    def _measure_floors(self, cells: list[Cell], jobs: list[PeerJob]) -> None:
+        reply = call(OURS, "floor", jobs, self._interpreters)
+        for cell, floor in zip(cells, reply.get("floors", ()), strict=False):
+            least = with_steps_of(floor, work_of(cell), KINDS[cell.kind].max_seqs)
+            self._results.floors.setdefault("/".join(cell), []).append(least)
+
+    def _take(self, cell: Cell, system: str, reply: dict[str, Any], job: PeerJob) -> None:
+        """Keeps what came of a turn."""
+        taken = System(system, PEERS[system].title)
+        taken.take(reply, PEERS[system].install, job.work.lengths)
+        if taken.error:
+            self._give_up(cell, system, taken.error)
+            return
+        self._results.add(cell, system, reply["seconds"])
+        speed = speed_of(cell, job.work, reply["seconds"])
+        self._report.note(f"  {cell.kind}, {system}: {speed:,.1f} tokens/s")
+        for line in disturbance([taken]):
+            self._report.note(f"  {line}")
 
     def _job(self, cell: Cell) -> PeerJob:
         return PeerJob(

@@ -44,7 +44,7 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.max_num_batched_tokens = job.max_batch_tokens
     scheduler.max_num_seqs = job.max_seqs
-    scheduler.cache_size = cache_gib(job)
+    scheduler.cache_size = job.cache_gib
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = job.prefix_cache
     can = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -53,14 +53,6 @@ def session(job: PeerJob) -> Iterator[Callable[[PeerWork], PeerResult]]:
     pipeline = openvino_genai.ContinuousBatchingPipeline(job.converted("openvino"), scheduler, "CPU", settings)
     ids = itertools.count()
     yield lambda work: generate(pipeline, work, ids)
-
-
-def cache_gib(job: PeerJob) -> int:
-    """Whole GiB that hold all requests that run at once, with some to spare, for blocks are not filled to the end."""
-    config = job.model_config
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
-    return 2 + 4 * values * job.most_tokens // 2**30
 
 
 def generate(pipeline: Any, work: PeerWork, ids: Iterator[int]) -> PeerResult:

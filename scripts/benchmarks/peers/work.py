@@ -20,7 +20,7 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (16, 512), (8, 256)
 """Tokens, log-uniform; the high end is not reached."""
 
 FIRST_TOKEN = 10
-"""The ids below stand for special tokens in most vocabularies. It is even, as `warm_up` needs it to be."""
+"""The ids below stand for special tokens in most vocabularies."""
 
 WARM_OUTPUT = 4
 
@@ -59,11 +59,21 @@ class PeerWork:
     def warm_up(self) -> PeerWork:
         """As long prompts and the first tokens of each output, for what a system does only once: compile, touch memory.
 
-        A virtual machine may take a second for each GiB that is touched for the first time. Every token differs, so
-        that a prefix cache knows nothing of the work; prompts that begin alike still do.
+        A virtual machine may take a second for each GiB that is touched for the first time.
         """
-        prompts = [[token ^ 1 for token in prompt] for prompt in self.prompts]
-        return PeerWork(prompts, [min(length, WARM_OUTPUT) for length in self.lengths])
+        return PeerWork(self._with_other_tokens(1), [min(length, WARM_OUTPUT) for length in self.lengths])
+
+    def turn(self, number: int) -> PeerWork:
+        """The work of a turn, from 1 to 31: the same lengths, with tokens that no other turn has in their places."""
+        return PeerWork(self._with_other_tokens(2 * number), self.lengths)
+
+    def _with_other_tokens(self, bits: int) -> list[list[int]]:
+        """Every token differs, so that a prefix cache knows nothing of the work; prompts that begin alike still do.
+
+        bits: below 64, which divides the sizes of vocabularies. A few tokens become special ones, which random weights
+        and outputs of a fixed length know nothing of.
+        """
+        return [[token ^ bits for token in prompt] for prompt in self.prompts]
 
 
 def make_work(requests: int, seed: int, vocabulary: int) -> PeerWork:
@@ -132,6 +142,14 @@ class PeerJob:
     def most_tokens(self) -> int:
         """The most tokens that can be in a cache at once."""
         return sum(sorted(self.work.totals)[-self.max_seqs :])
+
+    @property
+    def cache_gib(self) -> int:
+        """Whole GiB that hold all requests that run at once, and some more: blocks are not filled to the end."""
+        config = self.model_config
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+        return 2 + 4 * values * self.most_tokens // 2**30
 
     def converted(self, name: str) -> Path:
         """Where a system keeps the model in a format of its own."""

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,32 @@ def prepare(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
 
 
 def run(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
-    """Does all of the work of each job once, after a warm-up that does not count. Replies `runs`, one for each job.
+    """Does the work of the only job once, after a warm-up that does not count."""
+    [job] = jobs
+    with peer.open(job) as generate:
+        generate(job.work.warm_up())
+        return timed(generate, job.work)
 
-    The jobs are for the same model, which is loaded once, for the one that needs the most memory.
+
+def take_turns(peer: Peer, jobs: Sequence[PeerJob]) -> Iterator[Reply]:
+    """Loads a model, replies that, and then does work as often as a line of stdin asks: numbers of a job and of a turn.
+
+    A job begins with a warm-up that does not count. All jobs are for the same model, which is loaded for the one that
+    needs the most memory.
     """
-    largest = max(jobs, key=lambda job: job.most_tokens)
+    largest, warm = max(jobs, key=lambda job: job.most_tokens), set()
     with peer.open(replace(largest, max_seqs=max(job.max_seqs for job in jobs))) as generate:
-        return {"runs": [timed(generate, job.work) for job in jobs]}
+        yield {}
+        for line in sys.stdin:
+            number, turn = map(int, line.split())
+            work = jobs[number].work
+            if number not in warm:
+                generate(work.warm_up())
+                warm.add(number)
+            yield timed(generate, work.turn(turn))
 
 
 def timed(generate: Callable[[PeerWork], PeerResult], work: PeerWork) -> Reply:
-    generate(work.warm_up())
     started = time.perf_counter()
     done = generate(work)
     seconds = time.perf_counter() - started
@@ -62,22 +77,29 @@ def floor(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
 
 
 TASKS: dict[str, Callable[[Peer, Sequence[PeerJob]], Reply]] = {"prepare": prepare, "run": run, "floor": floor}
+TURNS = "turns"
+"""The task that has many replies."""
 
 
 def serve(name: str, task: str, file: Path) -> None:
-    """Does a task and prints one line of JSON; never returns.
+    """Does a task and prints each reply as a line of JSON; never returns.
 
-    What libraries print goes to stderr. If the task fails, the reply is an `error`.
+    What libraries print goes to stderr. If the task fails, the last reply is an `error`.
     """
     stdout = os.dup(1)
     os.dup2(2, 1)
+
+    def print_reply(reply: Reply) -> None:
+        os.write(stdout, json.dumps(reply).encode() + b"\n")
+
     try:
-        reply = TASKS[task](PEERS[name], read_jobs(file))
+        peer, jobs = PEERS[name], read_jobs(file)
+        for reply in take_turns(peer, jobs) if task == TURNS else [TASKS[task](peer, jobs)]:
+            print_reply(reply)
     except Exception as error:  # any error of somebody else's system is a line of the table
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reply = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-    os.write(stdout, json.dumps(reply).encode() + b"\n")
+        print_reply({"error": f"{type(error).__name__}: {lines[0] if lines else ''}"})
     sys.stderr.flush()
     os._exit(0)  # some libraries wait for their own threads for ever
 
