@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(job: PeerJob) -> Engine:
-    """An engine on the CPU."""
+    """An engine on the CPU. It drafts nothing: random weights repeat themselves more than those of a real model do."""
     import torch
 
     from cbatch import Engine, EngineConfig
@@ -30,6 +30,7 @@ def make_engine(job: PeerJob) -> Engine:
             max_seqs=job.max_seqs,
             max_batch_tokens=job.max_batch_tokens,
             kv_cache_memory=f"{job.cache_gib}GiB",
+            speculate="off",
             prefix_cache=job.prefix_cache,
         )
     )
