@@ -15,7 +15,7 @@ from cbatch.engine.kernels.cpu.jit import entry
 from cbatch.engine.kernels.cpu.matmul import amx, linear
 from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, pack_weight
 from cbatch.engine.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace
-from cbatch.engine.kernels.cpu.matmul.microkernel import MAX_ROWS
+from cbatch.engine.kernels.cpu.matmul.microkernel import MAX_ROWS, prefetch_ahead
 from cbatch.engine.kernels.cpu.thread_pool import ThreadPool
 from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
 from cbatch.engine.models.packing import interleaved
@@ -97,6 +97,20 @@ def test_products_that_are_added(dtype: np.dtype[Any], scaled: bool) -> None:
     matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, [format_of(dtype)], 48, rows=len(a)))
     expected = before + (as_float(a) @ as_float(weight).T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("step_bytes", [128, 1088])
+def test_passes_share_in_prefetching_the_next_tile(step_bytes: int) -> None:
+    """Guards products of 13 rows and more: what they prefetch is the next tile, all of it, and nothing twice."""
+    steps, line = 288, 64
+    for passes in range(2, 13):
+        lines: list[int] = []
+        for number in range(passes):
+            start, stride = prefetch_ahead(step_bytes, steps, number, passes)
+            places = {(start + at) // line for at in range(0, steps * stride, min(stride, line))}
+            lines += [place for place in places if place >= steps * step_bytes // line]
+        first, count = steps * step_bytes // line, steps * step_bytes // line
+        assert min(lines) == first and 0.98 * count < len(set(lines)) <= count and len(lines) - len(set(lines)) < 4
 
 
 def test_gated_products() -> None:

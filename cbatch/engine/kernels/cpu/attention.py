@@ -159,7 +159,7 @@ def _compute_scores(
                 runs[0, i] = runs[0, 2 + i] = unpacked_place
             else:
                 runs[0, i], runs[0, 2 + i] = place, ahead[0, left // LANES + i]
-        columns = Panels(np.int64(runs.ctypes.data), depth, stride, depth)
+        columns = Panels(np.int64(runs.ctypes.data), depth, stride, depth, stride)
         for top in range(0, rows, MAX_ROWS):
             out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
             rows_of_query = Rows(query.address + top * query.stride, query.stride)
@@ -194,7 +194,7 @@ def _accumulate_values(
     stride, depth, run = LANES * pair * itemsize, -(-(part.stop - part.first) // pair), LANES // pair
     weights_stride, first_panel = TILE_TOKENS * weights.itemsize, part.first // LANES
     width = LANES * kv.block_size * itemsize
-    columns = Panels(np.int64(runs.ctypes.data) + first_panel * 32, run, stride, depth)
+    columns = Panels(np.int64(runs.ctypes.data) + first_panel * 32, run, stride, depth, stride)
     for i in range(TILE_TOKENS // LANES):
         runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 1, i]
         runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + width

@@ -191,8 +191,8 @@ def _emit_loop(context: Any, left: Any, panels: Any, out: Any, count: Any, add: 
 
 # Called by its address, like the loops of `microkernel.py`.
 def _amx_loop(
-    like: Any, left: int, left_stride: int, table: int, run: int, stride: int, depth: int, out: int, out_stride: int,
-    count: int, add: int,
+    like: Any, left: int, left_stride: int, table: int, run: int, stride: int, depth: int, ahead: int, out: int,
+    out_stride: int, count: int, add: int,
 ) -> None:  # fmt: skip
     _emit_loop((left, left_stride), (table, run, stride, depth), (out, out_stride), count, add)
 
@@ -203,4 +203,4 @@ def amx_address() -> int:
 
     All of a panel has to lie in one run.
     """
-    return address_of(Part(_amx_loop, types.void(from_dtype(np.dtype(np.uint16)), *[types.int64] * 10)))
+    return address_of(Part(_amx_loop, types.void(from_dtype(np.dtype(np.uint16)), *[types.int64] * 11)))

@@ -16,17 +16,26 @@ from cbatch.engine.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationP
 from cbatch.engine.kernels.cpu.fast_math import from_float32, silu, to_float32
 from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
 from cbatch.engine.kernels.cpu.matmul import amx, quantized
-from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, FORMATS, GROUP, is_quantized, tile_bytes
+from cbatch.engine.kernels.cpu.matmul.formats import (
+    BFLOAT16,
+    FLOAT32,
+    FORMATS,
+    GROUP,
+    group_bytes,
+    is_quantized,
+    tile_bytes,
+)
 from cbatch.engine.kernels.cpu.matmul.microkernel import (
-    AHEAD,
     COLUMNS,
     LANES,
     MAX_ROWS,
+    Ahead,
     Panels,
     Rows,
     VectorEmitter,
     microkernel_address,
     multiply_tile,
+    prefetch_ahead,
     prefetch_to_write,
 )
 from cbatch.engine.kernels.cpu.matmul.quantized import multiply_quantized, quantized_address
@@ -189,7 +198,7 @@ def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: Li
 
 @kernel
 def _multiply(
-    a: Any, left: Rows, matrix: PackedMatrix, tile: int, out: Rows, count: int, add: int,
+    a: Any, left: Rows, matrix: PackedMatrix, tile: int, ahead: Ahead, out: Rows, count: int, add: int,
     workspace: LinearWorkspace, thread: int,
 ) -> None:  # fmt: skip
     """out [count, 32] = rows of `left` times a tile of the matrix.
@@ -200,13 +209,14 @@ def _multiply(
     place = matrix.data.ctypes.data + matrix.start + tile * tile_bytes(kind, depth)
     microkernel = workspace.microkernels[kind]
     if is_quantized(kind):
-        multiply_quantized(microkernel, left, place, -(-depth // GROUP), out, count, add)
+        multiply_quantized(microkernel, left, place, -(-depth // GROUP), ahead, out, count, add)
         return
     panels, pair = workspace.panels[thread], 1 if kind == FLOAT32 else 2
     panels[0], panels[1] = place, place + 4 * LANES
-    panels[2], panels[3] = place + AHEAD, place + AHEAD + 4 * LANES
+    panels[2], panels[3] = place + ahead.start, place + ahead.start + 4 * LANES
     steps = depth // pair
-    multiply_tile(microkernel, a[0, 0], left, Panels(panels.ctypes.data, steps, 4 * COLUMNS, steps), out, count, add)
+    columns = Panels(panels.ctypes.data, steps, 4 * COLUMNS, steps, ahead.stride)
+    multiply_tile(microkernel, a[0, 0], left, columns, out, count, add)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -303,15 +313,18 @@ def multiply_tiles(
     sums, gates = workspace.sums[thread], workspace.gates[thread]
     ldo, results = out.shape[1] * 4, Rows(sums.ctypes.data, COLUMNS * 4)
     has_neither = len(matrix.scale) == 0 and len(matrix.bias) == 0
+    step_bytes = group_bytes(matrix.format) if is_quantized(matrix.format) else 4 * COLUMNS
+    steps = tile_bytes(matrix.format, a.shape[1]) // step_bytes
     for tile in range(first_tile, stop):
         for row in range(0, count, most):
             rows, part = min(most, count - row), Rows(left.address + row * left.stride, left.stride)
+            ahead = prefetch_ahead(step_bytes, steps, row // most, -(-count // most))
             _prefetch_results(out, row, rows, tile * columns, columns)
             if mode <= ADD and has_neither:
                 target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
-                _multiply(a, part, matrix, tile, target, rows, mode, workspace, thread)
+                _multiply(a, part, matrix, tile, ahead, target, rows, mode, workspace, thread)
                 continue
-            _multiply(a, part, matrix, tile, results, rows, 0, workspace, thread)
+            _multiply(a, part, matrix, tile, ahead, results, rows, 0, workspace, thread)
             if mode <= ADD:
                 target = Rows(out.ctypes.data + row * ldo + tile * COLUMNS * 4, ldo)
                 _scale_and_add_bias(results, matrix, tile * COLUMNS, target, rows, mode)

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, Part, address_of, kernel
+from cbatch.engine.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, Part, address_of, kernel, shared
 
 LANES = 16
 """Columns of a panel."""
@@ -41,14 +41,17 @@ FIRST_CACHE, SECOND_CACHE = 3, 2
 FEW_ROWS = 6
 """Rows whose products take less time than reading the columns, so that both panels are prefetched."""
 
-AHEAD = 4096
+_AHEAD = 4096
 """Bytes that weights are prefetched ahead. Some processors read a sixth less a second without."""
+
+_FETCHING_PASSES = 4
+"""The most passes over a tile that share in prefetching the next one."""
 
 _FLOAT, _INT8 = ir.FloatType(), ir.IntType(8)
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)
-_NUM_ARGUMENTS = 10
+_NUM_ARGUMENTS = 11
 """int64 arguments of the compiled loop: the fields of Rows, Panels and Rows, a count, and a flag."""
 
 
@@ -62,17 +65,46 @@ class Rows(NamedTuple):
 class Panels(NamedTuple):
     """Two panels side by side, in runs that may lie anywhere.
 
-    table:  address of [N, 4] int64, for each run the addresses of both panels, and of what is prefetched meanwhile, as
-            many bytes
+    table:  address of [N, 4] int64, for each run the addresses of both panels, and of what is prefetched meanwhile
     run:    steps of a run
     stride: bytes from one step to the next
     depth:  steps in all; a step is one number in float32, a pair otherwise
+    ahead:  bytes from what one step prefetches to what the next does
     """
 
     table: int | np.int64
     run: int
     stride: int
     depth: int
+    ahead: int
+
+
+class Ahead(NamedTuple):
+    """What is prefetched during a pass over a tile of weights.
+
+    start:  bytes from the beginning of the tile
+    stride: bytes that each step goes on
+    """
+
+    start: int
+    stride: int
+
+
+@shared
+def prefetch_ahead(step_bytes: int, steps: int, number: int, passes: int) -> Ahead:
+    """What a pass over a tile prefetches. There is one for each block of rows.
+
+    The first would read the tile from memory, for longer than its products take, while memory would be idle in all
+    others. So if there are several, they share in prefetching the next tile.
+
+    step_bytes, steps: of a tile
+    """
+    if passes == 1:
+        return Ahead(_AHEAD, step_bytes)
+    stride = step_bytes // min(passes, _FETCHING_PASSES)
+    if number >= _FETCHING_PASSES:  # all of it has been
+        return Ahead(0, stride)
+    return Ahead((step_bytes + number * stride) * steps, stride)
 
 
 def left_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -171,7 +203,7 @@ class _TileEmitter(VectorEmitter):
 
     def emit(self, left: tuple[Any, Any], panels: tuple[Any, ...], out: tuple[Any, Any], count: Any, add: Any) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
-        (left_address, left_stride), (table, run, stride, depth), (out_address, out_stride) = left, panels, out
+        (left_address, left_stride), (table, run, stride, depth, ahead), (out_address, out_stride) = left, panels, out
         builder = self.builder
         last = builder.sub(count, _INT64(1))
         numbers = [
@@ -191,7 +223,7 @@ class _TileEmitter(VectorEmitter):
             steps = builder.select(builder.icmp_signed("<", rest, run), rest, run)
             at = builder.mul(number, _INT64(32))
             where = [builder.load(self.address(table, builder.add(at, _INT64(8 * i)), _INT64)) for i in range(4)]
-            self.emit_run(rows, where, builder.mul(first, _INT64(self.step_bytes)), steps, stride, sums)
+            self.emit_run(rows, where, builder.mul(first, _INT64(self.step_bytes)), steps, (stride, ahead), sums)
         for place in places:
             builder.store(builder.load(sums[place]), targets[place], align=4)
 
@@ -203,7 +235,7 @@ class _TileEmitter(VectorEmitter):
         for place in both:
             emit_prefetch(self.builder, place, near=SECOND_CACHE)
 
-    def emit_run(self, rows: list[Any], places: list[Any], start: Any, steps: Any, stride: Any, sums: Any) -> None:
+    def emit_run(self, rows: list[Any], places: list[Any], start: Any, steps: Any, strides: Any, sums: Any) -> None:
         """Code for the steps of one run.
 
         places: of both panels, and of what is prefetched
@@ -212,8 +244,8 @@ class _TileEmitter(VectorEmitter):
         builder, panels, ahead = self.builder, places[:2], places[2:]
         with cgutils.for_range(builder, steps) as loop:
             there = builder.add(start, builder.mul(loop.index, _INT64(self.step_bytes)))
-            down = builder.mul(loop.index, stride)
-            self.emit_prefetches([builder.add(place, down) for place in ahead])
+            down, further = (builder.mul(loop.index, stride) for stride in strides)
+            self.emit_prefetches([builder.add(place, further) for place in ahead])
             weights = [self.weights(panel, down) for panel in panels]
             for row in range(self.num_rows):
                 number = self.left(rows[row], there)
@@ -246,10 +278,10 @@ def _emit_tile(context: Any, like: Any, left: Any, panels: Any, out: Any, count:
 
 # Called by its address, which passes numbers only.
 def _tile_loop(
-    like: Any, left: int, left_stride: int, table: int, run: int, stride: int, depth: int, out: int, out_stride: int,
-    count: int, add: int,
+    like: Any, left: int, left_stride: int, table: int, run: int, stride: int, depth: int, ahead: int, out: int,
+    out_stride: int, count: int, add: int,
 ) -> None:  # fmt: skip
-    _emit_tile(like, (left, left_stride), (table, run, stride, depth), (out, out_stride), count, add)
+    _emit_tile(like, (left, left_stride), (table, run, stride, depth, ahead), (out, out_stride), count, add)
 
 
 @cache
@@ -283,8 +315,8 @@ def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: 
     left:        of `left_dtype`
     count:       rows, 1 to MAX_ROWS
     """
-    where = (left.address, left.stride, panels.table, panels.run, panels.stride, panels.depth, out.address, out.stride)
-    _call_tile(microkernel, like, (*where, count, add))
+    where = left.address, left.stride, panels.table, panels.run, panels.stride, panels.depth, panels.ahead
+    _call_tile(microkernel, like, (*where, out.address, out.stride, count, add))
 
 
 def emit_prefetch(builder: Any, address: Any, *, near: int = FIRST_CACHE, writes: bool = False) -> None:

@@ -32,7 +32,7 @@ from cbatch.engine.kernels.cpu.matmul.formats import (
     group_bytes,
     number_bytes,
 )
-from cbatch.engine.kernels.cpu.matmul.microkernel import AHEAD, LANES, SECOND_CACHE, Rows, VectorEmitter, emit_prefetch
+from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, SECOND_CACHE, Ahead, Rows, VectorEmitter, emit_prefetch
 from cbatch.engine.kernels.cpu.matmul.quantized_rows import left_group_bytes
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6) if HAS_AVX512 else (1, 2)
@@ -58,7 +58,7 @@ _LOOKUPS = {
     if feature in FEATURES
 }  # fmt: skip
 """Instructions that take bytes from a table of 16, and how many at once; the widest first."""
-_NUM_ARGUMENTS = 8
+_NUM_ARGUMENTS = 10
 
 
 class _QuantizedEmitter(VectorEmitter):
@@ -70,6 +70,8 @@ class _QuantizedEmitter(VectorEmitter):
         self.left_bytes = left_bytes
         self.num_rows = num_rows
         self.places = [(row, panel) for row in range(num_rows) for panel in (0, 1)]
+        self.coming: tuple[Any, Any]
+        """The address of what a group prefetches, and the bytes from one line of it to the next."""
 
     def constant(self, number: int) -> Any:
         return ir.Constant(_WORDS, [number] * LANES)
@@ -137,12 +139,12 @@ class _QuantizedEmitter(VectorEmitter):
     def weights(self, there: Any, number: int) -> list[Any]:
         """The vectors of both panels so many vectors further on.
 
-        Of two cache lines, the first is prefetched. The processor brings the other one as well, and half as many
-        requests wait for memory at once.
+        Of two cache lines that one pass needs, the first is prefetched. The processor brings the other one as well, and
+        half as many requests wait for memory at once.
         """
-        both = [(2 * number + panel) * _VECTOR_BYTES for panel in (0, 1)]
-        emit_prefetch(self.builder, self.builder.add(there, _INT64(both[0] + AHEAD)), near=SECOND_CACHE)
-        return [self.load(there, offset, _WORDS) for offset in both]
+        place, part = self.coming
+        emit_prefetch(self.builder, self.builder.add(place, self.builder.mul(part, _INT64(number))), near=SECOND_CACHE)
+        return [self.load(there, (2 * number + panel) * _VECTOR_BYTES, _WORDS) for panel in (0, 1)]
 
     def quads(self, start: Any, number: int) -> list[Any]:
         """Four bytes for each column of both panels, of a group that begins there."""
@@ -197,8 +199,10 @@ class _QuantizedEmitter(VectorEmitter):
                 found.append(builder.fpext(self.load(start, at, ir.VectorType(_HALF, LANES)), _SUMS))
         return found
 
-    def emit(self, left: tuple[Any, Any], weights: Any, groups: Any, out: tuple[Any, Any], add: Any) -> None:
-        """Code for all rows. weights: address of the tile; groups: of 32 numbers of the depth"""
+    def emit(
+        self, left: tuple[Any, Any], weights: Any, groups: Any, ahead: tuple[Any, Any], out: tuple[Any, Any], add: Any
+    ) -> None:
+        """Code for all rows. weights: address of the tile; groups: of 32 numbers of the depth; ahead: see `Ahead`"""
         builder, numbers = self.builder, range(self.num_rows)
         rows, outs = (
             [builder.add(address, builder.mul(stride, _INT64(row))) for row in numbers]
@@ -211,7 +215,10 @@ class _QuantizedEmitter(VectorEmitter):
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
             for place in self.places:
                 builder.store(builder.load(targets[place], align=4), sums[place])
+        coming, stride = builder.add(weights, ahead[0]), ahead[1]
+        part = builder.udiv(stride, _INT64(number_bytes(self.format) // (2 * _VECTOR_BYTES)))
         with cgutils.for_range(builder, groups) as loop:
+            self.coming = builder.add(coming, builder.mul(loop.index, stride)), part
             start = builder.add(weights, builder.mul(loop.index, _INT64(group_bytes(self.format))))
             first = builder.mul(loop.index, _INT64(left_group_bytes(self.left_bytes)))
             self.emit_group(sums, start, [builder.add(row, first) for row in rows])
@@ -245,13 +252,14 @@ class _QuantizedEmitter(VectorEmitter):
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _emit_loop(
-    context: Any, weights: Any, left_bytes: Any, left: Any, place: Any, groups: Any, out: Any, count: Any, add: Any
-) -> Any:
+    context: Any, weights: Any, left_bytes: Any, left: Any, place: Any, groups: Any, ahead: Any, out: Any, count: Any,
+    add: Any,
+) -> Any:  # fmt: skip
     """The loop for each number of rows, and the choice among them. The first two are constants."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        *_, left, place, groups, out, count, add = args
-        left, out = (cgutils.unpack_tuple(builder, record) for record in (left, out))
+        *_, left, place, groups, ahead, out, count, add = args
+        left, ahead, out = (cgutils.unpack_tuple(builder, record) for record in (left, ahead, out))
         kind = weights.literal_value, left_bytes.literal_value
         end = builder.append_basic_block("end")
         switch = builder.switch(count, end)
@@ -259,14 +267,14 @@ def _emit_loop(
             block = builder.append_basic_block(f"rows.{num_rows}")
             switch.add_case(_INT64(num_rows), block)
             with builder.goto_block(block):
-                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, groups, out, add)
+                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, groups, ahead, out, add)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
     if not isinstance(weights, types.IntegerLiteral):
         return None
-    return types.void(weights, left_bytes, left, types.int64, groups, out, types.int64, types.int64), generate
+    return types.void(weights, left_bytes, left, types.int64, groups, ahead, out, types.int64, types.int64), generate
 
 
 @cache
@@ -277,9 +285,12 @@ def quantized_address(weights: int, left_bytes: int) -> int:
     """
 
     def loop(
-        left: int, left_stride: int, place: int, groups: int, out: int, out_stride: int, count: int, add: int
-    ) -> None:
-        _emit_loop(weights, left_bytes, (left, left_stride), place, groups, (out, out_stride), count, add)
+        left: int, left_stride: int, place: int, groups: int, start: int, stride: int, out: int, out_stride: int,
+        count: int, add: int,
+    ) -> None:  # fmt: skip
+        _emit_loop(
+            weights, left_bytes, (left, left_stride), place, groups, (start, stride), (out, out_stride), count, add
+        )
 
     return address_of(Part(loop, types.void(*[types.int64] * _NUM_ARGUMENTS)))
 
@@ -295,7 +306,9 @@ def _call_loop(context: Any, address: Any, arguments: Any) -> Any:
 
 
 @kernel
-def multiply_quantized(address: int, left: Rows, place: int, groups: int, out: Rows, count: int, add: int) -> None:
+def multiply_quantized(
+    address: int, left: Rows, place: int, groups: int, ahead: Ahead, out: Rows, count: int, add: int
+) -> None:
     """out [count, 32] float32 = left [count, 32 * groups] times a tile; added to `out` if `add` is 1.
 
     address: see `quantized_address`
@@ -303,4 +316,7 @@ def multiply_quantized(address: int, left: Rows, place: int, groups: int, out: R
     place:   the address of the tile
     count:   rows, 1 to MAX_ROWS
     """
-    _call_loop(address, (left.address, left.stride, place, groups, out.address, out.stride, count, add))
+    _call_loop(
+        address,
+        (left.address, left.stride, place, groups, ahead.start, ahead.stride, out.address, out.stride, count, add),
+    )
