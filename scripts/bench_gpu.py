@@ -211,6 +211,7 @@ def parts_of(
 
 
 def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace) -> Iterator[Any]:
+    from cbatch.engine.models.cuda import CudaModel
     from scripts.benchmarks.models import load_random
     from scripts.benchmarks.shapes import with_layers
     from scripts.gpu import checks
@@ -219,8 +220,8 @@ def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace
     for name, config in shapes.items():
         loaded = load_random(name, with_layers(config, 2), device, quantize=quantization(options))
         try:
-            if options.activations == "fp8" and (use := getattr(loaded.fast_model, "float8", None)):
-                yield f"{name}: {use.sentence(loaded.fast_model.dtype)}"
+            if options.activations == "fp8" and isinstance(model := loaded.fast_model, CudaModel):
+                yield f"{name}: {model.float8.sentence(model.dtype)}"
             yield from checks.check_lines(name, loaded, device, options.rates)
         except RuntimeError as error:  # the other shapes follow
             failed.append(f"{name}: {error}")

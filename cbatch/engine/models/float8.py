@@ -31,7 +31,7 @@ class Float8Use:
     others:  how many have not, by what they are
     """
 
-    problem: str = "nobody asked for it"
+    problem: str = "the model was loaded without asking for that"
     rounded: int = 0
     others: Counter[str] = field(default_factory=Counter)
 

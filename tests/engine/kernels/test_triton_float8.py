@@ -28,7 +28,7 @@ PROBLEM = float8_problem(DEVICE, torch.float16)
 needs_float8 = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "products of FP8 work")
 
 OPS: dict[str, LayerOps] = {"triton": TritonLayerOps.for_device(DEVICE), "torch": TorchLayerOps(heads_first=True)}
-TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 1e-2}  # some matrix units for FP8 sum in few bits
 LEVELS = np.array([code % 8 * 2.0**-9 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10) for code in range(127)])
 """The numbers of e4m3 from 0 to 448, by their codes, as the format's description has them."""
 
