@@ -122,6 +122,7 @@ def rounded_inputs(network: Any) -> Iterator[None]:
         hook.remove()
 
 
+@needs_float8
 @pytest.mark.skipif(HAS_GPU, reason="only a CPU has products of FP8 in float32, in which the test is sharp")
 @pytest.mark.parametrize(("kind", "format"), [("qwen3", ROWS), ("qwen2", TENSORS)])
 def test_a_whole_model_in_float32(
