@@ -12,7 +12,8 @@ attention kernels instead, and `--only tests` runs the tests that run on a GPU.
 
 At the end the script says which of its goals this run reaches. Everything it prints is also in a log file, and as JSON
 in another, which both name the device. If a part fails, the others go on, and the exit status is 1.
-`--quantize int4` or `int8` measures all of that with weights of so many bits.
+`--quantize int4` or `int8` measures all of that with weights of so many bits, `--quantize fp8` with FP8 weights and a
+scale for each of their rows, and `--quantize fp8 --activations fp8` with the chip's own products of FP8.
 `--tiny --device cpu` tries the script itself on any machine, with Triton's interpreter.
 """
 
@@ -83,7 +84,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--shapes", help="which models (0.6B,8B; with --load 8B)")
     add("--load", action="store_true", help="measure the engine under load instead")
     add("--sweep", action="store_true", help="try other settings of the attention kernels instead")
-    add("--quantize", choices=("int8", "int4"), help="keep the weights of all models in 8 or 4 bits")
+    add("--quantize", choices=("int8", "int4", "fp8"), help="keep the weights of all models in 8 or 4 bits")
+    add("--activations", choices=("bf16", "fp8"), default="bf16", help="with --quantize fp8 (%(default)s)")
     add("--tiny", action="store_true", help="use small sizes, to try the script")
     add("--requests", type=int, default=512, help="requests of a whole run (%(default)s)")
     add("--peer-requests", type=int, default=128, help="requests of runs beside transformers (%(default)s)")
@@ -136,6 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def what_runs(options: argparse.Namespace) -> str:
     part = options.only or ("load" if options.load else "sweep" if options.sweep else "plain")
+    if options.quantize == "fp8":
+        return f"{part}-fp8-{options.activations}"
     return f"{part}-{options.quantize}" if options.quantize else part
 
 
@@ -207,6 +211,7 @@ def parts_of(
 
 
 def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace) -> Iterator[Any]:
+    from cbatch.engine.models.cuda import CudaModel
     from scripts.benchmarks.models import load_random
     from scripts.benchmarks.shapes import with_layers
     from scripts.gpu import checks
@@ -215,6 +220,8 @@ def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace
     for name, config in shapes.items():
         loaded = load_random(name, with_layers(config, 2), device, quantize=quantization(options))
         try:
+            if options.activations == "fp8" and isinstance(model := loaded.fast_model, CudaModel):
+                yield f"{name}: {model.float8.sentence(model.dtype)}"
             yield from checks.check_lines(name, loaded, device, options.rates)
         except RuntimeError as error:  # the other shapes follow
             failed.append(f"{name}: {error}")
@@ -223,8 +230,10 @@ def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace
 
 
 def quantization(options: argparse.Namespace) -> Any:
-    from cbatch.engine.base.quantization import Quantization
+    from cbatch.engine.base.quantization import STORED, Quantization
 
+    if options.quantize == "fp8":
+        return Quantization(STORED, options.activations)
     return Quantization(options.quantize) if options.quantize else None
 
 
@@ -247,14 +256,14 @@ def model_lines(name: str, config: Any, device: Any, options: argparse.Namespace
     import torch
 
     from cbatch.engine.models.cuda import CudaModel
-    from scripts.benchmarks.models import RandomTensors
+    from scripts.benchmarks.models import random_tensors
     from scripts.gpu import runs, speed
 
     setup = setup_of(name, config, device, options)
     decoder = setup.loaded.fast_model
     if not isinstance(decoder, CudaModel):  # on a CPU
-        tensors = RandomTensors(config, device, torch.float32)
-        decoder = CudaModel(config, tensors, torch.float32, device, quantize=quantization(options))
+        quantize, dtype = quantization(options), torch.float16 if options.quantize == "fp8" else torch.float32
+        decoder = CudaModel(config, random_tensors(config, device, dtype, quantize), dtype, device, quantize=quantize)
     yield from speed.step_lines(name, decoder, options.rates)
     runs.free(device)
     requests, low, high = (8, 4, 16) if options.tiny else (options.requests, 100, 1024)

@@ -27,6 +27,7 @@ from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
 from cbatch.engine.models.base import Model
+from cbatch.engine.models.float8 import tell_float8
 from cbatch.engine.models.hf.device_map import choose_device_map
 from cbatch.engine.models.hf.self_check import checked_model
 from cbatch.engine.models.loader import LoadedModel, load_model
@@ -92,6 +93,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         )
         self.tokenizer = self.loaded.tokenizer
         model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
+        if config.activations == "fp8":
+            tell_float8(model)
         execution = choose_execution(config, model)
         model, self.device = execution.model, model.device
         seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.models.base import LinearCost, Model
 from cbatch.engine.models.programs.declarations import read_program
+from cbatch.engine.models.programs.program import Weight
+from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.state_pool import StateShape
@@ -46,6 +48,64 @@ class RandomTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
 
+class Float8Tensors(StoredWeights):
+    """Weights of which the matrices of layers are FP8, with a scale for each row."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self._is_float8(name):
+            return self._tensors[name]
+        codes, scales = self._rounded(name)
+        return codes.view(torch.float8_e4m3fn).float() * scales
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
+        return weight.read(self[weight.name])[first:stop]
+
+    def format(self, weights: Iterable[Weight]) -> int | None:
+        return None
+
+    def float8_group(self, weights: Iterable[Weight]) -> int | None:
+        weights = list(weights)
+        is_float8 = all(self._is_float8(weight.name) for weight in weights)
+        return -(-weights[0].size[-1] // 32) * 32 if is_float8 else None
+
+    def float8(self, weight: Weight, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        codes, scales = (weight.read(each)[first:stop] for each in self._rounded(weight.name))
+        return codes, scales
+
+    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[Any, ...]:
+        raise ValueError("these weights have no integers")
+
+    @staticmethod
+    def _is_float8(name: str) -> bool:
+        return name.endswith("_proj.weight")
+
+    def _rounded(self, name: str) -> tuple[Tensor, Tensor]:
+        """Bytes, and scales [rows, 1]."""
+        numbers = self._tensors[name].float()
+        scales = numbers.abs().amax(1, keepdim=True) / 448
+        return (numbers / scales).to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def random_tensors(
+    config: Config, device: torch.device, dtype: torch.dtype, quantize: Quantization | None
+) -> Mapping[str, Tensor]:
+    """Weights of a model; in FP8 if those of the files are to be kept."""
+    tensors = RandomTensors(config, device, dtype)
+    return Float8Tensors(tensors) if quantize is not None and quantize.keeps_stored else tensors
+
+
 def make_network(config: Config, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:
     """The transformers model with these weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -66,9 +126,9 @@ def load_random(
     """A random bfloat16 model as an engine takes it.
 
     fast_path: with the kernels of the device; without, transformers computes it
-    quantize:  how the fast path keeps its matrices; None: in bfloat16
+    quantize:  how the fast path keeps its matrices; None: in bfloat16; stored: they are FP8
     """
-    tensors = RandomTensors(config, device, torch.bfloat16)
+    tensors = random_tensors(config, device, torch.bfloat16, quantize)
     return LoadedModel(
         name=name,
         make_network=lambda: make_network(config, tensors, torch.bfloat16, device),

@@ -7,7 +7,8 @@ how often the most probable token is the same, and for the demo model the perple
 Random models get random tokens; their divergence is far larger than a trained model's, since nothing was trained to be
 robust, but it compares roundings. Q8_0 and Q4_0 round weights to 8 and 4 bits in blocks of 32, and rows to int8 in
 blocks of 32; with Q4_0 the head is Q8_0. They are done in float32 here, in the layers of transformers. So are the
-roundings of keys and values: to Q8_0, and to `--kv-dtype u8`, which has one scale for each token and head.
+roundings of keys and values: to Q8_0, and to `--kv-dtype u8`, which has one scale for each token and head; and those of
+weights to FP8 with a scale for each row, without and with `--activations fp8`, which only GPUs have.
 
     python -m scripts.benchmarks rounding --shape demo --python llama.cpp=PYTHON
 
@@ -147,6 +148,31 @@ def rounded_like_llama_cpp(network: Any, weights: Callable[[Tensor], Tensor]) ->
             hook.remove()
 
 
+def rounded_to_e4m3(x: Tensor) -> Tensor:
+    """x [..., depth], a scale for each depth numbers."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-126) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@contextmanager
+def rounded_to_float8(network: Any, *, activations: bool) -> Iterator[None]:
+    """The network with weights in FP8, but for embedding and head, and rows that are multiplied with them if wanted."""
+    head = network.get_output_embeddings()
+    linears = [each for each in network.modules() if isinstance(each, torch.nn.Linear) and each is not head]
+    kept, hooks = [module.weight for module in linears], []
+    for module in linears:
+        module.weight = torch.nn.Parameter(rounded_to_e4m3(module.weight), requires_grad=False)
+        if activations:
+            hooks.append(module.register_forward_pre_hook(lambda _, args: (rounded_to_e4m3(args[0]), *args[1:])))
+    try:
+        yield
+    finally:
+        for module, weight in zip(linears, kept, strict=True):
+            module.weight = weight
+        for hook in hooks:
+            hook.remove()
+
+
 @contextmanager
 def rounded_kv(network: Any, rounding: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """The network with rounded keys and values."""
@@ -258,6 +284,9 @@ def run(options: argparse.Namespace, report: Report) -> int:
                 found[name] = compare(logits_of_network(network, sequences), expected, sequences)
         for name, rounding in (("KV Q8_0 of llama.cpp", rounded_to_q8_0), ("KV u8", rounded_to_u8)):
             with rounded_kv(network, rounding):
+                found[f"float32, {name}"] = compare(logits_of_network(network, sequences), expected, sequences)
+        for name, activations in (("FP8, rows", False), ("FP8, rows, activations fp8", True)):
+            with rounded_to_float8(network, activations=activations):
                 found[f"float32, {name}"] = compare(logits_of_network(network, sequences), expected, sequences)
         for name, (quantize, kv_dtype) in ROUNDINGS.items():
             model = CpuModel(config, tensors, torch.bfloat16, quantize=quantize)

@@ -303,13 +303,17 @@ def launch_recurrence(case: Case, dtype: Any) -> None:
 
 
 def launch_quantized(case: Case, dtype: Any) -> None:
-    """Products of every format with few rows, some and many, for depths that parts divide and others; embeddings."""
+    """Products of every format with few rows, some and many, for depths that parts divide and others; embeddings; rows
+    that are rounded to FP8."""
     import torch
 
     from cbatch.engine.kernels.layer_ops import ExpertWeights, Router
     from cbatch.engine.kernels.quantized_matrix import KINDS, QuantizedMatrix
+    from cbatch.engine.kernels.triton.float8 import round_rows
 
     ops, cpu = layer_ops(case), torch.device("cpu")
+    for depth in (4096, 14336):
+        round_rows(torch.empty(3, depth, dtype=dtype))
     for kind in KINDS:
         for columns, depth in ((4096, 4096), (1000, 2880)):
             matrix = QuantizedMatrix.empty(kind, columns, depth, cpu)

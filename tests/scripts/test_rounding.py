@@ -101,8 +101,10 @@ def test_every_rounding_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["rounding", "--shape", "small", "--layers", "2", "--tokens", "24", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["small"]
     caches = ["float32, KV Q8_0 of llama.cpp", "float32, KV u8"]
-    assert list(found) == ["Q8_0 of llama.cpp", "Q4_0 of llama.cpp", *caches, *names]
+    floats = ["float32, FP8, rows", "float32, FP8, rows, activations fp8"]
+    assert list(found) == ["Q8_0 of llama.cpp", "Q4_0 of llama.cpp", *caches, *floats, *names]
     loss = {name: figures["divergence"] for name, figures in found.items()}
+    assert 0 < loss[floats[0]] < loss[floats[1]] < loss["Q4_0 of llama.cpp"]
     assert 0 < loss["bfloat16"] < loss["int8, activations int8"] < loss["Q4_0 of llama.cpp"]
     assert all(0 < loss[cache] < loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"] for cache in caches)
 

@@ -241,8 +241,9 @@ def engine_options(
             "--activations",
             default="int8",
             show_default=True,
-            metavar="int8|bf16",
-            help="How products with quantized weights round activations; bf16 is slower and more exact.",
+            metavar="int8|bf16|fp8",
+            help="How products with quantized weights round activations. On a CPU, bf16 is slower and more exact than "
+            "int8; fp8 is for FP8 weights on GPUs that multiply FP8.",
         ),
         option(
             "--weight-cache/--no-weight-cache",

@@ -39,7 +39,7 @@ def has_fast_path(name: str, device: torch.device, block_size: int) -> bool:
 def check_quantize(name: str | None, activations: str, *, fast: bool) -> Quantization | None:
     """How to quantize the weights. Raises ConfigError for an unknown type, and without a fast path for it."""
     if activations not in ACTIVATIONS:
-        raise ConfigError(f"Activations cannot be rounded to {activations!r}; choose {' or '.join(ACTIVATIONS)}.")
+        raise ConfigError(f"Activations cannot be rounded to {activations!r}; choose one of: {', '.join(ACTIVATIONS)}.")
     if name is None:
         return None
     if name not in WEIGHTS:

@@ -48,8 +48,9 @@ class EngineConfig:
                       byte for each number, and a scale for those of a token and head, on a CPU
     quantize:         int8: store weights in one byte each; int4: in half a byte, but the head (fast path only); None:
                       as they are
-    activations:      how products with quantized weights on a CPU round what they multiply them with: int8, or bf16,
-                      which is slower and loses nothing
+    activations:      how products with quantized weights round what they multiply them with. On a CPU: int8, or bf16,
+                      which is slower and loses nothing. On a GPU only fp8 does something: it rounds for FP8 weights, if
+                      the chip multiplies FP8
     weight_cache:     keep packed weights in a file, which later engines and those of other processes map (fast path on
                       a CPU only, on Linux)
     weight_cache_size: the most that these files may take: `50GiB`, or a share of what their disk would have free

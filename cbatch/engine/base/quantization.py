@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WEIGHTS = ("int8", "int4")
-ACTIVATIONS = ("int8", "bf16")
+ACTIVATIONS = ("int8", "bf16", "fp8")
 
 STORED = "stored"
 """In place of a type of weights: that of the file, in which each matrix may have another."""
@@ -18,7 +18,8 @@ class Quantization:
     weights:     int8: a byte each; int4: half a byte each, but the head stays int8. Groups of 32 numbers of a column
                  have a scale. stored: as the file has them
     activations: how rows are rounded before they are multiplied. int8: to a byte, with a scale for each 32 numbers.
-                 bf16: to 16 bits, which loses nothing that bfloat16 has. On a GPU they are of the model's type
+                 bf16: to 16 bits, which loses nothing that bfloat16 has. fp8: to e4m3, with a scale for each row, on
+                 GPUs and beside FP8 weights that allow it. Others on a GPU are of the model's type
     """
 
     weights: str

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from cbatch.engine.kernels.float8_matrix import Float8Matrix
 from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 
 
@@ -266,6 +267,9 @@ class LayerOps(Protocol):
 
     def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
         """out [T, columns] = source [T, depth] times a matrix, plus bias [columns]."""
+
+    def float8_linear(self, source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
+        """The same with rows that are rounded to FP8 before they are multiplied."""
 
     def look_up(self, matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
         """out [T, depth] float32 = the columns ids [T] of a matrix, which are the rows of an embedding."""

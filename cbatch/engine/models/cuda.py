@@ -19,6 +19,8 @@ from cbatch.engine.base.quantization import STORED, Quantization
 from cbatch.engine.kernels.layer_ops import Addend, LayerOps, Recurrence
 from cbatch.engine.models.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.engine.models.device_program import DeviceProgram
+from cbatch.engine.models.dtypes import activations_in
+from cbatch.engine.models.float8 import Float8Use, float8_problem
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program, resolved, text_config
 from cbatch.engine.models.programs.stored import StoredWeights
@@ -51,7 +53,8 @@ class CudaModel:
 
         tensors: the weights by their names in the files, each read when it is copied to the device
         ops:     what computes between the matrix products, and those with quantized weights; None: Triton's kernels
-        quantize: round matrices to integers; None: those that are integers in the files stay what they are
+        quantize: round matrices to integers; None: those that are integers in the files stay what they are. If its
+                  activations are fp8, they are rounded for the FP8 matrices of the files, as `float8` says
         """
         if dtype == torch.bfloat16 and not has_bfloat16(device):
             raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
@@ -78,8 +81,13 @@ class CudaModel:
         self.stored = ""
         if isinstance(tensors, StoredWeights):
             self.stored, quantize = tensors.description, quantize or Quantization(STORED)
-        self.quantization = None if quantize is None else Quantization(quantize.weights, _name_of(dtype))
-        self._on_device = DeviceProgram(program, tensors, dtype, device, quantize)
+        asks = quantize is not None and quantize.activations == "fp8"
+        self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
+        self._on_device = DeviceProgram(program, tensors, dtype, device, quantize, self.float8)
+        self.quantization: Quantization | None = None
+        if quantize is not None:
+            activations = "fp8" if self.float8.rounded else activations_in(dtype)
+            self.quantization = Quantization(quantize.weights, activations)
 
     def with_ops(self, ops: LayerOps) -> CudaModel:
         """The same model with the same weights, and other operations."""
@@ -148,11 +156,6 @@ class CudaModel:
         if head.bias is not None or head.softcap:
             self.ops.finish_logits(logits, head.bias, head.softcap)
         return logits
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    """As `ACTIVATIONS` has it, or by torch's name."""
-    return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
 def _recurrence_of(batch: RaggedBatch) -> Recurrence:

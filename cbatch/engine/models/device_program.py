@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from cbatch.engine.attention.base import AttendOptions, AttentionBackend
 from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.kernels.float8_matrix import Float8Matrix
 from cbatch.engine.kernels.layer_ops import (
     Addend,
     Convolution,
@@ -33,6 +34,7 @@ from cbatch.engine.kernels.layer_ops import (
 from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.models.base import DeviceInputs, HiddenStates
 from cbatch.engine.models.device_weights import DeviceWeights
+from cbatch.engine.models.float8 import Float8Use
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.program import (
     RESIDUAL,
@@ -154,9 +156,10 @@ class DeviceProgram:
         dtype: torch.dtype,
         device: torch.device,
         quantize: Quantization | None = None,
+        float8: Float8Use | None = None,
     ) -> None:
         """tensors:  by their names in the program; each is read when it is copied
-        quantize: see `DeviceWeights`
+        quantize, float8: see `DeviceWeights`
 
         Raises UnsupportedConfig for what operations on a device do not support.
         """
@@ -164,7 +167,7 @@ class DeviceProgram:
         self.calls: list[Callable[[Step], None]] = []
         head = program.head.matrix
         is_tied = head.parts == (program.embed.table,)
-        self._loader = DeviceWeights(tensors, dtype, device, quantize, head if is_tied else None)
+        self._loader = DeviceWeights(tensors, dtype, device, quantize, head if is_tied else None, float8)
         self._begins: Callable[[Step], tuple[Embedding, Tensor]] | None = None
         self._pending: list[_Pending] = []
         self._top_k = 0
@@ -570,10 +573,14 @@ class DeviceProgram:
         self.head = DeviceHead(added, loader.norm(one.norm), lm_head, bias, one.factor, one.softcap)
 
 
-def _multiply(step: Step, source: Buffer, matrix: Tensor | QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
+def _multiply(
+    step: Step, source: Buffer, matrix: Tensor | QuantizedMatrix | Float8Matrix, bias: Tensor | None, out: Tensor
+) -> None:
     """out [T, columns] = source [T, depth] times matrix [columns, depth], plus bias [columns]."""
     if isinstance(matrix, QuantizedMatrix):
         step.ops.quantized_linear(step[source], matrix, bias, out)
+    elif isinstance(matrix, Float8Matrix):
+        step.ops.float8_linear(step[source], matrix, bias, out)
     elif bias is None:
         torch.mm(step[source], matrix.t(), out=out)
     else:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.cpu.matmul.formats import FORMATS, INT4, INT8, IQ4_NL
+from cbatch.engine.kernels.float8_matrix import Float8Matrix
 from cbatch.engine.kernels.layer_ops import ActivationSettings, ExpertWeights, NormWeights
 from cbatch.engine.kernels.quantized_matrix import GROUP, QuantizedMatrix
+from cbatch.engine.models.float8 import Float8Use
 from cbatch.engine.models.packing import quantized
 from cbatch.engine.models.programs.program import Activation, Matrix, Norm, Weight
 from cbatch.engine.models.programs.stored import StoredWeights
@@ -64,12 +66,15 @@ class DeviceWeights:
         device: torch.device,
         quantize: Quantization | None = None,
         tied: Matrix | None = None,
+        float8: Float8Use | None = None,
     ) -> None:
         """quantize: keep matrices as integers; those of the files need StoredWeights
         tied:     the matrix of a head that is the embedding
+        float8:   counts FP8 matrices; without a problem, those of linears become `Float8Matrix`. None: none does
         """
         self.loaded: list[Tensor] = []
-        self.matrices: list[Tensor | QuantizedMatrix] = []
+        self.matrices: list[Tensor | QuantizedMatrix | Float8Matrix] = []
+        self._float8 = float8 or Float8Use()
         self._tensors, self._dtype, self._device = tensors, dtype, device
         self._quantize, self._tied = quantize, tied
         self._last: tuple[str, Tensor] | None = None
@@ -102,9 +107,23 @@ class DeviceWeights:
         self.matrices.append(lm_head)
         return lm_head
 
-    def linear(self, matrix: Matrix) -> tuple[Tensor | QuantizedMatrix, Tensor | None]:
+    def linear(self, matrix: Matrix) -> tuple[Tensor | QuantizedMatrix | Float8Matrix, Tensor | None]:
         """A matrix [columns, depth], and its biases."""
-        return self._matrix(matrix), self._stacked(matrix.biases, self._dtype) if matrix.biases else None
+        bias = self._stacked(matrix.biases, self._dtype) if matrix.biases else None
+        format = self._format([matrix])
+        if format is None or format.kind != "fp8":
+            return self._matrix(matrix), bias
+        found: QuantizedMatrix | Float8Matrix
+        kind = _float8_kind(matrix, format)
+        if kind or self._float8.problem:
+            found = self._packed(matrix, format, kind)
+        else:
+            found = Float8Matrix.empty(matrix.columns, matrix.depth, self._device)
+            self._fill_packed(found, matrix, format)
+            self._float8.rounded += 1
+            self.loaded += found
+        self.matrices.append(found)
+        return found, bias
 
     def router(self, matrix: Matrix) -> tuple[Tensor, Tensor | None]:
         """Likewise, as float32."""
@@ -120,7 +139,7 @@ class DeviceWeights:
             for out, matrix in zip(weight, matrices, strict=True):
                 self._fill(out, matrix.parts)
         else:
-            weight = self._empty_matrix(format, first, len(matrices))
+            weight = self._empty_matrix(format, first, "of experts", len(matrices))
             for number, matrix in enumerate(matrices):
                 self._fill_packed(weight.expert(number), matrix, format)
         bias = self._empty(len(matrices), first.columns) if first.biases else None
@@ -216,18 +235,21 @@ class DeviceWeights:
         self.matrices.append(found)
         return found
 
-    def _packed(self, matrix: Matrix, format: _Format) -> QuantizedMatrix:
-        packed = self._empty_matrix(format, matrix)
+    def _packed(self, matrix: Matrix, format: _Format, kind: str = "of embeddings and heads") -> QuantizedMatrix:
+        """kind: see `_empty_matrix`"""
+        packed = self._empty_matrix(format, matrix, kind)
         self._fill_packed(packed, matrix, format)
         return packed
 
-    def _empty_matrix(self, format: _Format, matrix: Matrix, experts: int = 0) -> QuantizedMatrix:
-        size, kind = (matrix.columns, matrix.depth), format.kind
-        empty = QuantizedMatrix.empty(kind, *size, self._device, experts, format.group)
+    def _empty_matrix(self, format: _Format, matrix: Matrix, kind: str, experts: int = 0) -> QuantizedMatrix:
+        """kind: what it is said to be if it is FP8, whose activations are not rounded"""
+        if format.kind == "fp8":
+            self._float8.others[kind] += experts or 1
+        empty = QuantizedMatrix.empty(format.kind, matrix.columns, matrix.depth, self._device, experts, format.group)
         self.loaded += empty.tensors
         return empty
 
-    def _fill_packed(self, out: QuantizedMatrix, matrix: Matrix, format: _Format) -> None:
+    def _fill_packed(self, out: QuantizedMatrix | Float8Matrix, matrix: Matrix, format: _Format) -> None:
         """Reads and unpacks a matrix by several threads, a part of it at a time; or rounds it on the device."""
         spans = list(_spans(matrix))
         if not self._keeps_stored and format.packed is not None:
@@ -250,6 +272,13 @@ class DeviceWeights:
             self._last = None
             self._last = name, self._tensors[name]
         return self._last[1]
+
+
+def _float8_kind(matrix: Matrix, format: _Format) -> str:
+    """What keeps an FP8 matrix from products with activations that are rounded to FP8; empty if nothing does."""
+    if format.group < matrix.depth:
+        return "with scales for blocks"
+    return "" if Float8Matrix.takes(matrix.columns, matrix.depth) else "whose sizes are no multiples of 16"
 
 
 def _spans(matrix: Matrix) -> Iterator[_Span]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -65,7 +66,8 @@ def choose_formats(
     activations:  how rows are rounded that are multiplied with integers of the files
     is_quantized: the files have integers. They stay so on a GPU, and beside bfloat16 on a CPU; else they become numbers
 
-    Raises ConfigError for an unknown name, and on a CPU for one that cannot stand beside `quantize`.
+    On a CPU, activations are rounded to int8 in place of fp8. Raises ConfigError for an unknown name, and on a CPU for
+    one that cannot stand beside `quantize`.
     """
     dtype = choose_dtype(name, checkpoint, device, by_kernels=True)
     if is_accelerator(device):
@@ -74,9 +76,16 @@ def choose_formats(
         quantize = Quantization(STORED, activations)
     if quantize is None:
         return dtype, None
+    if quantize.activations == "fp8":
+        quantize = replace(quantize, activations="int8")
     if name not in ("auto", "bfloat16"):
         raise ConfigError(f"Weights can be quantized to {quantize.weights} with --dtype bfloat16 only, not {name}.")
     return torch.bfloat16, quantize
+
+
+def activations_in(dtype: torch.dtype) -> str:
+    """What activations of a type are called: as `ACTIVATIONS` has it, or by torch's name."""
+    return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
 @cache

@@ -112,8 +112,8 @@ def load_model(
 
     fast:           take the fast path if the model has one
     quantize:       keep the matrices of the fast path as integers
-    activations:    how rows are rounded that are multiplied with integers which the file has (see `Quantization`); on a
-                    GPU they are not
+    activations:    how rows are rounded that are multiplied with quantized weights which the file has (see
+                    `Quantization`)
     weight_cache:   where packed weights are kept; for the fast path on a CPU
     device_map:     spread the model if it does not fit on its device
 

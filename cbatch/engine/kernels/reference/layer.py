@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cbatch.engine.kernels.float8_matrix import Float8Matrix, rounded_rows
 from cbatch.engine.kernels.layer_ops import (
     ActivationSettings,
     Addend,
@@ -130,6 +131,14 @@ class TorchLayerOps:
         for first in range(0, matrix.columns, _COLUMNS_AT_ONCE):
             columns = slice(first, first + _COLUMNS_AT_ONCE)
             product = functional.linear(source, matrix.values(columns).to(source.dtype))
+            out[:, columns] = product if bias is None else product + bias[columns]
+
+    def float8_linear(self, source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
+        codes, scales = rounded_rows(source)
+        rows = codes.float()
+        for first in range(0, matrix.columns, _COLUMNS_AT_ONCE):
+            columns = slice(first, first + _COLUMNS_AT_ONCE)
+            product = functional.linear(rows, matrix.numbers[columns].float()) * scales * matrix.scales[:, columns]
             out[:, columns] = product if bias is None else product + bias[columns]
 
     def look_up(self, matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cbatch.engine.kernels.float8_matrix import Float8Matrix
 from cbatch.engine.kernels.layer_ops import (
     ActivationSettings,
     Addend,
@@ -30,6 +31,7 @@ from cbatch.engine.kernels.layer_ops import (
 from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.triton import activation as activations
 from cbatch.engine.kernels.triton import experts as mixtures
+from cbatch.engine.kernels.triton import float8
 from cbatch.engine.kernels.triton import heads as projections
 from cbatch.engine.kernels.triton import norm as norms
 from cbatch.engine.kernels.triton import quantized as products
@@ -105,6 +107,9 @@ class TritonLayerOps:
 
     def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
         products.quantized_linear(source, matrix, bias, out, self.capability)
+
+    def float8_linear(self, source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
+        float8.float8_linear(source, matrix, bias, out)
 
     def look_up(self, matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
         products.look_up(matrix, ids, out)
