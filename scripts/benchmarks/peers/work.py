@@ -116,6 +116,7 @@ class PeerJob:
              if they are of the dtype
     prefix_cache: whether prompts that begin alike may share what was computed, if a system can do that
     reads_gguf: whether cbatch reads the file that llama.cpp has made
+    cache_tokens: for so many tokens there is room in a cache; 0: for those that the work needs
     """
 
     folder: str
@@ -127,6 +128,7 @@ class PeerJob:
     weights: str = ""
     prefix_cache: bool = False
     reads_gguf: bool = False
+    cache_tokens: int = 0
 
     @property
     def model(self) -> Path:
@@ -144,12 +146,19 @@ class PeerJob:
         return sum(sorted(self.work.totals)[-self.max_seqs :])
 
     @property
+    def needed_tokens(self) -> int:
+        """Tokens that a cache should hold; half of what prompts share, which some systems compute repeatedly."""
+        shared = self.work.prompt_tokens - sum(map(len, self.work.distinct_prompts))
+        return self.most_tokens - (shared // 2 if self.prefix_cache else 0)
+
+    @property
     def cache_gib(self) -> int:
-        """Whole GiB that hold all requests that run at once, and some more: blocks are not filled to the end."""
+        """Whole GiB for a cache, half as much again as all tokens need: blocks are not filled to the end."""
         config = self.model_config
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         values: int = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
-        return 2 + 4 * values * self.most_tokens // 2**30
+        itemsize = 2 if self.dtype == "bfloat16" else 4
+        return 1 + 3 * itemsize * values * (self.cache_tokens or self.needed_tokens) // 2 // 2**30
 
     def converted(self, name: str) -> Path:
         """Where a system keeps the model in a format of its own."""

@@ -49,11 +49,12 @@ def run(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
 def take_turns(peer: Peer, jobs: Sequence[PeerJob]) -> Iterator[Reply]:
     """Loads a model, replies that, and then does work as often as a line of stdin asks: numbers of a job and of a turn.
 
-    A job begins with a warm-up that does not count. All jobs are for the same model, which is loaded for the one that
-    needs the most memory.
+    A job begins with a warm-up that does not count. All jobs are for the same model, which is loaded with room for any
+    of them.
     """
     largest, warm = max(jobs, key=lambda job: job.most_tokens), set()
-    with peer.open(replace(largest, max_seqs=max(job.max_seqs for job in jobs))) as generate:
+    max_seqs, cache_tokens = max(job.max_seqs for job in jobs), max(job.needed_tokens for job in jobs)
+    with peer.open(replace(largest, max_seqs=max_seqs, cache_tokens=cache_tokens)) as generate:
         yield {}
         for line in sys.stdin:
             number, turn = map(int, line.split())
