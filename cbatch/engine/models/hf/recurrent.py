@@ -238,7 +238,7 @@ def _serve_special(network: Any, modules: list[tuple[nn.Module, Convention]], id
     for number, (module, convention) in enumerate(modules):
         if not hasattr(module, "cbatch_forward"):
             module.forward = convention.adapt(module, number)
-            _serve(module, "cache", together=convention.together)
+            _serve(module, "held", together=convention.together)
     states, everything = StateLayout(), Piece(slice(None), [0], False, True, [-1])
     with _running(RecurrentStep(states, None, [everything])):
         network(input_ids=ids, use_cache=False)

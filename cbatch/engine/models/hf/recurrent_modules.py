@@ -1,6 +1,6 @@
 """Recurrent layers of transformers that know no cache object: RWKV, xLSTM and RecurrentGemma.
 
-Each function here gives a module a `forward` that takes such an object as the keyword `cache`, in place of a list of
+Each function here gives a module a `forward` that takes such an object as the keyword `held`, in place of a list of
 tensors, a tuple of them, or attributes of the module.
 """
 
@@ -44,12 +44,12 @@ def _rwkv(module: Any, number: int) -> Forward:
     is_attention = hasattr(module, "time_decay")
     indices = (1, 2, 3, 4) if is_attention else (0,)
 
-    def forward(hidden: Tensor, state: Any = None, use_cache: bool = False, *, cache: HeldStates | None = None) -> Any:
-        if cache is None:
+    def forward(hidden: Tensor, state: Any = None, use_cache: bool = False, *, held: HeldStates | None = None) -> Any:
+        if held is None:
             return original(hidden, state, use_cache) if is_attention else original(hidden, state)
         columns: list[Any] = [None] * 5
         for index in indices:
-            column = cache.get(module.layer_id, "rwkv", index)
+            column = held.get(module.layer_id, "rwkv", index)
             if column is None:
                 inner = module.attention_hidden_size if index >= 2 else hidden.shape[-1]
                 dtype = torch.float32 if index >= 2 else hidden.dtype
@@ -57,7 +57,7 @@ def _rwkv(module: Any, number: int) -> Forward:
             columns[index] = _Columns(column)
         out = original(hidden, columns, True)[0] if is_attention else original(hidden, columns)[0]
         for index in indices:
-            cache.set(module.layer_id, "rwkv", columns[index].column, index)
+            held.set(module.layer_id, "rwkv", columns[index].column, index)
         return out, None
 
     return forward
@@ -67,13 +67,13 @@ def _xlstm(module: Any, number: int) -> Forward:
     """A block of xLSTM keeps a matrix, a vector and a maximum for each head."""
     original: Forward = module.forward
 
-    def forward(x: Tensor, state: Any = None, *, cache: HeldStates | None = None) -> Any:
-        if cache is None:
+    def forward(x: Tensor, state: Any = None, *, held: HeldStates | None = None) -> Any:
+        if held is None:
             return original(x, state)
-        parts = [cache.get(number, "xlstm", index) for index in range(3)]
+        parts = [held.get(number, "xlstm", index) for index in range(3)]
         out, new = original(x, None if parts[0] is None else tuple(parts))
         for index, part in enumerate(new):
-            cache.set(number, "xlstm", part, index)
+            held.set(number, "xlstm", part, index)
         return out, None
 
     return forward
@@ -83,14 +83,14 @@ def _recurrent_gemma(module: Any, number: int) -> Forward:
     """A block of RecurrentGemma keeps the last inputs of a convolution, and what its linear recurrence gave last."""
     original: Forward = module.forward
 
-    def forward(hidden: Tensor, *args: Any, cache: HeldStates | None = None, **kwargs: Any) -> Any:
-        if cache is None:
+    def forward(hidden: Tensor, *args: Any, held: HeldStates | None = None, **kwargs: Any) -> Any:
+        if held is None:
             return original(hidden, *args, **kwargs)
-        module.conv1d_state = cache.get(number, "conv")
-        module.rg_lru.recurrent_states = cache.get(number, "recurrent")
+        module.conv1d_state = held.get(number, "conv")
+        module.rg_lru.recurrent_states = held.get(number, "recurrent")
         out = original(hidden, *args, **kwargs | {"use_cache": True})
-        cache.set(number, "conv", module.conv1d_state)
-        cache.set(number, "recurrent", module.rg_lru.recurrent_states)
+        held.set(number, "conv", module.conv1d_state)
+        held.set(number, "recurrent", module.rg_lru.recurrent_states)
         module.conv1d_state = module.rg_lru.recurrent_states = None
         return out
 
