@@ -137,7 +137,6 @@ FADING = ("A_log", "time_decay")
 NOT_BUILT_HERE: dict[str, str] = {
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": "a draft model, which reads the keys and values of the model it drafts for",
-    "gemma4_unified_assistant": "a draft model, which reads the keys and values of the model it drafts for",
     "musicgen": "a decoder of audio codes, which AutoModelForCausalLM does not build from this configuration",
     "musicgen_melody": "a decoder of audio codes, which AutoModelForCausalLM does not build from this configuration",
 }
