@@ -31,7 +31,7 @@ BALANCE_RATE, LONGEST_PAUSE = 1 / 8, 128
 FREE_SHARE = 0.01
 """Share of a step's time that a look may take in any case."""
 
-SETTLING = 16
+SETTLING = 4
 """Steps of a pause, the last ones, whose times are observed."""
 
 LEAST_PROMISE = 0.5
@@ -96,11 +96,11 @@ class DraftPolicy:
         if self._paused < self._pause:
             self._paused += 1
             return True
-        self._began_at = time.perf_counter()
         return self._cost.is_known and not self._cost.is_worth_looking(len(scheduled.chunks))
 
     def looks_beside(self, scheduled: SchedulerOutput) -> bool:
         """Whether drafts are looked for in a step with these chunks: not beside prompts, if costs count."""
+        self._began_at = time.perf_counter()
         return not self._counts_cost or (self._cost.is_known and _is_decode_only(scheduled))
 
     def looks_at(self, request: Request) -> bool:

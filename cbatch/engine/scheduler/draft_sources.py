@@ -11,7 +11,10 @@ from cbatch.engine.speculation.drafter import FORCED, Drafter, Proposal
 from cbatch.engine.speculation.finished_outputs import FinishedOutputs
 
 MAX_INDEXED, MAX_FINISHED_INDEXED = 1024, 256
-"""Tokens of requests, and of finished outputs, that one step indexes; 1,000 take 0.2 to 0.45 milliseconds."""
+"""Tokens of requests, and of finished outputs, that one step indexes; 1,000 take 0.2 to 0.45 milliseconds.
+
+Of finished outputs, a step also indexes as many as it computes of prompts, which takes far longer.
+"""
 
 MAX_TOKENS = 2**17
 """Tokens of running requests that are indexed in all (about 30 MB); requests beyond have no drafts."""
@@ -31,9 +34,9 @@ class DraftSources:
         self._num_indexed = 0
         self._budget = MAX_INDEXED
 
-    def begin_step(self) -> None:
-        """From now on, a step's share of tokens can be indexed again."""
-        self._finished.update(MAX_FINISHED_INDEXED)
+    def begin_step(self, prompt_tokens: int = 0) -> None:
+        """From now on, a step's share of tokens can be indexed again. prompt_tokens: that it computes"""
+        self._finished.update(MAX_FINISHED_INDEXED + min(prompt_tokens, MAX_INDEXED))
         self._budget = MAX_INDEXED
 
     def index_prompt(self, request: Request, most: int) -> None:

@@ -78,7 +78,7 @@ class Drafts:
         self._max_rows = max(max_rows, self._min_rows)
         if self._policy.rests(scheduled):
             return
-        self._sources.begin_step()
+        self._sources.begin_step(scheduled.num_tokens - len(scheduled.chunks))
         for chunk in scheduled.chunks:
             if chunk.stop - chunk.start > 1:
                 self._sources.index_prompt(chunk.request, chunk.stop - chunk.start)

@@ -14,7 +14,7 @@ MIN_MATCH = 2
 FORCED = 1_000_000
 """Stands for the length of a match if a form forces the tokens."""
 
-LOOK_BACK = 16
+LOOK_BACK = 8
 """Tokens at the end of a text that are looked for in an index of other texts that is new to it."""
 
 
