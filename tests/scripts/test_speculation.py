@@ -70,6 +70,9 @@ def test_the_model_says_its_script(make: Callable[[int, int], Work]) -> None:
     if make.func is not random_text:
         assert drafting.steps < 0.75 * plain.steps and drafting.accepted > 20
     assert work.outputs is not None
+    best = measure(loaded, work, "bound", work.outputs)
+    assert best.outputs == work.outputs and best.drafted == best.accepted >= drafting.accepted
+    assert best.steps <= drafting.steps
     wrong = replace(work, outputs=[*work.outputs[:-1], work.outputs[-1][::-1]])
     with pytest.raises(RuntimeError, match="are not those of the script"):
         measure(loaded, wrong, 6)
@@ -102,11 +105,12 @@ def test_all_work_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """Guards the command from end to end: a table for people, and JSON, with the goals where there are any."""
     monkeypatch.setattr("scripts.benchmarks.speculation.work.DEMO_TOKENS", 9)
     options = ["--speculate", "4", "--shape", "tiny", "--tokens", "24", "--span", "6", "--rounds", "1"]
-    assert main(["speculation", *options, "--requests", "1", "2", "--json"]) == 0
+    assert main(["speculation", *options, "--requests", "1", "2", "--bound", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     names = [f"{name}, {count}" for name in ("rewriting", "extraction", "random") for count in (1, 2)]
     assert data["work"].keys() == {*names, "demo, 1"} and data["work"]["demo, 1"]["goal"] == 1.2
     for one in data["work"].values():
+        assert one["bound"][0]["drafted"] == one["bound"][0]["accepted"]
         assert one["ratio"] > 0 and one["without"][0]["drafted"] == 0 < one["with"][0]["drafted"]
         assert one["without"][0]["tokens"] == one["with"][0]["tokens"]
     assert main(["speculation", *options, "--work", "rewriting", "--requests", "1"]) == 0

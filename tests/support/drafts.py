@@ -9,6 +9,7 @@ import pytest
 
 from cbatch.engine.scheduler.draft_policy import DraftPolicy
 from cbatch.engine.scheduler.drafts import Drafts
+from cbatch.engine.scheduler.output import SchedulerOutput
 from cbatch.engine.scheduler.request import Request
 from cbatch.engine.speculation.drafter import Proposal
 
@@ -47,10 +48,13 @@ def propose_by(monkeypatch: pytest.MonkeyPatch, propose: Propose) -> None:
 def decide_at_random(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Makes `auto` draft any part of what is found, whatever it costs."""
     rng = random.Random(seed)
-    monkeypatch.setattr(DraftPolicy, "begins_looking", lambda *_: rng.random() < 0.9)
+    monkeypatch.setattr(DraftPolicy, "rests", lambda *_: rng.random() < 0.1)
+    monkeypatch.setattr(DraftPolicy, "looks_beside", lambda *_: True)
+    monkeypatch.setattr(DraftPolicy, "most", 24)
     monkeypatch.setattr(DraftPolicy, "is_promising", lambda *_: rng.random() < 0.7)
 
-    def some(self: DraftPolicy, tokens: int, chances: list[float]) -> int:
-        return rng.randrange(len(chances) + 1)
+    def some(self: DraftPolicy, scheduled: SchedulerOutput, found: dict[int, Proposal], budget: int) -> list[int]:
+        tokens = [number for number, proposal in found.items() for _ in proposal.tokens]
+        return tokens[: rng.randrange(min(len(tokens), budget) + 1)]
 
-    monkeypatch.setattr(DraftPolicy, "_num_worth", some)
+    monkeypatch.setattr(DraftPolicy, "_worth", some)

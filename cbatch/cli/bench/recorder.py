@@ -211,7 +211,13 @@ class RunRecorder:
         step, scheduled = self._latest, self._latest.scheduled
         got = Counter(event.request_id for event in events if event.token_id is not None)
         chunks = tuple(
-            self._chunk(chunk.request.id, chunk.start, chunk.num_tokens, len(chunk.draft), got[chunk.request.id])
+            self._chunk(
+                chunk.request.id,
+                range(chunk.start, chunk.stop),
+                len(chunk.draft),
+                chunk.replayed,
+                got[chunk.request.id],
+            )
             for chunk in scheduled.chunks
         )
         self.record.steps.append(RecordedStep(start, end, step.seconds, chunks, step.used_blocks))
@@ -231,18 +237,22 @@ class RunRecorder:
                 if not submission.is_padding and submission.slot is not None:
                     self._used_slots.discard(submission.slot)
 
-    def _chunk(self, request_id: int, start: int, tokens: int, drafted: int, got: int) -> RecordedChunk:
-        """got: tokens that the request got of this step"""
+    def _chunk(self, request_id: int, places: range, drafted: int, replayed: int, got: int) -> RecordedChunk:
+        """
+        places: of the tokens in their sequence
+        got:    tokens that the request got of this step
+        """
         submission = self._submissions[request_id]
         if submission.slot is None:
             submission.slot = min(set(range(len(self._used_slots) + 1)) - self._used_slots)
         if not submission.is_padding:
             self._used_slots.add(submission.slot)
         request = self.record.requests[submission.index]
-        kind: TokenKind = "decode" if request.tokens and tokens - drafted == 1 else "prefill"
+        is_decode = bool(request.tokens) and len(places) == 1 + replayed + drafted
+        kind: TokenKind = "decode" if is_decode else "prefill"
         if submission.is_padding:
             kind = "padding"
         elif request.is_done:
             kind = "idle"
         accepted = max(got - 1, 0) if drafted else 0
-        return RecordedChunk(submission.slot, submission.index, kind, start, tokens, drafted, accepted)
+        return RecordedChunk(submission.slot, submission.index, kind, places.start, len(places), drafted, accepted)

@@ -217,7 +217,7 @@ class RaggedBatch:
         sampling_params:  see `RaggedBatch`
         state_pool:       of a model with recurrent layers
         """
-        requests, starts, stops, are_last, blocks, _, states, drafts = zip(*scheduled.chunks, strict=True)
+        requests, starts, stops, are_last, blocks, _, states, drafts, _ = zip(*scheduled.chunks, strict=True)
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput
 from cbatch.engine.scheduler.request import Request
@@ -30,7 +31,7 @@ BALANCE_RATE, LONGEST_PAUSE = 1 / 8, 128
 FREE_SHARE = 0.01
 """Share of a step's time that a look may take in any case."""
 
-SETTLING = 16
+SETTLING = 4
 """Steps of a pause, the last ones, whose times are observed."""
 
 LEAST_PROMISE = 0.5
@@ -56,17 +57,14 @@ class _Record:
 
 
 class DraftPolicy:
-    """Decides on the drafts of a step.
-
-    most: tokens of a draft
-    """
+    """Decides on the drafts of a step."""
 
     def __init__(self, most: int | None, weight: float = 1) -> None:
         """
         most:   tokens of every draft, whatever it costs; None: as many as pay
         weight: times that an accepted token is computed
         """
-        self.most = most or MAX_DRAFT
+        self._most = most or MAX_DRAFT
         self._counts_cost = most is None
         self._weight = weight
         self._cost = StepCost()
@@ -86,15 +84,24 @@ class DraftPolicy:
         if _is_decode_only(scheduled):
             self._cost.observe(scheduled.num_tokens, seconds)
 
-    def begins_looking(self, scheduled: SchedulerOutput) -> bool:
-        """Whether drafts are looked for: not beside prompts, nor if tokens are dear, nor in pauses after vain looks."""
+    @property
+    def most(self) -> int:
+        """Tokens of a draft."""
+        return min(self._most, self._cost.reach) if self._counts_cost else self._most
+
+    def rests(self, scheduled: SchedulerOutput) -> bool:
+        """Whether nothing is done for drafts in a step: in pauses after vain looks, and if tokens are dear."""
         if not self._counts_cost:
-            return True
+            return False
         if self._paused < self._pause:
             self._paused += 1
-            return False
+            return True
+        return self._cost.is_known and not self._cost.is_worth_looking(len(scheduled.chunks))
+
+    def looks_beside(self, scheduled: SchedulerOutput) -> bool:
+        """Whether drafts are looked for in a step with these chunks: not beside prompts, if costs count."""
         self._began_at = time.perf_counter()
-        return self._cost.is_worth_looking(scheduled.num_tokens) and _is_decode_only(scheduled)
+        return not self._counts_cost or (self._cost.is_known and _is_decode_only(scheduled))
 
     def looks_at(self, request: Request) -> bool:
         """Whether a draft is looked for; first, learns from the last look."""
@@ -137,31 +144,34 @@ class DraftPolicy:
 
     def counts(self, scheduled: SchedulerOutput, found: Mapping[int, Proposal], budget: int) -> dict[int, int]:
         """How many tokens of each proposal are drafted, by the number of the chunk."""
-        chances: list[tuple[float, int]] = []
-        for number, proposal in found.items():
-            if not self._counts_cost:
-                each = [1.0] * len(proposal.tokens)
-            else:
-                record = self._records[scheduled.chunks[number].request]
-                each = record.rates.chances(proposal.matched, len(proposal.tokens))
-            chances += [(chance, number) for chance in each]
         if self._counts_cost:
-            chances.sort(key=lambda one: -one[0])
-            budget = self._num_worth(scheduled.num_tokens, [chance for chance, _ in chances[:budget]])
+            order = self._worth(scheduled, found, budget)
+        else:
+            order = [number for number, proposal in found.items() for _ in proposal.tokens]
         counts: dict[int, int] = {}
-        for _, number in chances[:budget]:
+        for number in order[:budget]:
             counts[number] = counts.get(number, 0) + 1
         return counts
 
-    def _num_worth(self, tokens: int, chances: list[float]) -> int:
-        """How many drafted tokens pay; weighs what they save against the time that this look has taken."""
-        count, saved = self._cost.num_worth(tokens, chances, self._weight)
+    def _worth(self, scheduled: SchedulerOutput, found: Mapping[int, Proposal], budget: int) -> list[int]:
+        """For each drafted token that pays, the number of the chunk that it is for."""
+        tokens, chances = scheduled.num_tokens, list[tuple[float, int]]()
+        least = self._cost.least_chance(tokens, self._weight)
+        for number, proposal in found.items():
+            rates = self._records[scheduled.chunks[number].request].rates
+            for chance in rates.chances(proposal.matched, len(proposal.tokens), least):
+                chances.append((chance, number))
+        chances.sort(key=itemgetter(0), reverse=True)
+        count, saved = self._cost.num_worth(tokens, [chance for chance, _ in chances[:budget]], self._weight)
+        self._weigh(saved, tokens)
+        return [number for _, number in chances[:count]]
+
+    def _weigh(self, saved: float, tokens: int) -> None:
+        """Weighs what drafts will save of a step against the time that this look has taken."""
         taken = time.perf_counter() - self._began_at - FREE_SHARE * self._cost.seconds(tokens)
         self._is_dear = taken > 0
-        saved -= max(taken, 0)
-        self._balance += BALANCE_RATE * (saved - self._balance)
+        self._balance += BALANCE_RATE * (saved - max(taken, 0) - self._balance)
         self._pause, self._paused = min(2 * self._pause + 1, LONGEST_PAUSE) if self._balance < 0 else 0, 0
-        return count
 
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Learns how many tokens of a draft were accepted."""

@@ -76,10 +76,15 @@ class Drafts:
         may_allocate: whether drafts may take free blocks
         """
         self._max_rows = max(max_rows, self._min_rows)
-        budget = min(budget, self._max_rows - len(scheduled.to_sample))
-        if budget <= 0 or not self._policy.begins_looking(scheduled):
+        if self._policy.rests(scheduled):
             return
-        self._sources.begin_step()
+        self._sources.begin_step(scheduled.num_tokens - len(scheduled.chunks))
+        for chunk in scheduled.chunks:
+            if chunk.stop - chunk.start > 1:
+                self._sources.index_prompt(chunk.request, chunk.stop - chunk.start)
+        budget = min(budget, self._max_rows - len(scheduled.to_sample))
+        if budget <= 0 or not self._policy.looks_beside(scheduled):
+            return
         found = self._look(scheduled, budget, may_allocate=may_allocate)
         for number, count in self._policy.counts(scheduled, found, budget).items():
             chunk, tokens = scheduled.chunks[number], found[number].tokens[:count]
@@ -90,11 +95,12 @@ class Drafts:
     def _look(self, scheduled: SchedulerOutput, budget: int, *, may_allocate: bool) -> dict[int, Proposal]:
         """What the requests of a step could draft, by the numbers of their chunks."""
         found: dict[int, Proposal] = {}
+        most = min(budget, self._policy.most)
         for number, chunk in enumerate(scheduled.chunks):
             if not self._policy.looks_at(chunk.request):
                 continue
             if (room := self._room(chunk, may_allocate=may_allocate)) > 0:
-                proposal = self._propose(chunk.request, min(room, budget, self._policy.most))
+                proposal = self._propose(chunk.request, min(room, most))
                 self._policy.found(chunk.request, proposal)
                 if proposal is not None:
                     found[number] = proposal

@@ -20,6 +20,7 @@ class ScheduledChunk(NamedTuple):
     draft:    tokens that the request may get after its last known one: the last ones of the chunk, whose places in the
               cache hold them, and which count as computed only once they are accepted (see `drafts`)
     state:    of a model with recurrent layers
+    replayed: accepted tokens that are computed once more, before the last known one (see `recurrent_states`)
     """
 
     request: Request
@@ -30,6 +31,7 @@ class ScheduledChunk(NamedTuple):
     to_score: range = range(0)
     state: ChunkState | None = None
     draft: tuple[int, ...] = ()
+    replayed: int = 0
 
     @classmethod
     def of(cls, request: Request, most: int, state: ChunkState | None = None) -> ScheduledChunk:
@@ -64,9 +66,10 @@ class SchedulerOutput:
 
     @property
     def num_decoding(self) -> int:
-        """Number of decoding requests: chunks of one token that is not the first of a prompt, and perhaps a draft."""
+        """Number of decoding requests: one token that is not the first of a prompt, and perhaps a draft or replay."""
         return sum(
-            chunk.is_last and chunk.num_tokens == 1 + len(chunk.draft) and chunk.start > 0 for chunk in self.chunks
+            chunk.is_last and chunk.num_tokens == 1 + chunk.replayed + len(chunk.draft) and chunk.start > 0
+            for chunk in self.chunks
         )
 
     @property

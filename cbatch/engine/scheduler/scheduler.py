@@ -156,7 +156,9 @@ class Scheduler:
         chunk = self.states.schedule_chunk(request, budget, spare=will_admit)
         request.num_computed = chunk.stop
         request.num_output_placeholders += chunk.is_last
-        request.num_to_replay = max(request.num_to_replay - chunk.num_tokens, 0)
+        if request.num_to_replay:
+            chunk = chunk._replace(replayed=min(request.num_to_replay, chunk.num_tokens))
+            request.num_to_replay -= chunk.replayed
         self._cache_full_blocks(request, chunk.start)
         return chunk
 

@@ -64,6 +64,16 @@ class StepCost:
     def _guess(self) -> float:
         return self._seconds * min(FIRST_GUESS, LOWEST_GUESS / self._tokens)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a step was observed."""
+        return self._seconds > 0
+
+    @property
+    def reach(self) -> int:
+        """Most tokens beside those of recent steps for which predictions are trusted: twice what was seen."""
+        return int(2 * self._reach)
+
     def seconds(self, tokens: float) -> float:
         """The time that a step of so many tokens will probably take."""
         return max(self._seconds + self._slope * (tokens - self._tokens), self._seconds / 8)
@@ -74,7 +84,11 @@ class StepCost:
         They cannot if a token costs nearly its part of the step.
         """
         tokens = self._tokens if tokens is None else tokens
-        return self._seconds > 0 and self._slope * tokens < WORTH_LOOKING * self.seconds(tokens)
+        return self.is_known and self._slope * tokens < WORTH_LOOKING * self.seconds(tokens)
+
+    def least_chance(self, tokens: float, weight: float = 1) -> float:
+        """The chance of being accepted below which no drafted token pays in a step of so many others."""
+        return weight * self._slope * tokens / self.seconds(tokens) if self.is_known else 0.0
 
     def num_worth(self, tokens: int, chances: Sequence[float], weight: float = 1) -> tuple[int, float]:
         """How many of these drafted tokens give the most tokens per second in a step of so many others.
@@ -84,11 +98,14 @@ class StepCost:
         chances: of each to be accepted, falling
         weight:  times that a drafted token is computed
         """
-        plain, expected = tokens / self.seconds(tokens), float(tokens)
+        if not chances:
+            return 0, 0.0
+        seconds, more = self.seconds(tokens), weight * self._slope
+        plain, expected = tokens / seconds, float(tokens)
         best, count, saved = MIN_GAIN * plain, 0, 0.0
-        for number, chance in enumerate(chances[: int(2 * self._reach)], 1):
+        for number, chance in enumerate(chances[: self.reach], 1):
             expected += chance
-            seconds = self.seconds(tokens + weight * number)
-            if expected / seconds > best:
+            seconds += more
+            if expected > best * seconds:
                 best, count, saved = expected / seconds, number, expected / plain - seconds
         return count, saved

@@ -14,7 +14,7 @@ MIN_MATCH = 2
 FORCED = 1_000_000
 """Stands for the length of a match if a form forces the tokens."""
 
-LOOK_BACK = 32
+LOOK_BACK = 8
 """Tokens at the end of a text that are looked for in an index of other texts that is new to it."""
 
 
@@ -44,10 +44,9 @@ class Drafter:
 
     def update(self, token_ids: Sequence[int], most: int) -> int:
         """Takes in what the sequence has grown by, at most so many tokens. Returns how many."""
-        done, append = len(self._index), self._index.append
+        done = len(self._index)
         new = token_ids[done : done + most]
-        for token in new:
-            append(token)
+        self._index.extend(new)
         return len(new)
 
     def propose(self, count: int, least: int = MIN_MATCH) -> Proposal | None:
@@ -58,9 +57,9 @@ class Drafter:
         best, where = self._index.own_match(), self._index
         if self._finished is not None and len(self._finished.indexes[0]):
             self._match_others(self._finished)
-            for index, match in zip(self._finished.indexes, self._matches, strict=True):
+            for number, match in enumerate(self._matches):
                 if match.length > best.length:
-                    best, where = match, index
+                    best, where = match, self._finished.indexes[number]
         if best.length < least:
             return None
         tokens = where.after(best, count)
@@ -73,8 +72,10 @@ class Drafter:
             self._num_begun = finished.num_begun
             self._num_matched = max(len(own) - LOOK_BACK, 0)
             self._matches = [Match()] * len(finished.indexes)
-        for token in own[self._num_matched :]:
-            self._matches = [
-                index.advanced(match, token) for index, match in zip(finished.indexes, self._matches, strict=True)
-            ]
+        new = own[self._num_matched :]
+        for number, index in enumerate(finished.indexes):
+            match = self._matches[number]
+            for token in new:
+                match = index.advanced(match, token)
+            self._matches[number] = match
         self._num_matched = len(own)

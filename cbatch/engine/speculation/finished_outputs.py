@@ -34,10 +34,12 @@ class FinishedOutputs:
 
     def update(self, most: int) -> int:
         """Indexes at most so many tokens of the outputs that were added. Returns how many."""
-        count = min(most, len(self._to_index))
-        for _ in range(count):
+        count = left = min(most, len(self._to_index))
+        while left:
             if len(self.indexes[0]) >= self._capacity:
                 self.indexes = [SuffixIndex(), self.indexes[0]]
                 self.num_begun += 1
-            self.indexes[0].append(self._to_index.popleft())
+            part = min(left, self._capacity - len(self.indexes[0]))
+            self.indexes[0].extend([self._to_index.popleft() for _ in range(part)])
+            left -= part
         return count

@@ -6,6 +6,7 @@ time on average, and has at most two states for each token (Blumer et al., Theor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 NONE = -1
@@ -52,33 +53,46 @@ class SuffixIndex:
 
     def append(self, token: int) -> None:
         """Adds one token at the end of the text."""
-        link, first, others = self._link, self._first, self._others
-        self._end[max(link[self._last], 0)] = len(self.tokens)
-        self.tokens.append(token)
-        at, new = self._last, self._new_state(len(self.tokens), 0, len(self.tokens))
-        while at >= 0:
-            if first[at] == token:
-                break
-            if first[at] == NONE:
-                first[at], self._first_to[at] = token, new
-            elif at not in others:
-                others[at] = {token: new}
-            elif token in others[at]:
-                break
-            else:
-                others[at][token] = new
-            at = link[at]
-        if at >= 0:
-            link[new] = self._exactly(self._following(at, token), at, token)
-        self._last = new
+        self.extend((token,))
 
-    def _new_state(self, length: int, link: int, end: int) -> int:
-        self._first.append(NONE)
-        self._first_to.append(NONE)
-        self._link.append(link)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._end) - 1
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds tokens at the end of the text. Many at once take half as long as one by one."""
+        first, first_to, others = self._first, self._first_to, self._others
+        link, length, end = self._link, self._length, self._end
+        last, at_end, new = self._last, len(self.tokens), len(end)
+        self.tokens += tokens
+        self._add_states(range(at_end + 1, len(self.tokens) + 1))
+        for token in tokens:
+            end[link[last] if last else 0] = at_end
+            at_end += 1
+            at = last
+            while at >= 0:
+                known = first[at]
+                if known == NONE:
+                    first[at], first_to[at] = token, new
+                elif known == token:
+                    break
+                elif at not in others:
+                    others[at] = {token: new}
+                elif token in others[at]:
+                    break
+                else:
+                    others[at][token] = new
+                at = link[at]
+            if at >= 0:
+                after = first_to[at] if known == token else others[at][token]
+                link[new] = after if length[after] == length[at] + 1 else self._split(after, at, token)
+            last = new
+            new += 1
+        self._last = last
+
+    def _add_states(self, ends: Sequence[int]) -> None:
+        """One state for each prefix of the text that ends in one of these places; their links are still to be set."""
+        self._first += [NONE] * len(ends)
+        self._first_to += [NONE] * len(ends)
+        self._link += [0] * len(ends)
+        self._length += ends
+        self._end += ends
 
     def _following(self, state: int, token: int) -> int:
         """The state that a token leads to, or `NONE`."""
@@ -87,13 +101,17 @@ class SuffixIndex:
         others = self._others.get(state)
         return NONE if others is None else others.get(token, NONE)
 
-    def _exactly(self, state: int, before: int, token: int) -> int:
-        """The state of the longest substring of `before` and the token, split from `state` if that has longer ones."""
-        link, length = self._link, self._length
-        if length[state] == length[before] + 1:
-            return state
-        split = self._new_state(length[before] + 1, link[state], self._end[state])
-        self._first[split], self._first_to[split] = self._first[state], self._first_to[state]
+    def _split(self, state: int, before: int, token: int) -> int:
+        """Splits off the state of the longest substring of `before` and the token from `state`, which has longer ones.
+
+        Returns the new state.
+        """
+        link, split = self._link, len(self._end)
+        self._first.append(self._first[state])
+        self._first_to.append(self._first_to[state])
+        self._link.append(link[state])
+        self._length.append(self._length[before] + 1)
+        self._end.append(self._end[state])
         if state in self._others:
             self._others[split] = self._others[state].copy()
         link[state] = split

@@ -77,7 +77,7 @@ class GrammarState:
         if self._starts_after is not None:
             self._before.append(token_id)
             if self._starts_after(self._before):
-                self._starts_after = None
+                self._starts_after, self._before = None, []
             return
         if self.error is None and token_id in self._stop_ids and self.is_complete:
             self._is_ended = True
@@ -88,24 +88,25 @@ class GrammarState:
         if self.error is not None:
             raise RequestError("invalid_row", self.error)
 
-    @property
-    def _can_look_ahead(self) -> bool:
-        return self.error is None and self._starts_after is None and not self._is_ended
-
     def forced_tokens(self) -> list[int]:
         """Tokens of the text with which any output goes on from here, as the tokenizer would cut it; mostly none.
 
         The grammar may allow other tokens of the same text. What depends on the text after it is left out.
         """
-        text = self._matcher.compute_ff_bytes() if self._can_look_ahead else b""
+        if self.error is not None or self._is_ended or self._starts_after is not None:
+            return []
+        text = self._matcher.compute_ff_bytes()
         return list(self._tokenizer.tokenize_partial(text)[0]) if text else []
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, one after the other, may come next. End tokens do not count as allowed."""
-        if not self._can_look_ahead:
+        """How many of these tokens, one after the other, may come next. End tokens do not count as allowed.
+
+        Before the constrained part any other token may come; where that part starts among them is not looked for.
+        """
+        if self.error is not None or self._is_ended:
             return 0
         end = next((place for place, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
-        return int(self._matcher.validate_tokens(list(token_ids[:end])))
+        return end if self._starts_after is not None else int(self._matcher.validate_tokens(list(token_ids[:end])))
 
     def fill_ahead(self, bitmasks: NDArray[np.int32], draft: Sequence[int]) -> list[str | None]:
         """Fills the first of 1 + D bitmasks as `fill` does, and the others for the places after each token of a draft.
@@ -115,7 +116,7 @@ class GrammarState:
         errors = [self.error or self.fill(bitmasks[0])]
         if draft:
             ahead = copy(self)
-            ahead._matcher = self._matcher.deep_copy()
+            ahead._matcher, ahead._before = self._matcher.deep_copy(), list(self._before)
         for bitmask, token in zip(bitmasks[1:], draft, strict=True):
             try:
                 ahead.accept(token)

@@ -10,7 +10,9 @@ before, and say nothing about the next.
 
 Each measurement has an engine of its own, so that nothing is known of outputs of earlier ones. The ratio is that of the
 times of the whole work, prompts included; "decoding" is what comes after the first token of the last request of those
-that run at once. Both ways have to give the same outputs.
+that run at once. All ways have to give the same outputs.
+
+With --bound, a third way drafts only what is right, and all of it (`bound`): the most that these drafts could gain.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from statistics import median
 from typing import Any, Literal, cast
@@ -31,6 +33,7 @@ from cbatch.engine.models.loader import load_model
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, cpu_seconds_elsewhere
 from scripts.benchmarks.peers.benchmark import machine_facts
 from scripts.benchmarks.shapes import PEER_SHAPES, SHAPES
+from scripts.benchmarks.speculation.bound import foresee
 from scripts.benchmarks.speculation.model import ScriptedModel, load_scripted
 from scripts.benchmarks.speculation.work import Copying, Work, demo_questions, extraction, random_text, rewriting
 
@@ -47,6 +50,7 @@ WARMUP = 4
 """Output tokens of each request in the runs that warm up."""
 
 Speculate = int | Literal["off", "auto"]
+Way = Speculate | Literal["bound"]
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,25 @@ class Outcome:
         return self.seconds - self.first_s
 
 
-def measure(loaded: LoadedModel, work: Work, speculate: Speculate) -> Outcome:
-    """Does the work on a new engine. Raises RuntimeError if its outputs are not those of the script."""
+def measure(loaded: LoadedModel, work: Work, way: Way, known: Sequence[list[int]] = ()) -> Outcome:
+    """Does the work on a new engine. Raises RuntimeError if its outputs are not those of the script.
+
+    known: the outputs, of which `bound` makes its drafts
+    """
     config = EngineConfig(
         device="cpu",
         max_seqs=max(work.at_once, 32),
         block_size=BLOCK_SIZE,
         kv_blocks=work.at_once * (work.longest // BLOCK_SIZE + 3),
         prefix_cache=False,
-        speculate=speculate,  # type: ignore[arg-type,unused-ignore]
+        speculate="auto" if way == "bound" else way,  # type: ignore[arg-type,unused-ignore]
     )
     seconds = first_s = 0.0
     outputs: list[list[int]] = []
     with SteppingEngine(config, loaded) as engine:
         engine.zero_cache()
+        if way == "bound":
+            foresee(engine, work.prompts, known)
         for group in work.groups:
             found, first, elapsed = _run(engine, group)
             outputs += found
@@ -95,7 +104,7 @@ def measure(loaded: LoadedModel, work: Work, speculate: Speculate) -> Outcome:
     if stats.num_preemptions:
         raise RuntimeError("Requests were preempted: the cache is too small for this work.")
     if work.outputs is not None and outputs != work.outputs:
-        raise RuntimeError(f"The outputs with --speculate {speculate} are not those of the script.")
+        raise RuntimeError(f"The outputs of {way} are not those of the script.")
     drafted, accepted = stats.num_drafted_tokens, stats.num_accepted_tokens
     return Outcome(seconds, first_s, stats.num_steps, drafted, accepted, outputs)
 
@@ -125,11 +134,15 @@ class Comparison:
     at_once: int
     without: list[Outcome]
     drafting: list[Outcome]
+    bound: list[Outcome] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
         """How many times as fast with speculation, in each round."""
-        return [off.seconds / on.seconds for off, on in zip(self.without, self.drafting, strict=True)]
+        return self._ratios(self.drafting)
+
+    def _ratios(self, way: list[Outcome]) -> list[float]:
+        return [off.seconds / on.seconds for off, on in zip(self.without, way, strict=True)]
 
     @property
     def decoding_ratio(self) -> float:
@@ -146,6 +159,7 @@ class Comparison:
             f"{min(self.ratios):.3f} – {max(self.ratios):.3f}",
             "" if goal is None else f">= {goal:g}",
             f"{self.decoding_ratio:.3f}",
+            f"{median(self._ratios(self.bound)):.3f}" if self.bound else "",
             f"{last.accepted:,} of {last.drafted:,}",
             f"{self.without[-1].steps:,} / {last.steps:,}",
         ]
@@ -161,21 +175,25 @@ class Comparison:
             "decoding_ratio": self.decoding_ratio,
             "without": list(map(of, self.without)),
             "with": list(map(of, self.drafting)),
+            "bound": list(map(of, self.bound)),
         }
 
 
-HEAD = ["work", "tokens/s off", "on", "ratio", "min – max", "goal", "decoding", "accepted", "steps"]
+HEAD = ["work", "tokens/s off", "on", "ratio", "min – max", "goal", "decoding", "bound", "accepted", "steps"]
 
 
-def compare(name: str, loaded: LoadedModel, work: Work, speculate: Speculate, rounds: int) -> Comparison:
+def compare(
+    name: str, loaded: LoadedModel, work: Work, speculate: Speculate, rounds: int, *, bound: bool = False
+) -> Comparison:
     """Raises RuntimeError if the outputs differ."""
-    ways: dict[Speculate, Callable[[], Outcome]] = {
-        way: partial(measure, loaded, work, way) for way in ("off", speculate)
-    }
     _warm_up(loaded, work)
+    ways: dict[Way, Callable[[], Outcome]] = {way: partial(measure, loaded, work, way) for way in ("off", speculate)}
+    if bound:
+        known = work.outputs or measure(loaded, work, "off").outputs
+        ways["bound"] = partial(measure, loaded, work, "bound", known)
     found = by_turns(ways, rounds)
-    result = Comparison(name, work.at_once, found["off"], found[speculate])
-    if any(one.outputs != result.without[0].outputs for one in (*result.without, *result.drafting)):
+    result = Comparison(name, work.at_once, found["off"], found[speculate], found.get("bound", []))
+    if any(one.outputs != result.without[0].outputs for one in (*result.without, *result.drafting, *result.bound)):
         raise RuntimeError(f"The outputs with --speculate {speculate} are others than those without.")
     return result
 
@@ -226,6 +244,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--speculate", type=speculate_option, default=default, help="what is compared with off (%(default)s)")
     add("--work", nargs="+", choices=list(GOALS), default=list(GOALS), help="kinds of work (all of them)")
     add("--requests", type=at_least_one, nargs="+", help="requests at once (those that have a goal)")
+    add("--bound", action="store_true", help="also measure drafts that are always right")
     add("--rounds", type=at_least_one, default=3, help="(%(default)s)")
     add("--shape", choices=PEER_SHAPES, default="135m", help="size of the random model (%(default)s)")
     add("--tokens", type=at_least_one, default=192, help="length of what is rewritten (%(default)s)")
@@ -240,7 +259,8 @@ def run(options: argparse.Namespace, report: Report) -> int:
         counts = [count for count in options.requests or GOALS[name] if name != "demo" or count == 1]
         for at_once in counts:
             report.note(f"{name}, {at_once} at once")
-            comparisons.append(compare(name, *models.prepare(name, at_once), options.speculate, options.rounds))
+            prepared = models.prepare(name, at_once)
+            comparisons.append(compare(name, *prepared, options.speculate, options.rounds, bound=options.bound))
     facts = machine_facts(torch.get_num_threads())
     cores = max(cpu_seconds_elsewhere() - elsewhere, 0.0) / (time.perf_counter() - started)
     machine = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads, torch {torch.__version__}"

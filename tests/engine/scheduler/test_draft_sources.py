@@ -59,6 +59,16 @@ def test_a_step_indexes_a_bounded_number_of_tokens() -> None:
     assert len(sources._finished.indexes[0]) - before <= MAX_FINISHED_INDEXED
 
 
+def test_a_prompt_is_indexed_while_it_is_computed() -> None:
+    """Guards the first draft of a request: it does not wait until a long prompt is indexed."""
+    sources, tokens = DraftSources(2), [*range(3 * MAX_INDEXED), 1, 2]
+    request = request_of(0, tokens, prompt=len(tokens))
+    for part in (MAX_INDEXED // 2, MAX_INDEXED, MAX_INDEXED, MAX_INDEXED // 2 + 2):
+        sources.begin_step()
+        sources.index_prompt(request, part)
+    assert step(sources, request) == Proposal([3, 4, 5, 6], 2)
+
+
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a long run: the tokens of running requests that are indexed, and those of finished outputs."""
     monkeypatch.setattr(draft_sources, "MAX_TOKENS", 100)

@@ -55,6 +55,19 @@ def test_the_number_that_pays_is_the_best_of_all() -> None:
     assert learnt(9.0, 0.0, [1]).num_worth(1, [0.9] * 20)[0] == 4
 
 
+def test_a_chance_below_the_least_never_pays() -> None:
+    """Guards what is left out before the decision: it is the same with and without such tokens."""
+    rng = random.Random(2)
+    for _ in range(100):
+        rows, weight = rng.randint(1, 20), rng.choice([1.0, 1.5])
+        cost = learnt(rng.uniform(1, 10), rng.uniform(0, 1), [rows, rows + 12])
+        chances = sorted((rng.random() for _ in range(11)), reverse=True)
+        least = cost.least_chance(rows, weight)
+        kept = [chance for chance in chances if chance >= least]
+        assert cost.num_worth(rows, chances, weight) == cost.num_worth(rows, kept, weight)
+    assert StepCost().least_chance(3) == 0
+
+
 def test_dear_tokens_are_not_looked_for() -> None:
     """Guards the host's time: no look in steps that are nothing but tokens, or of which nothing is known."""
     assert not StepCost().is_worth_looking(4)

@@ -38,6 +38,29 @@ def test_a_request_backs_off_by_itself_and_begins_with_what_others_had() -> None
     assert AcceptanceRates(common).rate(kind_of(5)) < 0.1
 
 
+def test_longer_matches_are_expected_to_be_right_as_often() -> None:
+    """Guards quick learning: what short matches were right in is expected of longer ones, until those tell more."""
+    common = AcceptanceRates()
+    for _ in range(100):
+        common.observe(kind_of(1), is_right=True)
+    assert all(AcceptanceRates(common).rate(kind_of(length)) > 0.9 for length in (1, 2, 5, 40))
+    assert common.rate(kind_of(FORCED)) == AcceptanceRates().rate(kind_of(FORCED)), "a form is no match"
+    for _ in range(20):
+        common.observe(kind_of(5), is_right=False)
+    assert common.rate(kind_of(5)) < 0.2 and common.rate(kind_of(2)) > 0.9
+    for _ in range(200):
+        common.observe(kind_of(1), is_right=False)
+    assert common.rate(kind_of(40)) == AcceptanceRates().rate(kind_of(40))
+
+
+def test_chances_that_cannot_pay_are_left_out() -> None:
+    """Guards the time of a look: of the chances of a draft, those that are at least so much, and nothing else."""
+    rates = AcceptanceRates()
+    every = rates.chances(1, 20)
+    for least in (0.0, every[0], every[4], 1.0):
+        assert rates.chances(1, 20, least) == [chance for chance in every if chance >= least]
+
+
 def test_chances_fall_along_a_draft() -> None:
     """Guards the order in which tokens are drafted: each is less likely than the one before."""
     rates = AcceptanceRates()

@@ -8,6 +8,7 @@ import pytest
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.params import SamplingParams
+from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.models.loader import LoadedModel
 from cbatch.engine.scheduler.output import ScheduledChunk
 from cbatch.engine.scheduler.recurrent_states import RecurrentStates
@@ -95,3 +96,22 @@ def test_planted_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) ->
     propose_by(monkeypatch, Prophet(wanted, 80))
     fault(monkeypatch)
     assert outputs(model, 5)[0] != wanted
+
+
+@pytest.mark.kernels
+def test_replayed_tokens_are_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the step-time controller and what a bench records: a request that replays tokens decodes."""
+    model, replayed = made("lfm2", "fast"), 0
+    propose_by(monkeypatch, Prophet(outputs(model, "off")[0], 80))
+    engine = SteppingEngine(EngineConfig(device="cpu", speculate=5, block_size=16, kv_blocks=40, max_seqs=4), model)
+
+    def note(record: StepRecord) -> None:
+        nonlocal replayed
+        scheduled = record.scheduled
+        replayed += sum(chunk.replayed for chunk in scheduled.chunks)
+        assert scheduled.num_decoding == sum(chunk.is_decode for chunk in scheduled.chunks)
+
+    engine.on_step = note
+    with engine:
+        generate(engine, PROMPTS, PARAMS)
+    assert replayed > 5

@@ -26,6 +26,7 @@ from cbatch.engine.scheduler.scheduler import Scheduler
 from cbatch.engine.scheduler.step_time import StepTimeController
 from cbatch.engine.speculation.drafter import Proposal
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.structured.grammar import GrammarState
 from tests.support.all_features import SETTINGS, add_all, expected, make, run, steps
 from tests.support.architectures import make_architecture
 from tests.support.drafts import Prophet, decide_at_random, propose_by
@@ -74,6 +75,30 @@ def test_the_decision_changes_no_output(settings: dict[str, Any], ahead: bool, m
         stats = engine.stats()
         assert stats.num_accepted_tokens > 40, "the second round finds the outputs of the first"
         assert stats.num_drafted_tokens > stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_reasoning_before_a_form_is_drafted(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards constrained requests that begin with reasoning: drafts of it, and beyond its end into the form."""
+
+    def thinking(self: SteppingEngine, grammar: Any, request: Any, stop_ids: frozenset[int]) -> GrammarState | None:
+        return None if grammar is None else GrammarState(grammar, stop_ids, lambda ids: len(ids) >= 9)
+
+    monkeypatch.setattr(SteppingEngine, "_grammar_state", thinking)
+    wanted = run(make(ahead=False, max_seqs=1, prefix_cache=False))
+    assert wanted != expected()
+    decide_at_random(monkeypatch)
+    engine, extended, found = make(ahead=ahead, speculate="auto"), Drafts._extended, [0, 0]
+
+    def note(self: Drafts, chunk: ScheduledChunk, draft: list[int]) -> ScheduledChunk:
+        if chunk.request.grammar_state is not None and chunk.request.num_generated < 9:
+            found[chunk.request.num_generated + len(draft) > 9] += 1
+        return extended(self, chunk, draft)
+
+    monkeypatch.setattr(Drafts, "_extended", note)
+    assert run(engine) == wanted
+    assert run(engine) == wanted
+    assert all(found), "drafts within the reasoning, and past its end"
 
 
 def accept_all(monkeypatch: pytest.MonkeyPatch) -> None:

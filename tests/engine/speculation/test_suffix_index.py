@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cbatch.engine.speculation.suffix_index import SuffixIndex
+from cbatch.engine.speculation.suffix_index import Match, SuffixIndex
 
 
 def ends_of(part: list[int], text: list[int]) -> list[int]:
@@ -25,6 +25,27 @@ def test_own_match_is_the_longest_suffix_that_occurs_before() -> None:
             if longest:
                 places = [text[end:] for end in ends_of(text[-longest:], text)[:-1]]
                 assert index.after(match, 3) in [(rest * 3)[:3] for rest in places]
+
+
+def test_many_tokens_at_once_are_indexed_as_one_by_one() -> None:
+    """Guards prompts, which are indexed in long parts: the same matches and places, also for texts to come."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        text = [rng.randrange(rng.choice([2, 3, 9])) for _ in range(120)]
+        single, whole, at = SuffixIndex(), SuffixIndex(), 0
+        while at < len(text):
+            part = text[at : at + rng.randrange(1, 30)]
+            at += len(part)
+            whole.extend(part)
+            for token in part:
+                single.append(token)
+            assert whole.tokens == single.tokens == text[:at]
+            assert whole.own_match().length == single.own_match().length
+            assert whole.after(whole.own_match(), 4) == single.after(single.own_match(), 4)
+        found, wanted = Match(), Match()
+        for token in [rng.randrange(9) for _ in range(60)]:
+            found, wanted = whole.advanced(found, token), single.advanced(wanted, token)
+            assert found.length == wanted.length and whole.after(found, 3) == single.after(wanted, 3)
 
 
 def test_what_repeats_is_continued_for_ever() -> None:

@@ -613,6 +613,24 @@ def test_masks_behind_a_draft_are_those_that_follow(compiler: ConstraintCompiler
     filler.close()
 
 
+def test_a_draft_may_go_on_past_what_comes_before_the_form(compiler: ConstraintCompiler) -> None:
+    """Guards drafts of reasoning: masks behind each token, past its end into the form. The state stays as it was."""
+    grammar = compiler.compile(Constraint("choice", '["y"]'))
+    state, twin = (GrammarState(grammar, [STOP], lambda ids: 7 in ids or len(ids) == 6) for _ in range(2))
+    draft = [5, 9, 7, 8]
+    assert state.num_allowed([*draft, STOP, 5]) == 4 and state.forced_tokens() == []
+    for _ in range(2):
+        rows = np.zeros((5, bitmask_size(state.vocab_size)), np.int32)
+        errors = state.fill_ahead(rows, draft)
+        assert errors[:4] == [None] * 4 and errors[4] is not None, "the form does not begin with token 8"
+    for place, token in enumerate(draft[:3]):
+        assert np.array_equal(fill_masks([twin]).bitmasks.numpy()[0], rows[place])
+        twin.accept(token)
+        state.accept(token)
+        assert bools(fill_masks([state])).equal(bools(fill_masks([twin])))
+    assert int(bools(fill_masks([state])).sum()) == 1 and state.num_allowed([8]) == 0
+
+
 def test_a_token_that_a_form_forbids_harms_only_the_places_after_it(compiler: ConstraintCompiler) -> None:
     """Guards drafts that were not checked: the state goes on as if there had been none."""
     state = start(compiler, "choice", '["abc"]')
