@@ -514,7 +514,7 @@ def test_what_is_no_iterable_of_rows(mapped: Mapper, rows: Any, message: str) ->
         ({"window": 0}, "at least 1, or None, not 0."),
         ({"window": "a"}, "at least 1, or None, not 'a'."),
         ({"window": True}, "at least 1, or None, not True."),
-        ({"template": 5}, "template must be a text or a function of the row, not int."),
+        ({"template": 5}, "template must be a text, a path or a function of the row, not int."),
         ({"path": 5}, "path must be the path of a file, not int."),
     ],
 )
