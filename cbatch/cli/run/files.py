@@ -81,11 +81,12 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
         stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
         _check_not_input(source.stream, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
         return StreamWriter(stream, input_order=input_order, escape=safe_json if stream.isatty() else None)
-    form, kind, journal = options.output_form, compression(name), journal_of(path.resolve())
-    for written in (path, journal):
+    form, kind = options.output_form, compression(name)
+    is_table = form != "jsonl" or kind is not None
+    for written in (path, journal_of(path.resolve())) if is_table else (path,):
         if written.exists():
             _check_not_input(source.stream, written.stat(), str(written))
-    if form == "jsonl" and kind is None:
+    if not is_table:
         return FileWriter(path, input_order=input_order)
     return TableWriter(path, form, kind, input_order=input_order, types=source.types)
 

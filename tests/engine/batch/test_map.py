@@ -344,6 +344,9 @@ def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: 
         return f"Translate to {row['language']}: {row['text']} {{literally}}"
 
     assert list(mapped(rows, template=by_function, params={"max_tokens": 4})) == results
+    path = tmp_path / "translate.jinja"
+    path.write_text("Translate to {{ language }}: {{ text }} {literally}\n")
+    assert list(mapped(rows, template=path, params={"max_tokens": 4})) == results
 
 
 def test_columns_of_a_template_may_have_any_names(mapped: Mapper, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class TableWriter(FileWriter):
         self._form, self._compression, self._types = form, compression, types or {}
         self._is_complete = False
         super().__init__(journal_of(self._table_path), input_order=input_order)
-        self._name = self._table_name + JOURNAL_ENDING
+        self._name = str(self._path if path.is_symlink() else journal_of(path))
 
     @property
     def resume_hint(self) -> str:
