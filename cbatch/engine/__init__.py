@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.driver import BatchDriver as BatchDriver
     from cbatch.engine.batch.driver import ReplicaStatus as ReplicaStatus
     from cbatch.engine.batch.engine_driver import EngineDriver as EngineDriver
-    from cbatch.engine.batch.jinja_template import read_template as read_template
     from cbatch.engine.batch.journal import Journal as Journal
     from cbatch.engine.batch.journal import ResumePlan as ResumePlan
     from cbatch.engine.batch.jsonl import format_row as format_row
@@ -51,8 +50,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.pipeline import Pipeline as Pipeline
     from cbatch.engine.batch.pipeline import RunObserver as RunObserver
     from cbatch.engine.batch.pipeline import checked_lines as checked_lines
-    from cbatch.engine.batch.prompt_template import ColumnTemplate as ColumnTemplate
-    from cbatch.engine.batch.prompt_template import PromptTemplate as PromptTemplate
     from cbatch.engine.batch.row_options import RowOptions as RowOptions
     from cbatch.engine.batch.tables.forms import INPUT_FORMS as INPUT_FORMS
     from cbatch.engine.batch.tables.forms import OUTPUT_FORMS as OUTPUT_FORMS
@@ -69,6 +66,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.tables.table_writer import TableWriter as TableWriter
     from cbatch.engine.batch.tables.table_writer import check_output as check_output
     from cbatch.engine.batch.tables.table_writer import journal_of as journal_of
+    from cbatch.engine.batch.templates.jinja_template import read_template as read_template
+    from cbatch.engine.batch.templates.prompt_template import ColumnTemplate as ColumnTemplate
+    from cbatch.engine.batch.templates.prompt_template import PromptTemplate as PromptTemplate
     from cbatch.engine.batch.writer import FileWriter as FileWriter
     from cbatch.engine.batch.writer import RowWriter as RowWriter
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter

@@ -11,13 +11,13 @@ from typing import Any
 
 from cbatch.engine.base.errors import ConfigError, RunFailed
 from cbatch.engine.batch.engine_driver import output_row
-from cbatch.engine.batch.jinja_template import read_template
 from cbatch.engine.batch.journal import Journal, ResumePlan
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line, LineSpool
-from cbatch.engine.batch.prompt_template import PromptTemplate
 from cbatch.engine.batch.python_rows import RowTemplate, lines_of
 from cbatch.engine.batch.row_stream import FinishedRow, RowStream
+from cbatch.engine.batch.templates.jinja_template import read_template
+from cbatch.engine.batch.templates.prompt_template import PromptTemplate
 from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion

@@ -12,7 +12,7 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.batch.lines import Line
-from cbatch.engine.batch.prompt_template import ColumnTemplate
+from cbatch.engine.batch.templates.prompt_template import ColumnTemplate
 from cbatch.engine.requests.prompts import plain, row_fields
 
 RowTemplate = ColumnTemplate | Callable[[Any], object]

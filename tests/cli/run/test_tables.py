@@ -164,7 +164,7 @@ def test_check_reads_tables(run: Command, tmp_path: Path, capfd: pytest.CaptureF
     assert run(source, "--template", "{text}", "--check") == 1
     report = json.loads(capfd.readouterr().out)
     assert (report["rows"], report["errors"]) == (4, {"invalid_row": 2})
-    assert report["first_errors"][1]["message"] == "row 4 (line 6): it has 3 values for 2 columns"
+    assert report["first_errors"][1]["message"] == "row 4 (line 6): 3 values for 2 columns"
 
 
 @pytest.mark.parametrize(

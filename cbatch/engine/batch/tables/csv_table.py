@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from cbatch.engine.base.errors import ConfigError, RequestError
@@ -86,7 +86,7 @@ class CsvTable:
         if error is None and self._lines.encoding_error is not None:
             error = RequestError("invalid_utf8", f"not valid UTF-8 ({self._lines.encoding_error})")
         if error is None and len(values) != len(self.names):
-            error = RequestError("invalid_row", f"it has {len(values)} values for {len(self.names)} columns")
+            error = RequestError("invalid_row", f"{_counted(values, 'value')} for {_counted(self.names, 'column')}")
         if error is not None:
             error = RequestError(error.code, f"{where}: {error}")
         return TableRow(index, where, dict(zip(self.names, values, strict=False)), error)
@@ -101,6 +101,10 @@ class CsvTable:
     def _quote_hint(self) -> str:
         lines = self._lines.number - self._lines.begun_at + 1
         return f" ({lines:,} lines: a quote may have been left open)" if lines > 1 else ""
+
+
+def _counted(items: Sequence[str], word: str) -> str:
+    return f"{len(items):,} {word}{'' if len(items) == 1 else 's'}"
 
 
 def check_names(names: list[str], table: str) -> None:

@@ -9,7 +9,6 @@ from typing import IO, Any
 
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.batch.lines import Line, LineSpool, read_lines
-from cbatch.engine.batch.prompt_template import ColumnTemplate
 from cbatch.engine.batch.tables.compression import READ_ERRORS, decompressed, first_bytes
 from cbatch.engine.batch.tables.csv_table import BOM, CsvTable
 from cbatch.engine.batch.tables.forms import TABLES, InputForm, unit_of
@@ -17,6 +16,7 @@ from cbatch.engine.batch.tables.json_array import read_array
 from cbatch.engine.batch.tables.parquet_table import ParquetTable
 from cbatch.engine.batch.tables.shard import WHOLE, Shard
 from cbatch.engine.batch.tables.table_lines import line_of, missing_columns, row_of_line
+from cbatch.engine.batch.templates.prompt_template import ColumnTemplate
 
 HEAD_BYTES = 4096
 

@@ -10,9 +10,9 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import parse_json_object, parse_json_value
 from cbatch.engine.batch.jsonl import line_text
 from cbatch.engine.batch.lines import Line
-from cbatch.engine.batch.prompt_template import ColumnTemplate, PromptTemplate
 from cbatch.engine.batch.tables.result_columns import carried_columns, earlier_error, is_result
 from cbatch.engine.batch.tables.table import TableRow
+from cbatch.engine.batch.templates.prompt_template import ColumnTemplate, PromptTemplate
 from cbatch.engine.requests.param_names import REFUSED
 from cbatch.engine.requests.row import PROMPT_FIELDS
 from cbatch.engine.requests.row_forms import ID_FIELDS, KNOWN

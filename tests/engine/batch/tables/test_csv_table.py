@@ -49,8 +49,8 @@ def test_a_bad_record_harms_no_other() -> None:
     data = b'a,b\n1\n1,2,3\n\xff,x\n"p"q,x\n"1\n2",\n1\r2,x\nok,x\n'
     rows = read(data)
     assert [row[2] for row in rows if len(row) == 3] == [
-        "invalid_row: row 1 (line 2): it has 1 values for 2 columns",
-        "invalid_row: row 2 (line 3): it has 3 values for 2 columns",
+        "invalid_row: row 1 (line 2): 1 value for 2 columns",
+        "invalid_row: row 2 (line 3): 3 values for 2 columns",
         "invalid_utf8: row 3 (line 4): not valid UTF-8 (invalid start byte)",
         "invalid_row: row 4 (line 5): ',' expected after '\"'",
         "invalid_row: row 6 (line 8): a carriage return stands in a value that is not quoted",

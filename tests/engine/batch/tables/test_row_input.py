@@ -15,12 +15,12 @@ from typing import IO, Any
 import pytest
 
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.batch.jinja_template import JinjaTemplate
 from cbatch.engine.batch.jsonl import parse_line
-from cbatch.engine.batch.prompt_template import PromptTemplate
 from cbatch.engine.batch.tables.forms import InputForm, unit_of
 from cbatch.engine.batch.tables.row_input import RowInput
 from cbatch.engine.batch.tables.shard import WHOLE, Shard
+from cbatch.engine.batch.templates.jinja_template import JinjaTemplate
+from cbatch.engine.batch.templates.prompt_template import PromptTemplate
 
 ROWS = [{"id": str(number), "text": f"row {number}, täxt", "n": number} for number in range(20)]
 TEMPLATE = PromptTemplate("Say {text} of {id}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.engine.base.errors import ConfigError, RequestError
-from cbatch.engine.batch.jinja_template import JinjaTemplate, read_template
+from cbatch.engine.batch.templates.jinja_template import JinjaTemplate, read_template
 
 ROW = {"city": "Oslo", "tags": ["a", "b"], "note": None, "two words": "x"}
 
