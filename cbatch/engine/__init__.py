@@ -44,14 +44,31 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.line_processor import LineProcessor as LineProcessor
     from cbatch.engine.batch.lines import MAX_LINE_BYTES as MAX_LINE_BYTES
     from cbatch.engine.batch.lines import Line as Line
-    from cbatch.engine.batch.lines import LineSource as LineSource
-    from cbatch.engine.batch.lines import Spool as Spool
     from cbatch.engine.batch.lines import read_lines as read_lines
     from cbatch.engine.batch.output_row import OutputRow as OutputRow
     from cbatch.engine.batch.output_row import RowOutcome as RowOutcome
     from cbatch.engine.batch.pipeline import Pipeline as Pipeline
     from cbatch.engine.batch.pipeline import RunObserver as RunObserver
+    from cbatch.engine.batch.pipeline import checked_lines as checked_lines
     from cbatch.engine.batch.row_options import RowOptions as RowOptions
+    from cbatch.engine.batch.tables.forms import INPUT_FORMS as INPUT_FORMS
+    from cbatch.engine.batch.tables.forms import OUTPUT_FORMS as OUTPUT_FORMS
+    from cbatch.engine.batch.tables.forms import TABLES as TABLES
+    from cbatch.engine.batch.tables.forms import InputForm as InputForm
+    from cbatch.engine.batch.tables.forms import OutputForm as OutputForm
+    from cbatch.engine.batch.tables.forms import compression as compression
+    from cbatch.engine.batch.tables.forms import input_form as input_form
+    from cbatch.engine.batch.tables.forms import output_form as output_form
+    from cbatch.engine.batch.tables.forms import unit_of as unit_of
+    from cbatch.engine.batch.tables.row_input import RowInput as RowInput
+    from cbatch.engine.batch.tables.shard import WHOLE as WHOLE
+    from cbatch.engine.batch.tables.shard import Shard as Shard
+    from cbatch.engine.batch.tables.table_writer import TableWriter as TableWriter
+    from cbatch.engine.batch.tables.table_writer import check_output as check_output
+    from cbatch.engine.batch.tables.table_writer import journal_of as journal_of
+    from cbatch.engine.batch.templates.jinja_template import read_template as read_template
+    from cbatch.engine.batch.templates.prompt_template import ColumnTemplate as ColumnTemplate
+    from cbatch.engine.batch.templates.prompt_template import PromptTemplate as PromptTemplate
     from cbatch.engine.batch.writer import FileWriter as FileWriter
     from cbatch.engine.batch.writer import RowWriter as RowWriter
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter

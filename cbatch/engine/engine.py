@@ -288,7 +288,7 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         rows: Iterable[Any],
         *,
-        template: str | Callable[[Any], Any] | None = None,
+        template: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
         params: ParamsLike | None = None,
         seed: int | None = 0,
         system: str | None = None,
@@ -302,8 +302,9 @@ class Engine(AbstractContextManager["Engine"]):
 
         rows:     texts, token ids, lists of messages, or rows as `cbatch run` takes them; read on a thread of their
                   own, at most `window` rows ahead of the results that were taken
-        template: makes the prompts: a text with {column} in it, or a function of the row. Columns other than `id` are
-                  data then, whatever their names; a row that the function returns is taken as it is
+        template: makes the prompts: a text with {column} in it, the path of a Jinja template, or a function of the
+                  row. Columns other than `id` are data then, whatever their names; a row that the function returns is
+                  taken as it is
         params:   sampling parameters of all rows, an object or a mapping; those of a row come on top
         seed:     seed from which rows without one get theirs, by their `id` or their number; None takes a new one,
                   and cannot be used with a `path`

@@ -6,7 +6,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,11 @@ class BackgroundRun:
         from cbatch.cli.run.stats import RunStats
 
         stats = RunStats()
-        with stats_file(options, stats), open_input(options) as source, open_output(options, source) as output:
+        with (
+            stats_file(options, stats),
+            closing(open_input(options)) as source,
+            open_output(options, source) as output,
+        ):
             notice(f"/run {options.input} writes to {options.output}; replies in the chat go first")
             driver = self._engines.driver(engine)
             run_batch(driver, options, source, output, stats, progress=self._display, while_running=self._running)

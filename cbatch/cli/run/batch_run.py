@@ -6,12 +6,10 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import IO
 
 from tqdm import tqdm
 
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
-from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
@@ -19,14 +17,12 @@ from cbatch.engine import (
     FileWriter,
     Journal,
     Line,
-    LineSource,
     Pipeline,
     ReaderGone,
     ResumePlan,
+    RowInput,
     RowOptions,
     RowWriter,
-    Spool,
-    read_lines,
 )
 
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
@@ -36,7 +32,7 @@ ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextMan
 def run_batch(
     driver: BatchDriver,
     options: RunOptions,
-    source: IO[bytes],
+    source: RowInput,
     output: RowWriter,
     stats: RunStats,
     *,
@@ -47,42 +43,46 @@ def run_batch(
 
     while_running: a context for the time in which the run may be interrupted
     """
-    quiet, total = options.quiet, count_lines(options)
+    quiet, total = options.quiet, None if options.quiet else source.count()
     stats.attach(driver)
     row_options = options.row_options()
     rows = driver.open(row_options, window=options.window, observer=stats)  # raises before the output changes
-    lines: LineSource = source
     kept: Container[int] = ()
     if isinstance(output, FileWriter):
         lines, plan = _prepare_file(output, options, source, driver, row_options, progress)
         stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
+    else:
+        lines = source.lines()
     pipeline = Pipeline(rows, output, stats, on_error=notice if options.verbose else None)
     details = partial(replica_lines, stats, driver) if options.verbose else no_details
     display = progress(total, lambda: _progress_state(stats, driver, total), details)
     try:
         with while_running(pipeline), display as tick:
-            pipeline.run(read_lines(lines), tick, kept=kept, max_errors=options.max_errors)
+            pipeline.run(lines, tick, kept=kept, max_errors=options.max_errors)
     finally:
         stats.detach()
         if not quiet and not isinstance(sys.exception(), ReaderGone):
             for line in stats.summary(driver, pipeline.waited_for_output_s):
                 notice(line)
+            if output.note:
+                notice(output.note)
 
 
 def _prepare_file(
     output: FileWriter,
     options: RunOptions,
-    source: IO[bytes],
+    source: RowInput,
     driver: BatchDriver,
     row_options: RowOptions,
     progress: ShowProgress,
-) -> tuple[LineSource, ResumePlan]:
+) -> tuple[Iterator[Line], ResumePlan]:
     """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
     if not (options.resume and output.has_content):
         output.start(Journal())
-        return source, ResumePlan()
+        return source.lines(), ResumePlan()
     journal = output.journal()
-    spool, compared = Spool(source), 0
+    first, again = source.read_twice()
+    compared = 0
 
     def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         nonlocal compared
@@ -95,7 +95,7 @@ def _prepare_file(
     with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
         plan = output.resume(
             journal,
-            read_lines(spool),
+            first,
             keyed,
             retry_errors=options.retry_errors,
             recompute_changed=options.recompute_changed,
@@ -104,8 +104,7 @@ def _prepare_file(
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:
         notice(f"resuming: {plan.rows:,} rows are kept" + ("" if plan.fits else f"; not kept: {plan}"))
-    spool.rewind()
-    return spool, plan
+    return again(), plan
 
 
 def _progress_state(stats: RunStats, driver: BatchDriver, total: int | None) -> tuple[int, str]:

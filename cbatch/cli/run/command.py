@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click import option
@@ -27,13 +27,13 @@ from cbatch.cli.common.options import (
     trace_option,
 )
 from cbatch.cli.common.tracing import tracing
-from cbatch.cli.run.files import count_lines, open_input, open_output, stats_file
+from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import MAX_TOOL_ROUNDS
+from cbatch.engine import INPUT_FORMS, MAX_TOOL_ROUNDS, OUTPUT_FORMS
 
 if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import BatchDriver, Engine, StepTracer
+    from cbatch.engine import BatchDriver, Engine, RowInput, StepTracer
 
 
 @click.command("run", cls=ConfiguredCommand)
@@ -45,10 +45,20 @@ if TYPE_CHECKING:
 @option("--overwrite", is_flag=True, help="Replace the output file if it is not empty.")
 @option(
     "--format",
-    type=click.Choice(["jsonl", "text"]),
-    default="jsonl",
-    help="Form of the input; text: one prompt per line.",
+    type=click.Choice(INPUT_FORMS),
+    help="Form of the input; text: one prompt per line [default: by the ending of INPUT, else jsonl].",
 )
+@option(
+    "--output-format",
+    type=click.Choice(OUTPUT_FORMS),
+    help="Form of the output [default: by the ending of OUT, else jsonl].",
+)
+@option(
+    "--template",
+    metavar="TEXT|FILE.jinja",
+    help="Make prompts of the rows' columns, such as 'Summarise: {text}'.",
+)
+@option("--shard", metavar="K/N", help="Run only the K-th of N parts of the rows, such as 2/8.")
 @option(
     "--order",
     type=click.Choice(["input", "completion"]),
@@ -90,7 +100,7 @@ if TYPE_CHECKING:
 @option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 @option("-v", "--verbose", is_flag=True, help="Print more about the engine, and each error row.")
 def run(**values: Any) -> Literal[0, 1]:
-    """Generate an answer for every row of INPUT (JSON Lines; - is stdin).
+    """Generate an answer for every row of INPUT (JSON Lines, CSV, TSV, a JSON array, Parquet; - is stdin).
 
     A row is {"prompt": ...}, {"messages": [...]}, {"prompt_token_ids": [...]} or an OpenAI Batch request, and may
     set sampling parameters of its own. Every row gives one row of output; a bad row gives an error row, and the
@@ -122,16 +132,16 @@ def run(**values: Any) -> Literal[0, 1]:
     return 1 if stats.errors or stats.errors_kept else 0
 
 
-def _check(options: RunOptions, source: IO[bytes], stats: RunStats) -> Literal[0, 1]:
+def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0, 1]:
     engine = _load(options, stats)
 
     from cbatch.cli.run.check import InputCheck
-    from cbatch.engine import LineProcessor, read_lines
+    from cbatch.engine import LineProcessor, checked_lines
 
     check = InputCheck(engine, LineProcessor.of(engine.core, options.row_options()))
-    total = count_lines(options)
+    total = None if options.quiet else source.count()
     with engine, show_progress(total, lambda: (check.rows, "read"), quiet=options.quiet) as tick:
-        report = check.report(read_lines(source), tick)
+        report = check.report(checked_lines(source.lines()), tick)
     emit(json.dumps(report, indent=2))
     return 1 if check.errors else 0
 

@@ -18,10 +18,22 @@ from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import RowWriter
+    from cbatch.engine import RowInput, RowWriter
 
 
-def open_input(options: RunOptions) -> IO[bytes]:
+def open_input(options: RunOptions) -> RowInput:
+    """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
+    from cbatch.engine import WHOLE, RowInput, Shard
+
+    template = options.row_template()
+    shard = Shard.parse(options.shard) if options.shard is not None else WHOLE
+    name = "The input" if options.input == "-" else options.input
+    stream = _open_stream(options)
+    is_sure = options.format is not None
+    return RowInput(stream, name, options.input_form, template=template, shard=shard, is_sure=is_sure)
+
+
+def _open_stream(options: RunOptions) -> IO[bytes]:
     name = options.input
     if name == "-":
         if sys.stdin is None:
@@ -35,17 +47,8 @@ def open_input(options: RunOptions) -> IO[bytes]:
         raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
 
 
-def count_lines(options: RunOptions) -> int | None:
-    """Number of lines of the input, for the progress display; None without a display, or if the input is a stream."""
-    path = Path(options.input)
-    if options.quiet or options.input == "-" or not path.is_file():
-        return None
-    with path.open("rb") as stream:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
-
-
 @contextmanager
-def open_output(options: RunOptions, source: IO[bytes]) -> Iterator[RowWriter]:
+def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
     """Opens the output. One that has rows is refused unless the options say what to do with them.
 
     Anything but a regular file (a pipe, a device) is treated like stdout.
@@ -61,8 +64,8 @@ def open_output(options: RunOptions, source: IO[bytes]) -> Iterator[RowWriter]:
         yield output
 
 
-def _open_writer(options: RunOptions, source: IO[bytes]) -> RowWriter:
-    from cbatch.engine import FileWriter, StreamWriter
+def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
+    from cbatch.engine import FileWriter, StreamWriter, TableWriter, compression, journal_of
 
     name, path = options.output, Path(options.output)
     input_order = options.order == "input"
@@ -73,12 +76,19 @@ def _open_writer(options: RunOptions, source: IO[bytes]) -> RowWriter:
             raise ConfigError("--resume needs an output file (-o FILE): a pipe cannot be read again.")
         if name == "-" and sys.stdout is None:
             raise ConfigError("There is no output: stdout is closed.")
+        if options.output_format not in (None, "jsonl"):
+            raise ConfigError(f"--output-format {options.output_format} needs a file, and {name} is none.")
         stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
-        _check_not_input(source, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
+        _check_not_input(source.stream, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
         return StreamWriter(stream, input_order=input_order, escape=safe_json if stream.isatty() else None)
-    if path.exists():
-        _check_not_input(source, path.stat(), name)
-    return FileWriter(path, input_order=input_order)
+    form, kind = options.output_form, compression(name)
+    is_table = form != "jsonl" or kind is not None
+    for written in (path, journal_of(path.resolve())) if is_table else (path,):
+        if written.exists():
+            _check_not_input(source.stream, written.stat(), str(written))
+    if not is_table:
+        return FileWriter(path, input_order=input_order)
+    return TableWriter(path, form, kind, input_order=input_order, types=source.types)
 
 
 def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> None:

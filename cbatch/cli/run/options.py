@@ -5,20 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.engine import (
     FIXED_DATE,
     MAX_TOOL_ROUNDS,
+    TABLES,
     ConfigError,
     EngineConfig,
+    InputForm,
+    OutputForm,
     RequestDefaults,
     RowOptions,
     TemplateOptions,
+    input_form,
     load_tools,
+    output_form,
+    unit_of,
 )
+
+if TYPE_CHECKING:
+    from cbatch.engine import ColumnTemplate
+
+TEMPLATE_ENDINGS = (".jinja", ".jinja2", ".j2")
+"""A template with such an ending is the name of a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +43,10 @@ class RunOptions:
     retry_errors: bool = False
     recompute_changed: bool = False
     overwrite: bool = False
-    format: Literal["jsonl", "text"] = "jsonl"
+    format: InputForm | None = None
+    output_format: OutputForm | None = None
+    template: str | None = None
+    shard: str | None = None
     order: Literal["input", "completion"] = "input"
     window: int | None = None
     max_errors: int | None = None
@@ -52,6 +67,25 @@ class RunOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
 
+    @property
+    def input_form(self) -> InputForm:
+        """What --format says or, without it, the ending of the input's name."""
+        return self.format or input_form(self.input)
+
+    @property
+    def output_form(self) -> OutputForm:
+        """What --output-format says or, without it, the ending of the output's name."""
+        return self.output_format or output_form(self.output)
+
+    def row_template(self) -> ColumnTemplate | None:
+        """What makes the prompts. Raises ConfigError if it cannot be read."""
+        if self.template is None:
+            return None
+        from cbatch.engine import PromptTemplate, read_template
+
+        is_file = self.template.endswith(TEMPLATE_ENDINGS)
+        return read_template(Path(self.template)) if is_file else PromptTemplate(self.template)
+
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""
         self.sampling.check()
@@ -60,6 +94,8 @@ class RunOptions:
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} needs --resume.")
+        if self.output == "-" and self.output_format not in (None, "jsonl"):
+            raise ConfigError(f"--output-format {self.output_format} needs an output file (-o FILE).")
         if self.resume and self.overwrite:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
 
@@ -75,7 +111,9 @@ class RunOptions:
         )
         return RowOptions(
             defaults,
-            is_text=self.format == "text",
+            is_text=self.input_form == "text" and self.template is None,
+            has_columns=self.input_form in TABLES or self.template is not None,
+            unit=unit_of(self.input_form),
             allow_unknown=self.allow_unknown,
             timings=self.timings,
             tools=tuple(load_tools(map(Path, self.tools))),

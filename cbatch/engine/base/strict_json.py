@@ -42,6 +42,17 @@ def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
     return value
 
 
+def parse_json_value(text: str) -> Any:
+    """Reads a JSON value with the same strictness. Raises ValueError."""
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    return value
+
+
 def json_type(value: Any) -> str:
     """What a JSON value is, for messages: “a string”, “a list”, “null”."""
     if value is None or isinstance(value, bool):

@@ -15,30 +15,26 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def parse_line(
-    line: Line, *, is_text: bool = False, has_columns: bool = False, allow_unknown: bool = False
+    line: Line, *, is_text: bool = False, has_columns: bool = False, allow_unknown: bool = False, unit: str = "line"
 ) -> InputRow:
     """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`.
 
     is_text:       the line is a prompt instead of JSON
     has_columns:   the line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
     allow_unknown: carry misspelt parameters along instead of refusing the row
+    unit:          what `index` counts, for messages: lines, or rows of a table
     """
-    row = InputRow(line.index, f"line {line.index + 1}")
+    row = InputRow(line.index, f"{unit} {line.index + 1}")
     try:
-        if line.data is None:
-            raise RequestError("line_too_long", f"line {line.index + 1} is longer than {MAX_LINE_BYTES >> 20} MiB")
-        text = line.data.decode()
+        text = line_text(line, row.where)
         if is_text:
             row.prompt = text
         else:
-            fields = parse_json_object(text, f"line {line.index + 1}", "a row")
+            fields = parse_json_object(text, row.where, "a row")
             if has_columns:
-                fill_with_columns(row, fields["row"], fields["columns"])
+                fill_with_columns(row, fields["row"], fields["columns"], allow_unknown=allow_unknown)
             else:
                 fill_row(row, fields, allow_unknown=allow_unknown)
-    except UnicodeDecodeError as error:
-        reason = f"line {line.index + 1}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
-        row.error = RequestError("invalid_utf8", reason)
     except RequestError as error:
         row.error = error
     except Exception as unforeseen:  # one line that breaks something harms no other
@@ -47,6 +43,17 @@ def parse_line(
     if line.error is not None:
         row.error = line.error
     return row
+
+
+def line_text(line: Line, where: str) -> str:
+    """The text of a line. Raises RequestError if the line is too long or no UTF-8."""
+    if line.data is None:
+        raise RequestError("line_too_long", f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB")
+    try:
+        return line.data.decode()
+    except UnicodeDecodeError as error:
+        reason = f"{where}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
+        raise RequestError("invalid_utf8", reason) from None
 
 
 def format_row(fields: dict[str, Any]) -> bytes:

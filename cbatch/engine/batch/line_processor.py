@@ -25,6 +25,7 @@ class LineProcessor:
     is_text:       lines are prompts instead of JSON
     has_columns:   each line has a row and its columns (see `parse_line`)
     allow_unknown: carry misspelt parameters along instead of refusing their row
+    unit:          what messages call a line
     tools, max_tool_rounds: see `RowOptions`
     """
 
@@ -32,6 +33,7 @@ class LineProcessor:
     is_text: bool = False
     has_columns: bool = False
     allow_unknown: bool = False
+    unit: str = "line"
     tools: tuple[Tool, ...] = ()
     max_tool_rounds: int = 0
 
@@ -42,7 +44,9 @@ class LineProcessor:
         return cls(
             inputs,
             is_text=options.is_text,
+            has_columns=options.has_columns,
             allow_unknown=options.allow_unknown,
+            unit=options.unit,
             tools=options.tools,
             max_tool_rounds=options.max_tool_rounds,
         )
@@ -72,7 +76,13 @@ class LineProcessor:
         return self.inputs.process(self._row(line), lambda: line.source)
 
     def _row(self, line: Line) -> InputRow:
-        row = parse_line(line, is_text=self.is_text, has_columns=self.has_columns, allow_unknown=self.allow_unknown)
+        row = parse_line(
+            line,
+            is_text=self.is_text,
+            has_columns=self.has_columns,
+            allow_unknown=self.allow_unknown,
+            unit=self.unit,
+        )
         if self.tools and not (row.tools or row.raw or row.prompt_token_ids is not None):
             row.tools = [tool.schema for tool in self.tools]
             row.tool_rounds = self.max_tool_rounds

@@ -44,37 +44,11 @@ class Line:
         return Line, (self.index, self.data, self.digest, self.error)  # quicker than what a frozen dataclass does
 
 
-class Spool:
-    """A stream that can be read twice. `rewind` starts it again; it may be called once, at the end of a line.
-
-    What is read from a pipe before that is kept in an unnamed temporary file, which no crash leaves behind.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._start = stream.tell() if stream.seekable() else None
-        self._kept = tempfile.TemporaryFile() if self._start is None else None  # noqa: SIM115
-        self._is_replayed = False
-
-    def readline(self, limit: int = -1, /) -> bytes:
-        if self._kept is None:
-            return self._stream.readline(limit)
-        if self._is_replayed:
-            return self._kept.readline(limit) or self._stream.readline(limit)
-        data = self._stream.readline(limit)
-        self._kept.write(data)
-        return data
-
-    def rewind(self) -> None:
-        if self._kept is None:
-            self._stream.seek(self._start or 0)
-        else:
-            self._kept.seek(0)
-            self._is_replayed = True
-
-
 class LineSpool(Iterator[Line]):
-    """Lines that can be taken twice, like those of a `Spool`, if they do not come from a stream of bytes."""
+    """Lines that can be taken twice. `rewind` starts them again; it may be called once.
+
+    What is taken before that is kept in an unnamed temporary file, which no crash leaves behind.
+    """
 
     def __init__(self, lines: Iterator[Line]) -> None:
         self._lines = lines
@@ -98,10 +72,7 @@ class LineSpool(Iterator[Line]):
         self._is_replayed = True
 
 
-LineSource = IO[bytes] | Spool
-
-
-def read_lines(stream: LineSource) -> Iterator[Line]:
+def read_lines(stream: IO[bytes]) -> Iterator[Line]:
     """Yields the lines that are not blank, without a BOM at the start and CRs at the ends. Only `\\n` ends a line.
 
     Reads at most one line ahead.
@@ -120,7 +91,7 @@ def read_lines(stream: LineSource) -> Iterator[Line]:
         index += 1
 
 
-def _skip(stream: LineSource, data: bytes) -> bytes:
+def _skip(stream: IO[bytes], data: bytes) -> bytes:
     """Reads the rest of a line that begins with `data`, and returns the hash of the whole line."""
     digest = _digest()
     while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):

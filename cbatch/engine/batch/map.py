@@ -14,9 +14,10 @@ from cbatch.engine.batch.engine_driver import output_row
 from cbatch.engine.batch.journal import Journal, ResumePlan
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line, LineSpool
-from cbatch.engine.batch.prompt_template import PromptTemplate
-from cbatch.engine.batch.python_rows import lines_of
+from cbatch.engine.batch.python_rows import RowTemplate, lines_of
 from cbatch.engine.batch.row_stream import FinishedRow, RowStream
+from cbatch.engine.batch.templates.jinja_template import read_template
+from cbatch.engine.batch.templates.prompt_template import PromptTemplate
 from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion
@@ -29,7 +30,7 @@ def map_rows(
     inputs: InputProcessor,
     rows: Iterable[object],
     *,
-    template: str | Callable[[Any], object] | None = None,
+    template: str | os.PathLike[str] | Callable[[Any], object] | None = None,
     path: str | os.PathLike[str] | None = None,
     resume: bool = False,
     ordered: bool = True,
@@ -39,8 +40,9 @@ def map_rows(
 
     rows:     texts, token ids, lists of messages, or dictionaries as the rows of a file; taken on a thread of their
               own, at most `window` rows ahead of the results that were taken
-    template: makes the prompts: a text with {column} in it, or a function of the row. Columns other than `id` are
-              data then, whatever their names; a row that the function returns is taken as it is
+    template: makes the prompts: a text with {column} in it, the path of a Jinja template, or a function of the row.
+              Columns other than `id` are data then, whatever their names; a row that the function returns is taken as
+              it is
     path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
     resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
     ordered:  whether results come in the order of the rows, or as they finish
@@ -55,13 +57,19 @@ def map_rows(
     """
     _check_rows(rows)
     _check_options(template, path, resume=resume, window=window)
-    made = PromptTemplate(template) if isinstance(template, str) else template
+    made = _read_template(template)
     processor = LineProcessor(inputs, has_columns=made is not None)
     limits = engine_thread.engine.limits
     stream = RowStream(engine_thread, processor, window=4 * limits.max_seqs if window is None else window)
     row_map = RowMap(stream, processor, ordered=ordered)
     lines = lines_of(rows, made)
     return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
+
+
+def _read_template(template: str | os.PathLike[str] | Callable[[Any], object] | None) -> RowTemplate | None:
+    if isinstance(template, os.PathLike):
+        return read_template(Path(template))
+    return PromptTemplate(template) if isinstance(template, str) else template
 
 
 def _check_rows(rows: Iterable[object]) -> None:
@@ -77,8 +85,8 @@ def _check_rows(rows: Iterable[object]) -> None:
 
 def _check_options(template: object, path: object, *, resume: bool, window: object) -> None:
     """Raises ConfigError for a value that cannot be meant."""
-    if not isinstance(template, str | None) and not callable(template):
-        raise ConfigError(f"template must be a text or a function of the row, not {_kind(template)}.")
+    if not isinstance(template, str | os.PathLike | None) and not callable(template):
+        raise ConfigError(f"template must be a text, a path or a function of the row, not {_kind(template)}.")
     if not isinstance(path, str | os.PathLike | None):
         raise ConfigError(f"path must be the path of a file, not {_kind(path)}.")
     if resume and path is None:

@@ -83,7 +83,7 @@ class Pipeline:
     def _finished(self, lines: Iterable[Line], kept: Container[int]) -> Generator[list[OutputRow]]:
         """The source's finished rows. If it fails, what was held back is written first."""
         try:
-            yield from self._source.finished(_checked(lines), kept)
+            yield from self._source.finished(checked_lines(lines), kept)
         except (EngineError, RunFailed) as error:
             raise self._ended_early(type(error), str(error)) from error
 
@@ -108,12 +108,12 @@ class Pipeline:
             raise Interrupted(self._signum, self._output.resume_hint)
 
 
-def _checked(lines: Iterable[Line]) -> Iterator[Line]:
-    """The lines, with a sentence for what reading them raises."""
+def checked_lines(lines: Iterable[Line]) -> Iterator[Line]:
+    """The lines. Raises RunFailed, with a sentence, for what reading them raises."""
     try:
         yield from lines
     except Exception as error:
-        raise RunFailed(f"Cannot read the input: {error}.") from error
+        raise RunFailed(f"Cannot read the input: {str(error).rstrip('.')}.") from error
 
 
 def _up_to_error(rows: list[OutputRow], errors_left: int) -> list[OutputRow]:

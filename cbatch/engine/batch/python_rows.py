@@ -12,10 +12,10 @@ from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.batch.lines import Line
-from cbatch.engine.batch.prompt_template import PromptTemplate
+from cbatch.engine.batch.templates.prompt_template import ColumnTemplate
 from cbatch.engine.requests.prompts import plain, row_fields
 
-RowTemplate = PromptTemplate | Callable[[Any], object]
+RowTemplate = ColumnTemplate | Callable[[Any], object]
 """Makes the prompt of a row: a text with names of columns, or a function of the row."""
 
 
@@ -38,7 +38,7 @@ def _line_of(index: int, row: object, template: RowTemplate | None) -> Line:
             return _failed(index, error, _identity(row))
     columns = _identity(row)
     try:
-        columns = _as_data(row) if isinstance(row, Mapping) else {}
+        columns = as_data(row) if isinstance(row, Mapping) else {}
         made = _templated(row, columns, template)
         return Line.of(index, json.dumps({"columns": columns, "row": made}).encode())
     except Exception as error:
@@ -50,7 +50,7 @@ def _templated(row: object, columns: Mapping[str, Any], template: RowTemplate) -
 
     columns: those of `row` as data
     """
-    if isinstance(template, PromptTemplate):
+    if isinstance(template, ColumnTemplate):
         if not isinstance(row, Mapping):
             return {"prompt": template.render(row_fields(row))}
         given = {str(name): value for name, value in row.items()}
@@ -63,17 +63,17 @@ def _templated(row: object, columns: Mapping[str, Any], template: RowTemplate) -
     return row_fields(made)
 
 
-def _as_data(value: Any) -> Any:
+def as_data(value: Any) -> Any:
     """A value in the types of JSON: what is missing, infinite or not a number as null, other things as text."""
     if isinstance(value, Mapping):
-        return {str(plain(name)): _as_data(item) for name, item in value.items()}
+        return {str(plain(name)): as_data(item) for name, item in value.items()}
     if isinstance(value, date | time) or _has_dates(value):
         return None if _is_missing(value) else _date_text(value)
     value = plain(value)
     if isinstance(value, list | tuple):
-        return [_as_data(item) for item in value]
+        return [as_data(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(_as_data, value), key=repr)
+        return sorted(map(as_data, value), key=repr)
     if value is None or isinstance(value, str | bool | int):
         return value
     if _is_missing(value):
@@ -91,7 +91,7 @@ def _has_dates(value: Any) -> bool:
 def _date_text(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
-    return str(value) if getattr(value, "ndim", 0) == 0 else [_as_data(item) for item in value]
+    return str(value) if getattr(value, "ndim", 0) == 0 else [as_data(item) for item in value]
 
 
 def _is_missing(value: Any) -> bool:

@@ -13,6 +13,8 @@ class RowOptions:
     """Options of all rows of a batch. Can be sent to the process that computes them.
 
     is_text:       lines are prompts instead of JSON
+    has_columns:   each line has a row and its columns (see `parse_line`)
+    unit:          what messages call a line: `line`, or `row` of a table
     allow_unknown: carry misspelt parameters along instead of refusing their row
     timings:       add times and cached tokens to each row of output
     tools:         run what models call of these, in conversations whose rows bring no tools of their own
@@ -21,6 +23,8 @@ class RowOptions:
 
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
     is_text: bool = False
+    has_columns: bool = False
+    unit: str = "line"
     allow_unknown: bool = False
     timings: bool = False
     tools: tuple[Tool, ...] = ()

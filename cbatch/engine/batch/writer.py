@@ -31,6 +31,9 @@ class RowWriter:
     stop_timeout_s: float | None = None
     """Seconds that an interrupted run waits until finished rows are written; None if nobody can block that."""
 
+    note = ""
+    """What is to be said once the run is finished."""
+
     def check_empty(self) -> None:
         """Raises ConfigError if the output holds rows of an earlier run."""
 
@@ -175,7 +178,7 @@ class FileWriter(RowWriter):
         self._journal = journal
         os.ftruncate(self._fd, journal.end)
         os.fsync(self._fd)
-        _sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
 
     def resume(
         self,
@@ -244,7 +247,7 @@ class FileWriter(RowWriter):
 
     def __exit__(self, *error: object) -> None:
         try:
-            if self._is_new and not self.has_content:
+            if self._is_new and not os.fstat(self._fd).st_size:
                 self._path.unlink(missing_ok=True)
             else:
                 self._sync()
@@ -283,7 +286,7 @@ class FileWriter(RowWriter):
             os.fchmod(target.fileno(), os.fstat(self._fd).st_mode & 0o777)
             os.fsync(target.fileno())
         self._ordered_path.replace(self._path)
-        _sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
 
     def _failed(self, verb: str, error: OSError) -> RunFailed:
         return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.resume_hint}")
@@ -295,7 +298,7 @@ def _short(name: str) -> str:
     return name if len(encoded) < 200 else hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Syncs the folder, so that a file's name is as durable as its content."""
     fd = os.open(folder, os.O_RDONLY)
     try:

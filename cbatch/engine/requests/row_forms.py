@@ -58,14 +58,16 @@ def _may_be_misspelt(name: str, value: Any) -> bool:
     return name.lower() != "stop" or isinstance(value, str | list)
 
 
-def fill_with_columns(row: InputRow, fields: dict[str, Any], columns: dict[str, Any]) -> None:
+def fill_with_columns(
+    row: InputRow, fields: dict[str, Any], columns: dict[str, Any], *, allow_unknown: bool = False
+) -> None:
     """Sets the row's fields, and takes its `id` and columns to carry along from a table. Raises RequestError.
 
     columns: may have any names, and only `id` and `custom_id` have a meaning; what `fields` says counts first
     """
     carried = {name: value for name, value in columns.items() if name not in ID_FIELDS}
     try:
-        fill_row(row, fields)
+        fill_row(row, fields, allow_unknown=allow_unknown)
     finally:
         row.extra = carried | row.extra
         if row.id is None:

@@ -76,8 +76,8 @@ def explain_difference(here: str, there: str) -> str:
         return "a line that was refused then and is accepted now, or the other way round (perhaps --allow-unknown)"
     if here[INPUT] != there[INPUT]:
         return (
-            "another input, another --system, --template-kwargs, --raw or --format, or a version of cbatch that read a "
-            "column differently"
+            "another input, another --system, --template, --template-kwargs, --raw or --format, or a version of cbatch "
+            "that read a column differently"
         )
     return "other sampling parameters, another seed, --token-ids, or a KV cache of another size"
 

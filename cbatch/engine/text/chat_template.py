@@ -90,12 +90,20 @@ def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> Template:
+    return sandbox(extensions=[_GenerationTag]).from_string(template)
+
+
+def sandbox(*, extensions: Sequence[type[Extension]] = (), **options: Any) -> ImmutableSandboxedEnvironment:
+    """The environment in which templates run: they reach nothing but what they are given, and load no files.
+
+    options: further ones of Jinja's `Environment`
+    """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, loopcontrols], **options
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, dict=_Dict(), namespace=_Namespace)
-    return environment.from_string(template)
+    return environment
 
 
 def _to_json(

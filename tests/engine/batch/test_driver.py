@@ -105,7 +105,7 @@ def test_driving_a_batch_imports_no_model_library() -> None:
         import sys
         import cbatch.cli.run.batch_run, cbatch.cli.run.command, cbatch.cli.run.files
         from cbatch.cli.run.options import RunOptions
-        from cbatch.engine import FileWriter, Pipeline, Spool, StreamWriter
+        from cbatch.engine import FileWriter, Pipeline, RowInput, StreamWriter, TableWriter
         RunOptions().row_options()
         print([name for name in ("torch", "numpy", "transformers", "tokenizers", "jinja2") if name in sys.modules])
     """

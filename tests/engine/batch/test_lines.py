@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 
 import pytest
 
 from cbatch.engine import RequestError
 from cbatch.engine.batch import lines
 from cbatch.engine.batch.jsonl import parse_line
-from cbatch.engine.batch.lines import Line, LineSpool, Spool, read_lines
+from cbatch.engine.batch.lines import Line, LineSpool, read_lines
 
 
 def test_lines_are_physical_and_blank_ones_skipped() -> None:
@@ -43,24 +42,6 @@ def test_the_hash_of_a_long_line_is_of_its_text(monkeypatch: pytest.MonkeyPatch)
     assert len({next(read_lines(io.BytesIO(b"x" * n))).digest for n in range(13, 50)}) == 37
 
 
-def test_a_pipe_can_be_read_twice() -> None:
-    """Guards --resume on stdin: lines that were read to compare them come again, then the rest."""
-    reader, writer = os.pipe()
-    os.write(writer, b"one\ntwo\nthree\nfour")
-    os.close(writer)
-    with os.fdopen(reader, "rb") as stream:
-        spool = Spool(stream)
-        first = read_lines(spool)
-        assert [next(first).data, next(first).data] == [b"one", b"two"]
-        spool.rewind()
-        assert [(line.index, line.data) for line in read_lines(spool)] == [
-            (0, b"one"),
-            (1, b"two"),
-            (2, b"three"),
-            (3, b"four"),
-        ]
-
-
 def test_lines_without_a_stream_can_be_taken_twice() -> None:
     """Guards resuming a source that only comes once: all that a line has comes again, then the rest."""
     lines = [
@@ -76,13 +57,3 @@ def test_lines_without_a_stream_can_be_taken_twice() -> None:
         assert (again.index, again.data, again.source) == (line.index, line.data, line.source)
         assert repr(again.error) == repr(line.error)
     assert len({line.source for line in [*lines, Line(2, b"{}"), Line(2, b"{}", error=RequestError("code", "x"))]}) == 6
-
-
-def test_a_file_is_read_twice_from_where_it_stood() -> None:
-    """Guards --resume on a redirected file whose first line a shell has already read."""
-    stream = io.BytesIO(b"header\none\ntwo\n")
-    stream.readline()
-    spool = Spool(stream)
-    assert next(read_lines(spool)).data == b"one"
-    spool.rewind()
-    assert [line.data for line in read_lines(spool)] == [b"one", b"two"]

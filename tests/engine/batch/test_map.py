@@ -344,6 +344,9 @@ def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: 
         return f"Translate to {row['language']}: {row['text']} {{literally}}"
 
     assert list(mapped(rows, template=by_function, params={"max_tokens": 4})) == results
+    path = tmp_path / "translate.jinja"
+    path.write_text("Translate to {{ language }}: {{ text }} {literally}\n")
+    assert list(mapped(rows, template=path, params={"max_tokens": 4})) == results
 
 
 def test_columns_of_a_template_may_have_any_names(mapped: Mapper, tmp_path: Path) -> None:
@@ -514,7 +517,7 @@ def test_what_is_no_iterable_of_rows(mapped: Mapper, rows: Any, message: str) ->
         ({"window": 0}, "at least 1, or None, not 0."),
         ({"window": "a"}, "at least 1, or None, not 'a'."),
         ({"window": True}, "at least 1, or None, not True."),
-        ({"template": 5}, "template must be a text or a function of the row, not int."),
+        ({"template": 5}, "template must be a text, a path or a function of the row, not int."),
         ({"path": 5}, "path must be the path of a file, not int."),
     ],
 )

@@ -1,11 +1,26 @@
-"""Prompts from the columns of a row: a text with {column} in it."""
+"""Prompts from the columns of a row: what makes them, and the simplest of it, a text with {column} in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from string import Formatter
+from typing import Protocol, runtime_checkable
 
 from cbatch.engine.base.errors import ConfigError, RequestError
+
+
+@runtime_checkable
+class ColumnTemplate(Protocol):
+    """Makes a prompt of the columns of a row."""
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that it needs."""
+        ...
+
+    def render(self, columns: Mapping[str, object]) -> str:
+        """The prompt. Raises RequestError (`template_error`)."""
+        ...
 
 
 class PromptTemplate:
@@ -27,6 +42,11 @@ class PromptTemplate:
                     f"{_shown(name, form, conversion)} is not one. Write {{{{ and }}}} for braces."
                 )
             self._parts.append((literal, name))
+
+    @property
+    def names(self) -> list[str]:
+        """The columns without which no prompt can be made."""
+        return list(dict.fromkeys(name for _, name in self._parts if name is not None))
 
     def render(self, columns: Mapping[str, object]) -> str:
         """The prompt for a row. Raises RequestError (`template_error`) if a column is missing or null."""
