@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import IO
@@ -52,16 +52,16 @@ def run_batch(
     row_options = options.row_options()
     rows = driver.open(row_options, window=options.window, observer=stats)  # raises before the output changes
     lines: LineSource = source
-    kept: Container[int] = ()
+    plan = ResumePlan()
     if isinstance(output, FileWriter):
         lines, plan = _prepare_file(output, options, source, driver, row_options, progress)
-        stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
+        stats.rows_kept, stats.errors_kept = plan.rows, plan.errors
     pipeline = Pipeline(rows, output, stats, on_error=notice if options.verbose else None)
     details = partial(replica_lines, stats, driver) if options.verbose else no_details
     display = progress(total, lambda: _progress_state(stats, driver, total), details)
     try:
         with while_running(pipeline), display as tick:
-            pipeline.run(read_lines(lines), tick, kept=kept, max_errors=options.max_errors)
+            pipeline.run(plan.with_tries(read_lines(lines)), tick, kept=plan, max_errors=options.max_errors)
     finally:
         stats.detach()
         if not quiet and not isinstance(sys.exception(), ReaderGone):

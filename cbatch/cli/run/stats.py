@@ -92,6 +92,8 @@ class RunStats(RunObserver):
     rows, errors:           rows that this run wrote, and its error rows by their code
     rows_kept, errors_kept: rows of an earlier run that were kept, and error rows among them
     output_tokens:          tokens generated so far; `finished_tokens` of them belong to finished rows
+    tries:                  of all rows that were validated, `rows_validated`
+    rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
     load_s:                 seconds that loading the model took
     """
 
@@ -110,6 +112,10 @@ class RunStats(RunObserver):
         self.cached_tokens = 0
         self.output_tokens = 0
         self.finished_tokens = 0
+        self.tries = 0
+        self.rows_validated = 0
+        self.rows_from_cache = 0
+        self.reused_tokens = 0
         self.load_s = 0.0
         self._started: float | None = None
         self._ended: float | None = None
@@ -156,7 +162,10 @@ class RunStats(RunObserver):
         self._ended = max(self._ended or row.finished_at, row.finished_at)
         if outcome.error_code is not None:
             self.errors[outcome.error_code] += 1
-            return
+        self.tries += outcome.tries
+        self.rows_validated += outcome.tries > 0
+        self.rows_from_cache += outcome.from_cache
+        self.reused_tokens += outcome.reused_tokens
         self.prompt_tokens += outcome.prompt_tokens
         self.cached_tokens += outcome.cached_tokens
         self.finished_tokens += outcome.completion_tokens
@@ -197,7 +206,7 @@ class RunStats(RunObserver):
 
         Tokens of unfinished rows count as done. Returns None until a row is finished.
         """
-        good = self.rows - self.errors.total()
+        good = self.rows - self.errors.total() + self.errors["invalid_answer"]  # which cost their tokens, too
         if not good or not self.output_tokens:
             return None
         per_row = self.finished_tokens / good
@@ -217,6 +226,10 @@ class RunStats(RunObserver):
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
             "output_tokens": self.output_tokens,
+            "rows_from_cache": self.rows_from_cache,
+            "reused_tokens": self.reused_tokens,
+            "rows_validated": self.rows_validated,
+            "tries": self.tries,
             "load_s": self.load_s,
             "elapsed_s": self.elapsed_s,
             "output_tokens_per_s": self.output_tokens_per_s,
@@ -240,11 +253,14 @@ class RunStats(RunObserver):
         failed = self.errors.total()
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
+        reused = f", {self.rows_from_cache:,} from the cache" if self.rows_from_cache else ""
+        more = self.tries - self.rows_validated
+        tried = f", {more:,} further {'try' if more == 1 else 'tries'}" if more else ""
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
         retried = f", {counters.retries:,} retried ({driver.stats().last_error})" if counters.retries else ""
         lines = [
-            f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
+            f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}{reused}{tried}",
             f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{counters.steps:,} steps{retried}",

@@ -6,7 +6,10 @@ Three threads work side by side:
 - The engine's thread computes them, and calls back (`on_event`) for each token.
 - The consumer, which iterates over `finished`, takes the rows that are finished.
 
-Both others send what they have done to the consumer's inbox. A window bounds the rows between reader and consumer.
+An answer need not be the end of its row: the tools that it calls are run, and it may be validated, on further threads,
+which submit the row's next request. What a cache of answers has is not submitted.
+
+The others send what they have done to the consumer's inbox. A window bounds the rows between reader and consumer.
 """
 
 from __future__ import annotations
@@ -43,11 +46,17 @@ class FinishedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndOfRow:
-    """A row has ended. `is_lost`: because the engine failed or was closed, so that there is no result."""
+    """A row, or a request of it, has ended.
+
+    result:     of the row; or the outputs of the request, on which another one may follow
+    is_lost:    because the engine failed or was closed, so that there is no result
+    from_cache: the outputs were not computed
+    """
 
     position: int
     result: Completion | OutputProcessor
     is_lost: bool = False
+    from_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,8 @@ class RowStream:
         self._in_flight: dict[int, RequestHandle] = {}
         self._cancelled: set[int] = set()
         self._num_ended = 0
-        self._tools = lines.tool_loop(self._ask_again)
+        self._loops = lines.loops(self._ask_again)
+        self._cache = lines.open_cache(engine_thread.engine)
         self._is_stopping = False
         self.poll_s = POLL_SECONDS
         """How long `finished` waits for rows before it gives none."""
@@ -184,6 +194,9 @@ class RowStream:
 
     def _submit(self, position: int, request: EncodedRequest, taken_at: float) -> None:
         outputs = self._engine_thread.engine.output_processor(request, taken_at)
+        if self._cache is not None and self._cache.replay(outputs):
+            self._inbox.put(EndOfRow(position, outputs, from_cache=True))
+            return
 
         def on_event(event: TokenEvent) -> None:
             """Runs on the engine's thread."""
@@ -222,33 +235,44 @@ class RowStream:
         Their texts are made here, and not on the engine's thread.
         """
         finished = []
+        computed: list[OutputProcessor] = []
         for message in messages:
             if isinstance(message, EndOfRow):
                 result = message.result
                 handle = self._in_flight.pop(message.position, None)
-                if handle is None and not isinstance(result, Completion):
-                    continue  # it was cancelled before it ended
-                completion = None
-                if not message.is_lost:
-                    completion = result if isinstance(result, Completion) else result.completion()
-                    if self._calls_tools(message.position, handle, completion):
-                        continue
+                if isinstance(result, OutputProcessor) and not message.from_cache:
+                    if handle is None:
+                        continue  # it was cancelled before it ended
+                    computed.append(result)
+                completion = None if message.is_lost else self._completion(message)
+                if completion is not None and self._goes_on(message.position, result, completion):
+                    continue
                 self._num_ended += 1
                 if completion is not None:
                     finished.append(FinishedRow(message.position, completion))
             elif isinstance(message, RowCancelled) and self._in_flight.pop(message.position, None) is not None:
                 self._num_ended += 1
                 self._window.release([message.position])
+        if self._cache is not None and computed:
+            self._cache.keep(computed)
         return finished
 
-    def _calls_tools(self, position: int, handle: RequestHandle | None, completion: Completion) -> bool:
-        """Whether the row goes on with the results of what its model calls."""
-        if self._tools is None or handle is None:
-            return False
-        return self._tools.take(position, handle.request.source, completion)
+    def _completion(self, end: EndOfRow) -> Completion:
+        if isinstance(end.result, Completion):
+            return end.result
+        completion = end.result.completion()
+        if end.from_cache:
+            completion.reused = completion.usage
+        return completion
+
+    def _goes_on(self, position: int, result: Completion | OutputProcessor, completion: Completion) -> bool:
+        """Whether an answer is not the end of its row, as far as is known yet."""
+        return isinstance(result, OutputProcessor) and any(
+            loop.take(position, result.request, completion) for loop in self._loops
+        )
 
     def _ask_again(self, position: int, request: EncodedRequest | Completion, taken_at: float) -> None:
-        """Goes on with a row whose tools have run. Called on a thread of its own."""
+        """Goes on with a row, or ends it, after its tools have run or its answer was checked; on threads of those."""
         if isinstance(request, Completion):
             self._inbox.put(EndOfRow(position, request))
         else:
@@ -266,7 +290,9 @@ class RowStream:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
         self._is_stopping = True
         self._window.close()
-        if self._tools is not None:
-            self._tools.close()
+        for loop in self._loops:
+            loop.close()
+        if self._cache is not None:
+            self._cache.close()
         for handle in list(self._in_flight.values()):
             self._engine_thread.cancel(handle)
