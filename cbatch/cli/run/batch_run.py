@@ -10,7 +10,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from cbatch.cli.common.console import Details, ProgressState, no_details, notice
+from cbatch.cli.common.console import Details, ProgressState, count_of, no_details, notice
 from cbatch.cli.run.files import count_lines
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
@@ -103,7 +103,8 @@ def _prepare_file(
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:
-        notice(f"resuming: {plan.rows:,} rows are kept" + ("" if plan.fits else f"; not kept: {plan}"))
+        are = "is" if plan.rows == 1 else "are"
+        notice(f"resuming: {count_of(plan.rows, 'row')} {are} kept" + ("" if plan.fits else f"; not kept: {plan}"))
     spool.rewind()
     return spool, plan
 
@@ -134,7 +135,7 @@ def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:
         doing = f"{engine.num_running} run, {engine.num_waiting} wait, KV {engine.cache_used:.0%}"
         parts = [
             f"{one.name}: {doing if one.state == 'running' else one.state}",
-            f"{one.rows:,} rows, {one.output_tokens:,} tokens",
+            f"{count_of(one.rows, 'row')}, {count_of(one.output_tokens, 'token')}",
             f"{one.copies:,} copies" if one.copies else "",
             one.death_words() if one.deaths else "",
         ]

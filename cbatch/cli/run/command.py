@@ -113,7 +113,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Carry misspelt and unavailable parameters along instead of refusing their row.",
 )
-@option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends.")
+@option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends; - is stdout.")
 @model_options
 @sampling_options()
 @engine_options()

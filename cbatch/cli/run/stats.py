@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from cbatch.cli.common.console import count_of
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import OutputRow, RunObserver
+from cbatch.engine import OutputRow, RunObserver, rounded_s
 
 if TYPE_CHECKING:
     from cbatch.engine import BatchDriver, EngineStats, ReplicaStatus
@@ -230,17 +231,17 @@ class RunStats(RunObserver):
             "reused_tokens": self.reused_tokens,
             "rows_validated": self.rows_validated,
             "tries": self.tries,
-            "load_s": self.load_s,
-            "elapsed_s": self.elapsed_s,
-            "output_tokens_per_s": self.output_tokens_per_s,
+            "load_s": rounded_s(self.load_s),
+            "elapsed_s": rounded_s(self.elapsed_s),
+            "output_tokens_per_s": round(self.output_tokens_per_s, 3),
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,
             "drafted_tokens": counters.drafted_tokens,
             "accepted_tokens": counters.accepted_tokens,
             "fallback": self.fallback,
-            "ttft_s": asdict(self.ttft_s),
-            "tpot_s": asdict(self.tpot_s),
+            "ttft_s": _rounded(self.ttft_s),
+            "tpot_s": _rounded(self.tpot_s),
             "deaths": sum(one.deaths for one in self.replicas),
             "copies": sum(one.copies for one in self.replicas),
             "replicas": [asdict(one) for one in self.replicas],
@@ -249,21 +250,22 @@ class RunStats(RunObserver):
     def summary(self, driver: BatchDriver, waited_for_output_s: float) -> list[str]:
         """Four lines for people, and one about replicas if they died; or one line if there was nothing left to do."""
         if not self.rows and self.rows_kept:
-            return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
+            are = f"{count_of(self.rows_kept, 'row')} {'is' if self.rows_kept == 1 else 'are'} there"
+            return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
         failed = self.errors.total()
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
-        reused = f", {self.rows_from_cache:,} from the cache" if self.rows_from_cache else ""
-        more = self.tries - self.rows_validated
-        tried = f", {more:,} further {'try' if more == 1 else 'tries'}" if more else ""
+        kept += f", {self.rows_from_cache:,} from the cache" if self.rows_from_cache else ""
+        if more := self.tries - self.rows_validated:
+            kept += f", {more:,} further {'try' if more == 1 else 'tries'}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
         retried = f", {counters.retries:,} retried ({driver.stats().last_error})" if counters.retries else ""
         lines = [
-            f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}{reused}{tried}",
-            f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
+            f"{count_of(self.rows - failed, 'row')} ok, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
+            f"{count_of(self.prompt_tokens, 'prompt token')}{cached}, {count_of(self.output_tokens, 'output token')}",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
-            f"{counters.steps:,} steps{retried}",
+            f"{count_of(counters.steps, 'step')}{retried}",
             f"limited by {bottleneck(driver, counters, self.elapsed_s, waited_for_output_s)}",
         ]
         return lines + ([f"replicas: {happened}"] if (happened := self._replica_line()) else [])
@@ -274,8 +276,13 @@ class RunStats(RunObserver):
         deaths = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
         gone = [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
         copies = sum(one.copies for one in each)
-        copied = [f"{copies:,} unfinished rows were also given to idle ones"] if copies else []
+        words = "was also given to an idle one" if copies == 1 else "were also given to idle ones"
+        copied = [f"{count_of(copies, 'unfinished row')} {words}"] if copies else []
         return "; ".join(deaths + gone + copied)
+
+
+def _rounded(times: Percentiles) -> dict[str, float | None]:
+    return {name: rounded_s(value) if value is not None else None for name, value in asdict(times).items()}
 
 
 def bottleneck(driver: BatchDriver, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:

@@ -85,6 +85,11 @@ class AnswerCache:
         except sqlite3.Error as error:
             raise ConfigError(f"Cannot use {self._path} as a cache: {error}. Remove it to start a new one.") from error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it still gives and takes answers."""
+        return self._database is not None
+
     def get(self, key: bytes) -> bytes | None:
         """The answer with this key, if it is there and whole."""
         with self._lock:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.batch.cached_outputs import WaitingRow
 from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
@@ -194,9 +195,12 @@ class RowStream:
 
     def _submit(self, position: int, request: EncodedRequest, taken_at: float) -> None:
         outputs = self._engine_thread.engine.output_processor(request, taken_at)
-        if self._cache is not None and self._cache.replay(outputs):
-            self._inbox.put(EndOfRow(position, outputs, from_cache=True))
-            return
+        if self._cache is not None:
+            if self._cache.replay(outputs):
+                self._inbox.put(EndOfRow(position, outputs, from_cache=True))
+                return
+            if self._cache.defer(WaitingRow(position, request, taken_at)):
+                return
 
         def on_event(event: TokenEvent) -> None:
             """Runs on the engine's thread."""
@@ -236,6 +240,7 @@ class RowStream:
         """
         finished = []
         computed: list[OutputProcessor] = []
+        ended: list[EncodedRequest] = []
         for message in messages:
             if isinstance(message, EndOfRow):
                 result = message.result
@@ -244,17 +249,21 @@ class RowStream:
                     if handle is None:
                         continue  # it was cancelled before it ended
                     computed.append(result)
+                    ended.append(result.request)
                 completion = None if message.is_lost else self._completion(message)
                 if completion is not None and self._goes_on(message.position, result, completion):
                     continue
                 self._num_ended += 1
                 if completion is not None:
                     finished.append(FinishedRow(message.position, completion))
-            elif isinstance(message, RowCancelled) and self._in_flight.pop(message.position, None) is not None:
+            elif isinstance(message, RowCancelled) and (handle := self._in_flight.pop(message.position, None)):
+                ended.append(handle.request)
                 self._num_ended += 1
                 self._window.release([message.position])
-        if self._cache is not None and computed:
+        if self._cache is not None and ended:
             self._cache.keep(computed)
+            for row in [row for request in ended for row in self._cache.settle(request)]:
+                self._submit(row.position, row.request, row.taken_at)
         return finished
 
     def _completion(self, end: EndOfRow) -> Completion:

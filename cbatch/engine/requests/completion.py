@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import FinishReason, ToolCall
+from cbatch.engine.base.units import rounded_s
 from cbatch.engine.requests import openai_batch
 from cbatch.engine.requests.row import InputRow
 
@@ -273,8 +274,8 @@ class Completion(Mapping[str, Any]):
             first, taken = self.timing.first_token_at, self.timing.taken_at
             fields |= {
                 "cached_tokens": self.usage.cached_tokens,
-                "ttft_s": first - taken if first is not None else None,
-                "elapsed_s": self.timing.finished_at - taken,
+                "ttft_s": rounded_s(first - taken) if first is not None else None,
+                "elapsed_s": rounded_s(self.timing.finished_at - taken),
             }
             if self.from_cache:
                 fields["from_cache"] = True

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine import Completion, ConfigError, Engine
+from cbatch.engine import Completion, ConfigError, Engine, LineProcessor
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.batch import cached_outputs
 from cbatch.engine.batch.answer_cache import FILE_NAME, CacheConfig, _checksum
 from cbatch.engine.batch.cached_outputs import CachedOutputs
+from cbatch.engine.batch.python_rows import lines_of
+from cbatch.engine.batch.row_stream import RowStream
 from cbatch.engine.requests import recorded_outputs
 from tests.support.model_folder import save_model
 from tests.support.shared_engine import ROWS
@@ -84,6 +86,32 @@ def test_a_cache_that_ignores_the_temperature_would_be_seen(
     monkeypatch.setattr(recorded_outputs, "canonical_params", lambda params: b"")
     monkeypatch.setattr(SamplingParams, "greedy", False)
     assert wrong_hits(engine, tmp_path) == 2
+
+
+def test_equal_rows_are_computed_once_also_side_by_side(engine: Engine, tmp_path: Path) -> None:
+    """Guards a table with the same value in many rows, which are all asked for before the first one has its answer."""
+    rows = [{"id": number, "prompt": "hello", "max_tokens": 9} for number in range(12)]
+    rows += [{"id": "long", "prompt": "x " * 400}, {"id": "longer", "prompt": "x " * 400}]
+    plain = [row.to_dict() for row in run(engine, rows, None)]
+    once = num_computed(engine, rows[:1], None)
+    assert num_computed(engine, rows, tmp_path / "a") == once > 0
+    found = run(engine, rows, tmp_path / "b")
+    assert [row.to_dict() for row in found] == plain and sum(row.from_cache for row in found) == 11
+    assert all(row.error is not None for row in found[12:])
+
+
+def test_rows_that_wait_for_a_cancelled_one_are_computed(engine: Engine, tmp_path: Path) -> None:
+    """Guards replicas, which cancel a row that another one has finished, and everybody who waits for its answer."""
+    processor = LineProcessor(engine.core.input_processor(), cache=CacheConfig(str(tmp_path)))
+    stream = RowStream(engine.thread, processor, window=4)
+    rows = [{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}] * 3
+    found: list[int] = []
+    with closing(stream.finished(lines_of(rows))) as finished:
+        for each in finished:
+            if 0 in stream._in_flight:
+                stream.cancel(0)
+            found += [row.completion.index for row in each]
+    assert 2 <= len(found) <= 3 and {1, 2} <= set(found)
 
 
 def test_another_model_gets_other_answers(engine: Engine, tmp_path: Path) -> None:
