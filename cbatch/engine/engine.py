@@ -48,7 +48,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream
 from cbatch.engine.text.tokenizer import ChatTokenizer, Prompt
 from cbatch.engine.tracing.trace import StepTracer
-from cbatch.engine.validation.validation import Validation, as_checks
+from cbatch.engine.validation.validation import CheckLike, Validation, as_checks
 
 OnePrompt = PromptLike
 ManyPrompts = Sequence[PromptLike]
@@ -299,7 +299,7 @@ class Engine(AbstractContextManager["Engine"]):
         resume: bool = False,
         ordered: bool = True,
         window: int | None = None,
-        validate: Any = None,
+        validate: CheckLike | Sequence[CheckLike] | None = None,
         tries: int = 1,
         tell_error: bool = False,
         cache: str | os.PathLike[str] | None = None,

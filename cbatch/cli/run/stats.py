@@ -233,7 +233,7 @@ class RunStats(RunObserver):
             "tries": self.tries,
             "load_s": rounded_s(self.load_s),
             "elapsed_s": rounded_s(self.elapsed_s),
-            "output_tokens_per_s": round(self.output_tokens_per_s, 3),
+            "output_tokens_per_s": round(self.output_tokens_per_s, 6),
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,

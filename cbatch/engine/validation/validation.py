@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,9 @@ FORMS = "json-schema=FILE, json-schema={...}, regex=PATTERN or command=WORDS"
 
 CheckFunction = Callable[[str], object]
 """Gets an answer. It is good unless the function returns False or a text that says what is wrong, or raises."""
+
+CheckLike = str | Mapping[str, Any] | CheckFunction
+"""What a caller of Python may give as a check: one of FORMS, a schema or a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,8 @@ def _schema_text(value: str) -> str:
         raise ConfigError(f"Cannot read {value}: {reason}.") from error
 
 
-def as_checks(value: Any) -> list[object]:
+def as_checks(value: CheckLike | Sequence[CheckLike] | None) -> Sequence[object]:
     """The checks that a caller of Python gives: none, one, or a list of them."""
     if value is None:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
