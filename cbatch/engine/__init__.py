@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.base.units import format_bytes as format_bytes
     from cbatch.engine.base.units import rounded_s as rounded_s
-    from cbatch.engine.batch.answer_cache import DEFAULT_CACHE_SIZE as DEFAULT_CACHE_SIZE
-    from cbatch.engine.batch.answer_cache import AnswerCache as AnswerCache
-    from cbatch.engine.batch.answer_cache import CacheConfig as CacheConfig
+    from cbatch.engine.batch.cache.answer_cache import DEFAULT_CACHE_SIZE as DEFAULT_CACHE_SIZE
+    from cbatch.engine.batch.cache.answer_cache import AnswerCache as AnswerCache
+    from cbatch.engine.batch.cache.answer_cache import CacheConfig as CacheConfig
     from cbatch.engine.batch.driver import BatchDriver as BatchDriver
     from cbatch.engine.batch.driver import ReplicaStatus as ReplicaStatus
     from cbatch.engine.batch.engine_driver import EngineDriver as EngineDriver

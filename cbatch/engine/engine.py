@@ -24,7 +24,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.request_defaults import ParamsLike, RequestDefaults
 from cbatch.engine.base.spelling import similar_name
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.engine.batch.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
+from cbatch.engine.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
 from cbatch.engine.batch.map import map_rows
 from cbatch.engine.engine_thread import FORKED, EngineThread
 from cbatch.engine.execution.loop import OnStep

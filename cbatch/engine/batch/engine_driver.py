@@ -102,5 +102,5 @@ def outcome_of(completion: Completion) -> RowOutcome:
         tpot_s,
         reused.completion_tokens,
         completion.from_cache,
-        validation["tries"] if validation is not None else 0,
+        len(validation["errors"]) + validation["valid"] if validation is not None else 0,
     )

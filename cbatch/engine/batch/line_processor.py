@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cbatch.engine.base.errors import RequestError
-from cbatch.engine.batch.answer_cache import CacheConfig
-from cbatch.engine.batch.cached_outputs import CachedOutputs
+from cbatch.engine.batch.cache.answer_cache import CacheConfig
+from cbatch.engine.batch.cache.cached_outputs import CachedOutputs
 from cbatch.engine.batch.jsonl import parse_line
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.rounds.tool_loop import ToolLoop
+from cbatch.engine.batch.rounds.try_loop import TryLoop, nth_try
 from cbatch.engine.batch.row_options import RowOptions
-from cbatch.engine.batch.tool_loop import ToolLoop
-from cbatch.engine.batch.try_loop import TryLoop, nth_try
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.engine.base.errors import ConfigError, RunFailed
-from cbatch.engine.batch.answer_cache import CacheConfig
+from cbatch.engine.batch.cache.answer_cache import CacheConfig
 from cbatch.engine.batch.engine_driver import output_row
 from cbatch.engine.batch.journal import Journal, ResumePlan
 from cbatch.engine.batch.line_processor import LineProcessor

@@ -15,7 +15,7 @@ class RowOutcome(NamedTuple):
     tpot_s:            seconds for each token after the first one; None if no output has a second one
     reused_tokens:     of outputs, from a cache of answers
     from_cache:        whether nothing was computed
-    tries:             of a row that was validated
+    tries:             in this run, of a row that was validated
     """
 
     error_code: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cbatch.engine.base.request_defaults import RequestDefaults
-from cbatch.engine.batch.answer_cache import CacheConfig
+from cbatch.engine.batch.cache.answer_cache import CacheConfig
 from cbatch.engine.tools.tool import MAX_TOOL_ROUNDS, Tool
 from cbatch.engine.validation.validation import Validation
 

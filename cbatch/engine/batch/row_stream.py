@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.batch.cached_outputs import WaitingRow
+from cbatch.engine.batch.cache.cached_outputs import WaitingRow
 from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line

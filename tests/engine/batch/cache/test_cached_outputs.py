@@ -13,9 +13,9 @@ import pytest
 
 from cbatch.engine import Completion, ConfigError, Engine, LineProcessor
 from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.batch import cached_outputs
-from cbatch.engine.batch.answer_cache import FILE_NAME, CacheConfig, _checksum
-from cbatch.engine.batch.cached_outputs import CachedOutputs
+from cbatch.engine.batch.cache import cached_outputs
+from cbatch.engine.batch.cache.answer_cache import FILE_NAME, CacheConfig, _checksum
+from cbatch.engine.batch.cache.cached_outputs import CachedOutputs
 from cbatch.engine.batch.python_rows import lines_of
 from cbatch.engine.batch.row_stream import RowStream
 from cbatch.engine.requests import recorded_outputs

@@ -18,8 +18,8 @@ import pytest
 from cbatch.cli.main import run_command
 from cbatch.engine import Completion, ConfigError, Engine, LineProcessor, RequestDefaults, Validation
 from cbatch.engine.base.params import derive_seed
-from cbatch.engine.batch import try_loop
 from cbatch.engine.batch.python_rows import lines_of
+from cbatch.engine.batch.rounds import try_loop
 from cbatch.engine.batch.row_stream import RowStream
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest, GenerationRequest

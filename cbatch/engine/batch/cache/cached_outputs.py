@@ -6,7 +6,7 @@ import threading
 from typing import NamedTuple
 
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.batch.answer_cache import AnswerCache, CacheConfig
+from cbatch.engine.batch.cache.answer_cache import AnswerCache, CacheConfig
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.recorded_outputs import content_key, events_of, record
 from cbatch.engine.requests.request import EncodedRequest
