@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 
 from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
-from cbatch.engine import Engine, EngineConfig
+from cbatch.engine import Engine, EngineConfig, ResumePlan
+from cbatch.engine.batch.rounds import try_loop
 from tests.cli.run.test_resume import Case
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import read_rows
@@ -144,3 +146,22 @@ def test_options_that_cannot_be_met_are_refused_before_a_model_is_loaded(
     files = [str(case.source), "-o", str(case.out)]
     assert run_command(["run", *files, "-m", str(case.model), *made]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_planted_faults_would_be_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the tests above: plants tries that depend on what ran before, and a resumed run that forgets tries."""
+    count = itertools.count(2)
+    right = try_loop.nth_try
+    with monkeypatch.context() as patch:
+        patch.setattr(try_loop, "nth_try", lambda request, number, messages: right(request, next(count), messages))
+        assert case.run(*TRIES) == 1
+        whole = case.out.read_bytes()
+        case.out.write_bytes(whole.splitlines(keepends=True)[-1])
+        assert case.run("--resume", *TRIES) == 1
+        assert case.out.read_bytes() != whole
+    check = ("--validate", "regex=(?s).*[aeiouy].*")
+    assert case.run("--overwrite", *check) == 1
+    monkeypatch.setattr(ResumePlan, "with_tries", lambda self, lines: lines)
+    before = case.out.read_bytes()
+    assert case.run(*check, "--resume", "--retry-errors") == 1
+    assert case.out.read_bytes() == before, "the same answers again"

@@ -64,7 +64,8 @@ class ToolLoop:
         if goes_on and request.source.tool_rounds > 0 and (talk is None or talk.num_rounds < self._max_rounds):
             if talk is None:
                 talk = self._conversations[position] = _Conversation(request.asked)
-            self._threads.submit(self._run, position, talk, completion)
+            if not self._is_closed.is_set():  # else the row stays unfinished
+                self._threads.submit(self._run, position, talk, completion)
             return True
         if talk is not None:
             completion.usage, completion.reused = talk.usage + completion.usage, talk.reused + completion.reused

@@ -62,7 +62,8 @@ class TryLoop:
     def take(self, position: int, request: EncodedRequest, completion: Completion) -> bool:
         """Takes an answer to validate, and returns True; errors and tool calls are the end of their row."""
         if completion.error is None and completion.finish_reason != "tool_calls":
-            self._threads.submit(self._validate, position, request, completion)
+            if not self._is_closed.is_set():  # else the row stays unfinished
+                self._threads.submit(self._validate, position, request, completion)
             return True
         if (tries := self._rows.pop(position, None)) is not None:
             completion.usage, completion.reused = tries.usage + completion.usage, tries.reused + completion.reused

@@ -196,6 +196,17 @@ def test_leaving_early_ends_the_checks(engine: Engine, tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
+def test_an_answer_after_the_end_stays_unfinished(engine: Engine) -> None:
+    """Guards a loop that is left while answers wait to be read: no error, and no row that nobody has checked."""
+    check = Validation.of([good])
+    stream = RowStream(engine.thread, processor(engine, check), window=12)
+    with closing(stream.finished(lines_of(ROWS))) as finished:
+        next(finished)
+        while stream._inbox.qsize() < 3:
+            time.sleep(0.001)
+    assert all(row.completion.validation is not None for row in stream.finished_by_now())
+
+
 def test_keys_know_the_checks_and_the_tries(engine: Engine) -> None:
     """Guards --resume: other checks or another number of tries make other keys, and none of them leaves keys alone."""
     plain = [row.key for row in run(engine, ROWS[:2])]
