@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.template_options import FIXED_DATE as FIXED_DATE
     from cbatch.engine.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.base.units import format_bytes as format_bytes
+    from cbatch.engine.base.units import rounded_s as rounded_s
+    from cbatch.engine.batch.cache.answer_cache import DEFAULT_CACHE_SIZE as DEFAULT_CACHE_SIZE
+    from cbatch.engine.batch.cache.answer_cache import AnswerCache as AnswerCache
+    from cbatch.engine.batch.cache.answer_cache import CacheConfig as CacheConfig
     from cbatch.engine.batch.driver import BatchDriver as BatchDriver
     from cbatch.engine.batch.driver import ReplicaStatus as ReplicaStatus
     from cbatch.engine.batch.engine_driver import EngineDriver as EngineDriver
@@ -113,5 +117,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.tools.tool import MAX_TOOL_ROUNDS as MAX_TOOL_ROUNDS
     from cbatch.engine.tools.tool import Tool as Tool
     from cbatch.engine.tracing.trace import StepTracer as StepTracer
+    from cbatch.engine.validation.validation import CHECK_TIMEOUT_S as CHECK_TIMEOUT_S
+    from cbatch.engine.validation.validation import Validation as Validation
 else:  # so that a type checker knows the names above and no others
     __getattr__, __all__ = lazy_exports(__name__)

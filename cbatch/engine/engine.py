@@ -24,6 +24,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.request_defaults import ParamsLike, RequestDefaults
 from cbatch.engine.base.spelling import similar_name
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
+from cbatch.engine.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
 from cbatch.engine.batch.map import map_rows
 from cbatch.engine.engine_thread import FORKED, EngineThread
 from cbatch.engine.execution.loop import OnStep
@@ -47,6 +48,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream
 from cbatch.engine.text.tokenizer import ChatTokenizer, Prompt
 from cbatch.engine.tracing.trace import StepTracer
+from cbatch.engine.validation.validation import CheckLike, Validation, as_checks
 
 OnePrompt = PromptLike
 ManyPrompts = Sequence[PromptLike]
@@ -297,6 +299,11 @@ class Engine(AbstractContextManager["Engine"]):
         resume: bool = False,
         ordered: bool = True,
         window: int | None = None,
+        validate: CheckLike | Sequence[CheckLike] | None = None,
+        tries: int = 1,
+        tell_error: bool = False,
+        cache: str | os.PathLike[str] | None = None,
+        cache_size: str = DEFAULT_CACHE_SIZE,
     ) -> Generator[Completion]:
         """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
 
@@ -314,6 +321,11 @@ class Engine(AbstractContextManager["Engine"]):
         resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
         ordered:  whether results come in the order of the rows, or as they finish
         window:   most rows between taking and yielding; None means four times the requests that run at once
+        validate: what makes an answer good: a JSON schema, a function of its text that returns False or what is wrong,
+                  a text as `--validate` takes it, or a list of these; a row without a good answer has an error
+        tries:    most answers for a row, with another seed each
+        tell_error: whether the model sees its answer and what is wrong with it at its next try
+        cache:    folder in which answers are kept, and from which they are taken; `cache_size`: the most it may take
 
         A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume`
         continues there.
@@ -339,6 +351,8 @@ class Engine(AbstractContextManager["Engine"]):
             resume=resume,
             ordered=ordered,
             window=window,
+            validation=Validation.of(as_checks(validate), tries=tries, tells_error=tell_error),
+            cache=CacheConfig(os.fspath(cache), cache_size) if cache is not None else None,
         )
         total = len(rows) if isinstance(rows, Sized) else None
         make_bar = (lambda: tqdm(total=total, unit=" rows")) if progress else None

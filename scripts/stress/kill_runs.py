@@ -1,6 +1,6 @@
 """Kills `cbatch run` at random moments, resumes it, and compares the result with that of an undisturbed run.
 
-    python -m scripts.stress.kill_runs --kills 1000 [--kind qwen3_5_text]
+    python -m scripts.stress.kill_runs --kills 1000 [--kind qwen3_5_text] [--tries]
 
 The rows are sampled on a tiny random model; some are large, one is bad. Needs the packages of the tests.
 """
@@ -24,10 +24,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", default="llama", help="model type, such as qwen3_5_text (%(default)s)")
+    parser.add_argument(
+        "--tries", action="store_true", help="validate answers, with three tries and a cache of answers"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, fork_server() as server:
         model = save_model(Path(folder) / "model", kind=arguments.kind)
-        test = KillTest(server, Path(folder), model, arguments.seed, large_row=LARGE_ROW)
+        options = ["--validate", "regex=(?s).*[aeiou].*", "--tries", "3", "--cache", Path(folder) / "cache"]
+        test = KillTest(
+            server, Path(folder), model, arguments.seed, LARGE_ROW, options=options if arguments.tries else ()
+        )
         for kills in range(50, arguments.kills + 50, 50):
             print(test.run_random(min(kills, arguments.kills)), flush=True)
 

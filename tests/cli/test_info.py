@@ -26,6 +26,17 @@ def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.
     assert "(llama)" in lines["model"]
 
 
+def test_info_as_json(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards scripts that read what people see: the same names and values in one object, and nothing else on stdout."""
+    options = ["info", "-m", str(model_folder), "--kv-blocks", "10", "--dtype", "float32"]
+    assert run_command(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert run_command([*options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [f"{name:<13} {value}" for name, value in found.items()] == lines
+    assert run_command([*options, "--json", "--models"]) == 2 and "--json shows" in capsys.readouterr().err
+
+
 def test_info_shows_and_clears_kept_weights(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -49,8 +50,19 @@ class KillCounts:
 class KillTest:
     """Runs a batch to its end over and over, with kills in between, and compares with an undisturbed run."""
 
-    def __init__(self, server: ForkServer, folder: Path, model: Path, seed: int, large_row: int = 2 * LARGE_WRITE):
-        """large_row: bytes of a column in some rows; kills from outside hit the writing of a row of some megabytes"""
+    def __init__(
+        self,
+        server: ForkServer,
+        folder: Path,
+        model: Path,
+        seed: int,
+        large_row: int = 2 * LARGE_WRITE,
+        options: Sequence[object] = (),
+    ) -> None:
+        """
+        large_row: bytes of a column in some rows; kills from outside hit the writing of a row of some megabytes
+        options:   further ones of the command; what they keep in the folder `cache` is removed after each batch
+        """
         self._server = server
         self._folder = folder
         self._random = random.Random(seed)
@@ -60,7 +72,7 @@ class KillTest:
         self._sorting = folder / ".out.jsonl.cbatch-sorting"
         self._left_behind: int | None = None
         self._write_rows()
-        self._arguments = ["run", self._source, "-m", model, "--dtype", "float32", "--max-seqs", "6", "-q"]
+        self._arguments = ["run", self._source, "-m", model, "--dtype", "float32", "--max-seqs", "6", "-q", *options]
         self.counts = KillCounts()
         run = self._start()
         while self._size() == 0 and not run.is_over():
@@ -80,6 +92,7 @@ class KillTest:
     def run_batch(self, aims: Sequence[Aim]) -> None:
         """One batch, killed a few times and then left to finish."""
         self._out.unlink(missing_ok=True)
+        shutil.rmtree(self._folder / "cache", ignore_errors=True)
         for aim in aims:
             if not self._kill_one(aim):
                 break

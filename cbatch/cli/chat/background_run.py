@@ -149,6 +149,8 @@ def parse_run_options(command_line: str) -> RunOptions:
     for name in (options.input, options.output):
         if Path(name).exists() and not Path(name).is_file():  # a pipe could block for ever
             raise UserError(f"/run reads and writes regular files; {name} is not one.")
+    if options.stats == "-":
+        raise UserError("/run: --stats needs the name of a file here.")
     if options.check:
         raise UserError("--check only works in the shell: cbatch run FILE --check.")
     for name in (*ENGINE_FIELDS, *REPLICA_FIELDS, "trace"):

@@ -117,6 +117,22 @@ def _parse_params(ctx: click.Context, parameter: click.Parameter, values: tuple[
     return params
 
 
+def _parse_json_schema(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """Reads a JSON schema, in the option itself or in a file, as the `response_format` that asks for it."""
+    if value is None:
+        return None
+    if not value.lstrip().startswith("{"):
+        try:
+            value = Path(value).read_text()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise click.BadParameter(f"cannot read {value!r}: {reason}.", ctx, parameter) from None
+    schema = _parse_json(ctx, parameter, "", value)
+    if not isinstance(schema, dict):
+        raise click.BadParameter("a JSON schema is an object.", ctx, parameter)
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 def _parse_template_kwargs(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any]:
     """Reads a JSON object of variables for a chat template."""
     kwargs = {} if value is None else _parse_json(ctx, parameter, "", value)
@@ -356,6 +372,20 @@ def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
             hidden=in_chat,
             help="Return the log-probabilities of each output token and of the K likeliest in its place.",
         ),
+        option(
+            "--prompt-logprobs",
+            type=int,
+            metavar="K",
+            hidden=in_chat,
+            help="Return those of the prompt's tokens, likewise.",
+        ),
+        option("--regex", metavar="PATTERN", help="Make every output match this pattern."),
+        option(
+            "--json-schema",
+            metavar="FILE|JSON",
+            callback=_parse_json_schema,
+            help="Make every output JSON that fits this schema.",
+        ),
         option("--presence-penalty", type=float, help="Penalize tokens that were generated before."),
         option("--frequency-penalty", type=float, help="Penalize tokens by how often they were generated."),
         option(
@@ -379,7 +409,7 @@ ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig) if field.name
 """The fields that are options. A folder of shared weights is chosen by the program that starts several engines."""
 SAMPLING_FIELDS = (
     "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "
-    "repetition_penalty ignore_eos"
+    "repetition_penalty ignore_eos prompt_logprobs regex json_schema"
 ).split()
 
 RUN_ONLY_PARAMS = ("n", "logprobs", "prompt_logprobs", "echo")
@@ -399,6 +429,8 @@ class SamplingOptions:
         """Makes the record from Click's values."""
         # An empty tuple of stop strings means that none was given.
         given = {name: values[name] for name in SAMPLING_FIELDS if values[name] not in (None, ())}
+        if "json_schema" in given:
+            given["response_format"] = given.pop("json_schema")
         return cls(values["system"], values["seed"], values["param"] | given)
 
     def check(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import platform
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_config, engine_options, model_options
 from cbatch.cli.info.kernels import show_kernels
 from cbatch.cli.info.models import show_models
-from cbatch.engine import WeightCache, format_bytes
+from cbatch.engine import EngineConfig, WeightCache, format_bytes
 
 _BLOCKS = 16
 """Blocks of the KV cache of an engine that computes nothing."""
@@ -30,10 +32,13 @@ _BLOCKS = 16
     help="Compare every kernel with plain torch, and measure its speed; the exit code is 1 if one differs.",
 )
 @click.option("--clear-weight-cache", is_flag=True, help="Remove the files of packed weights, and do nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 @click.option("--models", is_flag=True, help="List the models on this machine, and do nothing else.")
-def info(check: bool, clear_weight_cache: bool, models: bool, **values: Any) -> int:
+def info(check: bool, clear_weight_cache: bool, as_json: bool, models: bool, **values: Any) -> int:
     """Show versions, devices, the model, and the size of its KV cache."""
     config = engine_config(values)
+    if as_json and (check or clear_weight_cache or models):
+        raise click.UsageError("--json shows what info shows without --check, --models and --clear-weight-cache.")
     if clear_weight_cache:
         cache = WeightCache.of_config(config)
         emit(f"{format_bytes(cache.clear() if cache else 0)} of packed weights were removed.")
@@ -41,23 +46,39 @@ def info(check: bool, clear_weight_cache: bool, models: bool, **values: Any) -> 
     if models:
         show_models()
         return 0
+    about = _about_machine(config)
+    if not as_json:
+        _show(about)
+    if check:  # the kernels need the memory that the cache would take
+        config = replace(config, kv_blocks=_BLOCKS, kv_cache_memory=None)
+    with open_engine(config, quiet=True) as engine:
+        described = engine.core.describe()
+        if as_json:
+            emit(json.dumps(about | described, indent=2, ensure_ascii=False))
+            return 0
+        _show({name: value for name, value in described.items() if not (check and name == "KV cache")})
+        return 0 if not check or show_kernels(engine) else 1
+
+
+def _about_machine(config: EngineConfig) -> dict[str, str]:
+    """Versions, devices, and what is kept on disk."""
     import torch
     import transformers
 
     from cbatch.engine import describe_gpus
 
-    emit(f"cbatch        {__version__}")
-    emit(f"python        {platform.python_version()} on {platform.platform()}")
-    emit(f"torch         {torch.__version__}, {torch.get_num_threads()} threads")
-    emit(f"transformers  {transformers.__version__}")
-    for name, value in describe_gpus().items():
-        emit(f"{name:<13} {safe(value)}")
+    about = {
+        "cbatch": __version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "transformers": transformers.__version__,
+        **describe_gpus(),
+    }
     if (cache := WeightCache.of_config(config)) is not None:
-        emit(f"{'weight cache':<13} {safe(cache.describe())}")
-    if check:  # the kernels need the memory that the cache would take
-        config = replace(config, kv_blocks=_BLOCKS, kv_cache_memory=None)
-    with open_engine(config, quiet=True) as engine:
-        for name, value in engine.core.describe().items():
-            if not (check and name == "KV cache"):
-                emit(f"{name:<13} {safe(value)}")
-        return 0 if not check or show_kernels(engine) else 1
+        about["weight cache"] = cache.describe()
+    return about
+
+
+def _show(described: Mapping[str, str]) -> None:
+    for name, value in described.items():
+        emit(f"{name:<13} {safe(value)}")

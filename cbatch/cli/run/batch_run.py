@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
 from tqdm import tqdm
 
-from cbatch.cli.common.console import Details, ProgressState, no_details, notice
+from cbatch.cli.common.console import Details, ProgressState, count_of, no_details, notice
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
@@ -47,10 +47,10 @@ def run_batch(
     stats.attach(driver)
     row_options = options.row_options()
     rows = driver.open(row_options, window=options.window, observer=stats)  # raises before the output changes
-    kept: Container[int] = ()
+    plan = ResumePlan()
     if isinstance(output, FileWriter):
         lines, plan = _prepare_file(output, options, source, driver, row_options, progress)
-        stats.rows_kept, stats.errors_kept, kept = plan.rows, plan.errors, plan
+        stats.rows_kept, stats.errors_kept = plan.rows, plan.errors
     else:
         lines = source.lines()
     pipeline = Pipeline(rows, output, stats, on_error=notice if options.verbose else None)
@@ -58,7 +58,7 @@ def run_batch(
     display = progress(total, lambda: _progress_state(stats, driver, total), details)
     try:
         with while_running(pipeline), display as tick:
-            pipeline.run(lines, tick, kept=kept, max_errors=options.max_errors)
+            pipeline.run(plan.with_tries(lines), tick, kept=plan, max_errors=options.max_errors)
     finally:
         stats.detach()
         if not quiet and not isinstance(sys.exception(), ReaderGone):
@@ -103,7 +103,8 @@ def _prepare_file(
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:
-        notice(f"resuming: {plan.rows:,} rows are kept" + ("" if plan.fits else f"; not kept: {plan}"))
+        are = "is" if plan.rows == 1 else "are"
+        notice(f"resuming: {count_of(plan.rows, 'row')} {are} kept" + ("" if plan.fits else f"; not kept: {plan}"))
     return again(), plan
 
 
@@ -133,7 +134,7 @@ def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:
         doing = f"{engine.num_running} run, {engine.num_waiting} wait, KV {engine.cache_used:.0%}"
         parts = [
             f"{one.name}: {doing if one.state == 'running' else one.state}",
-            f"{one.rows:,} rows, {one.output_tokens:,} tokens",
+            f"{count_of(one.rows, 'row')}, {count_of(one.output_tokens, 'token')}",
             f"{one.copies:,} copies" if one.copies else "",
             one.death_words() if one.deaths else "",
         ]

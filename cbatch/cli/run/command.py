@@ -29,7 +29,7 @@ from cbatch.cli.common.options import (
 from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import INPUT_FORMS, MAX_TOOL_ROUNDS, OUTPUT_FORMS
+from cbatch.engine import CHECK_TIMEOUT_S, DEFAULT_CACHE_SIZE, INPUT_FORMS, MAX_TOOL_ROUNDS, OUTPUT_FORMS
 
 if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
@@ -84,13 +84,46 @@ if TYPE_CHECKING:
     metavar="N",
     help="Rounds of calls in a row, after which the model has to answer without tools.",
 )
+@option(
+    "--validate",
+    multiple=True,
+    cls=JsonListOption,
+    metavar="CHECK",
+    help="What makes an answer good: json-schema=FILE (or the schema itself), regex=PATTERN, or command=WORDS, which "
+    "get it on stdin and exit with 0 (repeatable).",
+)
+@option(
+    "--tries",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Most answers for a row, with another seed each, until --validate finds one good.",
+)
+@option("--tell-error", is_flag=True, help="With --tries: show the model its answer and what was wrong with it.")
+@option(
+    "--validate-timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=CHECK_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Most time that a check of an answer may take.",
+)
+@option("--cache", metavar="DIR", help="Keep answers in DIR, and take those that are there instead of computing them.")
+@option(
+    "--cache-size",
+    default=DEFAULT_CACHE_SIZE,
+    show_default=True,
+    metavar="SIZE",
+    help="Most that the cache may take; what was used longest ago leaves first.",
+)
 @option("--timings", is_flag=True, help="Add times and cached tokens to each row.")
 @option(
     "--allow-unknown",
     is_flag=True,
     help="Carry misspelt and unavailable parameters along instead of refusing their row.",
 )
-@option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends.")
+@option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends; - is stdout.")
 @model_options
 @sampling_options()
 @engine_options()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from cbatch.cli.common.console import notice, safe_json
+from cbatch.cli.common.console import emit, notice, safe_json
 from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.run.options import RunOptions
 from cbatch.engine import ConfigError
@@ -98,10 +98,15 @@ def _check_not_input(source: IO[bytes], target: os.stat_result, name: str) -> No
 
 @contextmanager
 def stats_file(options: RunOptions, stats: RunStats) -> Iterator[None]:
-    """Writes the statistics of a run to the file of --stats, however it ends. Tries at the start that it can."""
+    """Writes the statistics of a run to the file of --stats, or to stdout, however it ends.
+
+    Tries at the start that it can.
+    """
     name = options.stats
+    if name == "-" and (options.output == "-" or options.check):
+        raise ConfigError("--stats - writes to stdout, where other output goes; name a file with -o, or for --stats.")
     try:
-        if name is not None:
+        if name not in (None, "-"):
             check_distinct_file("--stats", name, {"the input": options.input, "the output": options.output})
             Path(name).open("a").close()
     except OSError as error:
@@ -110,7 +115,11 @@ def stats_file(options: RunOptions, stats: RunStats) -> Iterator[None]:
         yield
     finally:
         if name is not None:
+            text = json.dumps(stats.as_dict(), indent=2)
             try:
-                Path(name).write_text(json.dumps(stats.as_dict(), indent=2) + "\n")
+                if name == "-":
+                    emit(text)
+                else:
+                    Path(name).write_text(text + "\n")
             except OSError as error:
                 notice(f"Cannot write {name}: {error.strerror}.")

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.engine import (
+    CHECK_TIMEOUT_S,
+    DEFAULT_CACHE_SIZE,
     FIXED_DATE,
     MAX_TOOL_ROUNDS,
     TABLES,
+    AnswerCache,
+    CacheConfig,
     ConfigError,
     EngineConfig,
     InputForm,
@@ -20,6 +24,7 @@ from cbatch.engine import (
     RequestDefaults,
     RowOptions,
     TemplateOptions,
+    Validation,
     input_form,
     load_tools,
     output_form,
@@ -56,6 +61,12 @@ class RunOptions:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     token_ids: bool = False
     timings: bool = False
+    validate: tuple[str, ...] = ()
+    tries: int = 1
+    tell_error: bool = False
+    validate_timeout: float = CHECK_TIMEOUT_S
+    cache: str | None = None
+    cache_size: str = DEFAULT_CACHE_SIZE
     tools: tuple[str, ...] = ()
     max_tool_rounds: int = MAX_TOOL_ROUNDS
     allow_unknown: bool = False
@@ -91,6 +102,8 @@ class RunOptions:
         self.sampling.check()
         self.replicas.check(self.engine, self.trace)
         load_tools(map(Path, self.tools))  # before a model is loaded for them
+        self._validation()
+        self._check_cache()
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} needs --resume.")
@@ -98,6 +111,27 @@ class RunOptions:
             raise ConfigError(f"--output-format {self.output_format} needs an output file (-o FILE).")
         if self.resume and self.overwrite:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
+
+    def _check_cache(self) -> None:
+        """Raises ConfigError for a cache that cannot be used."""
+        if (cache := self._cache()) is None:
+            return
+        if self.replicas.ray is not None:
+            raise ConfigError("--cache is a folder of this machine, and --ray computes on others.")
+        AnswerCache(cache).close()
+
+    def _validation(self) -> Validation | None:
+        """What makes an answer good. Raises ConfigError, in the words of the options."""
+        if not self.validate and (self.tries > 1 or self.tell_error):
+            raise ConfigError("--tries and --tell-error need --validate, which says which answers are good.")
+        if self.tell_error and self.tries == 1:
+            raise ConfigError("--tell-error needs --tries: the model is told what was wrong before its next try.")
+        return Validation.of(
+            self.validate, tries=self.tries, tells_error=self.tell_error, timeout_s=self.validate_timeout
+        )
+
+    def _cache(self) -> CacheConfig | None:
+        return CacheConfig(self.cache, self.cache_size) if self.cache is not None else None
 
     def row_options(self) -> RowOptions:
         """What holds for every row."""
@@ -118,4 +152,6 @@ class RunOptions:
             timings=self.timings,
             tools=tuple(load_tools(map(Path, self.tools))),
             max_tool_rounds=self.max_tool_rounds,
+            validation=self._validation(),
+            cache=self._cache(),
         )

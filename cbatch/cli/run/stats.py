@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from cbatch.cli.common.console import count_of
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import OutputRow, RunObserver
+from cbatch.engine import OutputRow, RunObserver, rounded_s
 
 if TYPE_CHECKING:
     from cbatch.engine import BatchDriver, EngineStats, ReplicaStatus
@@ -92,6 +93,8 @@ class RunStats(RunObserver):
     rows, errors:           rows that this run wrote, and its error rows by their code
     rows_kept, errors_kept: rows of an earlier run that were kept, and error rows among them
     output_tokens:          tokens generated so far; `finished_tokens` of them belong to finished rows
+    tries:                  of all rows that were validated, `rows_validated`
+    rows_from_cache:        rows of which nothing was computed; `reused_tokens`: output tokens from the cache
     load_s:                 seconds that loading the model took
     """
 
@@ -110,6 +113,10 @@ class RunStats(RunObserver):
         self.cached_tokens = 0
         self.output_tokens = 0
         self.finished_tokens = 0
+        self.tries = 0
+        self.rows_validated = 0
+        self.rows_from_cache = 0
+        self.reused_tokens = 0
         self.load_s = 0.0
         self._started: float | None = None
         self._ended: float | None = None
@@ -156,7 +163,10 @@ class RunStats(RunObserver):
         self._ended = max(self._ended or row.finished_at, row.finished_at)
         if outcome.error_code is not None:
             self.errors[outcome.error_code] += 1
-            return
+        self.tries += outcome.tries
+        self.rows_validated += outcome.tries > 0
+        self.rows_from_cache += outcome.from_cache
+        self.reused_tokens += outcome.reused_tokens
         self.prompt_tokens += outcome.prompt_tokens
         self.cached_tokens += outcome.cached_tokens
         self.finished_tokens += outcome.completion_tokens
@@ -197,7 +207,7 @@ class RunStats(RunObserver):
 
         Tokens of unfinished rows count as done. Returns None until a row is finished.
         """
-        good = self.rows - self.errors.total()
+        good = self.rows - self.errors.total() + self.errors["invalid_answer"]  # which cost their tokens, too
         if not good or not self.output_tokens:
             return None
         per_row = self.finished_tokens / good
@@ -217,17 +227,21 @@ class RunStats(RunObserver):
             "cached_tokens": self.cached_tokens,
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
             "output_tokens": self.output_tokens,
-            "load_s": self.load_s,
-            "elapsed_s": self.elapsed_s,
-            "output_tokens_per_s": self.output_tokens_per_s,
+            "rows_from_cache": self.rows_from_cache,
+            "reused_tokens": self.reused_tokens,
+            "rows_validated": self.rows_validated,
+            "tries": self.tries,
+            "load_s": rounded_s(self.load_s),
+            "elapsed_s": rounded_s(self.elapsed_s),
+            "output_tokens_per_s": round(self.output_tokens_per_s, 6),
             "steps": counters.steps,
             "retried_steps": counters.retries,
             "preemptions": counters.preemptions,
             "drafted_tokens": counters.drafted_tokens,
             "accepted_tokens": counters.accepted_tokens,
             "fallback": self.fallback,
-            "ttft_s": asdict(self.ttft_s),
-            "tpot_s": asdict(self.tpot_s),
+            "ttft_s": _rounded(self.ttft_s),
+            "tpot_s": _rounded(self.tpot_s),
             "deaths": sum(one.deaths for one in self.replicas),
             "copies": sum(one.copies for one in self.replicas),
             "replicas": [asdict(one) for one in self.replicas],
@@ -236,18 +250,22 @@ class RunStats(RunObserver):
     def summary(self, driver: BatchDriver, waited_for_output_s: float) -> list[str]:
         """Four lines for people, and one about replicas if they died; or one line if there was nothing left to do."""
         if not self.rows and self.rows_kept:
-            return [f"nothing left to do: {self.rows_kept:,} rows are there, {self.errors_kept:,} of them errors"]
+            are = f"{count_of(self.rows_kept, 'row')} {'is' if self.rows_kept == 1 else 'are'} there"
+            return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
         failed = self.errors.total()
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
+        kept += f", {self.rows_from_cache:,} from the cache" if self.rows_from_cache else ""
+        if more := self.tries - self.rows_validated:
+            kept += f", {more:,} further {'try' if more == 1 else 'tries'}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         counters = self.counters
         retried = f", {counters.retries:,} retried ({driver.stats().last_error})" if counters.retries else ""
         lines = [
-            f"{self.rows - failed:,} rows ok, {failed:,} failed{f' ({kinds})' if kinds else ''}{kept}",
-            f"{self.prompt_tokens:,} prompt tokens{cached}, {self.output_tokens:,} output tokens",
+            f"{count_of(self.rows - failed, 'row')} ok, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
+            f"{count_of(self.prompt_tokens, 'prompt token')}{cached}, {count_of(self.output_tokens, 'output token')}",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
-            f"{counters.steps:,} steps{retried}",
+            f"{count_of(counters.steps, 'step')}{retried}",
             f"limited by {bottleneck(driver, counters, self.elapsed_s, waited_for_output_s)}",
         ]
         return lines + ([f"replicas: {happened}"] if (happened := self._replica_line()) else [])
@@ -258,8 +276,13 @@ class RunStats(RunObserver):
         deaths = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
         gone = [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
         copies = sum(one.copies for one in each)
-        copied = [f"{copies:,} unfinished rows were also given to idle ones"] if copies else []
+        words = "was also given to an idle one" if copies == 1 else "were also given to idle ones"
+        copied = [f"{count_of(copies, 'unfinished row')} {words}"] if copies else []
         return "; ".join(deaths + gone + copied)
+
+
+def _rounded(times: Percentiles) -> dict[str, float | None]:
+    return {name: rounded_s(value) if value is not None else None for name, value in asdict(times).items()}
 
 
 def bottleneck(driver: BatchDriver, counters: EngineCounters, elapsed_s: float, waited_for_output_s: float) -> str:

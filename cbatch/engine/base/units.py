@@ -20,6 +20,11 @@ def parse_memory(text: str, free: int) -> int:
     raise ConfigError(f"{text!r} is not an amount of memory; write it as 4GiB, 500MiB or 90%.")
 
 
+def rounded_s(seconds: float) -> float:
+    """Seconds for rows and figures, to the microsecond: no clock tells more."""
+    return round(seconds, 6)
+
+
 def format_bytes(count: float) -> str:
     """A size for users: 1.5 GiB."""
     for unit in ("bytes", "KiB", "MiB"):

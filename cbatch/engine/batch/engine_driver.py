@@ -81,13 +81,26 @@ def output_row(row: FinishedRow, *, timings: bool = False) -> OutputRow:
 
 def outcome_of(completion: Completion) -> RowOutcome:
     """What a run counts of a completion."""
-    if completion.error is not None:
-        return RowOutcome(completion.error.code, str(completion.error))
-    timing, usage = completion.timing, completion.usage
+    error, validation = completion.error, completion.validation
+    code, message = (None, "") if error is None else (error.code, str(error))
+    if error is not None and validation is None:
+        return RowOutcome(code, message)
+    timing, usage, reused = completion.timing, completion.usage, completion.reused
     ttft_s = tpot_s = None
-    if timing.first_token_at is not None:
+    if timing.first_token_at is not None and not completion.from_cache:
         ttft_s = timing.first_token_at - timing.taken_at
         longest = max(len(choice.token_ids) for choice in completion.choices)
         if longest > 1:
             tpot_s = (timing.finished_at - timing.first_token_at) / (longest - 1)
-    return RowOutcome(None, "", usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, ttft_s, tpot_s)
+    return RowOutcome(
+        code,
+        message,
+        usage.prompt_tokens - reused.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens - reused.completion_tokens,
+        ttft_s,
+        tpot_s,
+        reused.completion_tokens,
+        completion.from_cache,
+        len(validation["errors"]) + validation["valid"] if validation is not None else 0,
+    )

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO
 
 from cbatch.engine.base.errors import ConfigError
@@ -34,6 +34,7 @@ class Journal:
     starts:  offset of each row in the file
     keys:    KEY_BYTES for each row
     failed:  whether each row is an error row
+    tries:   of error rows that were validated, by their number
     end:     offset after the last whole row; the rest of the file is a torn row
     """
 
@@ -41,6 +42,7 @@ class Journal:
     starts: array[int] = field(default_factory=lambda: array("q"))
     keys: bytearray = field(default_factory=bytearray)
     failed: bytearray = field(default_factory=bytearray)
+    tries: dict[int, int] = field(default_factory=dict)
     end: int = 0
 
     @classmethod
@@ -52,7 +54,7 @@ class Journal:
                 if not line.endswith(b"\n"):
                     _check_torn(line)
                     break
-                index, key, is_error = _row(line)
+                index, key, is_error, tries = _row(line)
             except ValueError as error:
                 raise ConfigError(
                     f"{name}, line {number}: {error}. "
@@ -60,6 +62,8 @@ class Journal:
                 ) from None
             journal.keys += key
             journal.failed.append(is_error)
+            if tries:
+                journal.tries[len(journal.failed) - 1] = tries
             journal.append(index, len(line))
         journal._drop_repeated()
         return journal
@@ -110,6 +114,7 @@ class ResumePlan:
     rows, errors: number of kept rows, and of error rows among them
     misfits:      number of rows that do not fit this run, by the reason
     first_misfit: line number of the first row with each reason
+    tries:        of rows that are run again because none of them was good, by their index
     """
 
     kept: bytearray = field(default_factory=bytearray)
@@ -117,6 +122,7 @@ class ResumePlan:
     errors: int = 0
     misfits: Counter[str] = field(default_factory=Counter)
     first_misfit: dict[str, int] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -134,6 +140,11 @@ class ResumePlan:
     def add_misfit(self, reason: str, index: int) -> None:
         self.misfits[reason] += 1
         self.first_misfit.setdefault(reason, index + 1)
+
+    def with_tries(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """The lines, each with the number of tries that its row has had, so that further ones are other ones."""
+        for line in lines:
+            yield replace(line, tries=self.tries[line.index]) if line.index in self.tries else line
 
     def __str__(self) -> str:
         """Says what does not fit: changed lines first, then lines that are missing."""
@@ -175,11 +186,16 @@ def _lines_to_compare(
             compared.append(number)
             yield line
             continue
+        elif number in journal.tries:
+            plan.tries[index] = journal.tries[number]
         journal.indices[number] = SUPERSEDED
 
 
-def _row(line: bytes) -> tuple[int, bytes, bool]:
-    """Index, key and whether it is an error row. Raises ValueError, with a reason, for what is not a row of output."""
+def _row(line: bytes) -> tuple[int, bytes, bool, int]:
+    """Index, key, whether it is an error row, and how many tries it has had then.
+
+    Raises ValueError, with a reason, for what is not a row of output.
+    """
     try:
         fields = json.loads(line.decode())  # not the strict reader: `extra` nests one level deeper than input may
     except (ValueError, RecursionError):
@@ -189,7 +205,9 @@ def _row(line: bytes) -> tuple[int, bytes, bool]:
     index, key = fields.get("index"), fields["key"]
     if type(index) is not int or not 0 <= index < 2**63 or not re.fullmatch(f"[0-9a-f]{{{KEY_LENGTH}}}", key):
         raise ValueError("not a row of output, its index or key is wrong")
-    return index, bytes.fromhex(key), fields.get("error") is not None
+    is_error, validation = fields.get("error") is not None, fields.get("validation")
+    tries = validation.get("tries") if is_error and isinstance(validation, dict) else 0
+    return index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0
 
 
 def _check_torn(line: bytes) -> None:

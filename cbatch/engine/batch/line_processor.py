@@ -1,4 +1,4 @@
-"""From a line of input to a request of the engine."""
+"""From a line of input to a request of the engine, and what may follow on its answer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.batch.cache.answer_cache import CacheConfig
+from cbatch.engine.batch.cache.cached_outputs import CachedOutputs
 from cbatch.engine.batch.jsonl import parse_line
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.rounds.tool_loop import ToolLoop
+from cbatch.engine.batch.rounds.try_loop import TryLoop, nth_try
 from cbatch.engine.batch.row_options import RowOptions
-from cbatch.engine.batch.tool_loop import ToolLoop
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.tools.tool import Tool
+from cbatch.engine.validation.validation import Validation
+
+Ask = Callable[[int, EncodedRequest | Completion, float], None]
+"""Goes on with a row: takes its position, its next request or its result, and when the row was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class LineProcessor:
     has_columns:   each line has a row and its columns (see `parse_line`)
     allow_unknown: carry misspelt parameters along instead of refusing their row
     unit:          what messages call a line
-    tools, max_tool_rounds: see `RowOptions`
+    tools, max_tool_rounds, validation, cache: see `RowOptions`
     """
 
     inputs: InputProcessor
@@ -36,6 +43,8 @@ class LineProcessor:
     unit: str = "line"
     tools: tuple[Tool, ...] = ()
     max_tool_rounds: int = 0
+    validation: Validation | None = None
+    cache: CacheConfig | None = None
 
     @classmethod
     def of(cls, engine: SteppingEngine, options: RowOptions) -> LineProcessor:
@@ -49,11 +58,22 @@ class LineProcessor:
             unit=options.unit,
             tools=options.tools,
             max_tool_rounds=options.max_tool_rounds,
+            validation=options.validation,
+            cache=options.cache,
         )
 
-    def tool_loop(self, ask: Callable[[int, EncodedRequest | Completion, float], None]) -> ToolLoop | None:
-        """What runs the calls of a batch's models; None if the batch brings no tools."""
-        return ToolLoop(self.tools, self.max_tool_rounds, self.inputs, ask) if self.tools else None
+    def loops(self, ask: Ask) -> list[ToolLoop | TryLoop]:
+        """What takes the answers of a batch that are not the end of their row: calls of tools, then all to validate."""
+        made: list[ToolLoop | TryLoop] = []
+        if self.tools:
+            made.append(ToolLoop(self.tools, self.max_tool_rounds, self.inputs, ask))
+        if self.validation is not None:
+            made.append(TryLoop(self.validation, self.inputs, ask))
+        return made
+
+    def open_cache(self, engine: SteppingEngine) -> CachedOutputs | None:
+        """What keeps answers from one batch to the next, if anything. Raises ConfigError if it cannot be used."""
+        return CachedOutputs(engine, self.cache) if self.cache is not None else None
 
     def key(self, line: Line) -> str:
         """The key of a line's row of output."""
@@ -73,7 +93,11 @@ class LineProcessor:
 
     def process(self, line: Line) -> EncodedRequest | Completion:
         """A line as a request; or, if anything is wrong with it, its result."""
-        return self.inputs.process(self._row(line), lambda: line.source)
+        row = self._row(line)
+        request = self.inputs.process(row, lambda: line.source)
+        if row.tries and isinstance(request, EncodedRequest):
+            return self.inputs.encode(nth_try(request.asked, row.tries + 1, []))
+        return request
 
     def _row(self, line: Line) -> InputRow:
         row = parse_line(
@@ -86,4 +110,6 @@ class LineProcessor:
         if self.tools and not (row.tools or row.raw or row.prompt_token_ids is not None):
             row.tools = [tool.schema for tool in self.tools]
             row.tool_rounds = self.max_tool_rounds
+        if self.validation is not None:
+            row.tries, row.validation = line.tries, self.validation.identity
         return row

@@ -21,12 +21,14 @@ class Line:
     data:   None if the line is longer than MAX_LINE_BYTES
     digest: hash of such a line, which goes into its key
     error:  why there is no row, if that is known already; `data` may then hold the row's `id`
+    tries:  how many tries earlier runs have given its row
     """
 
     index: int
     data: bytes | None
     digest: bytes = b""
     error: RequestError | None = None
+    tries: int = 0
 
     @classmethod
     def of(cls, index: int, data: bytes) -> Line:
@@ -41,7 +43,13 @@ class Line:
         return self.digest if self.data is None else self.data
 
     def __reduce__(self) -> tuple[type[Line], tuple[object, ...]]:
-        return Line, (self.index, self.data, self.digest, self.error)  # quicker than what a frozen dataclass does
+        return Line, (
+            self.index,
+            self.data,
+            self.digest,
+            self.error,
+            self.tries,
+        )  # quicker than what a frozen dataclass does
 
 
 class LineSpool(Iterator[Line]):

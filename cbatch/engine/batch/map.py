@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.engine.base.errors import ConfigError, RunFailed
+from cbatch.engine.batch.cache.answer_cache import CacheConfig
 from cbatch.engine.batch.engine_driver import output_row
 from cbatch.engine.batch.journal import Journal, ResumePlan
 from cbatch.engine.batch.line_processor import LineProcessor
@@ -23,6 +24,7 @@ from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.prompts import is_table
+from cbatch.engine.validation.validation import Validation
 
 
 def map_rows(
@@ -35,6 +37,8 @@ def map_rows(
     resume: bool = False,
     ordered: bool = True,
     window: int | None = None,
+    validation: Validation | None = None,
+    cache: CacheConfig | None = None,
 ) -> Generator[Completion]:
     """Yields the result of each row, lazily and in bounded memory.
 
@@ -47,6 +51,7 @@ def map_rows(
     resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
     ordered:  whether results come in the order of the rows, or as they finish
     window:   most rows between taking and yielding; None means four times the requests that run at once
+    validation, cache: see `RowOptions`
 
     A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume` continues
     there.
@@ -58,7 +63,7 @@ def map_rows(
     _check_rows(rows)
     _check_options(template, path, resume=resume, window=window)
     made = _read_template(template)
-    processor = LineProcessor(inputs, has_columns=made is not None)
+    processor = LineProcessor(inputs, has_columns=made is not None, validation=validation, cache=cache)
     limits = engine_thread.engine.limits
     stream = RowStream(engine_thread, processor, window=4 * limits.max_seqs if window is None else window)
     row_map = RowMap(stream, processor, ordered=ordered)

@@ -9,10 +9,13 @@ from typing import NamedTuple
 class RowOutcome(NamedTuple):
     """What a run counts of a finished row. Small, so that it can be sent from the process that computed the row.
 
-    error_code:        None if the row succeeded; what follows the message is only set then
-    completion_tokens: of all outputs of the row
-    ttft_s:            seconds from when the row was taken to its first token; None without tokens
+    error_code:        None if the row succeeded; else what follows the message is set only if it was validated
+    prompt_tokens:     that were computed; `completion_tokens`, of all outputs, rounds and tries, likewise
+    ttft_s:            seconds from when the row was taken to its first token; None without computed tokens
     tpot_s:            seconds for each token after the first one; None if no output has a second one
+    reused_tokens:     of outputs, from a cache of answers
+    from_cache:        whether nothing was computed
+    tries:             in this run, of a row that was validated
     """
 
     error_code: str | None = None
@@ -22,6 +25,9 @@ class RowOutcome(NamedTuple):
     completion_tokens: int = 0
     ttft_s: float | None = None
     tpot_s: float | None = None
+    reused_tokens: int = 0
+    from_cache: bool = False
+    tries: int = 0
 
 
 SUCCESS = RowOutcome()

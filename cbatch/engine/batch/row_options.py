@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cbatch.engine.base.request_defaults import RequestDefaults
+from cbatch.engine.batch.cache.answer_cache import CacheConfig
 from cbatch.engine.tools.tool import MAX_TOOL_ROUNDS, Tool
+from cbatch.engine.validation.validation import Validation
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,8 @@ class RowOptions:
     timings:       add times and cached tokens to each row of output
     tools:         run what models call of these, in conversations whose rows bring no tools of their own
     max_tool_rounds: rounds of calls in one row, after which its model has to answer without tools
+    validation:      what makes an answer good, and how often a model may try
+    cache:           where answers are kept and taken from
     """
 
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
@@ -29,3 +33,5 @@ class RowOptions:
     timings: bool = False
     tools: tuple[Tool, ...] = ()
     max_tool_rounds: int = MAX_TOOL_ROUNDS
+    validation: Validation | None = None
+    cache: CacheConfig | None = None

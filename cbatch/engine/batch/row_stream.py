@@ -6,7 +6,10 @@ Three threads work side by side:
 - The engine's thread computes them, and calls back (`on_event`) for each token.
 - The consumer, which iterates over `finished`, takes the rows that are finished.
 
-Both others send what they have done to the consumer's inbox. A window bounds the rows between reader and consumer.
+An answer need not be the end of its row: the tools that it calls are run, and it may be validated, on further threads,
+which submit the row's next request. What a cache of answers has is not submitted.
+
+The others send what they have done to the consumer's inbox. A window bounds the rows between reader and consumer.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import NamedTuple
 
 from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.batch.cache.cached_outputs import WaitingRow
 from cbatch.engine.batch.driver import StreamObserver
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
@@ -43,11 +47,17 @@ class FinishedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndOfRow:
-    """A row has ended. `is_lost`: because the engine failed or was closed, so that there is no result."""
+    """A row, or a request of it, has ended.
+
+    result:     of the row; or the outputs of the request, on which another one may follow
+    is_lost:    because the engine failed or was closed, so that there is no result
+    from_cache: the outputs were not computed
+    """
 
     position: int
     result: Completion | OutputProcessor
     is_lost: bool = False
+    from_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,8 @@ class RowStream:
         self._in_flight: dict[int, RequestHandle] = {}
         self._cancelled: set[int] = set()
         self._num_ended = 0
-        self._tools = lines.tool_loop(self._ask_again)
+        self._loops = lines.loops(self._ask_again)
+        self._cache = lines.open_cache(engine_thread.engine)
         self._is_stopping = False
         self.poll_s = POLL_SECONDS
         """How long `finished` waits for rows before it gives none."""
@@ -184,6 +195,12 @@ class RowStream:
 
     def _submit(self, position: int, request: EncodedRequest, taken_at: float) -> None:
         outputs = self._engine_thread.engine.output_processor(request, taken_at)
+        if self._cache is not None:
+            if self._cache.replay(outputs):
+                self._inbox.put(EndOfRow(position, outputs, from_cache=True))
+                return
+            if self._cache.defer(WaitingRow(position, request, taken_at)):
+                return
 
         def on_event(event: TokenEvent) -> None:
             """Runs on the engine's thread."""
@@ -222,33 +239,49 @@ class RowStream:
         Their texts are made here, and not on the engine's thread.
         """
         finished = []
+        computed: list[OutputProcessor] = []
+        ended: list[EncodedRequest] = []
         for message in messages:
             if isinstance(message, EndOfRow):
                 result = message.result
                 handle = self._in_flight.pop(message.position, None)
-                if handle is None and not isinstance(result, Completion):
-                    continue  # it was cancelled before it ended
-                completion = None
-                if not message.is_lost:
-                    completion = result if isinstance(result, Completion) else result.completion()
-                    if self._calls_tools(message.position, handle, completion):
-                        continue
+                if isinstance(result, OutputProcessor) and not message.from_cache:
+                    if handle is None:
+                        continue  # it was cancelled before it ended
+                    computed.append(result)
+                    ended.append(result.request)
+                completion = None if message.is_lost else self._completion(message)
+                if completion is not None and self._goes_on(message.position, result, completion):
+                    continue
                 self._num_ended += 1
                 if completion is not None:
                     finished.append(FinishedRow(message.position, completion))
-            elif isinstance(message, RowCancelled) and self._in_flight.pop(message.position, None) is not None:
+            elif isinstance(message, RowCancelled) and (handle := self._in_flight.pop(message.position, None)):
+                ended.append(handle.request)
                 self._num_ended += 1
                 self._window.release([message.position])
+        if self._cache is not None and ended:
+            self._cache.keep(computed)
+            for row in [row for request in ended for row in self._cache.settle(request)]:
+                self._submit(row.position, row.request, row.taken_at)
         return finished
 
-    def _calls_tools(self, position: int, handle: RequestHandle | None, completion: Completion) -> bool:
-        """Whether the row goes on with the results of what its model calls."""
-        if self._tools is None or handle is None:
-            return False
-        return self._tools.take(position, handle.request.source, completion)
+    def _completion(self, end: EndOfRow) -> Completion:
+        if isinstance(end.result, Completion):
+            return end.result
+        completion = end.result.completion()
+        if end.from_cache:
+            completion.reused = completion.usage
+        return completion
+
+    def _goes_on(self, position: int, result: Completion | OutputProcessor, completion: Completion) -> bool:
+        """Whether an answer is not the end of its row, as far as is known yet."""
+        return isinstance(result, OutputProcessor) and any(
+            loop.take(position, result.request, completion) for loop in self._loops
+        )
 
     def _ask_again(self, position: int, request: EncodedRequest | Completion, taken_at: float) -> None:
-        """Goes on with a row whose tools have run. Called on a thread of its own."""
+        """Goes on with a row, or ends it, after its tools have run or its answer was checked; on threads of those."""
         if isinstance(request, Completion):
             self._inbox.put(EndOfRow(position, request))
         else:
@@ -266,7 +299,9 @@ class RowStream:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
         self._is_stopping = True
         self._window.close()
-        if self._tools is not None:
-            self._tools.close()
+        for loop in self._loops:
+            loop.close()
+        if self._cache is not None:
+            self._cache.close()
         for handle in list(self._in_flight.values()):
             self._engine_thread.cancel(handle)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import FinishReason, ToolCall
+from cbatch.engine.base.units import rounded_s
 from cbatch.engine.requests import openai_batch
 from cbatch.engine.requests.row import InputRow
 
@@ -122,6 +123,9 @@ class Completion(Mapping[str, Any]):
     extra:           columns of the row that were carried along
     timing:          when it was taken, got its first token, and was finished
     tool_messages:   what the model called before, and the results, as messages in OpenAI's form
+    validation:      whether the answer is good (`valid`), the number of `tries`, the `errors` of those that were not,
+                     and, if none was good, the `text` of the last; None if nothing was validated
+    reused:          those tokens of `usage` that were not computed, because a cache of answers had them
     """
 
     def __init__(
@@ -156,6 +160,8 @@ class Completion(Mapping[str, Any]):
         self.prompt_logprobs = prompt_logprobs
         self.timing = timing or Timing()
         self.tool_messages: Sequence[Mapping[str, Any]] = ()
+        self.validation: dict[str, Any] | None = None
+        self.reused = Usage()
         self._has_text, self._with_token_ids, self._echoes = has_text, with_token_ids, echoes
         self._fields: dict[str, Any] | None = None
 
@@ -182,8 +188,14 @@ class Completion(Mapping[str, Any]):
                 usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], fields.get("cached_tokens", 0)),
                 prompt_logprobs=_logprobs_of(scores["content"]) if scores is not None else None,
             )
+        made.validation = fields.get("validation")
         made._fields = dict(fields)
         return made
+
+    @property
+    def from_cache(self) -> bool:
+        """Whether nothing of it was computed, because a cache of answers had all of it."""
+        return 0 < self.reused.total_tokens == self.usage.total_tokens
 
     @property
     def index(self) -> int:
@@ -250,6 +262,8 @@ class Completion(Mapping[str, Any]):
         fields = self._openai_row() if self._row.call else self._plain_row()
         if self.tool_messages:
             fields["tool_messages"] = deepcopy(list(self.tool_messages))
+        if self.validation is not None:
+            fields["validation"] = deepcopy(self.validation)
         if self._row.extra:
             # Copying a text or a number deeply would take most of the time of a short row.
             fields["extra"] = {
@@ -260,9 +274,11 @@ class Completion(Mapping[str, Any]):
             first, taken = self.timing.first_token_at, self.timing.taken_at
             fields |= {
                 "cached_tokens": self.usage.cached_tokens,
-                "ttft_s": first - taken if first is not None else None,
-                "elapsed_s": self.timing.finished_at - taken,
+                "ttft_s": rounded_s(first - taken) if first is not None else None,
+                "elapsed_s": rounded_s(self.timing.finished_at - taken),
             }
+            if self.from_cache:
+                fields["from_cache"] = True
         return fields
 
     @cached_property

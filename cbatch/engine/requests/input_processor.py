@@ -55,6 +55,11 @@ class InputProcessor:
         self._sets_max_tokens = isinstance(params, SamplingParams) or "max_tokens" in given
         self._template = _with_fields(defaults.template, template)
 
+    @property
+    def limits(self) -> SequenceLimits:
+        """How long sequences of the model can get."""
+        return self._model.limits
+
     @cached_property
     def _openai_params(self) -> SamplingParams:
         if self._sets_max_tokens:
@@ -233,6 +238,7 @@ class InputProcessor:
             source=request.source,
             key=request.key,
             with_token_ids=request.with_token_ids,
+            asked=request,
         )
 
 

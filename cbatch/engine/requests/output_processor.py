@@ -46,7 +46,7 @@ class StreamEvent:
 
 
 @dataclass(slots=True)
-class _Output:
+class Output:
     """One output of a request, as far as it has come.
 
     detokenizer: makes its text
@@ -84,8 +84,8 @@ class OutputProcessor:
         """
         self.request = request
         self._tokenizer = tokenizer
-        self._outputs = [_Output(request.detokenizer(tokenizer, eos_ids)) for _ in range(request.params.n)]
-        self._prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        self.outputs = [Output(request.detokenizer(tokenizer, eos_ids)) for _ in range(request.params.n)]
+        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
         self._error: tuple[int, RequestError] | None = None
         self._cached_tokens = 0
         self._echoed: str | None = None
@@ -100,13 +100,17 @@ class OutputProcessor:
         return self._num_unfinished == 0
 
     @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
     def is_read(self) -> bool:
         """Whether `read` has given the completion."""
         return self._num_unread == 0
 
     def take(self, event: TokenEvent) -> None:
         """Adds an event to the output that it belongs to."""
-        output = self._outputs[event.sample_index]
+        output = self.outputs[event.sample_index]
         if event.token_id is not None:
             output.token_ids.append(event.token_id)
             if self._first_token_at is None:
@@ -116,7 +120,7 @@ class OutputProcessor:
         if event.logprobs is not None:
             output.logprobs.append(event.logprobs)
         if event.prompt_logprobs is not None:
-            self._prompt_logprobs = event.prompt_logprobs
+            self.prompt_logprobs = event.prompt_logprobs
         if event.error is not None:
             self.fail(event.error, event.sample_index)
         elif event.sample_index == 0:
@@ -138,7 +142,7 @@ class OutputProcessor:
         The request fails if the text of an output cannot be made; the caller cancels it then. After the event with
         the completion, further events of the request are not read.
         """
-        output = self._outputs[event.sample_index]
+        output = self.outputs[event.sample_index]
         finish_reason, error = event.finish_reason, event.error
         calls: tuple[ToolCall, ...] = ()
         raw = text = reasoning = ""
@@ -175,14 +179,14 @@ class OutputProcessor:
         """The result, once all outputs have ended."""
         request = self.request
         choices: list[Choice] = []
-        for number, output in enumerate(self._outputs):
+        for number, output in enumerate(self.outputs):
             if self._error is not None:
                 break
             try:
                 choices.append(self._choice(number, output))
             except RequestError as error:
                 self.fail(error, number)
-        usage = Usage(len(request.prompt_ids), sum(len(one.token_ids) for one in self._outputs), self._cached_tokens)
+        usage = Usage(len(request.prompt_ids), sum(len(one.token_ids) for one in self.outputs), self._cached_tokens)
         finished_at = time.monotonic() if self._finished_at is None else self._finished_at  # failed before its end
         timing = Timing(self._taken_at, self._first_token_at, finished_at)
         if self._error is not None:
@@ -200,7 +204,7 @@ class OutputProcessor:
             timing=timing,
         )
 
-    def _choice(self, number: int, output: _Output) -> Choice:
+    def _choice(self, number: int, output: Output) -> Choice:
         request = self.request
         made = output.detokenizer.text_of(output.token_ids, output.finish_reason)
         raw = "".join(output.texts) if made is None else made
@@ -240,10 +244,10 @@ class OutputProcessor:
 
     def _scored_prompt(self) -> list[TokenLogprob] | None:
         """The log-probabilities of the prompt's tokens, if asked for; the first token has none."""
-        if self._prompt_logprobs is None:
+        if self.prompt_logprobs is None:
             return None
         first = self._token(self.request.prompt_ids[0], None)
-        return [first, *map(self._logprob, self._prompt_logprobs)]
+        return [first, *map(self._logprob, self.prompt_logprobs)]
 
     def _logprob(self, one: TokenLogprobs) -> TokenLogprob:
         top = tuple(self._token(token_id, logprob) for token_id, logprob in one.top)

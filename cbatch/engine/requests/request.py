@@ -76,6 +76,7 @@ class EncodedRequest:
     is_thinking: whether the prompt leaves the model inside its reasoning
     max_calls:   most tool calls of an output that count; None for all
     prefix:      the beginning of the answer, which the prompt ends with
+    asked:       what it was encoded from
     """
 
     prompt_ids: Sequence[int]
@@ -92,6 +93,7 @@ class EncodedRequest:
     source: InputRow = field(default_factory=lambda: InputRow(0))
     key: str = ""
     with_token_ids: bool = False
+    asked: GenerationRequest = field(default_factory=GenerationRequest)
 
     @property
     def index(self) -> int:

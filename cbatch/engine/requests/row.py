@@ -34,6 +34,8 @@ class InputRow:
     tools:  functions that the model may call
     choice: what the model must call; None if it need not call any
     tool_rounds: how often what the model calls is run; 0 gives the calls as the result
+    tries:  how many tries earlier runs have given it
+    validation: how its result is validated, for its key (`Validation.identity`)
     max_calls: most tool calls of an output that count; None for all
     template: fields of TEMPLATE_FIELDS that the row sets
     params: sampling parameters that the row sets
@@ -52,6 +54,8 @@ class InputRow:
     tools: list[dict[str, Any]] | None = None
     choice: ToolChoice | None = None
     tool_rounds: int = 0
+    tries: int = 0
+    validation: tuple[object, ...] = ()
     max_calls: int | None = None
     template: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)

@@ -49,6 +49,7 @@ class KeyMaker:
         # A template may print tools as they are, so the order of their keys counts.
         tools: tuple[object, ...] = (json.dumps(row.tools),) if row.tools else ()
         tools += (row.tool_rounds,) if row.tool_rounds else ()
+        others += row.validation
         more = (asked,) if asked else ()
         row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools, *more)), INPUT)
         return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
@@ -79,7 +80,7 @@ def explain_difference(here: str, there: str) -> str:
             "another input, another --system, --template, --template-kwargs, --raw or --format, or a version of cbatch "
             "that read a column differently"
         )
-    return "other sampling parameters, another seed, --token-ids, or a KV cache of another size"
+    return "other sampling parameters, another seed, --token-ids, --validate, --tries, or a KV cache of another size"
 
 
 def _hash(data: bytes, part: slice) -> str:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import tempfile
 import threading
-import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import parse_json_object
+from cbatch.engine.tools.process import MAX_OUTPUT_BYTES, run_process
 
 MAX_TOOL_ROUNDS = 8
 """Rounds of calls in one reply, unless somebody says otherwise."""
@@ -24,14 +18,7 @@ MAX_TOOL_ROUNDS = 8
 MAX_RESULT_CHARACTERS = 50_000
 """Of a result that the model gets; the rest is cut off."""
 
-MAX_ERROR_CHARACTERS = 500
-
-MAX_OUTPUT_BYTES = 2**20
-"""Read from a tool at most."""
-
 TIMEOUT_S = 60.0
-POLL_S = 0.02
-"""How long a tool waits to see whether its process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,42 +61,15 @@ class Tool:
             return f"Error: the tool cannot be run: {reason}."
 
     def _run(self, words: list[str], data: str, cancelled: threading.Event) -> str:
-        with tempfile.TemporaryFile() as given, ThreadPoolExecutor(2) as readers:
-            given.write(data.encode())
-            given.seek(0)
-            process = subprocess.Popen(
-                words, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-            )
-            streams = [readers.submit(_read, stream) for stream in (process.stdout, process.stderr)]
-            has_ended = self._wait(process, cancelled)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also processes that it has left behind
-            out, err = (stream.result() for stream in streams)
-            process.wait()
-        if not has_ended:
+        result = run_process(words, data.encode(), self.timeout_s, cancelled)
+        if result.exit_code is None:
             return "Error: cancelled." if cancelled.is_set() else f"Error: no result within {self.timeout_s:g} s."
-        text = out.decode("utf-8", "replace")
-        if process.returncode != 0 and len(out) < MAX_OUTPUT_BYTES:  # one that writes more is cut off, and fails
-            lines = (err or out).decode("utf-8", "replace").strip().splitlines()
-            return f"Error: {lines[-1][:MAX_ERROR_CHARACTERS] if lines else f'exit code {process.returncode}'}"
+        text = result.out.decode("utf-8", "replace")
+        if result.exit_code != 0 and len(result.out) < MAX_OUTPUT_BYTES:  # one that writes more is cut off, and fails
+            return f"Error: {result.last_words}"
         if len(text) > MAX_RESULT_CHARACTERS:
             return f"{text[:MAX_RESULT_CHARACTERS]}\n[the rest is cut off]"
         return text.strip("\n")
-
-    def _wait(self, process: subprocess.Popen[bytes], cancelled: threading.Event) -> bool:
-        """Waits for the end of a process. Returns whether it came in time, and before the call was cancelled."""
-        deadline = time.monotonic() + self.timeout_s
-        while process.poll() is None:
-            if time.monotonic() > deadline or cancelled.wait(POLL_S):
-                return False
-        return True
-
-
-def _read(stream: IO[bytes] | None) -> bytes:
-    """What a process writes, up to a limit, at which it is told that nobody reads any more."""
-    assert stream is not None
-    with stream:
-        return stream.read(MAX_OUTPUT_BYTES)
 
 
 def _filled(word: str, arguments: Mapping[str, Any]) -> str:

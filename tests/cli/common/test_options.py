@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
@@ -51,6 +53,25 @@ def test_every_option_is_a_field_of_its_record() -> None:
         "seed",
         "param",
     }
+
+
+def test_forms_have_options_of_their_own(tmp_path: Path) -> None:
+    """Guards --regex, --json-schema as text and as a file, and --prompt-logprobs: the same as --param."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for text in (json.dumps(schema), str(tmp_path / "schema.json")):
+        made = make_options(RunOptions, options_of(run, "--json-schema", text, "--prompt-logprobs", "2"))
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        assert made.sampling.params == {"response_format": form, "prompt_logprobs": 2}
+        made.sampling.check()
+    made = make_options(RunOptions, options_of(chat, "--regex", "[a-z]+") | options_of(run, "--regex", "[a-z]+"))
+    assert made.sampling.params == {"regex": "[a-z]+"}
+    both = make_options(RunOptions, options_of(run, "--regex", "a", "--json-schema", "{}"))
+    with pytest.raises(ConfigError, match="cannot be combined"):
+        both.sampling.check()
+    for text, message in (("{", "not valid JSON"), ("/nowhere.json", "No such file"), (str(tmp_path), "directory")):
+        with pytest.raises(click.BadParameter, match=message):
+            options_of(run, "--json-schema", text)
 
 
 def test_the_target_of_a_step() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.fork_server import ForkServer, KillPoint, Run
 from tests.support.kill_runs import Aim, KillTest
-from tests.support.rows import write_rows
+from tests.support.rows import read_rows, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +46,17 @@ def test_a_dozen_kills(runs: ForkServer, model_folder: Path, tmp_path: Path) -> 
     for aims in KILLED_BATCHES:
         test.run_batch(aims)
     assert test.counts.torn >= 5 and test.counts.in_ordering >= 4
+
+
+def test_kills_with_tries_and_a_cache(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
+    """Guards tries against kills: a resumed run gives the bytes of an undisturbed one, with answers from the cache."""
+    tried = ["--validate", "regex=(?s).*[aeiou].*", "--tries", "3"]
+    test = KillTest(runs, tmp_path, model_folder, seed=2, options=[*tried, "--cache", tmp_path / "cache"])
+    counts = [row["validation"]["tries"] for row in read_rows(tmp_path / "out.jsonl") if "validation" in row]
+    assert {1, 2, 3} <= set(counts)
+    for aims in KILLED_BATCHES:
+        test.run_batch(aims)
+    assert test.counts.torn >= 5
 
 
 LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 40} for n in range(40)]

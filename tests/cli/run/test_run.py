@@ -344,6 +344,22 @@ def test_stats_are_written_however_it_ends(
     assert stats.keys() >= {"rows_kept", "errors", "cached_tokens", "load_s", "elapsed_s", "steps", "tpot_s"}
 
 
+def test_stats_go_to_stdout_if_rows_do_not(
+    run: Any, tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards --stats -, its figures against digits that no clock has, words against “1 rows”, and rows against both."""
+    code, rows = run(ROWS[:1], "--stats", "-", "--timings")
+    shown = capfd.readouterr()
+    stats = json.loads(shown.out)
+    assert code == 0 and stats["rows"] == 1 and "cbatch: 1 row ok, 0 failed" in shown.err
+    times = [stats["load_s"], stats["elapsed_s"], *stats["ttft_s"].values(), rows[0]["ttft_s"], rows[0]["elapsed_s"]]
+    assert all(value > 0 and value == round(value, 6) for value in times)
+    source = str(tmp_path / "in.jsonl")
+    for arguments in ([], ["--check", "-o", "out.jsonl"]):
+        assert run_command(["run", source, "-m", str(model_folder), "--stats", "-", *arguments]) == 2
+        assert "--stats - writes to stdout, where other output goes" in capfd.readouterr().err
+
+
 def test_system_option_reaches_rows_without_a_system_message(run: Any) -> None:
     """Guards --system for prompts and messages, and that a row's own system message wins."""
     own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]

@@ -17,7 +17,7 @@ LAST = ("key",)
 ALWAYS = (*FIRST, *ANSWER, *LAST)
 """Columns of every table of results. What only some answers have, such as `reasoning`, comes behind `ANSWER`."""
 
-BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"}
+BOOKKEEPING = frozenset(ALWAYS) - {"id", "text"} | {"validation"}
 """Columns that say something about the run and not about the row: a further run does not carry them along."""
 
 _KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")

@@ -14,7 +14,6 @@ from cbatch.engine.base.params import derive_seed
 from cbatch.engine.requests.completion import Completion, Usage
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest, GenerationRequest
-from cbatch.engine.requests.row import InputRow
 from cbatch.engine.tools.tool import Tool
 
 NUM_THREADS = 8
@@ -27,13 +26,14 @@ class _Conversation:
 
     request:  what was asked last
     messages: the calls and results so far, in OpenAI's form
-    usage:    of the rounds that are over
+    usage, reused: of the rounds that are over; see `Completion`
     """
 
     request: GenerationRequest
     messages: list[dict[str, Any]] = field(default_factory=list)
     num_rounds: int = 0
     usage: Usage = field(default_factory=Usage)
+    reused: Usage = field(default_factory=Usage)
 
 
 class ToolLoop:
@@ -57,17 +57,18 @@ class ToolLoop:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "cbatch-tool")
         self._is_closed = threading.Event()
 
-    def take(self, position: int, row: InputRow, completion: Completion) -> bool:
+    def take(self, position: int, request: EncodedRequest, completion: Completion) -> bool:
         """Takes a result that calls tools, and returns True; what else a model gives is the end of its row."""
         talk = self._conversations.get(position)
-        goes_on = completion.finish_reason == "tool_calls" and len(completion.choices) == 1 and row.tool_rounds > 0
-        if goes_on and (talk is None or talk.num_rounds < self._max_rounds):
+        goes_on = completion.finish_reason == "tool_calls" and len(completion.choices) == 1
+        if goes_on and request.source.tool_rounds > 0 and (talk is None or talk.num_rounds < self._max_rounds):
             if talk is None:
-                talk = self._conversations[position] = _Conversation(self._inputs.request(row))
-            self._threads.submit(self._run, position, talk, completion)
+                talk = self._conversations[position] = _Conversation(request.asked)
+            if not self._is_closed.is_set():  # else the row stays unfinished
+                self._threads.submit(self._run, position, talk, completion)
             return True
         if talk is not None:
-            completion.usage = talk.usage + completion.usage
+            completion.usage, completion.reused = talk.usage + completion.usage, talk.reused + completion.reused
             completion.tool_messages = talk.messages
             del self._conversations[position]
         return False
@@ -88,7 +89,7 @@ class ToolLoop:
         if self._is_closed.is_set():
             return
         talk.num_rounds += 1
-        talk.usage = talk.usage + completion.usage
+        talk.usage, talk.reused = talk.usage + completion.usage, talk.reused + completion.reused
         request, is_last = talk.request, talk.num_rounds == self._max_rounds
         asked = replace(
             request,
