@@ -79,31 +79,41 @@ class ToolLoop:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, position: int, talk: _Conversation, completion: Completion) -> None:
-        calls = completion.tool_calls
+        try:
+            following: EncodedRequest | Completion = self._next(talk, completion)
+        except RequestError as error:
+            following = self._failed(talk, completion, error)
+        except Exception as unforeseen:  # a row that breaks something still ends
+            reason = talk.request.source.invalid(f"its tools cannot be run: {unforeseen!r}", "internal_error")
+            following = self._failed(talk, completion, reason)
+        if not self._is_closed.is_set():
+            self._ask(position, following, completion.timing.taken_at)
+
+    def _next(self, talk: _Conversation, completion: Completion) -> EncodedRequest:
+        """The row's next request, with the results of all calls."""
         said = {
             "role": "assistant",
             "content": completion.text,
-            "tool_calls": [call.to_dict() for call in calls],
+            "tool_calls": [call.to_dict() for call in completion.tool_calls],
         }
-        talk.messages = [*talk.messages, said, *(self._result(call) for call in calls)]
-        if self._is_closed.is_set():
-            return
+        talk.messages = [*talk.messages, said, *(self._result(call) for call in completion.tool_calls)]
         talk.num_rounds += 1
         talk.usage, talk.reused = talk.usage + completion.usage, talk.reused + completion.reused
         request, is_last = talk.request, talk.num_rounds == self._max_rounds
-        asked = replace(
-            request,
-            messages=[*(request.messages or ()), *talk.messages],
-            tools=() if is_last else request.tools,
-            choice=None,
-            known_ids=None,
-            seed=derive_seed(request.seed, "round", talk.num_rounds),
+        return self._inputs.encode(
+            replace(
+                request,
+                messages=[*(request.messages or ()), *talk.messages],
+                tools=() if is_last else request.tools,
+                choice=None,
+                known_ids=None,
+                seed=derive_seed(request.seed, "round", talk.num_rounds),
+            )
         )
-        try:
-            following: EncodedRequest | Completion = self._inputs.encode(asked)
-        except RequestError as error:
-            following = Completion(request.source, key=request.key, error=error, timing=completion.timing)
-        self._ask(position, following, completion.timing.taken_at)
+
+    def _failed(self, talk: _Conversation, completion: Completion, error: RequestError) -> Completion:
+        request = talk.request
+        return Completion(request.source, key=request.key, error=error, timing=completion.timing)
 
     def _result(self, call: ToolCall) -> dict[str, Any]:
         """The message with the result of a call."""
