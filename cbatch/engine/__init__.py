@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.base.template_options import FIXED_DATE as FIXED_DATE
     from cbatch.engine.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.base.units import format_bytes as format_bytes
+    from cbatch.engine.base.units import format_count as format_count
     from cbatch.engine.base.units import rounded_s as rounded_s
     from cbatch.engine.batch.cache.answer_cache import DEFAULT_CACHE_SIZE as DEFAULT_CACHE_SIZE
     from cbatch.engine.batch.cache.answer_cache import AnswerCache as AnswerCache

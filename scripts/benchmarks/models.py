@@ -12,6 +12,7 @@ from torch import Tensor
 from cbatch.engine import LoadedModel, SamplingParams
 from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.kernels.float8_matrix import rounded_rows
 from cbatch.engine.models.base import LinearCost, Model
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.models.programs.program import Weight
@@ -93,9 +94,8 @@ class Float8Tensors(StoredWeights):
 
     def _rounded(self, name: str) -> tuple[Tensor, Tensor]:
         """Bytes, and scales [rows, 1]."""
-        numbers = self._tensors[name].float()
-        scales = numbers.abs().amax(1, keepdim=True) / 448
-        return (numbers / scales).to(torch.float8_e4m3fn).view(torch.uint8), scales
+        codes, scales = rounded_rows(self._tensors[name])
+        return codes.view(torch.uint8), scales
 
 
 def random_tensors(

@@ -33,6 +33,7 @@ from cbatch.engine import Engine
 from cbatch.engine.attention.cpu import CpuAttention
 from cbatch.engine.base.model_files import read_json_object
 from cbatch.engine.base.quantization import Quantization
+from cbatch.engine.kernels.float8_matrix import rounded_rows
 from cbatch.engine.models.checkpoint import load_fast_model
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.formats.gguf import GgufModel
@@ -150,8 +151,8 @@ def rounded_like_llama_cpp(network: Any, weights: Callable[[Tensor], Tensor]) ->
 
 def rounded_to_e4m3(x: Tensor) -> Tensor:
     """x [..., depth], a scale for each depth numbers."""
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-126) / 448
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+    codes, scales = rounded_rows(x.flatten(0, -2))
+    return (codes.float() * scales).view_as(x)
 
 
 @contextmanager

@@ -50,11 +50,6 @@ def safe_json(data: bytes) -> bytes:
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", data.decode()).encode()
 
 
-def count_of(number: int, what: str) -> str:
-    """A number of things in words: `1 row`, `2,000 rows`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def notice(text: str) -> None:
     """Prints one line on stderr. Does not raise if nobody can read it: a message must never end a run."""
     if sys.stderr is not None:

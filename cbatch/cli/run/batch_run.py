@@ -9,7 +9,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from cbatch.cli.common.console import Details, ProgressState, count_of, no_details, notice
+from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
@@ -23,6 +23,7 @@ from cbatch.engine import (
     RowInput,
     RowOptions,
     RowWriter,
+    format_count,
 )
 
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
@@ -104,7 +105,7 @@ def _prepare_file(
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:
         are = "is" if plan.rows == 1 else "are"
-        notice(f"resuming: {count_of(plan.rows, 'row')} {are} kept" + ("" if plan.fits else f"; not kept: {plan}"))
+        notice(f"resuming: {format_count(plan.rows, 'row')} {are} kept" + ("" if plan.fits else f"; not kept: {plan}"))
     return again(), plan
 
 
@@ -134,7 +135,7 @@ def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:
         doing = f"{engine.num_running} run, {engine.num_waiting} wait, KV {engine.cache_used:.0%}"
         parts = [
             f"{one.name}: {doing if one.state == 'running' else one.state}",
-            f"{count_of(one.rows, 'row')}, {count_of(one.output_tokens, 'token')}",
+            f"{format_count(one.rows, 'row')}, {format_count(one.output_tokens, 'token')}",
             f"{one.copies:,} copies" if one.copies else "",
             one.death_words() if one.deaths else "",
         ]

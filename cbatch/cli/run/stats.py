@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from cbatch.cli.common.console import count_of
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import OutputRow, RunObserver, rounded_s
+from cbatch.engine import OutputRow, RunObserver, format_count, rounded_s
 
 if TYPE_CHECKING:
     from cbatch.engine import BatchDriver, EngineStats, ReplicaStatus
@@ -250,7 +249,7 @@ class RunStats(RunObserver):
     def summary(self, driver: BatchDriver, waited_for_output_s: float) -> list[str]:
         """Four lines for people, and one about replicas if they died; or one line if there was nothing left to do."""
         if not self.rows and self.rows_kept:
-            are = f"{count_of(self.rows_kept, 'row')} {'is' if self.rows_kept == 1 else 'are'} there"
+            are = f"{format_count(self.rows_kept, 'row')} {'is' if self.rows_kept == 1 else 'are'} there"
             return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
         failed = self.errors.total()
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
@@ -262,10 +261,11 @@ class RunStats(RunObserver):
         counters = self.counters
         retried = f", {counters.retries:,} retried ({driver.stats().last_error})" if counters.retries else ""
         lines = [
-            f"{count_of(self.rows - failed, 'row')} ok, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
-            f"{count_of(self.prompt_tokens, 'prompt token')}{cached}, {count_of(self.output_tokens, 'output token')}",
+            f"{format_count(self.rows - failed, 'row')} ok, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
+            f"{format_count(self.prompt_tokens, 'prompt token')}{cached}, "
+            f"{format_count(self.output_tokens, 'output token')}",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
-            f"{count_of(counters.steps, 'step')}{retried}",
+            f"{format_count(counters.steps, 'step')}{retried}",
             f"limited by {bottleneck(driver, counters, self.elapsed_s, waited_for_output_s)}",
         ]
         return lines + ([f"replicas: {happened}"] if (happened := self._replica_line()) else [])
@@ -277,7 +277,7 @@ class RunStats(RunObserver):
         gone = [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
         copies = sum(one.copies for one in each)
         words = "was also given to an idle one" if copies == 1 else "were also given to idle ones"
-        copied = [f"{count_of(copies, 'unfinished row')} {words}"] if copies else []
+        copied = [f"{format_count(copies, 'unfinished row')} {words}"] if copies else []
         return "; ".join(deaths + gone + copied)
 
 

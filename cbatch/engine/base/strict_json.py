@@ -23,16 +23,12 @@ def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
     Raises RequestError: `invalid_json`, or `invalid_row` if the value is not an object.
     """
     try:
-        value = _DECODER.decode(text)
+        value = parse_json_value(text)
     except json.JSONDecodeError as error:
         raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise RequestError("invalid_json", f"{where}: nested too deeply") from None
     except ValueError as error:
         reason = "a number has too many digits" if "digits" in str(error) else str(error)
         raise RequestError("invalid_json", f"{where}: {reason}") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise RequestError("invalid_json", f"{where}: nested too deeply")
     if not isinstance(value, dict):
         raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
     if "\\ud" in text.lower():  # perhaps lone surrogates, in keys or values
@@ -43,12 +39,12 @@ def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
 
 
 def parse_json_value(text: str) -> Any:
-    """Reads a JSON value with the same strictness. Raises ValueError."""
+    """Reads a JSON value, which may hold lone surrogates, with the same strictness otherwise. Raises ValueError."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if _depth(value) > MAX_DEPTH:
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError("nested too deeply")
     return value
 

@@ -25,6 +25,11 @@ def rounded_s(seconds: float) -> float:
     return round(seconds, 6)
 
 
+def format_count(count: int, what: str) -> str:
+    """Like `1 row` or `2,000 rows`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def format_bytes(count: float) -> str:
     """A size for users: 1.5 GiB."""
     for unit in ("bytes", "KiB", "MiB"):

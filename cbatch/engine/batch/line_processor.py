@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cbatch.engine.base.errors import RequestError
@@ -10,6 +10,7 @@ from cbatch.engine.batch.cache.answer_cache import CacheConfig
 from cbatch.engine.batch.cache.cached_outputs import CachedOutputs
 from cbatch.engine.batch.jsonl import parse_line
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.rounds.round_loop import Ask, RoundLoop
 from cbatch.engine.batch.rounds.tool_loop import ToolLoop
 from cbatch.engine.batch.rounds.try_loop import TryLoop, nth_try
 from cbatch.engine.batch.row_options import RowOptions
@@ -20,9 +21,6 @@ from cbatch.engine.requests.row import InputRow
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.tools.tool import Tool
 from cbatch.engine.validation.validation import Validation
-
-Ask = Callable[[int, EncodedRequest | Completion, float], None]
-"""Goes on with a row: takes its position, its next request or its result, and when the row was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,9 @@ class LineProcessor:
             cache=options.cache,
         )
 
-    def loops(self, ask: Ask) -> list[ToolLoop | TryLoop]:
+    def loops(self, ask: Ask) -> list[RoundLoop]:
         """What takes the answers of a batch that are not the end of their row: calls of tools, then all to validate."""
-        made: list[ToolLoop | TryLoop] = []
+        made: list[RoundLoop] = []
         if self.tools:
             made.append(ToolLoop(self.tools, self.max_tool_rounds, self.inputs, ask))
         if self.validation is not None:

@@ -13,6 +13,9 @@ from cbatch.engine.base.errors import RequestError
 
 MAX_LINE_BYTES = 16 * 2**20
 
+BOM = b"\xef\xbb\xbf"
+"""What some programs begin a file in UTF-8 with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -43,13 +46,8 @@ class Line:
         return self.digest if self.data is None else self.data
 
     def __reduce__(self) -> tuple[type[Line], tuple[object, ...]]:
-        return Line, (
-            self.index,
-            self.data,
-            self.digest,
-            self.error,
-            self.tries,
-        )  # quicker than what a frozen dataclass does
+        # Quicker than what a frozen dataclass does.
+        return Line, (self.index, self.data, self.digest, self.error, self.tries)
 
 
 class LineSpool(Iterator[Line]):
@@ -93,7 +91,7 @@ def read_lines(stream: IO[bytes]) -> Iterator[Line]:
             yield Line(index, None, _skip(stream, data))
         else:
             if index == 0:
-                text = text.removeprefix(b"\xef\xbb\xbf")
+                text = text.removeprefix(BOM)
             if text.strip():
                 yield Line(index, text)
         index += 1

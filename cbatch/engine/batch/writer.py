@@ -8,6 +8,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self
 
@@ -117,11 +118,12 @@ class FileWriter(RowWriter):
     if_changed = (
         "--recompute-changed runs changed rows again and drops rows whose input line is gone; --overwrite starts again"
     )
+    _completes = "order"
+    """What `_complete` does, for an error: order the file."""
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
         """Raises ConfigError if the file cannot be written or put in order, or another run writes it."""
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"Cannot write {str(path)!r}: a file is needed.")
+        require_file(path)
         self._name = str(path)
         self._path = path.resolve()
         self._ordered_path = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
@@ -211,8 +213,7 @@ class FileWriter(RowWriter):
     def kept_rows(self) -> Iterator[tuple[int, bytes]]:
         """The rows that `resume` has kept, as (index of the line, bytes of the row) in the order of the input."""
         for number in self._journal.rows(input_order=True):
-            start, stop = self._journal.span(number)
-            yield self._journal.indices[number], os.pread(self._fd, stop - start, start)
+            yield self._journal.indices[number], self._row(number)
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
         if not rows:
@@ -236,12 +237,10 @@ class FileWriter(RowWriter):
         self._sync()
         self._is_new = False
         self._check_unchanged()
-        if self._journal.is_in_order(input_order=self._input_order):
-            return
         try:
-            self._rewrite(raise_if_interrupted)
+            self._complete(raise_if_interrupted)
         except OSError as error:
-            raise self._failed("order", error) from error
+            raise self._failed(self._completes, error) from error
         finally:
             self._ordered_path.unlink(missing_ok=True)
 
@@ -275,21 +274,41 @@ class FileWriter(RowWriter):
         except OSError as error:
             raise self._failed("write", error) from error
 
-    def _rewrite(self, raise_if_interrupted: Callable[[], None]) -> None:
-        """Writes the current rows to a second file, which replaces the first one once it is on disk."""
+    def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
+        """Puts the rows in their order, after all of them are written and on disk."""
+        if not self._journal.is_in_order(input_order=self._input_order):
+            with self._replacing(self._path, os.fstat(self._fd)) as target:
+                target.writelines(self._ordered_rows(raise_if_interrupted))
+
+    def _ordered_rows(self, raise_if_interrupted: Callable[[], None]) -> Iterator[bytes]:
+        """The current rows in the order of the output."""
+        for number in self._journal.rows(input_order=self._input_order):
+            raise_if_interrupted()
+            yield self._row(number)
+
+    def _row(self, number: int) -> bytes:
+        start, stop = self._journal.span(number)
+        return os.pread(self._fd, stop - start, start)
+
+    @contextmanager
+    def _replacing(self, path: Path, like: os.stat_result) -> Iterator[IO[bytes]]:
+        """A new file, with the permissions of another one, which replaces that at `path` once it is on disk."""
         with self._open_ordered() as target:
-            for number in self._journal.rows(input_order=self._input_order):
-                raise_if_interrupted()
-                start, stop = self._journal.span(number)
-                target.write(os.pread(self._fd, stop - start, start))
+            yield target
             target.flush()
-            os.fchmod(target.fileno(), os.fstat(self._fd).st_mode & 0o777)
+            os.fchmod(target.fileno(), like.st_mode & 0o777)
             os.fsync(target.fileno())
-        self._ordered_path.replace(self._path)
-        sync_folder(self._path.parent)
+        self._ordered_path.replace(path)
+        sync_folder(path.parent)
 
     def _failed(self, verb: str, error: OSError) -> RunFailed:
         return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.resume_hint}")
+
+
+def require_file(path: Path) -> None:
+    """Raises ConfigError for a folder, a device and the like."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"Cannot write {str(path)!r}: a file is needed.")
 
 
 def _short(name: str) -> str:

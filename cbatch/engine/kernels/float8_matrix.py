@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest number of e4m3."""
+from cbatch.engine.runtime.kv_cache import FP8, FP8_MAX, as_stored
+
 LEAST_SCALE = 2.0**-126
 """The smallest scale of a row: the smallest normal float32. Rows of zeros have it."""
 
@@ -35,7 +34,7 @@ class Float8Matrix(NamedTuple):
     @classmethod
     def empty(cls, columns: int, depth: int, device: torch.device) -> Float8Matrix:
         """Without numbers, which `fill` brings."""
-        numbers = torch.zeros(columns, depth, dtype=torch.uint8, device=device).view(E4M3)
+        numbers = torch.zeros(columns, depth, dtype=torch.uint8, device=device).view(FP8)
         return cls(numbers, torch.zeros(1, columns, dtype=torch.float32, device=device))
 
     @staticmethod
@@ -65,5 +64,5 @@ class Float8Matrix(NamedTuple):
 def rounded_rows(source: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [T, depth] in e4m3, and their scales [T, 1] float32, by operations of torch."""
     numbers = source.float()
-    scales = (numbers.abs().amax(1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE)
-    return (numbers / scales).clamp(-LARGEST, LARGEST).to(E4M3), scales
+    scales = (numbers.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=LEAST_SCALE)
+    return as_stored(numbers / scales, FP8), scales

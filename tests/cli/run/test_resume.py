@@ -475,14 +475,14 @@ def test_no_space_for_the_ordered_file(
     """Guards a disk that cannot hold the rows twice: exit 3, all rows there, and --resume orders them later."""
     whole = done.out.read_bytes()
     done.out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
-    rewrite = FileWriter._rewrite
+    rewrite = FileWriter._complete
 
     def full(self: FileWriter, check_stop: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(FileWriter, "_rewrite", full)
+    monkeypatch.setattr(FileWriter, "_complete", full)
     assert done.run("--resume") == 3 and "Cannot order" in capfd.readouterr().err
-    monkeypatch.setattr(FileWriter, "_rewrite", rewrite)
+    monkeypatch.setattr(FileWriter, "_complete", rewrite)
     assert done.run("--resume") == 1 and done.out.read_bytes() == whole and done.ran() == 0
 
 

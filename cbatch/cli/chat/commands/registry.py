@@ -145,8 +145,3 @@ def parse_number(text: str, low: int, high: int) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
         raise UserError(f"Type a number from {low} to {high}, not {text or 'nothing'}.")
     return int(text)
-
-
-def format_count(count: int, what: str) -> str:
-    """Like `1 turn` or `3 turns`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import derive_seed
+from cbatch.engine.batch.rounds.round_loop import Ask, RoundLoop
 from cbatch.engine.requests.completion import Choice, Completion, Usage
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest, GenerationRequest
@@ -41,49 +40,31 @@ class _Tries:
     reused: Usage = field(default_factory=Usage)
 
 
-class TryLoop:
-    """One for each batch. `take` belongs to the thread that reads results; checks run on threads of their own."""
+class TryLoop(RoundLoop):
+    """Takes answers to validate: all but errors and calls of tools."""
 
-    def __init__(
-        self,
-        validation: Validation,
-        inputs: InputProcessor,
-        ask: Callable[[int, EncodedRequest | Completion, float], None],
-    ) -> None:
-        """`ask`: gets the position of a row, its next request or its result, and when the row was taken."""
-        self._validation, self._inputs, self._ask = validation, inputs, ask
+    _problem = "the answer cannot be checked"
+
+    def __init__(self, validation: Validation, inputs: InputProcessor, ask: Ask) -> None:
+        super().__init__(inputs, ask, "cbatch-validate", NUM_THREADS)
+        self._validation = validation
         self._rows: dict[int, _Tries] = {}
         """The tries of rows that had more than one, by their position."""
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "cbatch-validate")
         self._of_thread = threading.local()
         self._checkers: list[Checker] = []
-        self._is_closed = threading.Event()
 
     def take(self, position: int, request: EncodedRequest, completion: Completion) -> bool:
-        """Takes an answer to validate, and returns True; errors and tool calls are the end of their row."""
         if completion.error is None and completion.finish_reason != "tool_calls":
-            if not self._is_closed.is_set():  # else the row stays unfinished
-                self._threads.submit(self._validate, position, request, completion)
+            self._start(position, request, completion)
             return True
         if (tries := self._rows.pop(position, None)) is not None:
             completion.usage, completion.reused = tries.usage + completion.usage, tries.reused + completion.reused
         return False
 
     def close(self) -> None:
-        """Ends the checks that run."""
-        self._is_closed.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
         for checker in list(self._checkers):
             checker.close()
-
-    def _validate(self, position: int, request: EncodedRequest, completion: Completion) -> None:
-        try:
-            following = self._next(position, request, completion)
-        except Exception as unforeseen:  # a row that breaks something still ends
-            reason = request.source.invalid(f"the answer cannot be checked: {unforeseen!r}", "internal_error")
-            following = Completion(request.source, key=request.key, error=reason, timing=completion.timing)
-        if not self._is_closed.is_set():
-            self._ask(position, following, completion.timing.taken_at)
 
     def _next(self, position: int, request: EncodedRequest, completion: Completion) -> EncodedRequest | Completion:
         """What follows on an answer: the row's next try, or its result."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import IO
 
 from cbatch.engine.base.errors import ConfigError, RequestError
-from cbatch.engine.batch.lines import MAX_LINE_BYTES
+from cbatch.engine.base.units import format_count
+from cbatch.engine.batch.lines import BOM, MAX_LINE_BYTES
 from cbatch.engine.batch.tables.table import TableRow
-
-BOM = b"\xef\xbb\xbf"
 
 csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # of the process; `_Lines` bounds records earlier
 
@@ -86,7 +85,9 @@ class CsvTable:
         if error is None and self._lines.encoding_error is not None:
             error = RequestError("invalid_utf8", f"not valid UTF-8 ({self._lines.encoding_error})")
         if error is None and len(values) != len(self.names):
-            error = RequestError("invalid_row", f"{_counted(values, 'value')} for {_counted(self.names, 'column')}")
+            error = RequestError(
+                "invalid_row", f"{format_count(len(values), 'value')} for {format_count(len(self.names), 'column')}"
+            )
         if error is not None:
             error = RequestError(error.code, f"{where}: {error}")
         return TableRow(index, where, dict(zip(self.names, values, strict=False)), error)
@@ -101,10 +102,6 @@ class CsvTable:
     def _quote_hint(self) -> str:
         lines = self._lines.number - self._lines.begun_at + 1
         return f" ({lines:,} lines: a quote may have been left open)" if lines > 1 else ""
-
-
-def _counted(items: Sequence[str], word: str) -> str:
-    return f"{len(items):,} {word}{'' if len(items) == 1 else 's'}"
 
 
 def check_names(names: list[str], table: str) -> None:

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import IO
 
-from cbatch.engine.batch.lines import MAX_LINE_BYTES, Line
+from cbatch.engine.batch.lines import BOM, MAX_LINE_BYTES, Line
 from cbatch.engine.batch.tables.compression import CHUNK
 
 _STRUCTURE = re.compile(rb'["\[\]{},]')
 _STRING_END = re.compile(rb'["\\]')
 _BLANK = b" \t\r\n"
-_BOM = b"\xef\xbb\xbf"
+NO_ARRAY = "it is not a JSON array, which begins with [; --format jsonl reads an object a line"
 
 
 def read_array(stream: IO[bytes]) -> Iterator[Line]:
@@ -23,11 +23,11 @@ def read_array(stream: IO[bytes]) -> Iterator[Line]:
     """
     chunks = _chunks(stream)
     first = read = b""
-    while len(first) < len(_BOM) and (chunk := next(chunks, b"")):
+    while len(first) < len(BOM) and (chunk := next(chunks, b"")):
         read += chunk
-        first = read.removeprefix(_BOM).lstrip(_BLANK)
+        first = read.removeprefix(BOM).lstrip(_BLANK)
     if not first.startswith(b"["):
-        raise ValueError("it is not a JSON array, which begins with [; --format jsonl reads an object a line")
+        raise ValueError(NO_ARRAY)
     scanner = _Scanner()
     yield from scanner.take(first[1:])
     for chunk in chunks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag
@@ -73,11 +72,6 @@ def values_of(fields: Mapping[str, Any], columns: list[Column]) -> list[Any]:
     """The values of a row of results in the order of the columns; None for what it does not have."""
     answer, inputs = split_result(fields)
     return [(inputs if column.is_input else answer).get(column.source) for column in columns]
-
-
-def as_text(value: Any) -> str | None:
-    """A value as text: what is no text as JSON, and null as None."""
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _kind(value: Any) -> Kinds:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.batch.lines import Line, LineSpool, read_lines
+from cbatch.engine.batch.lines import BOM, Line, LineSpool, read_lines
 from cbatch.engine.batch.tables.compression import READ_ERRORS, decompressed, first_bytes
-from cbatch.engine.batch.tables.csv_table import BOM, CsvTable
+from cbatch.engine.batch.tables.csv_table import CsvTable
 from cbatch.engine.batch.tables.forms import TABLES, InputForm, unit_of
-from cbatch.engine.batch.tables.json_array import read_array
+from cbatch.engine.batch.tables.json_array import NO_ARRAY, read_array
 from cbatch.engine.batch.tables.parquet_table import ParquetTable
 from cbatch.engine.batch.tables.shard import WHOLE, Shard
 from cbatch.engine.batch.tables.table_lines import line_of, missing_columns, row_of_line
@@ -136,7 +136,7 @@ class RowInput:
         starts = head.removeprefix(BOM).lstrip()[:1]
         if self._form == "json" and (self._is_sure or starts != b"{"):
             if starts not in (b"[", b""):
-                raise ValueError("it is not a JSON array, which begins with [; --format jsonl reads an object a line")
+                raise ValueError(NO_ARRAY)
             return read_array(stream)
         return read_lines(stream)
 

@@ -1,10 +1,10 @@
-"""A table as its readers give it: named columns, and rows one after the other."""
+"""A row of a table as readers give it, and its values as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 
@@ -25,10 +25,6 @@ class TableRow:
     error: RequestError | None = None
 
 
-class Table(Protocol):
-    """Names of columns, which have been read already, and rows, which can be taken once."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def rows(self) -> Iterator[TableRow]: ...
+def as_text(value: Any) -> str | None:
+    """A value as it stands in a prompt, or in a cell of CSV: what is no text as JSON, and null as None."""
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -12,8 +12,9 @@ from typing import IO, Any
 
 from cbatch.engine.batch.tables.compression import compressed
 from cbatch.engine.batch.tables.forms import Compression, OutputForm
-from cbatch.engine.batch.tables.layout import Column, Kinds, as_text, values_of
+from cbatch.engine.batch.tables.layout import Column, Kinds, values_of
 from cbatch.engine.batch.tables.parquet_table import is_written_as_text
+from cbatch.engine.batch.tables.table import as_text
 
 GROUP_ROWS, GROUP_BYTES = 100_000, 64 * 2**20
 """Rows of a row group of Parquet, and the bytes of their results after which it ends earlier."""

@@ -11,7 +11,7 @@ from cbatch.engine.base.strict_json import parse_json_object, parse_json_value
 from cbatch.engine.batch.jsonl import line_text
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.tables.result_columns import carried_columns, earlier_error, is_result
-from cbatch.engine.batch.tables.table import TableRow
+from cbatch.engine.batch.tables.table import TableRow, as_text
 from cbatch.engine.batch.templates.prompt_template import ColumnTemplate, PromptTemplate
 from cbatch.engine.requests.param_names import REFUSED
 from cbatch.engine.requests.row import PROMPT_FIELDS
@@ -88,7 +88,7 @@ def _fields(columns: Mapping[str, Any], *, is_text: bool) -> dict[str, Any]:
 def _templated(columns: Mapping[str, Any], template: ColumnTemplate) -> dict[str, Any]:
     """The fields of the row that a template makes. Raises RequestError."""
     if isinstance(template, PromptTemplate):  # shows values as they are
-        columns = {name: _shown(value) for name, value in columns.items()}
+        columns = {name: as_text(value) for name, value in columns.items()}
     return {"prompt": template.render(columns)}
 
 
@@ -101,8 +101,3 @@ def _value(text: str) -> Any:
     except ValueError:
         return text
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _shown(value: Any) -> Any:
-    """A value as it stands in a prompt: text as it is, other values as JSON writes them."""
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

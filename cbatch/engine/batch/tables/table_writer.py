@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cbatch.engine.batch.tables.finished_table import read_keys
 from cbatch.engine.batch.tables.forms import Compression, OutputForm
 from cbatch.engine.batch.tables.layout import TableLayout
 from cbatch.engine.batch.tables.table_files import write_parquet, write_text
-from cbatch.engine.batch.writer import FileWriter, sync_folder
+from cbatch.engine.batch.writer import FileWriter, require_file
 
 JOURNAL_ENDING = ".journal.jsonl"
 
@@ -26,6 +27,8 @@ class TableWriter(FileWriter):
 
     The journal is removed then, unless it has error rows, which --retry-errors may run again.
     """
+
+    _completes = "make the table of"
 
     def __init__(
         self,
@@ -42,8 +45,7 @@ class TableWriter(FileWriter):
         Raises ConfigError if the files cannot be written, another run writes them, or an extra is not installed.
         """
         check_output(form, compression)
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"Cannot write {str(path)!r}: a file is needed.")
+        require_file(path)
         self._table_name, self._table_path = str(path), path.resolve()
         self._form, self._compression, self._types = form, compression, types or {}
         self._is_complete = False
@@ -97,20 +99,14 @@ class TableWriter(FileWriter):
         )
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
-        if self._is_complete:
-            return
-        self._sync()
-        self._is_new = False
-        self._check_unchanged()
-        try:
-            if self._make_table(raise_if_interrupted):
-                self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
-            else:
-                self._path.unlink()
-        except OSError as error:
-            raise self._failed("make the table of", error) from error
-        finally:
-            self._ordered_path.unlink(missing_ok=True)
+        if not self._is_complete:
+            super().finish(raise_if_interrupted)
+
+    def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
+        if self._make_table(raise_if_interrupted):
+            self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
+        else:
+            self._path.unlink()
 
     @property
     def _has_journal(self) -> bool:
@@ -121,29 +117,18 @@ class TableWriter(FileWriter):
         return self._table_path.is_file() and self._table_path.stat().st_size > 0
 
     def _make_table(self, raise_if_interrupted: Callable[[], None]) -> int:
-        """Writes the table to a second file, which takes its name once it is on disk. Returns the number of errors."""
-
-        def rows() -> Iterator[bytes]:
-            for number in self._journal.rows(input_order=self._input_order):
-                raise_if_interrupted()
-                start, stop = self._journal.span(number)
-                yield os.pread(self._fd, stop - start, start)
-
+        """Makes the table of the journal. Returns the number of errors."""
+        rows = partial(self._ordered_rows, raise_if_interrupted)
         layout = TableLayout()
         for row in rows():
             layout.add(json.loads(row))
         columns = layout.columns()
-        with self._open_ordered() as target:
+        like = self._table_path if self._table_path.exists() else self._path
+        with self._replacing(self._table_path, like.stat()) as target:
             if self._form == "parquet":
                 write_parquet(target, columns, rows, self._types)
             else:
                 write_text(target, self._form, self._compression, columns, rows)
-            target.flush()
-            like = self._table_path if self._table_path.exists() else self._path
-            os.fchmod(target.fileno(), like.stat().st_mode & 0o777)
-            os.fsync(target.fileno())
-        self._ordered_path.replace(self._table_path)
-        sync_folder(self._table_path.parent)
         return layout.errors
 
 

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.engine.kernels.float8_matrix import E4M3, LARGEST, LEAST_SCALE, Float8Matrix
+from cbatch.engine.kernels.float8_matrix import LEAST_SCALE, Float8Matrix
 from cbatch.engine.kernels.triton.attention_tile import power_of_2, to_fp8
 from cbatch.engine.kernels.triton.launch import launch_options
+from cbatch.engine.runtime.kv_cache import FP8, FP8_MAX
 
-_LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
+_LARGEST, _LEAST_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_SCALE)
 _MOST_AT_ONCE = 8192
 """Numbers of a row that a program holds."""
 
@@ -46,7 +47,7 @@ def round_rows(source: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, 1, dtype=torch.float32, device=source.device)
     block = min(power_of_2(depth), _MOST_AT_ONCE)
     _round_rows_kernel[(rows,)](source, codes, scales, depth, block, **launch_options(block // 8))
-    return codes.view(E4M3), scales
+    return codes.view(FP8), scales
 
 
 def float8_linear(source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
