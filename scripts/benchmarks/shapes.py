@@ -209,14 +209,15 @@ _WIDE: Config = {
 GRID_SHAPES: dict[str, Config] = {
     "135m": PEER_SHAPES["135m"],
     "qwen3-0.6b": {name: value for name, value in GPU_SHAPES["0.6B"].items() if name not in ("architectures", "dtype")}
+    | {"num_hidden_layers": 7, "max_window_layers": 7, "vocab_size": 37984}
     | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
     "llama-1b": _WIDE | {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "head_dim": 64},
     "llama-3b": _WIDE | {"hidden_size": 3072, "num_hidden_layers": 3, "num_attention_heads": 24, "head_dim": 128},
     "qwen3-moe": FAMILY_SHAPES["qwen3-moe"],
     "gemma3": FAMILY_SHAPES["gemma3"],
 }
-"""Models of the grid. The Llamas of 1B and 3B keep the widths of Llama 3.2, but have 4 of 16 and 3 of 28 layers, and a
-quarter of its vocabulary: so the head of the first has the same share of the weights, and a round takes minutes.
+"""Models of the grid. The larger ones keep their widths, but have 7 of 28 layers (Qwen3 0.6B), 4 of 16 and 3 of 28 (Llama 3.2
+1B and 3B), and a quarter of the vocabulary: so the head has about the same share of the weights, and a round takes minutes.
 """
 
 _SMALL = {
