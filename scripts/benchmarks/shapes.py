@@ -216,8 +216,10 @@ GRID_SHAPES: dict[str, Config] = {
     "qwen3-moe": FAMILY_SHAPES["qwen3-moe"],
     "gemma3": FAMILY_SHAPES["gemma3"],
 }
-"""Models of the grid. The larger ones keep their widths, but have 7 of 28 layers (Qwen3 0.6B), 4 of 16 and 3 of 28 (Llama 3.2
-1B and 3B), and a quarter of the vocabulary: so the head has about the same share of the weights, and a round takes minutes.
+"""Models of the grid.
+
+The larger ones keep their widths, but have 7 of 28 layers (Qwen3 0.6B), 4 of 16 and 3 of 28 (Llama 3.2 1B and 3B), and
+a quarter of the vocabulary: so the head has about the same share of the weights, and a round takes minutes.
 """
 
 _SMALL = {
