@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Order of the output rows.",
 )
-@option("--window", type=click.IntRange(1), help="Most rows read but not yet written [default: 4 x --max-seqs].")
+@option("--window", type=click.IntRange(1), help="Most rows read but not yet written [default: 16 x --max-seqs].")
 @option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
 @option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
 @option("--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Date given to the chat template.")

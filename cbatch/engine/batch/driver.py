@@ -117,7 +117,7 @@ class BatchDriver(Protocol):
     def open(self, options: RowOptions, *, window: int | None, observer: StreamObserver) -> RowSource:
         """Begins a batch.
 
-        window: most rows between reading and writing; None: four times the requests that run at once
+        window: most rows between reading and writing; None: some for each request that runs at once
 
         Raises RequestError if the options' defaults are wrong.
         """
