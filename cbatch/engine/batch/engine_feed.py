@@ -136,5 +136,7 @@ class EngineFeed:
         """A request is not in the engine any more."""
         request = self._in_engine.pop(position)
         del self._unfinished[position]
-        self._priorities -= Counter([request.priority])  # which keeps no zeros
+        self._priorities[request.priority] -= 1
+        if not self._priorities[request.priority]:
+            del self._priorities[request.priority]
         self._tokens -= request.tokens
