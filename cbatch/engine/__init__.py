@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.cache.answer_cache import CacheConfig as CacheConfig
     from cbatch.engine.batch.driver import BatchDriver as BatchDriver
     from cbatch.engine.batch.driver import ReplicaStatus as ReplicaStatus
+    from cbatch.engine.batch.driver import RowSource as RowSource
     from cbatch.engine.batch.engine_driver import EngineDriver as EngineDriver
     from cbatch.engine.batch.journal import Journal as Journal
     from cbatch.engine.batch.journal import ResumePlan as ResumePlan
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.lines import MAX_LINE_BYTES as MAX_LINE_BYTES
     from cbatch.engine.batch.lines import Line as Line
     from cbatch.engine.batch.lines import read_lines as read_lines
+    from cbatch.engine.batch.output_forecast import ends_by_limit as ends_by_limit
     from cbatch.engine.batch.output_row import OutputRow as OutputRow
     from cbatch.engine.batch.output_row import RowOutcome as RowOutcome
     from cbatch.engine.batch.pipeline import Pipeline as Pipeline
@@ -74,6 +76,8 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.templates.jinja_template import read_template as read_template
     from cbatch.engine.batch.templates.prompt_template import ColumnTemplate as ColumnTemplate
     from cbatch.engine.batch.templates.prompt_template import PromptTemplate as PromptTemplate
+    from cbatch.engine.batch.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN as PROMPT_TOKENS_PER_OUTPUT_TOKEN
+    from cbatch.engine.batch.work_ahead import WorkAhead as WorkAhead
     from cbatch.engine.batch.writer import FileWriter as FileWriter
     from cbatch.engine.batch.writer import RowWriter as RowWriter
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter

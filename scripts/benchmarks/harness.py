@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BENCHMARKS = {
     "chat": "scripts.benchmarks.chat",
+    "estimates": "scripts.benchmarks.estimates",
     "fairness": "scripts.benchmarks.fairness",
     "grid": "scripts.benchmarks.peers.grid",
     "host": "scripts.benchmarks.host",
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "speculation": "scripts.benchmarks.speculation.benchmark",
     "startup": "scripts.benchmarks.startup",
     "structured": "scripts.benchmarks.structured",
+    "tail": "scripts.benchmarks.tail",
     "turns": "scripts.benchmarks.turns",
 }
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cbatch.engine import ReaderGone
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that change the direction of text, or end a line invisibly."""
@@ -65,6 +71,20 @@ def _without_bar() -> AbstractContextManager[object]:
 
     bar: AbstractContextManager[object] = tqdm.external_write_mode(file=sys.stderr)
     return bar
+
+
+class OutputStream(io.FileIO):
+    """Writes rows. On a terminal that may show a progress bar, they are not glued to the bar."""
+
+    def write(self, data: Buffer, /) -> int:
+        if not self.isatty():
+            return super().write(data)
+        view = memoryview(data)
+        with _without_bar():  # until all is written: else the bar would come back in the middle of a line
+            while view:
+                select.select([], [self], [])  # somebody may have made the terminal non-blocking
+                view = view[super().write(view) or 0 :]
+        return memoryview(data).nbytes
 
 
 def emit(text: str) -> None:

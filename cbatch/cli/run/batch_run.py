@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
-from tqdm import tqdm
-
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.options import RunOptions
+from cbatch.cli.run.progress import RunProgress
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
     BatchDriver,
@@ -56,7 +55,7 @@ def run_batch(
         lines = source.lines()
     pipeline = Pipeline(rows, output, stats, on_error=notice if options.verbose else None)
     details = partial(replica_lines, stats, driver) if options.verbose else no_details
-    display = progress(total, lambda: _progress_state(stats, driver, total), details)
+    display = progress(total, RunProgress(stats, driver, rows, total).state, details)
     try:
         with while_running(pipeline), display as tick:
             pipeline.run(plan.with_tries(lines), tick, kept=plan, max_errors=options.max_errors)
@@ -107,24 +106,6 @@ def _prepare_file(
         are = "is" if plan.rows == 1 else "are"
         notice(f"resuming: {format_count(plan.rows, 'row')} {are} kept" + ("" if plan.fits else f"; not kept: {plan}"))
     return again(), plan
-
-
-def _progress_state(stats: RunStats, driver: BatchDriver, total: int | None) -> tuple[int, str]:
-    """The number of rows that are done, and the text that follows it in a display."""
-    done, now = stats.rows + stats.rows_kept, driver.stats()
-    left = stats.seconds_left(total - done) if total else None
-    each = driver.each()
-    running = sum(one.state == "running" for one in each)
-    parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
-        f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
-        f"{tqdm.format_interval(left)} left" if left is not None else "",
-        f"{stats.errors.total():,} errors" if stats.errors else "",
-        f"{running} of {len(each)} replicas" if running < len(each) else "",
-        f"{now.num_running} run, {now.num_waiting} wait",
-        f"KV {now.cache_used:.0%}",
-        f"{stats.output_tokens:,} tokens",
-    ]
-    return done, ", ".join(part for part in parts if part)
 
 
 def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from cbatch.cli.run.estimate.trial import RowSample, SampledRow
 from cbatch.engine import Completion, Engine, Line, LineProcessor, RequestError
 
 MAX_SHOWN = 20
@@ -20,9 +21,11 @@ MAX_IDS = 1_000_000
 class InputCheck:
     """Reads and tokenizes rows, and counts errors, tokens and shared prefixes."""
 
-    def __init__(self, engine: Engine, processor: LineProcessor) -> None:
+    def __init__(self, engine: Engine, processor: LineProcessor, sample: RowSample | None = None) -> None:
+        """`sample`: gets the good rows"""
         self._engine = engine
         self._processor = processor
+        self._sample = sample
         self.rows = 0
         self.errors: Counter[str] = Counter()
         self._shown: list[dict[str, Any]] = []
@@ -73,11 +76,14 @@ class InputCheck:
             self._count_error(request.index, request.id, request.error)
             return
         try:
-            self._outputs.append(
-                request.params.n * self._engine.core.max_new_tokens(request.prompt_ids, request.params)
-            )
+            limit = self._engine.core.max_new_tokens(request.prompt_ids, request.params)
+            self._outputs.append(request.params.n * limit)
             self._prompts.append(len(request.prompt_ids))
-            self._shared_tokens += self._count_shared(request.prompt_ids)
+            shared = self._count_shared(request.prompt_ids)
+            self._shared_tokens += shared
+            if self._sample is not None:
+                caches = self._engine.core.config.prefix_cache
+                self._sample.offer(SampledRow(request, limit, shared if caches else 0))
         except RequestError as error:
             self._count_error(request.index, request.source.id, request.source.located(error))
 

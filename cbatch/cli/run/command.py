@@ -13,7 +13,7 @@ import click
 from click import option
 
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
-from cbatch.cli.common.console import emit, show_progress
+from cbatch.cli.common.console import emit, notice, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
@@ -66,9 +66,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="Order of the output rows.",
 )
-@option("--window", type=click.IntRange(1), help="Most rows read but not yet written [default: 4 x --max-seqs].")
+@option("--window", type=click.IntRange(1), help="Most rows read but not yet written [default: 16 x --max-seqs].")
 @option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
 @option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
+@option("--estimate", is_flag=True, help="With --check: try rows for 10 s, and tell what a run would take.")
 @option("--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD", help="Date given to the chat template.")
 @template_kwargs_option
 @option("--raw", is_flag=True, help="Continue prompts as plain text, without the chat template.")
@@ -169,12 +170,21 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
     engine = _load(options, stats)
 
     from cbatch.cli.run.check import InputCheck
+    from cbatch.cli.run.estimate.estimate import estimate_run
+    from cbatch.cli.run.estimate.trial import ROWS_PER_SLOT, RowSample
     from cbatch.engine import LineProcessor, checked_lines
 
-    check = InputCheck(engine, LineProcessor.of(engine.core, options.row_options()))
+    sample = RowSample(ROWS_PER_SLOT * engine.limits.max_seqs) if options.estimate else None
+    check = InputCheck(engine, LineProcessor.of(engine.core, options.row_options()), sample)
     total = None if options.quiet else source.count()
-    with engine, show_progress(total, lambda: (check.rows, "read"), quiet=options.quiet) as tick:
-        report = check.report(checked_lines(source.lines()), tick)
+    with engine:
+        with show_progress(total, lambda: (check.rows, "read"), quiet=options.quiet) as tick:
+            report = check.report(checked_lines(source.lines()), tick)
+        if sample is not None:
+            estimate = estimate_run(engine, sample)
+            report["estimate"] = estimate.as_dict() if estimate is not None else None
+            for sentence in estimate.sentences() if estimate is not None and not options.quiet else ():
+                notice(sentence)
     emit(json.dumps(report, indent=2))
     return 1 if check.errors else 0
 

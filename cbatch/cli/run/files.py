@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from cbatch.cli.common.console import emit, notice, safe_json
+from cbatch.cli.common.console import OutputStream, emit, notice, safe_json
 from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.run.options import RunOptions
 from cbatch.engine import ConfigError
@@ -78,7 +78,7 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
             raise ConfigError("There is no output: stdout is closed.")
         if options.output_format not in (None, "jsonl"):
             raise ConfigError(f"--output-format {options.output_format} needs a file, and {name} is none.")
-        stream = os.fdopen(sys.stdout.fileno(), "wb", 0, closefd=False) if name == "-" else path.open("wb", 0)
+        stream = OutputStream(sys.stdout.fileno() if name == "-" else name, "wb", closefd=name != "-")
         _check_not_input(source.stream, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
         return StreamWriter(stream, input_order=input_order, escape=safe_json if stream.isatty() else None)
     form, kind = options.output_form, compression(name)

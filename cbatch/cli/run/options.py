@@ -56,6 +56,7 @@ class RunOptions:
     window: int | None = None
     max_errors: int | None = None
     check: bool = False
+    estimate: bool = False
     date: datetime | None = None
     raw: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -104,6 +105,10 @@ class RunOptions:
         load_tools(map(Path, self.tools))  # before a model is loaded for them
         self._validation()
         self._check_cache()
+        if self.estimate and not self.check:
+            raise ConfigError("--estimate needs --check, of which it is a part.")
+        if self.estimate and self.replicas.are_given:
+            raise ConfigError("--estimate tries rows on one engine; leave out --replicas and --ray.")
         for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
             if is_given and not self.resume:
                 raise ConfigError(f"--{name} needs --resume.")

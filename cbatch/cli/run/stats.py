@@ -201,18 +201,6 @@ class RunStats(RunObserver):
         """Seconds for each further token of a row."""
         return Percentiles.of(self._tpot)
 
-    def seconds_left(self, rows_left: int) -> float | None:
-        """Estimates the seconds left from the mean number of tokens of a row and the speed so far.
-
-        Tokens of unfinished rows count as done. Returns None until a row is finished.
-        """
-        good = self.rows - self.errors.total() + self.errors["invalid_answer"]  # which cost their tokens, too
-        if not good or not self.output_tokens:
-            return None
-        per_row = self.finished_tokens / good
-        ahead = per_row * rows_left - (self.output_tokens - self.finished_tokens)
-        return max(ahead, 0.0) * self.running_s / self.output_tokens
-
     def as_dict(self) -> dict[str, Any]:
         """The object that --stats writes; times in seconds."""
         counters = self.counters

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.output_row import OutputRow
 from cbatch.engine.batch.row_options import RowOptions
+from cbatch.engine.batch.work_ahead import WorkAhead
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.scheduler.limits import EngineLimits
 
@@ -51,6 +52,13 @@ class RowSource(Protocol):
 
     def stop(self) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
+        ...
+
+    def ahead(self) -> WorkAhead | None:
+        """What is still to be computed of the rows that were read; None if that is not known.
+
+        Called by the consumer.
+        """
         ...
 
     @property
@@ -109,7 +117,7 @@ class BatchDriver(Protocol):
     def open(self, options: RowOptions, *, window: int | None, observer: StreamObserver) -> RowSource:
         """Begins a batch.
 
-        window: most rows between reading and writing; None: four times the requests that run at once
+        window: most rows between reading and writing; None: some for each request that runs at once
 
         Raises RequestError if the options' defaults are wrong.
         """

@@ -12,6 +12,8 @@ from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.output_row import OutputRow, RowOutcome
 from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.batch.row_stream import FinishedRow, RowStream
+from cbatch.engine.batch.window import default_window
+from cbatch.engine.batch.work_ahead import WorkAhead
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.requests.completion import Completion
@@ -43,8 +45,9 @@ class EngineDriver:
         stream = RowStream(
             self._engine_thread,
             LineProcessor.of(self._engine_thread.engine, options),
-            window=window or 4 * self.limits.max_seqs,
+            window=window or default_window(self.limits.max_seqs),
             observer=observer,
+            reorders=options.reorders,
         )
         return EngineRows(stream, timings=options.timings)
 
@@ -66,6 +69,9 @@ class EngineRows:
 
     def stop(self) -> None:
         self._stream.stop()
+
+    def ahead(self) -> WorkAhead:
+        return self._stream.ahead()
 
     @property
     def waited_for_consumer_s(self) -> float:

@@ -23,6 +23,7 @@ class RowOptions:
     max_tool_rounds: rounds of calls in one row, after which its model has to answer without tools
     validation:      what makes an answer good, and how often a model may try
     cache:           where answers are kept and taken from
+    reorders:        whether rows may begin in another order than they come; changes no row
     """
 
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
@@ -35,3 +36,4 @@ class RowOptions:
     max_tool_rounds: int = MAX_TOOL_ROUNDS
     validation: Validation | None = None
     cache: CacheConfig | None = None
+    reorders: bool = True

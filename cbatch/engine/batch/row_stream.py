@@ -2,7 +2,7 @@
 
 Three threads work side by side:
 
-- The reader (`_read_rows`) turns lines into requests, and submits them to the engine's thread.
+- The reader (`_read_rows`) turns lines into requests, and puts them into the feed of the engine's thread.
 - The engine's thread computes them, and calls back (`on_event`) for each token.
 - The consumer, which iterates over `finished`, takes the rows that are finished.
 
@@ -26,9 +26,13 @@ from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.batch.cache.cached_outputs import WaitingRow
 from cbatch.engine.batch.driver import StreamObserver
+from cbatch.engine.batch.engine_feed import EngineFeed
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.output_forecast import OutputForecast, output_limit
 from cbatch.engine.batch.window import Window
+from cbatch.engine.batch.work_ahead import WorkAhead
+from cbatch.engine.batch.work_order import QueuedRequest
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion, Timing
 from cbatch.engine.requests.output_processor import OutputProcessor
@@ -87,14 +91,25 @@ class RowStream:
     """Runs the rows of one input on an engine's thread, and gives them as they finish."""
 
     def __init__(
-        self, engine_thread: EngineThread, lines: LineProcessor, *, window: int, observer: StreamObserver | None = None
+        self,
+        engine_thread: EngineThread,
+        lines: LineProcessor,
+        *,
+        window: int,
+        observer: StreamObserver | None = None,
+        reorders: bool = True,
     ) -> None:
-        """`window`: most rows that are read and not yet released."""
+        """
+        window:   most rows that are read and not yet released
+        reorders: whether rows may begin in another order than they are read (see `work_order`)
+        """
         self._engine_thread = engine_thread
         self._lines = lines
         self._observer = observer or StreamObserver()
         self._window = Window(window)
-        self._in_flight: dict[int, RequestHandle] = {}
+        self._forecast = OutputForecast()
+        self._feed = EngineFeed(engine_thread, self._forecast, reorders=reorders)
+        self._in_flight: dict[int, QueuedRequest] = {}
         self._cancelled: set[int] = set()
         self._num_ended = 0
         self._loops = lines.loops(self._ask_again)
@@ -153,9 +168,9 @@ class RowStream:
     def cancel(self, index: int) -> None:
         """Leaves out the row of a line, unless it is finished. Called by the consumer."""
         self._cancelled.add(index)
-        for position, handle in list(self._in_flight.items()):
-            if handle.request.index == index:
-                self._cancel(position, handle)
+        for request in list(self._in_flight.values()):
+            if request.handle.request.index == index:
+                self._cancel(request)
 
     def stop(self) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
@@ -165,6 +180,10 @@ class RowStream:
     def waited_for_consumer_s(self) -> float:
         """Seconds in which the reader waited for room in the window."""
         return self._window.waited_s
+
+    def ahead(self) -> WorkAhead:
+        """What is still to be computed of the rows that were read. Called by the consumer."""
+        return self._feed.ahead(list(self._in_flight.values()))
 
     # The reader's thread.
 
@@ -181,6 +200,7 @@ class RowStream:
                 position += 1
         except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
             error = raised
+        self._feed.end_input()
         self._inbox.put(EndOfInput(position, error))
 
     def _start_row(self, position: int, line: Line) -> None:
@@ -193,7 +213,8 @@ class RowStream:
         else:
             self._submit(position, request, taken_at)
 
-    def _submit(self, position: int, request: EncodedRequest, taken_at: float) -> None:
+    def _submit(self, position: int, request: EncodedRequest, taken_at: float, *, goes_on: bool = False) -> None:
+        """Puts a request of a row into the feed. `goes_on`: whether it follows on others of the row."""
         outputs = self._engine_thread.engine.output_processor(request, taken_at)
         if self._cache is not None:
             if self._cache.replay(outputs):
@@ -207,20 +228,24 @@ class RowStream:
             outputs.take(event)
             if event.token_id is not None:
                 self._observer.output_tokens += 1
+            if event.finish_reason is not None:
+                self._feed.output_ended(position)  # before anybody can go on with the row
             if outputs.is_finished:
                 is_lost = event.error is not None and self._engine_thread.has_ended
                 self._inbox.put(EndOfRow(position, outputs, is_lost))
 
-        handle = self._in_flight[position] = RequestHandle(request, on_event)
-        self._engine_thread.submit(handle)
-        if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
-            self._engine_thread.cancel(handle)
-        elif request.index in self._cancelled:  # so may `cancel`
-            self._cancel(position, handle)
+        limit = output_limit(self._engine_thread.engine.scheduler.sequence_limits, request)
+        likely = self._forecast.remaining(request, limit)
+        tokens = len(request.prompt_ids) + request.params.n * likely
+        queued = QueuedRequest(position, RequestHandle(request, on_event), outputs, limit, tokens)
+        self._in_flight[position] = queued
+        self._feed.put(queued, goes_on=goes_on)
+        if request.index in self._cancelled and not self._is_stopping:  # `cancel` may have run before it was there
+            self._cancel(queued)
 
-    def _cancel(self, position: int, handle: RequestHandle) -> None:
-        self._engine_thread.cancel(handle)
-        self._inbox.put(RowCancelled(position))
+    def _cancel(self, request: QueuedRequest) -> None:
+        self._feed.cancel(request)
+        self._inbox.put(RowCancelled(request.position))
 
     # The consumer's thread.
 
@@ -244,10 +269,11 @@ class RowStream:
         for message in messages:
             if isinstance(message, EndOfRow):
                 result = message.result
-                handle = self._in_flight.pop(message.position, None)
+                queued = self._in_flight.pop(message.position, None)
                 if isinstance(result, OutputProcessor) and not message.from_cache:
-                    if handle is None:
+                    if queued is None:
                         continue  # it was cancelled before it ended
+                    self._observe_lengths(queued)
                     computed.append(result)
                     ended.append(result.request)
                 completion = None if message.is_lost else self._completion(message)
@@ -256,8 +282,8 @@ class RowStream:
                 self._num_ended += 1
                 if completion is not None:
                     finished.append(FinishedRow(message.position, completion))
-            elif isinstance(message, RowCancelled) and (handle := self._in_flight.pop(message.position, None)):
-                ended.append(handle.request)
+            elif isinstance(message, RowCancelled) and (queued := self._in_flight.pop(message.position, None)):
+                ended.append(queued.handle.request)
                 self._num_ended += 1
                 self._window.release([message.position])
         if self._cache is not None and ended:
@@ -265,6 +291,11 @@ class RowStream:
             for row in [row for request in ended for row in self._cache.settle(request)]:
                 self._submit(row.position, row.request, row.taken_at)
         return finished
+
+    def _observe_lengths(self, ended: QueuedRequest) -> None:
+        for output in ended.outputs.outputs:
+            if output.finish_reason in ("stop", "length"):
+                self._forecast.observe(ended.handle.request, ended.limit, len(output.token_ids))
 
     def _completion(self, end: EndOfRow) -> Completion:
         if isinstance(end.result, Completion):
@@ -285,7 +316,7 @@ class RowStream:
         if isinstance(request, Completion):
             self._inbox.put(EndOfRow(position, request))
         else:
-            self._submit(position, request, taken_at)
+            self._submit(position, request, taken_at, goes_on=True)
 
     def _engine_error(self) -> EngineError:
         failure = self._engine_thread.failure
@@ -298,10 +329,11 @@ class RowStream:
     def _cancel_unfinished(self) -> None:
         """Stops the reader and cancels the requests in flight, so that other front ends have the engine."""
         self._is_stopping = True
+        self._feed.close()
         self._window.close()
         for loop in self._loops:
             loop.close()
         if self._cache is not None:
             self._cache.close()
-        for handle in list(self._in_flight.values()):
-            self._engine_thread.cancel(handle)
+        for request in list(self._in_flight.values()):
+            self._engine_thread.cancel(request.handle)

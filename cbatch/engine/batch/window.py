@@ -10,6 +10,15 @@ WINDOW_BYTES = 256 * 2**20
 """Most bytes of input lines between reading and writing, unless there is only one line."""
 
 
+LEAST_PER_SLOT, MOST_PER_SLOT, MANY_ROWS = 4, 16, 2048
+"""Rows of a window for each request that runs at once: as many as the second, if they are no more than the last."""
+
+
+def default_window(max_seqs: int) -> int:
+    """Rows that suffice to order the last ones by their work (see `work_order`), and do not take much memory."""
+    return max(LEAST_PER_SLOT * max_seqs, min(MOST_PER_SLOT * max_seqs, MANY_ROWS))
+
+
 class Window:
     """Bounds the rows that are in flight or held back, and the bytes of their lines.
 

@@ -122,6 +122,9 @@ class ReplicaStream:
     def stop(self) -> None:
         self._inbox.put(StopRequested())
 
+    def ahead(self) -> None:
+        return None
+
     @property
     def waited_for_consumer_s(self) -> float:
         return self._window.waited_s

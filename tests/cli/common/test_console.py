@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import select
 import sys
+import termios
 
 import pytest
 
 from cbatch.cli.common import console
-from cbatch.cli.common.console import notice, safe, safe_json, show_progress
+from cbatch.cli.common.console import OutputStream, notice, safe, safe_json, show_progress
 
 EVIL = "a\x1b[31m\x9b31m\x7f\u202eb"
 
@@ -51,3 +54,23 @@ def test_details_of_progress(is_terminal: bool, monkeypatch: pytest.MonkeyPatch)
         assert "\x1b[2J" not in shown and "one" not in stream.getvalue().rpartition("\r")[2]
     else:
         assert shown.splitlines() == ["cbatch: 4/9 rows, quick; one: busy[2J; two: gone"] * 2
+
+
+@pytest.mark.parametrize("kind", [OutputStream, io.FileIO])
+def test_rows_are_not_glued_to_the_bar(kind: type[io.FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a terminal that shows both rows and progress: each row has a line of its own, and the bar comes back."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    with os.fdopen(os.dup(theirs), "w") as stderr, os.fdopen(ours, "rb", 0) as screen:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setattr(console, "BAR_SECONDS", 0)
+        with show_progress(9, lambda: (4, "quick"), quiet=False) as tick, kind(theirs, "wb") as stdout:
+            tick()
+            for number in range(2):
+                assert stdout.write(b'{"row": %d}\n' % number) == 11
+            shown = b""
+            while select.select([screen], [], [], 0.2)[0]:
+                shown += screen.read(4096)
+    *rows, last = [line.rpartition("\r")[2] for line in shown.decode().split("\r\n")]
+    is_clean = rows == ['{"row": 0}', '{"row": 1}']
+    assert is_clean is (kind is OutputStream) and ("4/9 rows, quick" in last) is is_clean

@@ -273,6 +273,35 @@ def test_check_remembers_a_bounded_number_of_ids(
     assert [one["index"] for one in report["first_doubled_ids"]] == [4, 5]
 
 
+def test_check_estimates_what_a_run_takes(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards --estimate: on rows that all fit in the trial, it is what the run then does; bad rows do not count."""
+    rows = [{"prompt_token_ids": [5, 6, number], "max_tokens": 4 + number, "ignore_eos": True} for number in range(20)]
+    options = ("--check", "--estimate", "--max-seqs", "5")
+    assert run([*rows, {"prompt": 3}], *options)[0] == 1
+    captured = capfd.readouterr()
+    estimate = json.loads(captured.out)["estimate"]
+    total = sum(4 + number for number in range(20))
+    assert estimate["output_tokens"] == {"least": total, "likely": total, "most": total}
+    assert estimate["trial"]["ended"] == estimate["trial"]["rows"] == 20  # four times the slots
+    assert "cbatch: estimate: " in captured.err and "cbatch: held back by " in captured.err
+    monkeypatch.setattr("cbatch.cli.run.estimate.estimate.TRIAL_SECONDS", 0.0)
+    assert run(rows, *options, "-q") == (0, [])
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["estimate"]["seconds"]["likely"] >= 0 and not captured.err
+    assert run([{"prompt": 3}], *options, "-q")[0] == 1 and json.loads(capfd.readouterr().out)["estimate"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--estimate"], "needs --check"), (["--check", "--estimate", "--replicas", "2"], "one engine")],
+)
+def test_what_estimate_goes_with(run: Any, capfd: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
+    """Guards options that would do nothing, or something else than they say."""
+    assert run(ROWS, *options)[0] == 2 and words in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("by_environment", [False, True])
 def test_template_kwargs(run: Any, monkeypatch: pytest.MonkeyPatch, by_environment: bool) -> None:
     """Guards --template-kwargs for all rows, beside what a row says itself; and its check before the model loads."""

@@ -1,4 +1,4 @@
-"""Statistics of a run: figures, the estimate of the time left, and the bottleneck."""
+"""Statistics of a run: figures, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.run import stats as stats_module
 from cbatch.cli.run.batch_run import replica_lines
 from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
 from cbatch.engine import Choice, Completion, EngineStats, OutputRow, ReplicaStatus, RequestError, Usage
@@ -47,19 +46,6 @@ def test_nothing_was_run() -> None:
     figures = RunStats().as_dict()
     assert figures["rows"] == 0 and figures["elapsed_s"] == 0 and figures["ttft_s"]["p50"] is None
     assert figures["fallback"] == ""
-
-
-def test_time_left_is_estimated_from_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the estimate: rows left times tokens a row, less the tokens of unfinished rows."""
-    monkeypatch.setattr(stats_module.time, "monotonic", lambda: 10.0)
-    stats = RunStats()
-    stats.start(0.0)
-    assert stats.seconds_left(5) is None
-    stats.count(result(40))
-    stats.output_tokens = 100
-    assert stats.seconds_left(4) == pytest.approx((4 * 40 - 60) * 10 / 100)
-    stats.output_tokens = 1000
-    assert stats.seconds_left(4) == 0
 
 
 @pytest.mark.parametrize(

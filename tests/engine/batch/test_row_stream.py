@@ -138,3 +138,41 @@ def test_closing_the_engine_after_the_last_row_is_no_error(engine: SteppingEngin
         if stream.has_given_all:
             engine_thread.close()
     assert len(found) == 3
+
+
+SKEWED = [
+    Line(index, b'{"prompt_token_ids": [5, %d], "max_tokens": %d}' % (index, 1 + 7 * index % 23)) for index in range(40)
+]
+
+
+def begun_order(engine_thread: EngineThread, *, reorders: bool) -> tuple[list[int], list[object]]:
+    """Indices of SKEWED in the order of their first tokens, and the rows by index."""
+    inputs = engine_thread.engine.input_processor(RequestDefaults(params={"ignore_eos": True}))
+    stream = RowStream(engine_thread, LineProcessor(inputs), window=40, reorders=reorders)
+    done = [row.completion for rows in stream.finished(iter(SKEWED)) for row in rows]
+    order = sorted(done, key=lambda completion: completion.timing.first_token_at or 0.0)
+    return [one.index for one in order], [one.to_dict() for one in sorted(done, key=lambda one: one.index)]
+
+
+def test_the_longest_of_the_last_rows_begin_first_and_no_row_changes(engine_thread: EngineThread) -> None:
+    """Guards the tail of a run, the first results, which keep the order of the input, and the bytes of all rows."""
+    in_order, expected = begun_order(engine_thread, reorders=False)
+    order, rows = begun_order(engine_thread, reorders=True)
+    assert rows == expected and sorted(order[:5]) == sorted(in_order[:5]) == list(range(5))
+    assert in_order == sorted(in_order)
+    last = [1 + 7 * index % 23 for index in order[-8:]]
+    assert max(last) <= 8 < max(1 + 7 * index % 23 for index in in_order[-8:])
+
+
+def test_cancelling_a_row_that_waits(engine_thread: EngineThread) -> None:
+    """Guards replicas whose row another one has finished, although it has not begun here."""
+    stream = stream_on(engine_thread, window=40, max_tokens=20)
+    found: list[int] = []
+    with closing(stream.finished(Line(index, b'{"prompt": "a"}') for index in range(12))) as finished:
+        found += [row.completion.index for row in next(finished)]
+        while len(stream._in_flight) + len(found) < 12:
+            found += [row.completion.index for row in next(finished)]
+        stream.cancel(11)
+        while len(found) < 11:
+            found += [row.completion.index for row in next(finished)]
+    assert sorted(found) == list(range(11)) and engine_thread.engine.stats().num_waiting == 0

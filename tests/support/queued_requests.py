@@ -1,0 +1,22 @@
+"""Requests of a batch that wait, for tests of their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cbatch.engine import EncodedRequest, OutputProcessor, RequestHandle, SamplingParams
+from cbatch.engine.batch.work_order import QueuedRequest
+
+
+def encoded(prompt: int | Sequence[int] = 4, priority: int = 0, **params: Any) -> EncodedRequest:
+    """`prompt`: its tokens, or how many"""
+    ids = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    return EncodedRequest(prompt_ids=ids, params=SamplingParams(**params), priority=priority)
+
+
+def queued(position: int, request: EncodedRequest | None = None, limit: int = 8, tokens: int = 0) -> QueuedRequest:
+    """A request of the row at a position, whose events nobody reads."""
+    request = request or encoded()
+    outputs = OutputProcessor(request, None, frozenset())
+    return QueuedRequest(position, RequestHandle(request, outputs.take), outputs, limit, tokens)
