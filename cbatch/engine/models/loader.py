@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from cbatch.engine.models.hf.placement import Placement, placement_of
 from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
-from cbatch.engine.text.template_sandbox import TemplateSandbox
+from cbatch.engine.text.template_sandbox import template_trial
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
 NOT_APPLIED = {
@@ -138,7 +137,7 @@ def load_model(
             device_map = None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype, device_map)
     fast_model, placement, path = None, None, "transformers"
-    with TemplateSandbox(template) if template else nullcontext():
+    with template_trial(template):
         if fast and device_map is None:
             try:
                 fast_model, path = (
@@ -200,7 +199,7 @@ def _load_gguf(
         raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
     checkpoint = GgufModel(paths)
     template = checkpoint.chat_template
-    with TemplateSandbox(template) if template else nullcontext():
+    with template_trial(template):
         tokenizer = ChatTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
         model = checkpoint.load(device, dtype, quantize=quantize, activations=activations, weight_cache=weight_cache)
 

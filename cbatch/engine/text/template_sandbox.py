@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.text import chat_template
+from cbatch.engine.text.template_renderer import known_bounds
 
 TIME_LIMIT = 5.0
 """Seconds. A real template takes a millisecond."""
+
+MAX_CHARACTERS, MAX_TAGS = 1 << 20, 20_000
+"""Of a template. Real ones have some ten thousand characters, and hundreds of tags."""
+
+
+def template_trial(template: str | None) -> AbstractContextManager[object]:
+    """Tries a template while the body of the `with` block loads the weights, unless its work is known to be bounded.
+
+    Raises ModelError if the template is too large, and from the block as TemplateSandbox does.
+    """
+    if template is None:
+        return nullcontext()
+    tags = template.count("{%") + template.count("{{")
+    if len(template) > MAX_CHARACTERS or tags > MAX_TAGS:
+        raise ModelError(
+            f"The model's chat template is too large: {len(template):,} characters with {tags:,} tags. At most "
+            f"{MAX_CHARACTERS:,} characters with {MAX_TAGS:,} tags are read."
+        )
+    return nullcontext() if known_bounds(template) is not None else TemplateSandbox(template)
 
 
 class TemplateSandbox:

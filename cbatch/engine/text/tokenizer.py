@@ -11,10 +11,10 @@ from typing import Any
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
-from cbatch.engine.text.chat_template import render_chat
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
 from cbatch.engine.text.fast_loader import TextTokenizer
 from cbatch.engine.text.output_parser import OutputParser
+from cbatch.engine.text.template_renderer import TemplateRenderer
 from cbatch.engine.text.tool_calls import template_messages
 
 Message = Mapping[str, Any]
@@ -41,6 +41,7 @@ class ChatTokenizer:
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
+        self._renderer = TemplateRenderer()
         self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
@@ -164,16 +165,18 @@ class ChatTokenizer:
             template = template["tool_use" if tools and "tool_use" in template else "default"]
         check_variables(variables, frozenset(special_tokens))
         try:
-            return render_chat(
+            return self._renderer.render(
                 template or "",
                 messages,
-                tools,
-                special_tokens,
-                options.today,
+                tools=tools,
+                special_tokens=special_tokens,
+                today=options.today,
                 variables=variables,
                 add_generation_prompt=options.begins_new_message,
                 continue_final_message=options.continue_final_message,
             )
+        except OSError as error:
+            raise RequestError("internal_error", f"The chat template cannot be rendered: {error}.") from error
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
 
