@@ -74,6 +74,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.templates.jinja_template import read_template as read_template
     from cbatch.engine.batch.templates.prompt_template import ColumnTemplate as ColumnTemplate
     from cbatch.engine.batch.templates.prompt_template import PromptTemplate as PromptTemplate
+    from cbatch.engine.batch.unfinished.token_journal import DEFAULT_INTERVAL_S as DEFAULT_INTERVAL_S
+    from cbatch.engine.batch.unfinished.token_journal import TokenJournalConfig as TokenJournalConfig
+    from cbatch.engine.batch.unfinished.token_journal import is_token_journal as is_token_journal
     from cbatch.engine.batch.writer import FileWriter as FileWriter
     from cbatch.engine.batch.writer import RowWriter as RowWriter
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter

@@ -7,7 +7,8 @@ Three threads work side by side:
 - The consumer, which iterates over `finished`, takes the rows that are finished.
 
 An answer need not be the end of its row: the tools that it calls are run, and it may be validated, on further threads,
-which submit the row's next request. What a cache of answers has is not submitted.
+which submit the row's next request. What a cache of answers has is not submitted. A journal may keep the tokens of rows
+that are not finished, for a later run.
 
 The others send what they have done to the consumer's inbox. A window bounds the rows between reader and consumer.
 """
@@ -99,6 +100,7 @@ class RowStream:
         self._num_ended = 0
         self._loops = lines.loops(self._ask_again)
         self._cache = lines.open_cache(engine_thread.engine)
+        self._token_journal = lines.open_token_journal(engine_thread.engine)
         self._is_stopping = False
         self.poll_s = POLL_SECONDS
         """How long `finished` waits for rows before it gives none."""
@@ -121,6 +123,8 @@ class RowStream:
         num_given = 0
         try:
             while end is None or self._num_ended < end.rows:
+                if self._token_journal is not None:
+                    self._token_journal.tick()
                 messages = self._next_messages()
                 finished = self._take_finished(messages)
                 num_given += len(finished)
@@ -194,6 +198,8 @@ class RowStream:
             self._submit(position, request, taken_at)
 
     def _submit(self, position: int, request: EncodedRequest, taken_at: float) -> None:
+        if self._token_journal is not None:
+            request = self._token_journal.continued(request)
         outputs = self._engine_thread.engine.output_processor(request, taken_at)
         if self._cache is not None:
             if self._cache.replay(outputs):
@@ -205,12 +211,14 @@ class RowStream:
         def on_event(event: TokenEvent) -> None:
             """Runs on the engine's thread."""
             outputs.take(event)
-            if event.token_id is not None:
+            if event.token_id is not None and not event.is_known:
                 self._observer.output_tokens += 1
             if outputs.is_finished:
                 is_lost = event.error is not None and self._engine_thread.has_ended
                 self._inbox.put(EndOfRow(position, outputs, is_lost))
 
+        if self._token_journal is not None:
+            self._token_journal.follow(position, outputs)
         handle = self._in_flight[position] = RequestHandle(request, on_event)
         self._engine_thread.submit(handle)
         if self._is_stopping:  # `_cancel_unfinished` may have run before this handle was there
@@ -255,16 +263,23 @@ class RowStream:
                     continue
                 self._num_ended += 1
                 if completion is not None:
+                    self._forget(message.position, completion.index)
                     finished.append(FinishedRow(message.position, completion))
             elif isinstance(message, RowCancelled) and (handle := self._in_flight.pop(message.position, None)):
                 ended.append(handle.request)
                 self._num_ended += 1
+                self._forget(message.position, handle.request.index)
                 self._window.release([message.position])
         if self._cache is not None and ended:
             self._cache.keep(computed)
             for row in [row for request in ended for row in self._cache.settle(request)]:
                 self._submit(row.position, row.request, row.taken_at)
         return finished
+
+    def _forget(self, position: int, index: int) -> None:
+        """The tokens of a row are needed no longer; the journal still has them when the row is written."""
+        if self._token_journal is not None:
+            self._token_journal.forget(position, index)
 
     def _completion(self, end: EndOfRow) -> Completion:
         if isinstance(end.result, Completion):
@@ -301,6 +316,8 @@ class RowStream:
         self._window.close()
         for loop in self._loops:
             loop.close()
+        if self._token_journal is not None:
+            self._token_journal.close()
         if self._cache is not None:
             self._cache.close()
         for handle in list(self._in_flight.values()):
