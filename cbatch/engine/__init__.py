@@ -76,6 +76,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.templates.jinja_template import read_template as read_template
     from cbatch.engine.batch.templates.prompt_template import ColumnTemplate as ColumnTemplate
     from cbatch.engine.batch.templates.prompt_template import PromptTemplate as PromptTemplate
+    from cbatch.engine.batch.unfinished.token_journal import DEFAULT_INTERVAL_S as DEFAULT_INTERVAL_S
+    from cbatch.engine.batch.unfinished.token_journal import TokenJournalConfig as TokenJournalConfig
+    from cbatch.engine.batch.unfinished.token_journal import is_token_journal as is_token_journal
     from cbatch.engine.batch.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN as PROMPT_TOKENS_PER_OUTPUT_TOKEN
     from cbatch.engine.batch.work_ahead import WorkAhead as WorkAhead
     from cbatch.engine.batch.writer import FileWriter as FileWriter

@@ -271,6 +271,9 @@ class EngineThread:
             self._reject(handle, RequestError("internal_error", f"The request failed: {error!r}"))
         else:
             self._handles[handle.request_id] = handle
+            if handle.request.known:
+                for event in self.engine.take_events():
+                    self._deliver(event)
 
     def _cancel(self, handle: RequestHandle) -> None:
         handle.unfinished.clear()
@@ -286,7 +289,7 @@ class EngineThread:
             handle.unfinished.discard(event.sample_index)
             if not handle.unfinished:
                 del self._handles[event.request_id]
-        self.num_tokens += event.token_id is not None
+        self.num_tokens += event.token_id is not None and not event.is_known
         try:
             handle.on_event(event)
         except Exception as error:  # a reader that fails harms no other

@@ -17,7 +17,7 @@ from cbatch.engine.attention.registry import (
 )
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import EngineError, RequestError
-from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.outputs import KnownOutput, TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
@@ -268,6 +268,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """Queues one request and returns its id. Ids grow with each call.
 
         All its outputs (`n`) have this id; their events differ by `sample_index`.
+        Outputs go on after the tokens that are known of them, whose events come again, with those of the next step.
 
         Raises RequestError for a prompt that is empty, too long, or has tokens outside the vocabulary, and EngineError
         if the engine is closed or belongs to another thread.
@@ -298,9 +299,17 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         ]
         self._requests[self._next_id] = outputs
         self._next_id += params.n
-        for output in outputs:
-            self.scheduler.add(output)
+        known = request.known or [KnownOutput()] * params.n
+        for output, tokens in zip(outputs, known, strict=True):
+            self._core.add(output, tokens.samples())
         return outputs[0].id
+
+    def take_events(self) -> list[TokenEvent]:
+        """Events that need no step: of the tokens that requests had already when they were added. Else `step` has them.
+
+        There may be many, so take them after each such request.
+        """
+        return self._forget_finished(self._core.take_events())
 
     def _position_offset(self, most_tokens: int) -> int:
         """Of a request that may become so long; see `Model.short_context`."""

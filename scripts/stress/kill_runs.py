@@ -1,6 +1,6 @@
 """Kills `cbatch run` at random moments, resumes it, and compares the result with that of an undisturbed run.
 
-    python -m scripts.stress.kill_runs --kills 1000 [--kind qwen3_5_text] [--tries]
+    python -m scripts.stress.kill_runs --kills 1000 [--kind qwen3_5_text] [--tries] [--journal-tokens]
 
 The rows are sampled on a tiny random model; some are large, one is bad. Needs the packages of the tests.
 """
@@ -27,13 +27,19 @@ def main() -> None:
     parser.add_argument(
         "--tries", action="store_true", help="validate answers, with three tries and a cache of answers"
     )
+    parser.add_argument(
+        "--journal-tokens", action="store_true", help="keep the tokens of unfinished answers, and make answers longer"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, fork_server() as server:
         model = save_model(Path(folder) / "model", kind=arguments.kind)
-        options = ["--validate", "regex=(?s).*[aeiou].*", "--tries", "3", "--cache", Path(folder) / "cache"]
-        test = KillTest(
-            server, Path(folder), model, arguments.seed, LARGE_ROW, options=options if arguments.tries else ()
-        )
+        options: list[object] = []
+        if arguments.tries:
+            options += ["--validate", "regex=(?s).*[aeiou].*", "--tries", "3", "--cache", Path(folder) / "cache"]
+        if arguments.journal_tokens:
+            options += ["--journal-tokens", "--journal-interval", "0.02"]
+        longest = 120 if arguments.journal_tokens else 40
+        test = KillTest(server, Path(folder), model, arguments.seed, LARGE_ROW, options=options, most_tokens=longest)
         for kills in range(50, arguments.kills + 50, 50):
             print(test.run_random(min(kills, arguments.kills)), flush=True)
 

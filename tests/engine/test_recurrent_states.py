@@ -11,9 +11,11 @@ import torch
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import ConfigError, ModelError
+from cbatch.engine.base.outputs import KnownOutput
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.hf import recurrent
 from cbatch.engine.models.hf.self_check import checked_model
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.runtime.state_pool import StatePool, StateShape
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.architectures import make_architecture
@@ -202,3 +204,20 @@ def test_slots_of_a_pool_are_independent() -> None:
     for tensor in pool.tensors:
         assert [float(slot.float().mean()) for slot in tensor] == [2, 4, 2, 0, 4]
     assert pool.slot_bytes == 2 * 3 * 4 + 4 * 2
+
+
+def test_outputs_go_on_after_known_tokens(hybrid: Any) -> None:
+    """Guards answers that an earlier run has begun: their state, computed again, goes on like the first one."""
+    with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200) as engine:
+        expected = outputs(engine, PROMPTS, SAMPLED)
+    with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200) as engine:
+        numbers = {
+            engine.add_request(EncodedRequest(prompt_ids=prompt, params=SAMPLED, known=[KnownOutput(output[:7])])): at
+            for at, (prompt, output) in enumerate(zip(PROMPTS, expected, strict=True))
+        }
+        found: list[list[int]] = [[] for _ in PROMPTS]
+        while engine.has_work:
+            for event in engine.step():
+                assert event.request_id is not None and event.token_id is not None
+                found[numbers[event.request_id]].append(event.token_id)
+    assert found == expected

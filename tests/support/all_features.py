@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.outputs import KnownOutput, TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.stepping_engine import SteppingEngine
 
 QUESTION = "Tell me a story about a dog and a cat in a garden."
@@ -44,13 +46,15 @@ def make(*, ahead: bool, speculate: Any = "off", **config: Any) -> SteppingEngin
     return SteppingEngine(EngineConfig(device="cpu", run_ahead=ahead, speculate=speculate, **config), demo())
 
 
-def add_all(engine: SteppingEngine) -> dict[int, str]:
-    """The names of all kinds of requests, by their ids."""
+def add_all(engine: SteppingEngine, known: Mapping[str, KnownOutput] = MappingProxyType({})) -> dict[int, str]:
+    """The names of all kinds of requests, by their ids. `known`: what some of them have already, by their names."""
     found = {}
     for number, (name, asked) in enumerate(ASKED.items()):
         params = SamplingParams(max_tokens=22, ignore_eos=True).merged(asked)
         prompt = QUESTION if number % 2 else f"{QUESTION} Call them number {number} and number {number + 1}."
-        found[engine.add(engine.encode(prompt), params)] = name
+        has = [known[name]] if name in known else []
+        request = EncodedRequest(prompt_ids=engine.encode(prompt), params=params, known=has)
+        found[engine.add_request(request)] = name
     return found
 
 
@@ -75,9 +79,11 @@ def steps(engine: SteppingEngine, *, shaken: bool = False) -> Iterator[list[Toke
         yield events
 
 
-def run(engine: SteppingEngine, *, shaken: bool = False) -> dict[str, list[tuple[Any, ...]]]:
-    """The outputs of all requests of `ASKED`; checks that nothing is left in the end."""
-    names = add_all(engine)
+def run(
+    engine: SteppingEngine, *, shaken: bool = False, known: Mapping[str, KnownOutput] = MappingProxyType({})
+) -> dict[str, list[tuple[Any, ...]]]:
+    """The outputs of all requests of `ASKED`; checks that nothing is left in the end. known: see `add_all`"""
+    names = add_all(engine, known)
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names.values()}
     for events in steps(engine, shaken=shaken):
         for event in events:

@@ -38,9 +38,10 @@ class KillPoint:
     pread:    reading a row to put it in its place in the ordered file
     replace:  putting the ordered file in the place of the first one; just before it
     after replace: the same, just after it
+    rename:  putting a new file of tokens in place; just before it
     """
 
-    name: Literal["write", "pread", "replace", "after replace"]
+    name: Literal["write", "pread", "replace", "after replace", "rename"]
     number: int = 1
 
 

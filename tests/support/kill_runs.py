@@ -24,11 +24,15 @@ AIMS: tuple[Aim, ...] = ("a write", "any moment", "a write", "any moment", "any 
 
 @dataclass
 class KillCounts:
-    """Kills so far: what they were aimed at, and what they hit."""
+    """Kills so far: what they were aimed at, and what they hit.
+
+    unfinished: kills after which there were tokens of unfinished answers
+    """
 
     aims: Counter[str] = field(default_factory=Counter)
     torn: int = 0
     in_ordering: int = 0
+    unfinished: int = 0
     batches: int = 0
     lost: int = 0
     doubled: int = 0
@@ -42,7 +46,8 @@ class KillCounts:
         aims = ", ".join(f"{name} {count}" for name, count in sorted(self.aims.items()))
         return (
             f"{self.kills} kills ({aims}) in {self.batches} runs, each after the first row and before the exit; "
-            f"{self.torn} tore a line, {self.in_ordering} hit the final ordering; "
+            f"{self.torn} tore a line, {self.in_ordering} hit the final ordering, "
+            f"{self.unfinished} left tokens of unfinished answers; "
             f"rows lost {self.lost}, doubled {self.doubled}, changed {self.changed}"
         )
 
@@ -58,18 +63,21 @@ class KillTest:
         seed: int,
         large_row: int = 2 * LARGE_WRITE,
         options: Sequence[object] = (),
+        most_tokens: int = 40,
     ) -> None:
         """
         large_row: bytes of a column in some rows; kills from outside hit the writing of a row of some megabytes
         options:   further ones of the command; what they keep in the folder `cache` is removed after each batch
+        most_tokens: of an output
         """
         self._server = server
         self._folder = folder
         self._random = random.Random(seed)
-        self._large_row = large_row
+        self._large_row, self._most_tokens = large_row, most_tokens
         self._source = folder / "in.jsonl"
         self._out = folder / "out.jsonl"
         self._sorting = folder / ".out.jsonl.cbatch-sorting"
+        self._tokens = folder / "out.jsonl.tokens"
         self._left_behind: int | None = None
         self._write_rows()
         self._arguments = ["run", self._source, "-m", model, "--dtype", "float32", "--max-seqs", "6", "-q", *options]
@@ -98,6 +106,7 @@ class KillTest:
                 break
         code = self._start().code()
         assert code == 1, f"the resumed run ended with {code}"
+        assert not self._tokens.exists(), "tokens are left although all rows are finished"
         self.counts.batches += 1
         self._compare()
 
@@ -107,7 +116,7 @@ class KillTest:
         if isinstance(aim, KillPoint):
             run = self._start(aim)
             assert run.code() == -signal.SIGKILL, f"the run never came to {aim}"
-            self.counts.in_ordering += aim.name != "write"
+            self.counts.in_ordering += aim.name not in ("write", "rename")
         else:
             run = self._start()
             self._await(aim, before, run)
@@ -116,7 +125,8 @@ class KillTest:
                 return False
             self.counts.in_ordering += self._is_sorting()
         self.counts.aims[aim.name if isinstance(aim, KillPoint) else aim] += 1
-        self.counts.torn += not self._out.read_bytes().endswith(b"\n")
+        self.counts.torn += self._size() > 0 and not self._out.read_bytes().endswith(b"\n")
+        self.counts.unfinished += self._tokens.exists() and self._tokens.read_bytes().count(b"\n") > 1
         return True
 
     def _await(self, aim: str, before: int, run: Run) -> None:
@@ -175,7 +185,7 @@ class KillTest:
         rows = []
         for number in range(36):
             row: dict[str, Any] = {"id": f"r{number}", "prompt": f"row {number}", "temperature": 1.0}
-            row["max_tokens"] = self._random.randint(2, 40)
+            row["max_tokens"] = self._random.randint(2, self._most_tokens)
             if number % 6 == 3:
                 row["column"] = self._random.choice("abc") * self._large_row
             rows.append(json.dumps(row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
@@ -13,6 +14,7 @@ from cbatch.cli.run.progress import RunProgress
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import (
     BatchDriver,
+    ConfigError,
     FileWriter,
     Journal,
     Line,
@@ -45,7 +47,7 @@ def run_batch(
     """
     quiet, total = options.quiet, None if options.quiet else source.count()
     stats.attach(driver)
-    row_options = options.row_options()
+    row_options = _with_token_journal(options, output, driver)
     rows = driver.open(row_options, window=options.window, observer=stats)  # raises before the output changes
     plan = ResumePlan()
     if isinstance(output, FileWriter):
@@ -58,7 +60,7 @@ def run_batch(
     display = progress(total, RunProgress(stats, driver, rows, total).state, details)
     try:
         with while_running(pipeline), display as tick:
-            pipeline.run(plan.with_tries(lines), tick, kept=plan, max_errors=options.max_errors)
+            pipeline.run(plan.with_history(lines), tick, kept=plan, max_errors=options.max_errors)
     finally:
         stats.detach()
         if not quiet and not isinstance(sys.exception(), ReaderGone):
@@ -66,6 +68,20 @@ def run_batch(
                 notice(line)
             if output.note:
                 notice(output.note)
+
+
+def _with_token_journal(options: RunOptions, output: RowWriter, driver: BatchDriver) -> RowOptions:
+    """What holds for every row, and where tokens are kept. Raises ConfigError if they cannot be."""
+    row_options = options.row_options()
+    if not isinstance(output, FileWriter):
+        return row_options
+    if driver.each():
+        if options.journal_tokens:
+            raise ConfigError("--journal-tokens is for one engine; it does not go with replicas.")
+        return row_options
+    if not options.resume:
+        output.drop_tokens()
+    return replace(row_options, token_journal=options.token_journal(output.tokens_path))
 
 
 def _prepare_file(
@@ -87,7 +103,7 @@ def _prepare_file(
     def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         nonlocal compared
         for pair in driver.keyed(row_options, lines):
-            compared += 1
+            compared += pair[0].max_tokens is None  # else it is the same line again
             tick()
             yield pair
 
@@ -99,13 +115,25 @@ def _prepare_file(
             keyed,
             retry_errors=options.retry_errors,
             recompute_changed=options.recompute_changed,
+            max_tokens=options.max_tokens if options.continue_truncated else None,
         )
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:
-        are = "is" if plan.rows == 1 else "are"
-        notice(f"resuming: {format_count(plan.rows, 'row')} {are} kept" + ("" if plan.fits else f"; not kept: {plan}"))
+        notice(f"resuming: {_resume_words(plan)}")
     return again(), plan
+
+
+def _resume_words(plan: ResumePlan) -> str:
+    """What becomes of the rows of an earlier run."""
+    truncated, anew = len(plan.truncated), plan.restarted
+    parts = [
+        f"{format_count(plan.rows, 'row')} {'is' if plan.rows == 1 else 'are'} kept",
+        f"{truncated:,} that --max-tokens ended {'goes' if truncated == 1 else 'go'} on" if truncated else "",
+        f"{anew:,} of a run with fewer --max-tokens {'begins' if anew == 1 else 'begin'} anew" if anew else "",
+        "" if plan.fits else f"not kept: {plan}",
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:

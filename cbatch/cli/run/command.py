@@ -29,7 +29,14 @@ from cbatch.cli.common.options import (
 from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import CHECK_TIMEOUT_S, DEFAULT_CACHE_SIZE, INPUT_FORMS, MAX_TOOL_ROUNDS, OUTPUT_FORMS
+from cbatch.engine import (
+    CHECK_TIMEOUT_S,
+    DEFAULT_CACHE_SIZE,
+    DEFAULT_INTERVAL_S,
+    INPUT_FORMS,
+    MAX_TOOL_ROUNDS,
+    OUTPUT_FORMS,
+)
 
 if TYPE_CHECKING:
     from cbatch.cli.run.stats import RunStats
@@ -42,6 +49,11 @@ if TYPE_CHECKING:
 @option("--resume", is_flag=True, help="Continue where an earlier run with this output file ended.")
 @option("--retry-errors", is_flag=True, help="With --resume: run error rows again.")
 @option("--recompute-changed", is_flag=True, help="With --resume: run rows again whose input or options have changed.")
+@option(
+    "--continue-truncated",
+    is_flag=True,
+    help="With --resume and a larger --max-tokens: go on with answers that a lower limit has ended.",
+)
 @option("--overwrite", is_flag=True, help="Replace the output file if it is not empty.")
 @option(
     "--format",
@@ -67,6 +79,19 @@ if TYPE_CHECKING:
     help="Order of the output rows.",
 )
 @option("--window", type=click.IntRange(1), help="Most rows read but not yet written [default: 16 x --max-seqs].")
+@option(
+    "--journal-tokens",
+    is_flag=True,
+    help="Keep the tokens of unfinished answers in OUT.tokens, so that --resume goes on in the middle of them.",
+)
+@option(
+    "--journal-interval",
+    type=click.FloatRange(0, min_open=True),
+    default=DEFAULT_INTERVAL_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --journal-tokens: time between two writes.",
+)
 @option("--max-errors", type=click.IntRange(1), metavar="N", help="Stop at the Nth error row.")
 @option("--check", is_flag=True, help="Only check the input: report bad rows, lengths and KV cache need as JSON.")
 @option("--estimate", is_flag=True, help="With --check: try rows for 10 s, and tell what a run would take.")

@@ -74,6 +74,8 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
     if name == "-" or (path.exists() and not path.is_file()):
         if options.resume:
             raise ConfigError("--resume needs an output file (-o FILE): a pipe cannot be read again.")
+        if options.journal_tokens:
+            raise ConfigError("--journal-tokens needs an output file (-o FILE), which the tokens lie beside.")
         if name == "-" and sys.stdout is None:
             raise ConfigError("There is no output: stdout is closed.")
         if options.output_format not in (None, "jsonl"):

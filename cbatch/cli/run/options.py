@@ -12,6 +12,7 @@ from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.engine import (
     CHECK_TIMEOUT_S,
     DEFAULT_CACHE_SIZE,
+    DEFAULT_INTERVAL_S,
     FIXED_DATE,
     MAX_TOOL_ROUNDS,
     TABLES,
@@ -24,10 +25,13 @@ from cbatch.engine import (
     RequestDefaults,
     RowOptions,
     TemplateOptions,
+    TokenJournalConfig,
     Validation,
     input_form,
+    is_token_journal,
     load_tools,
     output_form,
+    own_params,
     unit_of,
 )
 
@@ -47,6 +51,7 @@ class RunOptions:
     resume: bool = False
     retry_errors: bool = False
     recompute_changed: bool = False
+    continue_truncated: bool = False
     overwrite: bool = False
     format: InputForm | None = None
     output_format: OutputForm | None = None
@@ -54,6 +59,8 @@ class RunOptions:
     shard: str | None = None
     order: Literal["input", "completion"] = "input"
     window: int | None = None
+    journal_tokens: bool = False
+    journal_interval: float = DEFAULT_INTERVAL_S
     max_errors: int | None = None
     check: bool = False
     estimate: bool = False
@@ -109,13 +116,21 @@ class RunOptions:
             raise ConfigError("--estimate needs --check, of which it is a part.")
         if self.estimate and self.replicas.are_given:
             raise ConfigError("--estimate tries rows on one engine; leave out --replicas and --ray.")
-        for name, is_given in (("retry-errors", self.retry_errors), ("recompute-changed", self.recompute_changed)):
-            if is_given and not self.resume:
-                raise ConfigError(f"--{name} needs --resume.")
+        self._check_resuming()
         if self.output == "-" and self.output_format not in (None, "jsonl"):
             raise ConfigError(f"--output-format {self.output_format} needs an output file (-o FILE).")
+
+    def _check_resuming(self) -> None:
+        """Raises ConfigError for options about earlier and later runs that do not go together."""
+        for name in ("retry_errors", "recompute_changed", "continue_truncated"):
+            if getattr(self, name) and not self.resume:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --resume.")
         if self.resume and self.overwrite:
             raise ConfigError("--resume keeps the rows of the output file, --overwrite drops them; give one of them.")
+        if self.continue_truncated and self.max_tokens is None:
+            raise ConfigError("--continue-truncated needs --max-tokens, the limit up to which answers are to go on.")
+        if self.journal_tokens and self.replicas.are_given:
+            raise ConfigError("--journal-tokens is for one engine; it does not go with --replicas and --ray.")
 
     def _check_cache(self) -> None:
         """Raises ConfigError for a cache that cannot be used."""
@@ -137,6 +152,19 @@ class RunOptions:
 
     def _cache(self) -> CacheConfig | None:
         return CacheConfig(self.cache, self.cache_size) if self.cache is not None else None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """What --max-tokens says, by whatever name; None if nothing does."""
+        limit: int | None = own_params(self.sampling.params)[0].get("max_tokens")
+        return limit
+
+    def token_journal(self, path: Path) -> TokenJournalConfig | None:
+        """Where tokens of unfinished answers are written, and taken from when a run is resumed."""
+        interval_s = self.journal_interval if self.journal_tokens else None
+        if interval_s is None and not (self.resume and is_token_journal(path)):
+            return None
+        return TokenJournalConfig(str(path), self.resume, interval_s)
 
     def row_options(self) -> RowOptions:
         """What holds for every row."""

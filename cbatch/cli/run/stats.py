@@ -115,6 +115,7 @@ class RunStats(RunObserver):
         self.tries = 0
         self.rows_validated = 0
         self.rows_from_cache = 0
+        self.rows_continued = 0
         self.reused_tokens = 0
         self.load_s = 0.0
         self._started: float | None = None
@@ -165,6 +166,7 @@ class RunStats(RunObserver):
         self.tries += outcome.tries
         self.rows_validated += outcome.tries > 0
         self.rows_from_cache += outcome.from_cache
+        self.rows_continued += outcome.continued_tokens > 0
         self.reused_tokens += outcome.reused_tokens
         self.prompt_tokens += outcome.prompt_tokens
         self.cached_tokens += outcome.cached_tokens
@@ -215,6 +217,7 @@ class RunStats(RunObserver):
             "prefix_hit_rate": round(self.cached_tokens / max(self.prompt_tokens, 1), 4),
             "output_tokens": self.output_tokens,
             "rows_from_cache": self.rows_from_cache,
+            "rows_continued": self.rows_continued,
             "reused_tokens": self.reused_tokens,
             "rows_validated": self.rows_validated,
             "tries": self.tries,
@@ -243,6 +246,7 @@ class RunStats(RunObserver):
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
         kept += f", {self.rows_from_cache:,} from the cache" if self.rows_from_cache else ""
+        kept += f", {self.rows_continued:,} continued" if self.rows_continued else ""
         if more := self.tries - self.rows_validated:
             kept += f", {more:,} further {'try' if more == 1 else 'tries'}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""

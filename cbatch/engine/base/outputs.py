@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,17 @@ class Sample(NamedTuple):
     error: RequestError | None = None
 
 
+class KnownOutput(NamedTuple):
+    """Tokens that an output has had already when its request is added, and their log-probabilities if it wants any."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+
+    def samples(self) -> Iterator[Sample]:
+        """The same as what steps would give."""
+        return map(Sample, self.token_ids, self.logprobs) if self.logprobs else map(Sample, self.token_ids)
+
+
 class TokenEvent(NamedTuple):
     """One new token of one request. The last event of a request has a finish_reason.
 
@@ -45,6 +56,7 @@ class TokenEvent(NamedTuple):
     sample_index:    number of the output among several for one prompt
     logprobs:        of this token, if asked for
     prompt_logprobs: of the prompt's tokens from the second on, if asked for; in the first event
+    is_known:        whether the request had this token already when it was added
     """
 
     request_id: int | None
@@ -57,6 +69,7 @@ class TokenEvent(NamedTuple):
     sample_index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    is_known: bool = False
 
 
 @dataclass(frozen=True, slots=True)

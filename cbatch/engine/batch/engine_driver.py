@@ -96,7 +96,7 @@ def outcome_of(completion: Completion) -> RowOutcome:
     if timing.first_token_at is not None and not completion.from_cache:
         ttft_s = timing.first_token_at - timing.taken_at
         longest = max(len(choice.token_ids) for choice in completion.choices)
-        if longest > 1:
+        if longest > 1 and not completion.continued_tokens:
             tpot_s = (timing.finished_at - timing.first_token_at) / (longest - 1)
     return RowOutcome(
         code,
@@ -109,4 +109,5 @@ def outcome_of(completion: Completion) -> RowOutcome:
         reused.completion_tokens,
         completion.from_cache,
         len(validation["errors"]) + validation["valid"] if validation is not None else 0,
+        completion.continued_tokens,
     )

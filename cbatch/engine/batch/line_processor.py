@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.outputs import KnownOutput
 from cbatch.engine.batch.cache.answer_cache import CacheConfig
 from cbatch.engine.batch.cache.cached_outputs import CachedOutputs
 from cbatch.engine.batch.jsonl import parse_line
@@ -14,6 +15,8 @@ from cbatch.engine.batch.rounds.round_loop import Ask, RoundLoop
 from cbatch.engine.batch.rounds.tool_loop import ToolLoop
 from cbatch.engine.batch.rounds.try_loop import TryLoop, nth_try
 from cbatch.engine.batch.row_options import RowOptions
+from cbatch.engine.batch.unfinished.journaled_outputs import JournaledOutputs
+from cbatch.engine.batch.unfinished.token_journal import TokenJournalConfig
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest
@@ -31,7 +34,8 @@ class LineProcessor:
     has_columns:   each line has a row and its columns (see `parse_line`)
     allow_unknown: carry misspelt parameters along instead of refusing their row
     unit:          what messages call a line
-    tools, max_tool_rounds, validation, cache: see `RowOptions`
+    tools, max_tool_rounds, validation, cache, token_journal: see `RowOptions`
+    takes_known:   whether rows go on with the tokens that their lines bring
     """
 
     inputs: InputProcessor
@@ -43,6 +47,8 @@ class LineProcessor:
     max_tool_rounds: int = 0
     validation: Validation | None = None
     cache: CacheConfig | None = None
+    token_journal: TokenJournalConfig | None = None
+    takes_known: bool = True
 
     @classmethod
     def of(cls, engine: SteppingEngine, options: RowOptions) -> LineProcessor:
@@ -58,6 +64,8 @@ class LineProcessor:
             max_tool_rounds=options.max_tool_rounds,
             validation=options.validation,
             cache=options.cache,
+            token_journal=options.token_journal,
+            takes_known=engine.model.short_context is None,  # else positions would depend on the limit of the output
         )
 
     def loops(self, ask: Ask) -> list[RoundLoop]:
@@ -72,6 +80,10 @@ class LineProcessor:
     def open_cache(self, engine: SteppingEngine) -> CachedOutputs | None:
         """What keeps answers from one batch to the next, if anything. Raises ConfigError if it cannot be used."""
         return CachedOutputs(engine, self.cache) if self.cache is not None else None
+
+    def open_token_journal(self, engine: SteppingEngine) -> JournaledOutputs | None:
+        """What keeps tokens of unfinished rows, if anything. Raises ConfigError if it cannot be used."""
+        return JournaledOutputs(engine, self.token_journal) if self.token_journal is not None else None
 
     def key(self, line: Line) -> str:
         """The key of a line's row of output."""
@@ -93,8 +105,12 @@ class LineProcessor:
         """A line as a request; or, if anything is wrong with it, its result."""
         row = self._row(line)
         request = self.inputs.process(row, lambda: line.source)
-        if row.tries and isinstance(request, EncodedRequest):
+        if isinstance(request, Completion):
+            return request
+        if row.tries:
             return self.inputs.encode(nth_try(request.asked, row.tries + 1, []))
+        if line.known and self.takes_known:
+            return replace(request, known=[KnownOutput(tokens) for tokens in line.known])
         return request
 
     def _row(self, line: Line) -> InputRow:
@@ -110,4 +126,6 @@ class LineProcessor:
             row.tool_rounds = self.max_tool_rounds
         if self.validation is not None:
             row.tries, row.validation = line.tries, self.validation.identity
+        if line.max_tokens is not None:
+            row.params.setdefault("max_tokens", line.max_tokens)
         return row

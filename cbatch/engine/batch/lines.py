@@ -25,6 +25,8 @@ class Line:
     digest: hash of such a line, which goes into its key
     error:  why there is no row, if that is known already; `data` may then hold the row's `id`
     tries:  how many tries earlier runs have given its row
+    known:  tokens of the outputs of its row that an earlier run has generated
+    max_tokens: what holds for its row if the row says nothing, instead of what the options say; for keys of other runs
     """
 
     index: int
@@ -32,6 +34,8 @@ class Line:
     digest: bytes = b""
     error: RequestError | None = None
     tries: int = 0
+    known: tuple[tuple[int, ...], ...] = ()
+    max_tokens: int | None = None
 
     @classmethod
     def of(cls, index: int, data: bytes) -> Line:
@@ -47,7 +51,7 @@ class Line:
 
     def __reduce__(self) -> tuple[type[Line], tuple[object, ...]]:
         # Quicker than what a frozen dataclass does.
-        return Line, (self.index, self.data, self.digest, self.error, self.tries)
+        return Line, (self.index, self.data, self.digest, self.error, self.tries, self.known, self.max_tokens)
 
 
 class LineSpool(Iterator[Line]):

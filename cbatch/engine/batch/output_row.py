@@ -12,10 +12,11 @@ class RowOutcome(NamedTuple):
     error_code:        None if the row succeeded; else what follows the message is set only if it was validated
     prompt_tokens:     that were computed; `completion_tokens`, of all outputs, rounds and tries, likewise
     ttft_s:            seconds from when the row was taken to its first token; None without computed tokens
-    tpot_s:            seconds for each token after the first one; None if no output has a second one
-    reused_tokens:     of outputs, from a cache of answers
+    tpot_s:            seconds for each token after the first one; None if no output has a second one, or one went on
+    reused_tokens:     of outputs, from a cache of answers or an earlier run
     from_cache:        whether nothing was computed
     tries:             in this run, of a row that was validated
+    continued_tokens:  of outputs that went on where an earlier run had ended
     """
 
     error_code: str | None = None
@@ -28,6 +29,7 @@ class RowOutcome(NamedTuple):
     reused_tokens: int = 0
     from_cache: bool = False
     tries: int = 0
+    continued_tokens: int = 0
 
 
 SUCCESS = RowOutcome()

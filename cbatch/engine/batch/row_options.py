@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.batch.cache.answer_cache import CacheConfig
+from cbatch.engine.batch.unfinished.token_journal import TokenJournalConfig
 from cbatch.engine.tools.tool import MAX_TOOL_ROUNDS, Tool
 from cbatch.engine.validation.validation import Validation
 
@@ -37,3 +38,4 @@ class RowOptions:
     validation: Validation | None = None
     cache: CacheConfig | None = None
     reorders: bool = True
+    token_journal: TokenJournalConfig | None = None

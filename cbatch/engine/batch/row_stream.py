@@ -7,7 +7,8 @@ Three threads work side by side:
 - The consumer, which iterates over `finished`, takes the rows that are finished.
 
 An answer need not be the end of its row: the tools that it calls are run, and it may be validated, on further threads,
-which submit the row's next request. What a cache of answers has is not submitted.
+which submit the row's next request. What a cache of answers has is not submitted. A journal may keep the tokens of rows
+that are not finished, for a later run.
 
 The others send what they have done to the consumer's inbox. A window bounds the rows between reader and consumer.
 """
@@ -114,6 +115,7 @@ class RowStream:
         self._num_ended = 0
         self._loops = lines.loops(self._ask_again)
         self._cache = lines.open_cache(engine_thread.engine)
+        self._token_journal = lines.open_token_journal(engine_thread.engine)
         self._is_stopping = False
         self.poll_s = POLL_SECONDS
         """How long `finished` waits for rows before it gives none."""
@@ -136,6 +138,8 @@ class RowStream:
         num_given = 0
         try:
             while end is None or self._num_ended < end.rows:
+                if self._token_journal is not None:
+                    self._token_journal.tick()
                 messages = self._next_messages()
                 finished = self._take_finished(messages)
                 num_given += len(finished)
@@ -215,6 +219,8 @@ class RowStream:
 
     def _submit(self, position: int, request: EncodedRequest, taken_at: float, *, goes_on: bool = False) -> None:
         """Puts a request of a row into the feed. `goes_on`: whether it follows on others of the row."""
+        if self._token_journal is not None:
+            request = self._token_journal.continued(request)
         outputs = self._engine_thread.engine.output_processor(request, taken_at)
         if self._cache is not None:
             if self._cache.replay(outputs):
@@ -226,7 +232,7 @@ class RowStream:
         def on_event(event: TokenEvent) -> None:
             """Runs on the engine's thread."""
             outputs.take(event)
-            if event.token_id is not None:
+            if event.token_id is not None and not event.is_known:
                 self._observer.output_tokens += 1
             if event.finish_reason is not None:
                 self._feed.output_ended(position)  # before anybody can go on with the row
@@ -238,6 +244,8 @@ class RowStream:
         likely = self._forecast.remaining(request, limit)
         tokens = len(request.prompt_ids) + request.params.n * likely
         queued = QueuedRequest(position, RequestHandle(request, on_event), outputs, limit, tokens)
+        if self._token_journal is not None:
+            self._token_journal.follow(position, outputs)
         self._in_flight[position] = queued
         self._feed.put(queued, goes_on=goes_on)
         if request.index in self._cancelled and not self._is_stopping:  # `cancel` may have run before it was there
@@ -281,10 +289,12 @@ class RowStream:
                     continue
                 self._num_ended += 1
                 if completion is not None:
+                    self._forget(message.position, completion.index)
                     finished.append(FinishedRow(message.position, completion))
             elif isinstance(message, RowCancelled) and (queued := self._in_flight.pop(message.position, None)):
                 ended.append(queued.handle.request)
                 self._num_ended += 1
+                self._forget(message.position, queued.handle.request.index)
                 self._window.release([message.position])
         if self._cache is not None and ended:
             self._cache.keep(computed)
@@ -296,6 +306,11 @@ class RowStream:
         for output in ended.outputs.outputs:
             if output.finish_reason in ("stop", "length"):
                 self._forecast.observe(ended.handle.request, ended.limit, len(output.token_ids))
+
+    def _forget(self, position: int, index: int) -> None:
+        """The tokens of a row are needed no longer; the journal still has them when the row is written."""
+        if self._token_journal is not None:
+            self._token_journal.forget(position, index)
 
     def _completion(self, end: EndOfRow) -> Completion:
         if isinstance(end.result, Completion):
@@ -333,6 +348,8 @@ class RowStream:
         self._window.close()
         for loop in self._loops:
             loop.close()
+        if self._token_journal is not None:
+            self._token_journal.close()
         if self._cache is not None:
             self._cache.close()
         for request in list(self._in_flight.values()):

@@ -9,13 +9,20 @@ import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
 from cbatch.engine.base.errors import ConfigError, ReaderGone, RunFailed
-from cbatch.engine.batch.journal import Journal, Keyed, ResumePlan, plan_resume
+from cbatch.engine.batch.journal import SUPERSEDED, Journal, Keyed, ResumePlan, plan_resume
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.batch.unfinished.token_journal import (
+    is_token_journal,
+    remove_token_journal,
+    token_journal_of,
+)
+from cbatch.engine.batch.unfinished.truncated_rows import with_key
 
 SYNC_SECONDS = 0.5
 """Age at which rows that were written are synced to disk."""
@@ -127,6 +134,8 @@ class FileWriter(RowWriter):
         self._name = str(path)
         self._path = path.resolve()
         self._ordered_path = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
+        self.tokens_path = token_journal_of(self._path)
+        """Where tokens of rows that are not finished may lie. They are removed when all rows are."""
         self._input_order = input_order
         self._journal = Journal()
         self._unsynced_since: float | None = None
@@ -158,7 +167,7 @@ class FileWriter(RowWriter):
     @property
     def resume_hint(self) -> str:
         if not self.has_content:
-            return f" No row was finished; {self.resume_with} starts again."
+            return self._hint_without_rows()
         return f" Finished rows are in the file; {self.resume_with} continues from there."
 
     @property
@@ -168,6 +177,7 @@ class FileWriter(RowWriter):
     def check_empty(self) -> None:
         if self.has_content:
             raise ConfigError(f"{self._name} exists and is not empty; {self.if_not_empty}.")
+        self._check_no_tokens()
 
     def journal(self) -> Journal:
         """Reads what an earlier run left in the file. Raises ConfigError if it is damaged."""
@@ -190,6 +200,7 @@ class FileWriter(RowWriter):
         *,
         retry_errors: bool = False,
         recompute_changed: bool = False,
+        max_tokens: int | None = None,
     ) -> ResumePlan:
         """Starts where an earlier run ended, and returns which of its rows are kept.
 
@@ -198,16 +209,19 @@ class FileWriter(RowWriter):
         keyed:             gives each line the key that this run gives it
         retry_errors:      keep no error rows
         recompute_changed: drop rows whose key is another one, or whose line is gone
+        max_tokens:        the limit of this run, if rows that a lower one has ended are to go on
 
         Raises ConfigError, and leaves the file as it is, if there are such rows and they are not to be dropped.
         """
-        plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors)
+        read_row = partial(self._read, journal)
+        plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors, read_row=read_row, max_tokens=max_tokens)
         if not plan.fits and not recompute_changed:
             raise ConfigError(
                 f"{self._name} holds rows that do not fit this run: {plan}. The file is left as it is. "
                 f"{self.if_changed}."
             )
         self.start(journal)
+        self._write_again(journal, plan.rekeyed)
         return plan
 
     def kept_rows(self) -> Iterator[tuple[int, bytes]]:
@@ -216,18 +230,12 @@ class FileWriter(RowWriter):
             yield self._journal.indices[number], self._row(number)
 
     def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
-        if not rows:
-            return ()
-        view = memoryview(b"".join(row.data for row in rows))
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError as error:
-            raise self._failed("write", error) from error
-        for row in rows:
-            self._journal.append(row.index, len(row.data))
-        self._unsynced_since = self._unsynced_since or time.monotonic()
+        self._append([(row.index, row.data) for row in rows])
         return [row.position for row in rows]
+
+    def drop_tokens(self) -> None:
+        """Removes the tokens of rows that an earlier run has not finished."""
+        remove_token_journal(self.tokens_path)
 
     def tick(self) -> None:
         if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
@@ -243,6 +251,7 @@ class FileWriter(RowWriter):
             raise self._failed(self._completes, error) from error
         finally:
             self._ordered_path.unlink(missing_ok=True)
+        self.drop_tokens()
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -252,6 +261,36 @@ class FileWriter(RowWriter):
                 self._sync()
         finally:
             os.close(self._fd)
+
+    def _append(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        """Writes rows, each with its index, in one write."""
+        if not rows:
+            return
+        view = memoryview(b"".join(data for _, data in rows))
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise self._failed("write", error) from error
+        for index, data in rows:
+            self._journal.append(index, len(data))
+        self._unsynced_since = self._unsynced_since or time.monotonic()
+
+    def _hint_without_rows(self) -> str:
+        does = "goes on with what was begun" if is_token_journal(self.tokens_path) else "starts again"
+        return f" No row was finished; {self.resume_with} {does}."
+
+    def _write_again(self, journal: Journal, numbers: Iterable[int]) -> None:
+        """Writes rows of the journal with the keys that are in it by now."""
+        for number in numbers:
+            index, data = journal.indices[number], with_key(self._read(journal, number), journal.key(number))
+            assert data is not None
+            journal.indices[number] = SUPERSEDED
+            self._append([(index, data)])
+
+    def _check_no_tokens(self) -> None:
+        if is_token_journal(self.tokens_path):
+            raise ConfigError(f"{self.tokens_path} has unfinished answers of an earlier run; {self.if_not_empty}.")
 
     def _check_unchanged(self) -> None:
         """Raises RunFailed if another process wrote to the file, moved it or removed it."""
@@ -287,7 +326,10 @@ class FileWriter(RowWriter):
             yield self._row(number)
 
     def _row(self, number: int) -> bytes:
-        start, stop = self._journal.span(number)
+        return self._read(self._journal, number)
+
+    def _read(self, journal: Journal, number: int) -> bytes:
+        start, stop = journal.span(number)
         return os.pread(self._fd, stop - start, start)
 
     @contextmanager

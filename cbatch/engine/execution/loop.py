@@ -10,11 +10,11 @@ may have sampled it already. Without overlap the requests are updated at once; n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 
-from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.outputs import Sample, TokenEvent
 from cbatch.engine.execution.model_runner import ModelRunner
 from cbatch.engine.execution.stats import StepRecord
 from cbatch.engine.runtime.batch import BlockTables, Logits, RaggedBatch
@@ -60,7 +60,7 @@ class EngineCore:
         self.last_scheduled = SchedulerOutput()
         self._in_flight: PendingSample | None = None
         self._events: list[TokenEvent] = []
-        """Events that were not returned yet, because a later part of the step raised."""
+        """Events that were not returned yet: of known tokens, or because a later part of the step raised."""
         self._block_tables = BlockTables()
         self._masks = MaskFiller(pin=pins_memory(runner.model.device))
         self._sampler = sampler
@@ -70,6 +70,10 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` would advance a request or return events."""
         return self.scheduler.has_work or bool(self._events)
+
+    def add(self, request: Request, known: Iterable[Sample] = ()) -> None:
+        """Queues a request. `known`: tokens that it has had before, whose events come with those of the next step."""
+        self._events += self.scheduler.resume(request, known)
 
     def step(self, on_step: OnStep | None = None) -> list[TokenEvent]:
         """Runs one step and returns an event for each new token.
@@ -95,15 +99,16 @@ class EngineCore:
                 raise
             if not self.overlap:
                 self._complete()
-        return self._take_events()
+        return self.take_events()
 
     def flush(self) -> list[TokenEvent]:
         """Waits for the step in flight, unless that raises, and returns all events that are left."""
         with suppress(Exception), self._on_device():
             self._complete()
-        return self._take_events()
+        return self.take_events()
 
-    def _take_events(self) -> list[TokenEvent]:
+    def take_events(self) -> list[TokenEvent]:
+        """The events that were not returned yet."""
         events, self._events = self._events, []
         return events
 

@@ -125,7 +125,8 @@ class Completion(Mapping[str, Any]):
     tool_messages:   what the model called before, and the results, as messages in OpenAI's form
     validation:      whether the answer is good (`valid`), the number of `tries`, the `errors` of those that were not,
                      and, if none was good, the `text` of the last; None if nothing was validated
-    reused:          those tokens of `usage` that were not computed, because a cache of answers had them
+    reused:          those tokens of `usage` that were not computed: a cache of answers or an earlier run had them
+    continued_tokens: tokens of an earlier run, with which its outputs went on
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Completion(Mapping[str, Any]):
         self.tool_messages: Sequence[Mapping[str, Any]] = ()
         self.validation: dict[str, Any] | None = None
         self.reused = Usage()
+        self.continued_tokens = 0
         self._has_text, self._with_token_ids, self._echoes = has_text, with_token_ids, echoes
         self._fields: dict[str, Any] | None = None
 

@@ -88,6 +88,7 @@ class OutputProcessor:
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
         self._error: tuple[int, RequestError] | None = None
         self._cached_tokens = 0
+        self._num_known = 0
         self._echoed: str | None = None
         self._num_unfinished = self._num_unread = request.params.n
         self._taken_at = time.monotonic() if taken_at is None else taken_at
@@ -113,7 +114,8 @@ class OutputProcessor:
         output = self.outputs[event.sample_index]
         if event.token_id is not None:
             output.token_ids.append(event.token_id)
-            if self._first_token_at is None:
+            self._num_known += event.is_known
+            if self._first_token_at is None and not event.is_known:
                 self._first_token_at = time.monotonic()
         if event.text:
             output.texts.append(event.text)
@@ -192,7 +194,7 @@ class OutputProcessor:
         if self._error is not None:
             located = request.source.located(self._error[1])
             return Completion(request.source, key=request.key, usage=usage, error=located, timing=timing)
-        return Completion(
+        completion = Completion(
             request.source,
             key=request.key,
             choices=choices,
@@ -203,6 +205,8 @@ class OutputProcessor:
             echoes=request.params.echo,
             timing=timing,
         )
+        completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)
+        return completion
 
     def _choice(self, number: int, output: Output) -> Choice:
         request = self.request

@@ -12,10 +12,12 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import TokenEvent, TokenLogprobs
+from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.requests.row_keys import canonical_params
@@ -34,10 +36,22 @@ def content_key(model: str, limits: SequenceLimits, request: EncodedRequest) -> 
 
     Names, columns and places of rows do not count, nor does the seed of a request that takes the likeliest tokens.
     """
-    params, limit = request.params, None
+    limit = None
     if limits.cache_is_small:
         with suppress(RequestError):
-            limit = limits.limit_of_cache(len(request.prompt_ids), params.max_tokens)
+            limit = limits.limit_of_cache(len(request.prompt_ids), request.params.max_tokens)
+    return _key(model, request, request.params, limit)
+
+
+def continuation_key(model: str, request: EncodedRequest) -> bytes:
+    """The same without what only says where outputs end: `max_tokens`, and the size of the KV cache.
+
+    So requests with the same key get the same tokens as far as both go.
+    """
+    return _key(model, request, replace(request.params, max_tokens=None), None)
+
+
+def _key(model: str, request: EncodedRequest, params: SamplingParams, limit: int | None) -> bytes:
     seed = request.seed if params.seed is None else params.seed
     choice = request.asked.choice
     others = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.base.outputs import KnownOutput, TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.requests.row import InputRow
@@ -76,6 +76,7 @@ class EncodedRequest:
     is_thinking: whether the prompt leaves the model inside its reasoning
     max_calls:   most tool calls of an output that count; None for all
     prefix:      the beginning of the answer, which the prompt ends with
+    known:       what each output has already, which it goes on with; empty if nothing is known
     asked:       what it was encoded from
     """
 
@@ -90,6 +91,7 @@ class EncodedRequest:
     tools: Sequence[Mapping[str, Any]] = ()
     max_calls: int | None = None
     prefix: str = ""
+    known: Sequence[KnownOutput] = ()
     source: InputRow = field(default_factory=lambda: InputRow(0))
     key: str = ""
     with_token_ids: bool = False

@@ -28,7 +28,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -96,6 +96,20 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=priority_key)
+
+    def resume(self, request: Request, known: Iterable[Sample]) -> list[TokenEvent]:
+        """Queues a request that has had tokens before, unless they end it, and returns their events.
+
+        It is then like one that was preempted: its tokens are to be computed again before it gets new ones.
+        """
+        events: list[TokenEvent] = []
+        for sample in known:
+            events.append(request.accept(sample)._replace(is_known=True))
+            if events[-1].finish_reason is not None:
+                request.has_ended = True
+                return events
+        self.add(request)
+        return events
 
     def cancel(self, request: Request) -> None:
         """Removes a request and frees its blocks. A token that a step in flight gives it is dropped."""

@@ -161,7 +161,7 @@ def test_planted_faults_would_be_seen(case: Case, monkeypatch: pytest.MonkeyPatc
         assert case.out.read_bytes() != whole
     check = ("--validate", "regex=(?s).*[aeiouy].*")
     assert case.run("--overwrite", *check) == 1
-    monkeypatch.setattr(ResumePlan, "with_tries", lambda self, lines: lines)
+    monkeypatch.setattr(ResumePlan, "with_history", lambda self, lines: lines)
     before = case.out.read_bytes()
     assert case.run(*check, "--resume", "--retry-errors") == 1
     assert case.out.read_bytes() == before, "the same answers again"

@@ -17,6 +17,7 @@ from cbatch.engine.batch.tables.finished_table import read_keys
 from cbatch.engine.batch.tables.forms import Compression, OutputForm
 from cbatch.engine.batch.tables.layout import TableLayout
 from cbatch.engine.batch.tables.table_files import write_parquet, write_text
+from cbatch.engine.batch.unfinished.token_journal import token_journal_of
 from cbatch.engine.batch.writer import FileWriter, require_file
 
 JOURNAL_ENDING = ".journal.jsonl"
@@ -51,11 +52,12 @@ class TableWriter(FileWriter):
         self._is_complete = False
         super().__init__(journal_of(self._table_path), input_order=input_order)
         self._name = str(self._path if path.is_symlink() else journal_of(path))
+        self.tokens_path = token_journal_of(self._table_path)
 
     @property
     def resume_hint(self) -> str:
         if not self._has_journal:
-            return f" No row was finished; {self.resume_with} starts again."
+            return self._hint_without_rows()
         return f" Finished rows are in {self._name}; {self.resume_with} continues from there."
 
     @property
@@ -66,6 +68,7 @@ class TableWriter(FileWriter):
         if self.has_content:
             name = self._name if self._has_journal else self._table_name
             raise ConfigError(f"{name} exists and is not empty; {self.if_not_empty}.")
+        self._check_no_tokens()
 
     def journal(self) -> Journal:
         """Reads the journal; or the keys of the table, if the journal was removed because all rows are good."""
@@ -79,10 +82,18 @@ class TableWriter(FileWriter):
         *,
         retry_errors: bool = False,
         recompute_changed: bool = False,
+        max_tokens: int | None = None,
     ) -> ResumePlan:
         """The same for a finished table whose journal was removed, if all its rows fit: nothing can be added to it."""
         if self._has_journal:
-            return super().resume(journal, lines, keyed, retry_errors=retry_errors, recompute_changed=recompute_changed)
+            return super().resume(
+                journal,
+                lines,
+                keyed,
+                retry_errors=retry_errors,
+                recompute_changed=recompute_changed,
+                max_tokens=max_tokens,
+            )
         plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors)
         if not plan.fits:
             problem = f"It holds rows that do not fit this run: {plan}"
@@ -99,7 +110,9 @@ class TableWriter(FileWriter):
         )
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
-        if not self._is_complete:
+        if self._is_complete:
+            self.drop_tokens()
+        else:
             super().finish(raise_if_interrupted)
 
     def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
