@@ -159,7 +159,7 @@ class CpuModel:
     def with_adapters(self, adapters: Sequence[Adapter]) -> CpuModel:
         """The same model with the same weights, to which these adapters add. Raises ModelError if one does not fit."""
         model = copy(self)
-        model._adapters = CpuAdapters(sites_of(self.program, adapters), len(adapters))
+        model._adapters = CpuAdapters(sites_of(self.program, adapters), len(adapters), self._thread_pool.size)
         model._packed = CpuProgram(
             self.program, self.dtype, self.quantization, self.stored_weights, model._adapters.places
         )

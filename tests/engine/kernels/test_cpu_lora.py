@@ -25,7 +25,7 @@ pytestmark = pytest.mark.kernels
 
 add_adapters, activate_product, matmul = map(callable_kernel, (lora.add_adapters, lora.activate_product, linear.matmul))
 DEPTH, COLUMNS, TOKENS = 70, 600, 29
-RANKS = ((11, 3, 0), (0, 9, 17))
+RANKS = ((11, 3, 0), (0, 39, 17))
 """Of each of two sites, for three adapters."""
 NOTHING = np.empty(0, np.float32)
 
@@ -55,10 +55,11 @@ def added_to(product: Tensor, a: Tensor, numbers: np.ndarray[Any, Any], kind: st
         Site(column, columns, tuple(low_rank(rank, columns, generator) for rank in ranks))
         for (column, columns), ranks in zip(places, RANKS, strict=True)
     ]
-    adapters = CpuAdapters({one: tuple(sites)}, 3)
-    first, count = adapters.places[one]
+    adapters = CpuAdapters({one: tuple(sites)}, 3, 1)
+    place, first_tile = adapters.places[one]
     out = product.clone().numpy()
-    add_adapters(worker(), 0, first, count, DEPTH, a.numpy(), adapters.step(numbers if numbers.any() else None), out)
+    step = adapters.step(numbers if numbers.any() else None)
+    add_adapters(worker(), 0, place, first_tile, DEPTH, a.numpy(), step, out)
     expected = torch.zeros(TOKENS, COLUMNS)
     for site in sites:
         for number, added in enumerate(site.added, 1):

@@ -85,8 +85,8 @@ INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float
 """One instruction. What an operation does not use is 0, or -1 if it is a place.
 
 code:          which operation (see `models/programs/program.py`); or one of the two that follow a linear to which
-               adapters add: ADD_ADAPTERS, with the first of its sites and their number in `index` and `columns`, and
-               ACTIVATE
+               adapters add: ADD_ADAPTERS, with its number among those and the first of its tiles in `index` and
+               `columns` (see `LoraStep`), and ACTIVATE
 source, target: where a buffer begins in its arena, in columns of the step; with its width
 matrix, scale, bias: where they begin among all, the matrix in bytes; -1 for none
 format:        how the matrix is packed (see `matmul/formats.py`)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -159,14 +160,17 @@ def test_company_changes_no_bit(form: str, folder: Path) -> None:
     assert tokens_of(outputs) == [[one.token_id for one in logprobs] for logprobs in together[: len(PROMPTS)]]
 
 
+lora_groups = lora_on_cpu._groups
+
+
+def swapped(groups: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    return [(1 - adapter, first, stop) for adapter, first, stop in groups]
+
+
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "cached blocks without their adapter": (Request, "cache_kind", property(lambda request: 0)),
-    "adapters in another order": (lora_on_cpu, "_groups", lambda numbers: iter([(0, 0, len(numbers))])),
-    "ups without their place among gates": (
-        lora_on_cpu,
-        "_split",
-        lambda linear, site: iter([((site.column, site.columns, 16), site.added)]),
-    ),
+    "adapters in another order": (lora_on_cpu, "_groups", lambda numbers: swapped(lora_groups(numbers))),
+    "ups after gates instead of by turns": (lora_on_cpu, "interleaved", lambda both: both),
 }
 
 
