@@ -68,6 +68,8 @@ FOREIGN_OPTIONS = {
     "num_gpu_blocks_override": "kv_blocks",
     "attention_backend": "attention",
     "torch_dtype": "dtype",
+    "enable_lora": 'lora={"name": folder}',
+    "lora_modules": 'lora={"name": folder}',
 }
 """Options of vLLM and transformers, and ours that do the same."""
 
@@ -246,7 +248,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self, texts: str | Sequence[int], continuations: str | Sequence[int] | None = None, *, top: int = 0
+        self,
+        texts: str | Sequence[int],
+        continuations: str | Sequence[int] | None = None,
+        *,
+        top: int = 0,
+        lora: str = "",
     ) -> Score: ...
 
     @overload
@@ -256,15 +263,17 @@ class Engine(AbstractContextManager["Engine"]):
         continuations: Sequence[str | Sequence[int]] | None = None,
         *,
         top: int = 0,
+        lora: str = "",
     ) -> list[Score]: ...
 
-    def score(self, texts: Any, continuations: Any = None, *, top: int = 0) -> Score | list[Score]:
+    def score(self, texts: Any, continuations: Any = None, *, top: int = 0, lora: str = "") -> Score | list[Score]:
         """How likely the model finds a text, or each of several. Nothing is generated.
 
         texts:         plain text, which no chat template is put around, or token ids; one or a list
         continuations: texts that follow; then only their tokens are scored. If the end of a text and the beginning of
                        its continuation are one token, that token counts. One text may have several
         top:           how many of the most likely tokens are reported in the place of each, at most 20
+        lora:          name of the LoRA adapter that scores them; empty: none
 
         A text that cannot be scored has an `error` in its score. Raises RequestError if there is not one continuation
         for each text.
@@ -279,7 +288,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise RequestError(
                 "invalid_row", f"Each text needs one continuation: there are {len(values):,} and {len(after):,}."
             )
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top, lora=lora)
         joined = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
         good = [one for one in joined if isinstance(one, tuple)]
         results = iter(self._complete(self._encoded([ids for ids, _ in good], params, 0), len(good)))

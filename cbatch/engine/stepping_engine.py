@@ -27,12 +27,14 @@ from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
 from cbatch.engine.models.base import Model
+from cbatch.engine.models.checkpoint import check_adapters
 from cbatch.engine.models.float8 import tell_float8
 from cbatch.engine.models.hf.device_map import choose_device_map
 from cbatch.engine.models.hf.self_check import checked_model
-from cbatch.engine.models.loader import LoadedModel, load_model
+from cbatch.engine.models.loader import DEMO_MODEL, LoadedModel, load_model
+from cbatch.engine.models.lora_files import read_adapters
 from cbatch.engine.models.weight_cache import WeightCache
-from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo
+from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo, check_adapter
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.runtime.device import choose_device, is_accelerator, pins_memory
@@ -80,6 +82,9 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         check_kv_dtype(config.kv_dtype, config.attention, device)
         kind = "gpu" if is_accelerator(device) else "cpu"
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
+        adapters = read_adapters(config.lora or {})
+        if adapters and loaded is None:
+            check_adapters(adapters, config.model or str(DEMO_MODEL), config.revision)
         self.loaded = loaded or load_model(
             config.model,
             config.revision,
@@ -97,6 +102,10 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             tell_float8(model)
         execution = choose_execution(config, model)
         model, self.device = execution.model, model.device
+        if adapters:
+            model = model.with_adapters(adapters)
+        self._adapters = {adapter.name: adapter.fingerprint() for adapter in adapters}
+        self._adapter_parameters = sum(adapter.num_parameters for adapter in adapters)
         seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
         self.runner = make_runner(config, model, execution.attention, execution.sampler, limits)
@@ -200,10 +209,15 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             "in memory": getattr(model, "packed", ""),
             "placement": str(placement or ""),
             "step cost": placement.cost if placement is not None else "",
+            "adapters": self._described_adapters(),
             "not applied": ", ".join(self.loaded.not_applied),
             "fallback": self._fallback,
         }
         return shown | {name: value for name, value in special.items() if value}
+
+    def _described_adapters(self) -> str:
+        names = ", ".join(self._adapters)
+        return names and f"{names}: {self._adapter_parameters / 1e6:,.1f} million parameters"
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done so far; may be called from any thread."""
@@ -232,6 +246,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             limits=self.scheduler.sequence_limits,
             fingerprint=self.fingerprint,
             compile=self.compile,
+            adapters=self._adapters,
         )
         return InputProcessor(model, defaults or RequestDefaults())
 
@@ -270,12 +285,13 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         All its outputs (`n`) have this id; their events differ by `sample_index`.
         Outputs go on after the tokens that are known of them, whose events come again, with those of the next step.
 
-        Raises RequestError for a prompt that is empty, too long, or has tokens outside the vocabulary, and EngineError
-        if the engine is closed or belongs to another thread.
+        Raises RequestError for a prompt that is empty, too long, or has tokens outside the vocabulary, and for an
+        adapter that is not there; EngineError if the engine is closed or belongs to another thread.
         """
         self._check_thread()
         self.runner.check_open()
         params, prompt_ids = request.params, list(request.prompt_ids)
+        check_adapter(params.lora, self._adapters)
         max_new_tokens = self.max_new_tokens(prompt_ids, params)
         grammar = request.grammar or self.compile(params)
         stop_ids = request.stop_ids(self.loaded.eos_ids)
@@ -294,6 +310,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
                 grammar_state=self._grammar_state(grammar, request, stop_ids),
                 counts=counts_for(params, prompt_ids),
                 position_offset=self._position_offset(len(prompt_ids) + max_new_tokens),
+                adapter=1 + list(self._adapters).index(params.lora) if params.lora else 0,
             )
             for number in range(params.n)
         ]

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "host": "scripts.benchmarks.host",
     "launches": "scripts.benchmarks.launches",
     "loading": "scripts.benchmarks.loading",
+    "lora": "scripts.benchmarks.lora",
     "peers": "scripts.benchmarks.peers.benchmark",
     "products": "scripts.benchmarks.products",
     "replica-engines": "scripts.benchmarks.replica_engines",

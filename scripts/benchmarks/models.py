@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from cbatch.engine.attention.base import AttentionBackend
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.kernels.float8_matrix import rounded_rows
 from cbatch.engine.models.base import LinearCost, Model
+from cbatch.engine.models.lora_files import Adapter
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.models.programs.program import Weight
 from cbatch.engine.models.programs.stored import StoredWeights
@@ -173,6 +174,9 @@ class FreeModel:
 
     def forward(self, batch: RaggedBatch, pool: KVCache, attention: AttentionBackend) -> Logits:
         return Logits(self._logits.expand(len(batch.rows), -1))
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> FreeModel:
+        return self
 
     def loaded(self, eos_ids: frozenset[int] = frozenset()) -> LoadedModel:
         return LoadedModel("free", lambda: None, None, SamplingParams(), eos_ids, fast_model=self)

@@ -399,7 +399,7 @@ class SchedulerSimulation:
 
     def _probe(self, expected: OracleRequest) -> None:
         """The cached blocks of a sequence hold that sequence, and no known NaN."""
-        blocks = self.scheduler.pool.get_cached_blocks(expected.tokens, expected.request.position_offset)
+        blocks = self.scheduler.pool.get_cached_blocks(expected.tokens, expected.request.cache_kind)
         values = self._read(blocks, len(blocks) * self.sizes.block_size)
         wrong = values[values != expected.stamps[: len(values)]].tolist()
         if wrong:

@@ -19,6 +19,7 @@ from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
     JsonListOption,
     engine_options,
+    lora_option,
     make_options,
     model_options,
     replica_options,
@@ -108,6 +109,7 @@ class ChatOptions:
 @model_options
 @sampling_options(in_chat=True)
 @engine_options(target_step_ms="auto")
+@lora_option
 @replica_options
 @trace_option
 @preset_option
@@ -236,7 +238,7 @@ def _make_controller(
     client = EngineClient(open_own, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
 
     def open_model(name: str) -> Engine:
-        return load(replace(config, model=name, revision=None))
+        return load(replace(config, model=name, revision=None, lora=None))
 
     return ChatController(
         client,

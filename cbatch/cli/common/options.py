@@ -164,6 +164,19 @@ def _parse_speculate(ctx: click.Context, parameter: click.Parameter, value: str)
     return int(value)
 
 
+def _parse_lora(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """Reads `NAME=PATH` texts."""
+    places: dict[str, str] = {}
+    for text in values:
+        name, _, place = text.partition("=")
+        if not (name and place):
+            raise click.BadParameter(f"{text!r} is not NAME=PATH, such as sql=adapters/sql.", ctx, parameter)
+        if name in places:
+            raise click.BadParameter(f"two adapters have the name {name}.", ctx, parameter)
+        places[name] = place
+    return places
+
+
 def _parse_max_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
     """Reads a JSON object of amounts of memory by devices, whose content EngineConfig checks."""
     limits = None if value is None else _parse_json(ctx, parameter, "", value)
@@ -343,6 +356,15 @@ replica_options = _apply(
     ),
 )
 
+lora_option = option(
+    "--lora",
+    multiple=True,
+    cls=JsonListOption,
+    callback=_parse_lora,
+    metavar="NAME=PATH",
+    help="Load a LoRA adapter of PEFT, which requests ask for by its name (repeatable).",
+)
+
 trace_option = option(
     "--trace", metavar="FILE", help="Profile some steps and write a Chrome trace, to open in Perfetto."
 )
@@ -405,8 +427,11 @@ def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
     )
 
 
-ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig) if field.name != "weights_folder")
-"""The fields that are options. A folder of shared weights is chosen by the program that starts several engines."""
+ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig) if field.name not in ("weights_folder", "lora"))
+"""The fields that are options of all commands with an engine.
+
+A folder of shared weights is chosen by the program that starts several engines; `lora_option` is for some commands.
+"""
 SAMPLING_FIELDS = (
     "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "
     "repetition_penalty ignore_eos prompt_logprobs regex json_schema"
@@ -457,7 +482,7 @@ class SamplingOptions:
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration, from the options of `model_options` and `engine_options`."""
-    return EngineConfig(**{name: values[name] for name in ENGINE_FIELDS})
+    return EngineConfig(**{name: values[name] for name in ENGINE_FIELDS}, lora=values.get("lora") or None)
 
 
 def make_options(record: type[Options], values: Mapping[str, Any]) -> Options:

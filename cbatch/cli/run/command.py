@@ -19,6 +19,7 @@ from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
     JsonListOption,
     engine_options,
+    lora_option,
     make_options,
     model_options,
     replica_options,
@@ -153,6 +154,7 @@ if TYPE_CHECKING:
 @model_options
 @sampling_options()
 @engine_options()
+@lora_option
 @replica_options
 @trace_option
 @preset_option

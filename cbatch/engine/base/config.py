@@ -61,6 +61,7 @@ class EngineConfig:
     max_memory:       most memory that weights may take on a device when they are spread, such as {"cuda:0": "20GiB",
                       "cpu": "50%"}; of the others 80% of what is free
     offload_folder:   folder for weights that are rewritten for the disk; None: that of temporary files
+    lora:             LoRA adapters that requests may name, in folders or hub ids: {"sql": "adapters/sql"}
     """
 
     model: str | None = None
@@ -89,6 +90,7 @@ class EngineConfig:
     device_map: Literal["none", "auto"] = "none"
     max_memory: Mapping[str, str | int] | None = None
     offload_folder: str | None = None
+    lora: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value of another type, or a number below 1."""
@@ -116,6 +118,7 @@ class EngineConfig:
         if not is_count and self.speculate not in ("auto", "off"):
             raise ConfigError(f"speculate must be auto, off or a whole number of at least 1, not {self.speculate!r}.")
         self._check_device_map()
+        self._check_lora()
 
     def _check_device_map(self) -> None:
         if self.device_map not in ("none", "auto"):
@@ -130,6 +133,19 @@ class EngineConfig:
                 "--device-map auto runs a model by the layers of transformers, which have no quantized weights here; "
                 "leave out --quantize or --device-map."
             )
+
+    def _check_lora(self) -> None:
+        if self.lora is None:
+            return
+        if not isinstance(self.lora, Mapping) or not all(
+            isinstance(text, str) and text for item in self.lora.items() for text in item
+        ):
+            raise ConfigError(
+                'lora must give each adapter a name and a folder, such as {"sql": "adapters/sql"}, '
+                f"not {self.lora!r}."
+            )
+        if self.lora and self.device_map == "auto":
+            raise ConfigError("A model that is spread over devices takes no LoRA adapters; leave out --device-map.")
 
 
 def _check_max_memory(limits: Any) -> None:

@@ -92,6 +92,8 @@ class SamplingParams:
     grammar:         a grammar that the output follows, in llguidance's dialect of Lark
 
     The last four exclude each other. Such an output ends when it is complete, whatever min_tokens and ignore_eos say.
+
+    lora:            name of the LoRA adapter that the model computes with (`EngineConfig.lora`); empty: without one
     """
 
     max_tokens: int | None = 512
@@ -119,6 +121,7 @@ class SamplingParams:
     regex: str | None = None
     choice: Converted[Sequence[str] | None, tuple[str, ...] | None] = NOTHING
     grammar: str | None = None
+    lora: str = ""
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -148,6 +151,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check_constraint()
+        if not isinstance(self.lora, str):
+            raise _invalid("lora", "the name of an adapter", self.lora)
 
     def _check_counts(self) -> None:
         if self.max_tokens is not None:

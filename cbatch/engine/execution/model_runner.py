@@ -126,7 +126,9 @@ class ModelRunner:
         """
         if batch.states is not None:
             batch.states.prepare()
-        if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
+        # Captured steps have no adapters.
+        graphs = self._graphs if batch.adapters is None else None
+        if graphs is not None and (logits := graphs.forward(batch)) is not None:
             return logits
         return self.model.forward(batch, self.kv_cache, self.attention)
 

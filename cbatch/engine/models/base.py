@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cbatch.engine.attention.base import AttentionBackend, CapturableAttention
 from cbatch.engine.kernels.layer_ops import Recurrence
+from cbatch.engine.models.lora_files import Adapter
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
 from cbatch.engine.runtime.state_pool import StateShape
@@ -34,6 +35,13 @@ class LinearCost:
     assumed: tuple[str, ...] = ()
 
 
+class LinearAdapters(Protocol):
+    """What adapters add to the linears of a step."""
+
+    def add_to(self, linear: Any, source: Tensor, out: Tensor) -> None:
+        """Adds to `out` [T, columns], the product of a linear of the program with source [T, depth]."""
+
+
 class DeviceInputs(NamedTuple):
     """A step's inputs on the device (see `RaggedBatch`), [T] integers each.
 
@@ -41,6 +49,7 @@ class DeviceInputs(NamedTuple):
 
     recurrence: where the step's chunks have the states of recurrent layers; None for a model without such layers
     states:     each of these states [slots, *shape]
+    adapters:   None if no token of the step has one; a captured step has none
     """
 
     input_ids: Tensor
@@ -48,6 +57,7 @@ class DeviceInputs(NamedTuple):
     slot_mapping: Tensor
     recurrence: Recurrence | None = None
     states: Sequence[Tensor] = ()
+    adapters: LinearAdapters | None = None
 
 
 class HiddenStates(NamedTuple):
@@ -145,6 +155,12 @@ class Model(Protocol):
     @property
     def capturable(self) -> CapturableModel | None:
         """The parts of its steps, if these can be captured as CUDA graphs; mostly the model itself."""
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> Model:
+        """The same model with the same weights, to which these adapters add what a batch says.
+
+        Raises ModelError for an adapter that does not fit.
+        """
 
     def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
         """Logits [R, vocabulary] of the wanted rows. A torch model enters inference mode by itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,15 @@ import torch
 from safetensors import SafetensorError
 
 from cbatch.engine.base.errors import ConfigError, ModelError
+from cbatch.engine.base.gguf_source import is_gguf
+from cbatch.engine.base.hub import reachable_source
 from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.models.dtypes import choose_formats
 from cbatch.engine.models.fingerprint import fingerprint
 from cbatch.engine.models.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
+from cbatch.engine.models.lora.sites import sites_of
+from cbatch.engine.models.lora_files import Adapter
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import read_program
 from cbatch.engine.models.programs.program import Program
@@ -68,6 +72,21 @@ def load_fast_model(
         raise NoFastPath(str(error)) from error
     # Raised here, where the weights that were loaded have been freed.
     raise ModelError(f"Cannot load {source}: its weights do not fit into the memory of {device} ({reason}).")
+
+
+def check_adapters(adapters: Sequence[Adapter], source: str, revision: str | None) -> None:
+    """Raises ModelError for an adapter that does not fit the model in a folder, or of a hub id, by its config.json.
+
+    Adapters of GGUF files, and of models without a fast path, are only checked once these are loaded.
+    """
+    if is_gguf(source):
+        return
+    try:
+        config = read_json_object(model_folder(reachable_source(source, revision), revision) / "config.json")
+        program = read_program(without_quantization(config) if settings_of(config) is not None else config)
+    except (OSError, UnsupportedConfig):
+        return
+    sites_of(program, adapters)
 
 
 def _load(

@@ -6,7 +6,8 @@ sums and logits are float32 whatever the weights are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,12 +23,16 @@ from cbatch.engine.kernels.cpu.build import built_beside
 from cbatch.engine.kernels.cpu.jit import address_of
 from cbatch.engine.kernels.cpu.matmul.formats import FORMATS
 from cbatch.engine.kernels.cpu.matmul.linear import new_linear_workspace
+from cbatch.engine.kernels.cpu.matmul.lora import NO_LORA
 from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, pad_columns
 from cbatch.engine.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
 from cbatch.engine.kernels.cpu.recurrent.states import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
 from cbatch.engine.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.engine.models.base import LinearCost
+from cbatch.engine.models.lora.cpu import CpuAdapters
+from cbatch.engine.models.lora.sites import sites_of
+from cbatch.engine.models.lora_files import Adapter
 from cbatch.engine.models.packed_file import PackedFile
 from cbatch.engine.models.packing import CpuProgram
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
@@ -111,6 +116,7 @@ class CpuModel:
         self._state_memories: WeakKeyDictionary[StatePool, tuple[NDArray[Any], NDArray[np.int64]]] = WeakKeyDictionary()
         self._parts: dict[np.dtype[Any], kernels.Parts] = {}
         """By the type of recurrent states."""
+        self._adapters: CpuAdapters | None = None
         self._logits = np.empty((0, 0), np.float32)
         self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
         self._num_positions = 0
@@ -150,6 +156,19 @@ class CpuModel:
         self._thread_pool.run(kernels.run_step, *self._arguments(batch, kv_cache, outputs))
         return Logits(logits, Argmax(outputs.tokens, outputs.largest))
 
+    def with_adapters(self, adapters: Sequence[Adapter]) -> CpuModel:
+        """The same model with the same weights, to which these adapters add. Raises ModelError if one does not fit."""
+        model = copy(self)
+        model._adapters = CpuAdapters(sites_of(self.program, adapters), len(adapters), self._thread_pool.size)
+        model._packed = CpuProgram(
+            self.program, self.dtype, self.quantization, self.stored_weights, model._adapters.places
+        )
+        nothing = kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element))
+        model._buffers = self._buffers._replace(arenas=nothing)
+        model._parts = {}
+        model._warm_up()
+        return model
+
     def _warm_up(self) -> None:
         """Compiles the kernels, or loads them from their cache on disk."""
         one = np.zeros(1, np.int64)
@@ -175,7 +194,8 @@ class CpuModel:
         plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
         recurrence, state_type = self._recurrence_of(batch)
-        given = self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, recurrence
+        lora = NO_LORA if self._adapters is None else self._adapters.step(batch.adapters)
+        given = self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, recurrence, lora
         if state_type not in self._parts:
             self._compile(given, outputs, state_type)
         return *given, self._parts[state_type], outputs

@@ -6,7 +6,7 @@ gates, the residual stream and logits are float32 whatever the weights are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -21,6 +21,9 @@ from cbatch.engine.models.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.engine.models.device_program import DeviceProgram
 from cbatch.engine.models.dtypes import activations_in
 from cbatch.engine.models.float8 import Float8Use, float8_problem
+from cbatch.engine.models.lora.device import DeviceAdapters
+from cbatch.engine.models.lora.sites import sites_of
+from cbatch.engine.models.lora_files import Adapter
 from cbatch.engine.models.programs.config_reader import UnsupportedConfig
 from cbatch.engine.models.programs.declarations import check_weights, read_program, resolved, text_config
 from cbatch.engine.models.programs.stored import StoredWeights
@@ -84,6 +87,7 @@ class CudaModel:
         asks = quantize is not None and quantize.activations == "fp8"
         self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
         self._on_device = DeviceProgram(program, tensors, dtype, device, quantize, self.float8)
+        self._adapters: DeviceAdapters | None = None
         self.quantization: Quantization | None = None
         if quantize is not None:
             activations = "fp8" if self.float8.rounded else activations_in(dtype)
@@ -93,6 +97,12 @@ class CudaModel:
         """The same model with the same weights, and other operations."""
         model = copy(self)
         model.ops = ops
+        return model
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> CudaModel:
+        """See `Model`."""
+        model = copy(self)
+        model._adapters = DeviceAdapters(sites_of(self.program, adapters), self.dtype, self.device)
         return model
 
     @property
@@ -112,6 +122,8 @@ class CudaModel:
         """Logits [R, vocabulary] float32 of the wanted rows."""
         metadata = attention.prepare(batch, kv_cache.block_size)
         inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
+        if self._adapters is not None and batch.adapters is not None:
+            inputs = inputs._replace(adapters=self._adapters.step(batch.adapters))
         if batch.states is not None:
             inputs = inputs._replace(recurrence=_recurrence_of(batch), states=batch.states.pool.tensors)
         return Logits(self.run_head(self.run_layers(inputs, metadata, kv_cache, attention), batch.logit_rows))

@@ -102,6 +102,11 @@ class Step:
         assert self.inputs.recurrence is not None
         return self.inputs.recurrence
 
+    def adapt(self, linear: Linear, source: Buffer, out: Tensor) -> None:
+        """Adds to a linear's product what adapters add to it, for tokens that have one."""
+        if self.inputs.adapters is not None:
+            self.inputs.adapters.add_to(linear, self[source], out)
+
     def __getitem__(self, buffer: Buffer) -> Tensor:
         """The memory of a buffer, which every layer uses again."""
         if buffer.name == RESIDUAL:
@@ -356,9 +361,13 @@ class DeviceProgram:
             self._make_room()
             place = Buffer(_SECOND, columns) if any(each.buffer is None for each in self._pending) else None
             self._pending.append(_Pending(place, one.factor, None))
-            self.calls.append(
-                lambda step: _multiply(step, source, matrix, bias, step.hidden.added if place is None else step[place])
-            )
+
+            def run_before_norm(step: Step) -> None:
+                out = step.hidden.added if place is None else step[place]
+                _multiply(step, source, matrix, bias, out)
+                step.adapt(one, source, out)
+
+            self.calls.append(run_before_norm)
             return
         activation = None if one.activation is None else self._loader.activation(one.activation)
         target = self._read(RESIDUAL) if one.target == RESIDUAL else self._written(one.target, one.width)
@@ -368,6 +377,7 @@ class DeviceProgram:
         def run(step: Step) -> None:
             found = step[target if is_direct else product]
             _multiply(step, source, matrix, bias, found)
+            step.adapt(one, source, found)
             if activation is not None:
                 activated = step[Buffer(_ACTIVATED, one.width)] if one.add or one.factor != 1 else step[target]
                 step.ops.activate(found, activation, activated)

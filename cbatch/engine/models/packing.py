@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,7 +94,7 @@ _SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 _GROUP_SCORES = ("highest", "two_highest")
 _GATES = {"identity": instructions.IDENTITY, "sigmoid": instructions.SIGMOID, "softplus": instructions.SOFTPLUS}
 _NORMS = {"none": norm.NO_NORM, "rms": norm.RMS_NORM, "layer": norm.LAYER_NORM}
-_NORMED = "normed"
+_NORMED, _PRODUCT = "normed", "product before its activation"
 
 _PART = 2**19
 """Numbers of a matrix that a thread packs at once, at most: few enough for the processor's caches, also as float32."""
@@ -127,12 +128,15 @@ class CpuProgram:
         dtype: torch.dtype,
         quantize: Quantization | None,
         stored: StoredWeights | None = None,
+        adapted: Mapping[Linear, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
         """Raises UnsupportedConfig for what the kernels do not support.
 
-        stored: weights that keep the formats of their files, if `quantize` says so
+        stored:  weights that keep the formats of their files, if `quantize` says so
+        adapted: linears to which adapters add (see `CpuAdapters`). They change instructions and buffers, no weights
         """
         self.program = program
+        self._adapted = adapted
         self.dtype = dtype
         self.quantize = quantize
         self._stored = stored if quantize is not None and quantize.keeps_stored else None
@@ -306,6 +310,27 @@ class CpuProgram:
         instruction["mode"] = mode
         instruction["target"], instruction["target_width"] = place
         self._write_matrix(instruction, operation.matrix, depth, is_gated=mode == GATED, factor=operation.factor)
+        if operation in self._adapted:
+            self._write_adapters(instruction, operation)
+
+    def _write_adapters(self, linear: Any, operation: Linear) -> None:
+        """Adds adapters to the product of a linear whose instruction is written, and then its activation."""
+        activate = None
+        if operation.activation is not None:
+            columns = operation.matrix.columns
+            width = _gated_columns(columns) if linear["mode"] == GATED else pad_columns(columns)
+            activate = linear.copy()
+            linear["mode"] = WRITE
+            linear["target"], linear["target_width"] = self._float(_PRODUCT, width)
+        add = self._new(instructions.ADD_ADAPTERS)
+        for field in ("source", "source_width", "target", "target_width"):
+            add[field] = linear[field]
+        add["width"] = operation.matrix.depth
+        add["index"], add["columns"] = self._adapted[operation]
+        if activate is not None:
+            activate["code"] = instructions.ACTIVATE
+            activate["source"], activate["source_width"] = linear["target"], linear["target_width"]
+            self._instructions.append(activate)
 
     def _write_matrix(
         self,

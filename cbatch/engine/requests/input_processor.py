@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -32,6 +32,7 @@ class ModelInfo:
     default_params: the model's own sampling parameters
     limits:         how long sequences can get
     fingerprint:    hash of the model, for keys
+    adapters:       fingerprints of its LoRA adapters by name
     compile:        compiles the constraint of a request (see `SteppingEngine.compile`)
     """
 
@@ -40,6 +41,7 @@ class ModelInfo:
     limits: SequenceLimits
     fingerprint: str
     compile: Callable[[SamplingParams, Sequence[Mapping[str, Any]], ToolChoice | None], CompiledGrammar | None]
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 class InputProcessor:
@@ -124,6 +126,7 @@ class InputProcessor:
     def _request(self, row: InputRow, complete: SamplingParams | None) -> GenerationRequest:
         defaults = self._defaults
         params, sampling = self._sampling(row, complete)
+        params = self._with_adapter(row, params)
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         seed = derive_seed(defaults.seed, kind, name) if params.seed is None else params.seed
         self._check_tools(row)
@@ -141,6 +144,7 @@ class InputProcessor:
             priority=row.priority,
             source=row,
             with_token_ids=defaults.with_token_ids,
+            adapter=self._model.adapters[params.lora] if params.lora else "",
         )
         if row.prompt is not None and self._has_template and not (row.raw or defaults.raw):
             request.text, request.messages = None, [{"role": "user", "content": row.prompt}]
@@ -180,6 +184,17 @@ class InputProcessor:
         if is_text_call and params.echo and params.logprobs is not None and params.prompt_logprobs is None:
             params = replace(params, prompt_logprobs=params.logprobs)  # this API scores what it echoes
         return params, canonical
+
+    def _with_adapter(self, row: InputRow, params: SamplingParams) -> SamplingParams:
+        """The parameters with the adapter that a row asks for. Raises RequestError if there is none of that name.
+
+        The body of an OpenAI request may name it as its model, as for servers of vLLM.
+        """
+        adapters, model = self._model.adapters, row.call.model if row.call is not None else None
+        if model is not None and model in adapters and "lora" not in row.params:
+            params = replace(params, lora=model)
+        check_adapter(params.lora, adapters)
+        return params
 
     def _check_tools(self, row: InputRow) -> None:
         if not row.tools:
@@ -256,10 +271,11 @@ def _with_fields(options: TemplateOptions, fields: Mapping[str, Any]) -> Templat
 
 
 def _asked(request: GenerationRequest) -> dict[str, Any]:
-    """What a conversation asks for beside its messages, sampling and tools, for its key."""
+    """What a request asks for beside its prompt, sampling and tools, for its key."""
+    asked: dict[str, Any] = {"lora": request.adapter} if request.adapter else {}
     if request.messages is None:
-        return {}
-    template, asked = request.template, dict[str, Any]()
+        return asked
+    template = request.template
     if template.kwargs:
         asked["chat_template_kwargs"] = {name: json.dumps(value) for name, value in template.kwargs.items()}
     if template.continue_final_message:
@@ -271,6 +287,15 @@ def _asked(request: GenerationRequest) -> dict[str, Any]:
     if request.tools and request.max_calls is not None:
         asked["max_calls"] = request.max_calls
     return asked
+
+
+def check_adapter(name: str, known: Iterable[str]) -> None:
+    """Raises RequestError for a name that is neither that of an adapter nor empty."""
+    names = list(known)
+    if not name or name in names:
+        return
+    shown = f"there are {', '.join(names)}" if names else "none is loaded; --lora NAME=PATH loads one"
+    raise RequestError("invalid_row", f"there is no LoRA adapter {name[:60]!r}: {shown}")
 
 
 def _has_system(messages: Sequence[Message]) -> bool:

@@ -88,7 +88,7 @@ _RUNTIME = (
 )
 _TOKEN_IDS = "a run adds token ids by --token-ids; in Python they are Completion.token_ids"
 _CUT = "a prompt is never cut; shorten it before"
-_ADAPTERS = "an engine has one model, without adapters"
+_ADAPTERS = "lora names one of the adapters that --lora NAME=PATH (in Python lora={name: path}) has loaded"
 _REPEATS = "use repetition_penalty or frequency_penalty"
 _CUTOFF = "there is no sampling by cutoffs; use top_p or min_p"
 _BEAMS = "there is no beam search; n gives several outputs"
@@ -123,7 +123,7 @@ REFUSED: dict[str, Refusal] = {
     "multi_modal_data": Refusal(_MEDIA, ({},)),
     "multi_modal_uuids": Refusal(_MEDIA, ({},)),
     "lora_request": Refusal(_ADAPTERS),
-    "prompt_adapter_request": Refusal(_ADAPTERS),
+    "prompt_adapter_request": Refusal("there are no prompt adapters; lora names a LoRA adapter"),
     "truncation_side": Refusal(_CUT, ("left", "right")),
     "logits_processors": Refusal("there are logit_bias, bad_words and allowed_token_ids instead", ([],)),
     "logprob_token_ids": Refusal("logprobs gives the likeliest tokens; choice scores between a few texts", ([],)),

@@ -65,6 +65,7 @@ def _key(model: str, request: EncodedRequest, params: SamplingParams, limit: int
         request.opens_thinking,
         request.is_thinking,
         request.prefix,
+        *filter(None, [request.asked.adapter]),
     ]
     digest = hashlib.blake2b(json.dumps(others).encode(), digest_size=KEY_BYTES)
     for part in (canonical_params(params), array("q", request.prompt_ids).tobytes()):

@@ -36,6 +36,7 @@ class GenerationRequest:
     priority:   lower priorities run first
     source:     the row that it came from
     key:        hash of all that decides its result
+    adapter:    fingerprint of its LoRA adapter; empty if it has none
     known_ids:  the prompt's token ids, if they are known already
     with_token_ids: whether the row of output has the output's token ids
     """
@@ -53,6 +54,7 @@ class GenerationRequest:
     priority: int = 0
     source: InputRow = field(default_factory=lambda: InputRow(0))
     key: str = ""
+    adapter: str = ""
     known_ids: list[int] | None = None
     with_token_ids: bool = False
 

@@ -16,6 +16,8 @@ MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
 
 KEY_LENGTH = 32
 NO_SAMPLING = "00000000"
+_APART = ("seed", "lora")
+"""Parameters of which something else is in a key: the seed that a request gets, and the weights of its adapter."""
 _ENCODER = json.JSONEncoder(sort_keys=True)
 
 
@@ -60,9 +62,12 @@ class KeyMaker:
 
 
 def canonical_params(params: SamplingParams) -> bytes:
-    """The parameters that differ from their defaults, so that a new parameter changes no existing key."""
+    """The parameters that differ from their defaults, so that a new parameter changes no existing key.
+
+    A seed is not among them, nor the name of an adapter, whose weights count.
+    """
     values = {field.name: (getattr(params, field.name), field.default) for field in fields(params)}
-    return _dump({name: value for name, (value, default) in values.items() if value != default and name != "seed"})
+    return _dump({name: value for name, (value, default) in values.items() if value != default and name not in _APART})
 
 
 def _dump(value: object) -> bytes:
@@ -77,8 +82,8 @@ def explain_difference(here: str, there: str) -> str:
         return "a line that was refused then and is accepted now, or the other way round (perhaps --allow-unknown)"
     if here[INPUT] != there[INPUT]:
         return (
-            "another input, another --system, --template, --template-kwargs, --raw or --format, or a version of cbatch "
-            "that read a column differently"
+            "another input, another --system, --template, --template-kwargs, --raw or --format, another LoRA adapter, "
+            "or a version of cbatch that read a column differently"
         )
     return "other sampling parameters, another seed, --token-ids, --validate, --tries, or a KV cache of another size"
 

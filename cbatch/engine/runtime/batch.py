@@ -135,6 +135,7 @@ class RaggedBatch:
     scored         [R] bool, which of the R rows score a prompt; None if none does
     device_tokens  tokens that only the device knows; None if there are none, which is so whenever the host samples
     states         where the chunks have the states of recurrent layers; None for a model without such layers
+    adapters       [T] int64, number of each token's LoRA adapter, 0 for none; None if no token has one
 
     sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
     for a step that samples by itself; None if something changes the logits before.
@@ -155,6 +156,7 @@ class RaggedBatch:
     device_tokens: DeviceTokens | None = None
     sampling_params: Callable[[], NDArray[np.int32] | None] | None = None
     states: StepStates | None = None
+    adapters: NDArray[np.int64] | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -248,10 +250,12 @@ class RaggedBatch:
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None
+        adapters = [request.adapter for request in requests]
+        token_adapters = np.array(adapters)[sequence] if any(adapters) else None
         step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
         return cls(
             ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens, sampling_params,
-            step_states,
+            step_states, token_adapters,
         )  # fmt: skip
 
 

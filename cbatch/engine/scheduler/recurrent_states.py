@@ -244,7 +244,7 @@ class RecurrentStates:
 
     def _common(self, request: Request, other: Request) -> int:
         """Tokens of the full blocks with which both begin, without the last token of either."""
-        if request.position_offset != other.position_offset:
+        if request.cache_kind != other.cache_kind:
             return 0
         first, second, size = request.token_ids, other.token_ids, self._pool.block_size
         end = self._boundary(min(len(first), len(second)) - 1)
@@ -253,7 +253,7 @@ class RecurrentStates:
 
 def _will_share_more(other: Request, request: Request, tokens: int) -> bool:
     """Whether an older running request is about to make a snapshot with which `request` begins, after `tokens`."""
-    if other.state is None or other.position_offset != request.position_offset:
+    if other.state is None or other.cache_kind != request.cache_kind:
         return False
     return priority_key(other) < priority_key(request) and any(
         tokens < end < len(request.token_ids) and request.token_ids[:end] == other.token_ids[:end]

@@ -13,6 +13,9 @@ from cbatch.engine.base.outputs import FinishReason, Sample, TokenEvent, TokenLo
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.scheduler.state_slots import Snapshot
 
+ADAPTER_BITS = 20
+"""Of the number of an adapter."""
+
 
 class StopStringDetokenizer(Protocol):
     """Makes the text of a request that has stop strings, to find them (see `IncrementalDetokenizer`)."""
@@ -112,8 +115,8 @@ class Request:
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
     state:          its recurrent state while it runs, if the model has recurrent layers
-    position_offset: what is added to its position ids: a model may encode long sequences in another way. Requests with
-                     other offsets share no blocks
+    position_offset: what is added to its position ids: a model may encode long sequences in another way
+    adapter:        number of its LoRA adapter from 1 on; 0 for none
     """
 
     id: int
@@ -130,6 +133,7 @@ class Request:
     counts: TokenCounts | None = None
     allowed_bitmask: object = None
     position_offset: int = 0
+    adapter: int = 0
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
@@ -152,6 +156,11 @@ class Request:
     def first_id(self) -> int:
         """The id of the prompt's first output, by which the caller knows all of them."""
         return self.id - self.sample_index
+
+    @property
+    def cache_kind(self) -> int:
+        """What decides its keys and values beside its tokens: requests of different kinds share no blocks."""
+        return (self.position_offset << ADAPTER_BITS) + self.adapter
 
     @property
     def num_tokens(self) -> int:

@@ -180,7 +180,7 @@ class Scheduler:
         """Caches the blocks that are full from token `start` on, as far as their tokens are known."""
         stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
         if self.prefix_cache and start // size < stop // size:
-            self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop, request.position_offset)
+            self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop, request.cache_kind)
             self.states.publish(request)
 
     def shrink(self, num_tokens: int) -> bool:
@@ -297,7 +297,7 @@ class Scheduler:
             return []
         # A prompt that is scored needs the logits of all its tokens.
         may_share = self.prefix_cache and not request.has_unscored_prompt
-        cached = self.pool.get_cached_blocks(request.token_ids, request.position_offset) if may_share else []
+        cached = self.pool.get_cached_blocks(request.token_ids, request.cache_kind) if may_share else []
         prefix = self.states.cached_prefix(request, cached, self.running if may_share else ())
         if prefix is None:
             return []

@@ -158,7 +158,7 @@ def other_model(case: Case, model: Path) -> list[str]:
 
 
 OTHER_INPUT = (
-    "another input, another --system, --template, --template-kwargs, --raw or --format, "
+    "another input, another --system, --template, --template-kwargs, --raw or --format, another LoRA adapter, "
     "or a version of cbatch that read a column differently"
 )
 CHANGES: dict[Callable[[Case, Path], list[str]], str] = {

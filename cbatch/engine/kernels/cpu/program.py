@@ -29,6 +29,7 @@ from cbatch.engine.kernels.cpu.matmul.experts import (
 )
 from cbatch.engine.kernels.cpu.matmul.formats import unpack_column
 from cbatch.engine.kernels.cpu.matmul.linear import ADD, WRITE, LinearWorkspace, PackedMatrix, matmul
+from cbatch.engine.kernels.cpu.matmul.lora import LoraStep, activate_product, add_adapters
 from cbatch.engine.kernels.cpu.norm import RMS_NORM, NormParams, inverse_rms, normalize
 from cbatch.engine.kernels.cpu.paged_kv import (
     AttentionParams,
@@ -48,6 +49,7 @@ from cbatch.engine.kernels.cpu.work_queue import Worker, claim, new_work_queue, 
 EMBED, NORMALIZE, LINEAR, PREPARE_HEADS, ATTEND, GATE, GATHER, SCALE, HEAD = range(9)
 ROUTE, GATHER_FOR_EXPERTS, EXPERT_LINEAR, COMBINE_EXPERTS = range(9, 13)
 CONVOLVE, GATED_DELTA, SELECTIVE_SCAN, GATED_NORM = range(13, 17)
+ADD_ADAPTERS, ACTIVATE = range(17, 19)
 
 IDENTITY, SIGMOID, SOFTPLUS = range(3)
 """Functions of a gate."""
@@ -82,7 +84,9 @@ _FLOATS = (
 INSTRUCTION = np.dtype([*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)])
 """One instruction. What an operation does not use is 0, or -1 if it is a place.
 
-code:          which operation (see `models/programs/program.py`)
+code:          which operation (see `models/programs/program.py`); or one of the two that follow a linear to which
+               adapters add: ADD_ADAPTERS, with its number among those and the first of its tiles in `index` and
+               `columns` (see `LoraStep`), and ACTIVATE
 source, target: where a buffer begins in its arena, in columns of the step; with its width
 matrix, scale, bias: where they begin among all, the matrix in bytes; -1 for none
 format:        how the matrix is packed (see `matmul/formats.py`)
@@ -666,17 +670,32 @@ def _recur_in_bfloat16(
     return _recur(worker, phase, op, weights, tokens, arenas, states)
 
 
+def _adapt(
+    worker: Worker, phase: int, op: Any, weights: Weights, tokens: int, arenas: Arenas, workspace: LinearWorkspace,
+    lora: LoraStep,
+) -> int:  # fmt: skip
+    """The instructions that follow a linear to which adapters add."""
+    if op.code == ADD_ADAPTERS:
+        source = buffer_of(arenas.elements, op.source, op.source_width, tokens)
+        product = buffer_of(arenas.floats, op.target, op.target_width, tokens)
+        return add_adapters(worker, phase, op.index, op.columns, op.width, source, lora, product)
+    product = buffer_of(arenas.floats, op.source, op.source_width, tokens)
+    out = buffer_of(arenas.elements, op.target, op.target_width, tokens)
+    return activate_product(worker, phase, product, op.mode, activation_of(weights, op), workspace, out)
+
+
 class Parts(NamedTuple):
     """Addresses of what is compiled by itself (see `parts_of`), 0 for what a program does not need."""
 
     attention: int = 0
     experts: int = 0
     recurrence: int = 0
+    adapters: int = 0
 
 
 def parts_of(
     state_type: np.dtype[Any], program: NDArray[Any], weights: Weights, caches: PagedCaches, plan: AttentionPlan,
-    inputs: StepInputs, buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence,
+    inputs: StepInputs, buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence, lora: LoraStep,
 ) -> dict[str, Part]:  # fmt: skip
     """The fields of `Parts` that a program needs, for these arguments of `run_step`.
 
@@ -686,19 +705,22 @@ def parts_of(
     before = typeof(Worker(new_work_queue(), 0)), number, typeof(program).dtype, typeof(weights)
     attention = typeof(caches), typeof(plan), typeof(inputs), arenas, typeof(buffers.attention)
     parts = {"attention": Part(_run_attention, number(*before, *attention))}
-    if (codes >= CONVOLVE).any():
+    if ((codes >= CONVOLVE) & (codes < ADD_ADAPTERS)).any():
         recur = _recur_in_float32 if state_type == np.float32 else _recur_in_bfloat16
         parts["recurrence"] = Part(recur, number(*before, number, arenas, typeof(recurrence)))
     if ((codes >= ROUTE) & (codes < CONVOLVE)).any():
         experts = number, arenas, typeof(routing), typeof(buffers.linear)
         parts["experts"] = Part(_mix_experts, number(*before, *experts))
+    if (codes >= ADD_ADAPTERS).any():
+        parts["adapters"] = Part(_adapt, number(*before, number, arenas, typeof(buffers.linear), typeof(lora)))
     return parts
 
 
 @entry
 def run_step(
     worker: Worker, program: Any, weights: Weights, caches: PagedCaches, plan: AttentionPlan, inputs: StepInputs,
-    buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence, parts: Parts, outputs: StepOutputs,
+    buffers: Buffers, routing: RoutingMemory, recurrence: Recurrence, lora: LoraStep, parts: Parts,
+    outputs: StepOutputs,
 ) -> None:  # fmt: skip
     """Computes the outputs of a step, and stores its keys and values in the cache.
 
@@ -728,6 +750,8 @@ def run_step(
             phase = _scale(worker, phase, op, weights, tokens, arenas)
         elif op.code == HEAD:
             phase = _head(worker, phase, op, weights, inputs, arenas, buffers.linear, outputs)
+        elif op.code >= ADD_ADAPTERS:
+            phase = call_address(parts.adapters, (worker, phase, op, weights, tokens, arenas, buffers.linear, lora))
         elif op.code >= CONVOLVE:
             phase = call_address(parts.recurrence, (worker, phase, op, weights, tokens, arenas, recurrence))
         else:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cbatch.engine.attention.base import AttentionBackend
@@ -44,6 +46,8 @@ from cbatch.engine.models.hf.linear_cost import linear_cost_of
 from cbatch.engine.models.hf.mask_patterns import MaskPattern, probe_mask
 from cbatch.engine.models.hf.recurrent import StateLayout, recurring, serve_modules
 from cbatch.engine.models.hf.recurrent_modules import modules_with_conventions
+from cbatch.engine.models.lora.modules import ModuleAdapters
+from cbatch.engine.models.lora_files import Adapter
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.device import has_bfloat16, samples_on
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
@@ -109,6 +113,7 @@ class TransformersModel:
         self.vocab_size: int = self.config.vocab_size
         self.max_model_len = _max_model_len(self.config)
         self.short_context: int | None = None
+        self._adapters: ModuleAdapters | None = None
         try:
             _check_config(network.config, self.config)
             self._attention_name = self._serve_indexers()
@@ -142,6 +147,19 @@ class TransformersModel:
             return False
         self._recurrent.by_token = True
         return True
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> TransformersModel:
+        """See `Model`. Tries all of them on a few tokens, so that no step fails later."""
+        if self.states or len({self.device, *self.layer_devices}) > 1:
+            raise ModelError(
+                f"{self.name} takes no LoRA adapters here: models that transformers runs take them only if they are on "
+                "one device and have no recurrent layers."
+            )
+        model = copy(self)
+        model._adapters = ModuleAdapters(self._network, adapters)
+        for number in range(len(adapters)):
+            model._probe(np.full(4, number + 1))
+        return model
 
     @property
     def num_parameters(self) -> int:
@@ -179,6 +197,11 @@ class TransformersModel:
             return nullcontext()
         return recurring(self._recurrent, batch.states, batch.starts, batch.stops)
 
+    def _adapting(self, batch: RaggedBatch) -> AbstractContextManager[None]:
+        if self._adapters is None or batch.adapters is None:
+            return nullcontext()
+        return self._adapters.applied(batch.adapters)
+
     @contextmanager
     def _checked(self, step: AttentionCalls) -> Iterator[None]:
         """Raises ModelError if it calls attention more or less often than when it was loaded."""
@@ -190,12 +213,13 @@ class TransformersModel:
             )
 
     def _call(self, batch: RaggedBatch) -> Tensor:
-        output = self._network(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(batch.rows) if self._rows_on_host else batch.logit_rows,
-        )
+        with self._adapting(batch):
+            output = self._network(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(batch.rows) if self._rows_on_host else batch.logit_rows,
+            )
         logits: Tensor = output.logits[0]
         if logits.shape[0] == len(batch.rows):
             return logits
@@ -253,11 +277,15 @@ class TransformersModel:
                     _served[self._network] = serve_modules(self._network, self.config, self.device)
         return replace(_served[self._network])
 
-    def _probe(self) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
+    def _probe(
+        self, adapters: NDArray[np.int64] | None = None
+    ) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
         """The shape of what each attention call stores, its window, and where it computes."""
         probe = AttentionProbe()
         four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
-        batch = RaggedBatch(four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device)
+        batch = RaggedBatch(
+            four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device, adapters=adapters
+        )
         with self._in_use, torch.inference_mode(), attending(probe):
             self._network.set_attn_implementation(PROBE_NAME)
             self._call(batch)

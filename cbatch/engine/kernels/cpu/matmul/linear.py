@@ -265,7 +265,7 @@ def _scale_and_add_bias(sums: Rows, matrix: PackedMatrix, first: int, out: Rows,
 
 
 @kernel
-def _write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, first: int, out: Any) -> None:
+def write_tile(sums: Any, mode: int, activation: ActivationParams, gates: Any, first: int, out: Any) -> None:
     """Writes activated results [rows, 32] to the columns of `out` from `first`; if GATED, to 16 of them.
 
     gates: [rows * 16] memory
@@ -331,7 +331,7 @@ def multiply_tiles(
                 continue
             if not has_neither:
                 _scale_and_add_bias(results, matrix, tile * COLUMNS, results, rows, 0)
-            _write_tile(sums[:rows], mode, activation, gates, tile * columns, out[row : row + rows])
+            write_tile(sums[:rows], mode, activation, gates, tile * columns, out[row : row + rows])
 
 
 @kernel
