@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,19 @@ class CudaModel:
         model = copy(self)
         model.ops = ops
         return model
+
+    def as_batch_invariant(self) -> CudaModel:
+        """The same model with operations that are batch-invariant, if Triton computes them."""
+        from cbatch.engine.kernels.triton.layer import TritonLayerOps
+
+        if not isinstance(self.ops, TritonLayerOps):
+            return self
+        return self.with_ops(replace(self.ops, batch_invariant=True))
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Recurrent layers are not: they go tile by tile in prompts, and token by token afterwards."""
+        return self.ops.batch_invariant and not self.states
 
     @property
     def weight_bytes(self) -> int:
