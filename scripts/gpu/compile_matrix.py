@@ -31,10 +31,12 @@ KV_DTYPES = ("auto", "fp8")
 SPILLS = {
     ("_prefill_kernel", 100, 256): 8, ("_gated_delta_tile_kernel", 120, 0): 48,
     ("_selective_scan_tile_kernel", 120, 0): 24, ("_expert_linear_kernel", 120, 0): 8,
+    ("_prefill_kernel", 120, 0): 32,
 }  # fmt: skip
 """Bytes that a kernel may spill, by its chip and head size. The 8 of attention are 2 KiB for all threads of a program,
 if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more. Recurrent
-layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4 bits."""
+layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4 bits. The
+32 of attention are of `--deterministic`, which masks every tile of keys."""
 
 
 class Case(NamedTuple):
