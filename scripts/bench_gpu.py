@@ -8,7 +8,8 @@ and whole runs beside transformers' continuous batching with the same weights.
 `--load` measures the engine under load instead, on the 8B shape and in less than eight minutes too: how long the device
 waits for the host in a steady state; how many users it serves at once, each with a first token within half a second and
 fifty tokens per second; and what a long prompt does to the requests that decode. `--sweep` tries other settings of the
-attention kernels instead, and `--only tests` runs the tests that run on a GPU.
+attention kernels instead, and `--only tests` runs the tests that run on a GPU. `--deterministic` measures what that
+mode of the engine costs, and whether requests have the same bits alone and together.
 
 At the end the script says which of its goals this run reaches. Everything it prints is also in a log file, and as JSON
 in another, which both name the device. If a part fails, the others go on, and the exit status is 1.
@@ -84,6 +85,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--shapes", help="which models (0.6B,8B; with --load 8B)")
     add("--load", action="store_true", help="measure the engine under load instead")
     add("--sweep", action="store_true", help="try other settings of the attention kernels instead")
+    add("--deterministic", action="store_true", help="measure what that mode of the engine costs instead")
     add("--quantize", choices=("int8", "int4", "fp8"), help="keep the weights of all models in 8 or 4 bits")
     add("--activations", choices=("bf16", "fp8"), default="bf16", help="with --quantize fp8 (%(default)s)")
     add("--tiny", action="store_true", help="use small sizes, to try the script")
@@ -137,7 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def what_runs(options: argparse.Namespace) -> str:
-    part = options.only or ("load" if options.load else "sweep" if options.sweep else "plain")
+    special = [name for name in ("load", "sweep", "deterministic") if getattr(options, name)]
+    part = options.only or next(iter(special), "plain")
     if options.quantize == "fp8":
         return f"{part}-fp8-{options.activations}"
     return f"{part}-{options.quantize}" if options.quantize else part
@@ -195,6 +198,11 @@ def parts_of(
     if options.load:
         return {
             f"load {shape}": partial(load_lines, shape, config, device, options) for shape, config in shapes.items()
+        }
+    if options.deterministic:
+        return {
+            f"deterministic {shape}": partial(deterministic_lines, shape, config, device, options)
+            for shape, config in shapes.items()
         }
     if options.sweep:
         return {"sweep": lambda: speed.sweep_lines(next(iter(shapes.values())), options.rates, device)}
@@ -269,6 +277,18 @@ def model_lines(name: str, config: Any, device: Any, options: argparse.Namespace
     requests, low, high = (8, 4, 16) if options.tiny else (options.requests, 100, 1024)
     work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
     yield from runs.runs(setup, work, min(options.peer_requests, requests))
+
+
+def deterministic_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
+    """Whole runs of one model with and without `--deterministic`."""
+    from scripts.benchmarks.models import load_random
+    from scripts.gpu import deterministic, runs
+
+    loaded = load_random(name, config, device, quantize=quantization(options))
+    setup = runs.Setup(name, loaded, options.max_seqs, options.max_batch_tokens, options.rates)
+    requests, low, high = (6, 4, 16) if options.tiny else (options.requests, 100, 1024)
+    work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
+    yield from deterministic.deterministic_lines(setup, work, 2 if options.tiny else 16)
 
 
 def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:

@@ -95,3 +95,10 @@ def runs() -> Iterator[ForkServer]:
     """Starts the real command, in a process of its own, without the time that imports take."""
     with fork_server() as server:
         yield server
+
+
+@pytest.fixture
+def placeless_products() -> Iterator[None]:
+    """See `tests.support.triton_interpreter.placeless_products`."""
+    with interpreter.placeless_products():
+        yield

@@ -69,7 +69,8 @@ def test_public_names_exist(module: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "-h"], ["chat", "-h"], ["bench", "-h"], ["info", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["run", "-h"], ["verify", "-h"], ["chat", "-h"], ["bench", "-h"], ["info", "--help"], ["--version"]],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     """Guards the time that help takes: no torch, transformers, numpy or tokenizers for it."""

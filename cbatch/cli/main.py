@@ -18,6 +18,7 @@ from cbatch.engine import CbatchError, EngineError, Interrupted, ReaderGone, Run
 
 COMMANDS = {
     "run": "cbatch.cli.run.command",
+    "verify": "cbatch.cli.verify.command",
     "chat": "cbatch.cli.chat.command",
     "bench": "cbatch.cli.bench.command",
     "info": "cbatch.cli.info.command",

@@ -58,6 +58,8 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.pipeline import RunObserver as RunObserver
     from cbatch.engine.batch.pipeline import checked_lines as checked_lines
     from cbatch.engine.batch.row_options import RowOptions as RowOptions
+    from cbatch.engine.batch.stored_rows import StoredRow as StoredRow
+    from cbatch.engine.batch.stored_rows import StoredRows as StoredRows
     from cbatch.engine.batch.tables.forms import INPUT_FORMS as INPUT_FORMS
     from cbatch.engine.batch.tables.forms import OUTPUT_FORMS as OUTPUT_FORMS
     from cbatch.engine.batch.tables.forms import TABLES as TABLES
@@ -112,6 +114,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.requests.request import GenerationRequest as GenerationRequest
     from cbatch.engine.requests.request import RequestHandle as RequestHandle
     from cbatch.engine.requests.row import InputRow as InputRow
+    from cbatch.engine.requests.row_keys import explain_difference as explain_difference
     from cbatch.engine.runtime.device import describe_gpus as describe_gpus
     from cbatch.engine.runtime.interpreter import tune_process as tune_process
     from cbatch.engine.runtime.memory import release_memory as release_memory

@@ -22,7 +22,7 @@ from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.engine.base.units import format_bytes, parse_memory
-from cbatch.engine.execution.fallback import choose_execution, configured_backends
+from cbatch.engine.execution.fallback import choose_execution, configured_backends, configured_model
 from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
 from cbatch.engine.execution.stats import EngineStats, StepRecord
@@ -437,7 +437,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         from cbatch.engine.execution.kernel_checks.every_kernel import check_all
 
         config, loaded = self.config, self.loaded
-        model = self.model if loaded.fast_model is None else loaded.fast_model
+        model = configured_model(config, self.model if loaded.fast_model is None else loaded.fast_model)
         attention, sampler = configured_backends(config, model)
         return check_all(model, attention, sampler, config.block_size, lambda: checked_model(loaded.network))
 

@@ -165,7 +165,7 @@ class FreeModel:
         self.layer_devices = [self.device]
         self.num_parameters = self.weight_bytes = 0
         self.linear_cost = LinearCost(0, 0.0, 0)
-        self.has_own_threads, self.capturable = False, None
+        self.has_own_threads, self.batch_invariant, self.capturable = False, False, None
         self.states: list[StateShape] = []
         self.state_devices: list[torch.device] = []
         self.chunk_multiple = 1

@@ -26,22 +26,25 @@ VOCABULARY, HIDDEN, INNER, KV_HEADS = 151936, 4096, 12288, 8
 BLOCK_SIZE = 16
 
 
-PARTS = ("attention", "forms", "rest", "families", "recurrence", "quantized")
+PARTS = ("attention", "forms", "rest", "families", "recurrence", "quantized", "deterministic")
 KV_DTYPES = ("auto", "fp8")
 SPILLS = {
     ("_prefill_kernel", 100, 256): 8, ("_gated_delta_tile_kernel", 120, 0): 48,
     ("_selective_scan_tile_kernel", 120, 0): 24, ("_expert_linear_kernel", 120, 0): 8,
+    ("_prefill_kernel", 120, 0): 32,
 }  # fmt: skip
 """Bytes that a kernel may spill, by its chip and head size. The 8 of attention are 2 KiB for all threads of a program,
 if each tile of keys and values costs them, beside the 32 KiB of the tile; smaller tiles would cost more. Recurrent
-layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4 bits."""
+layers have the smallest tiles that matrix units take. Those of experts are of prompts, and with weights of 4 bits. The
+32 of attention are of `--deterministic`, which masks every tile of keys."""
 
 
 class Case(NamedTuple):
     """Kernels that are compiled together: for a chip, by compute capability, and a type of weights.
 
     part:       "attention", which depends on heads; "forms", all that attention can be asked for; "families", what
-                only some models need; "recurrence", recurrent layers; "quantized", weights of 8 and 4 bits; or "rest"
+                only some models need; "recurrence", recurrent layers; "quantized", weights of 8 and 4 bits;
+                "deterministic", what `--deterministic` takes instead; or "rest"
     head_size:  0 unless the part is attention, as is
     group:      the number of query heads that share a KV head
     kv_dtype:   type of the KV cache, as `--kv-dtype` has it
@@ -81,7 +84,7 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
     from cbatch.engine.attention.triton import LARGEST_HEAD_BELOW_80
 
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
-    parts = "rest", "families", "recurrence", "quantized", "forms"
+    parts = "rest", "families", "recurrence", "quantized", "deterministic", "forms"
     cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in parts]
     cases += [
         Case(chip, dtype, "attention", head, group, kv_dtype)
@@ -108,6 +111,7 @@ def compile_case(case: Case) -> list[Kernel]:
         "families": launch_families,
         "recurrence": launch_recurrence,
         "quantized": launch_quantized,
+        "deterministic": launch_deterministic,
     }
     with stub_driver(case.capability, compiles=True) as stub, torch.inference_mode():
         parts[case.part](case, getattr(torch, case.dtype))
@@ -165,7 +169,9 @@ def launch_forms(case: Case, dtype: Any) -> None:
     attend(case, dtype, 40, 8, 128, chunk=8192)
 
 
-def attend(case: Case, dtype: Any, heads: int, kv_heads: int, dim: int, **options: Any) -> None:
+def attend(
+    case: Case, dtype: Any, heads: int, kv_heads: int, dim: int, *, batch_invariant: bool = False, **options: Any
+) -> None:
     """Decodes, and computes a short and a long chunk, behind a short past and a long one."""
     import numpy as np
     import torch
@@ -175,7 +181,8 @@ def attend(case: Case, dtype: Any, heads: int, kv_heads: int, dim: int, **option
     from cbatch.engine.runtime.batch import RaggedBatch
 
     cpu = torch.device("cpu")
-    attention = TritonAttention(cpu, limits=LIMITS[case.capability]._replace(multiprocessors=100))
+    limits = LIMITS[case.capability]._replace(multiprocessors=100)
+    attention = TritonAttention(cpu, limits=limits, batch_invariant=batch_invariant)
     starts, stops = [5, 3999, 4000, 0], [6, 4000, 4003, 300]
     tokens = np.zeros(sum(stops) - sum(starts), np.int64)
     tables, rows = np.zeros((len(stops), 256), np.int32), np.zeros(0, np.int64)
@@ -309,7 +316,7 @@ def launch_quantized(case: Case, dtype: Any) -> None:
 
     from cbatch.engine.kernels.layer_ops import ExpertWeights, Router
     from cbatch.engine.kernels.quantized_matrix import KINDS, QuantizedMatrix
-    from cbatch.engine.kernels.triton.float8 import round_rows
+    from cbatch.engine.kernels.triton.products.float8 import round_rows
 
     ops, cpu = layer_ops(case), torch.device("cpu")
     for depth in (4096, 14336):
@@ -328,6 +335,23 @@ def launch_quantized(case: Case, dtype: Any) -> None:
             routing = ops.route(torch.empty(tokens, 32), Router(4, "softmax"))
             source, out = torch.empty(tokens, 720, dtype=dtype), torch.empty(tokens * 4, 1440, dtype=dtype)
             ops.expert_linear(source, routing, matrices, out, gathers=True, weighs=False)
+
+
+def launch_deterministic(case: Case, dtype: Any) -> None:
+    """Products in tiles of one size, also with float32, and the one kernel that attention has then."""
+    import torch
+
+    from cbatch.engine.kernels.triton.layer import TritonLayerOps
+
+    ops = TritonLayerOps(case.capability, batch_invariant=True)
+    for columns, depth in ((HIDDEN, HIDDEN), (1000, 2880)):
+        source, matrix = torch.empty(3, depth, dtype=dtype), torch.empty(columns, depth, dtype=dtype)
+        ops.linear(source, matrix, matrix[:, 0].contiguous(), torch.empty(3, columns, dtype=dtype))
+        ops.logits(source, matrix)
+        ops.linear(source.float(), matrix.float(), None, torch.empty(3, columns))
+    for dim in (64, 128, 256):
+        attend(case, dtype, 4 * KV_HEADS, KV_HEADS, dim, batch_invariant=True)
+    attend(case, dtype, 6, 2, 48, batch_invariant=True, window=100, softcap=30.0, sinks=torch.zeros(6))
 
 
 def layer_ops(case: Case) -> Any:

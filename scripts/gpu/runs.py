@@ -60,7 +60,8 @@ def yardstick() -> Workload:
 class Setup:
     """A model, how it is run, and the rates of the device.
 
-    temperature: of all requests
+    temperature:   of all requests
+    deterministic: as the option has it
     """
 
     shape: str
@@ -69,6 +70,7 @@ class Setup:
     max_batch_tokens: int
     rates: DeviceRates
     temperature: float = 0.0
+    deterministic: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +84,7 @@ class Setup:
             max_batch_tokens=self.max_batch_tokens,
             prefix_cache=False,
             cuda_graphs=graphs,
+            deterministic=self.deterministic,
         )
         settings = SamplingParams(temperature=self.temperature, ignore_eos=True)
         params = [replace(settings, max_tokens=length) for length in work.output_lengths]
@@ -97,11 +100,14 @@ class Setup:
         what = f"{self.shape}, {requests} requests, {'graphs' if graphs else 'no graphs'}"
         if self.temperature:
             what += f", temperature {self.temperature:g}"
+        by = "cbatch" if graphs else "cbatch without graphs"
+        if self.deterministic:
+            what, by = f"{what}, deterministic", f"{by}, deterministic"
         if tokens != work.output_tokens:
             error = f"{tokens} tokens came out, and {work.output_tokens} were asked for"
-            return Run(what, self.shape, requests, "cbatch", error=error)
+            return Run(what, self.shape, requests, by, error=error)
         what += f", {stats.num_steps} steps in {elapsed:.1f} s"
-        return Run(what, self.shape, requests, "cbatch" if graphs else "cbatch without graphs", tokens / elapsed, share)
+        return Run(what, self.shape, requests, by, tokens / elapsed, share)
 
     def peers(self, work: Workload) -> Iterator[Run]:
         """The same requests by transformers' own continuous batching."""

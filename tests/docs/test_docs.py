@@ -167,7 +167,8 @@ def test_commands_can_be_parsed(page: Path) -> None:
         if words[0] == "cbatch":
             arguments = words[1:]
             if arguments and arguments[0] in COMMAND_NAMES:
-                command(arguments[0]).make_context(arguments[0], arguments[1:])
+                if arguments[1:]:  # else it is a name
+                    command(arguments[0]).make_context(arguments[0], arguments[1:])
             else:
                 assert arguments in (["--version"], ["--help"]), words
         elif words[:2] == ["python", "-m"] and words[2].startswith("scripts"):
@@ -250,7 +251,7 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
 
 
-@pytest.mark.parametrize("name", ["run", "chat", "bench"])
+@pytest.mark.parametrize("name", ["run", "verify", "chat", "bench"])
 def test_every_option_is_documented(name: str) -> None:
     """Guards against a new option that its page does not explain."""
     text = (ROOT / "docs" / f"{'batch' if name == 'run' else name}.md").read_text()

@@ -71,6 +71,19 @@ def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("8B: the SLO holds for 2 users")
 
 
+@pytest.mark.slow
+def test_the_cost_of_determinism_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `--deterministic`, on the fast path of the device: both runs, their ratio, bits alone and together."""
+    options = [*TINY, "--deterministic", "--shapes", "0.6B", "--out", str(tmp_path / "out")]
+    assert bench_gpu.main(options) == 0, capsys.readouterr()
+    plain, fixed, cost, without, with_ = results_of(tmp_path / "out")["deterministic 0.6B"]
+    assert plain["by"] == "cbatch" and fixed["by"] == "cbatch, deterministic" and not fixed["error"]
+    assert cost["ratio"] == pytest.approx(plain["tokens_per_s"] / fixed["tokens_per_s"])
+    assert not without["deterministic"] and with_["deterministic"]
+    assert (with_["requests"], with_["same_bits"], with_["same_tokens"]) == (2, 2, 2)
+    assert "--deterministic takes" in capsys.readouterr().out
+
+
 def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the other parts, and the report of the failure."""
     report = bench_gpu.Report()
@@ -184,10 +197,9 @@ def test_goals_are_found() -> None:
 def test_files_name_the_device() -> None:
     """Guards the files of several devices and runs against each other."""
     assert bench_gpu.slug("NVIDIA GeForce RTX 4090 (24 GB)") == "NVIDIA-GeForce-RTX-4090-24-GB"
-    named = {
-        bench_gpu.what_runs(bench_gpu.parse(options)) for options in ([], ["--load"], ["--sweep"], ["--only", "a,b"])
-    }
-    assert named == {"plain", "load", "sweep", "a,b"}
+    ways = ([], ["--load"], ["--sweep"], ["--deterministic"], ["--only", "a,b"])
+    named = {bench_gpu.what_runs(bench_gpu.parse(options)) for options in ways}
+    assert named == {"plain", "load", "sweep", "deterministic", "a,b"}
 
 
 def test_a_machine_without_a_gpu_is_told_so(

@@ -35,6 +35,7 @@ class QueuedLayerOps:
     """`LayerOps`, for blocks of the layout [kv_heads, block_size, head_dim]."""
 
     heads_first = True
+    batch_invariant = False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         function = getattr(TorchLayerOps(heads_first=True), name)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -109,3 +112,25 @@ def patch_types() -> None:
     core.tuple.__eq__, core._unwrap_if_constexpr = are_equal, unwrapped
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
     interpreter._get_np_dtype = get_numpy_type
+
+
+@contextmanager
+def placeless_products() -> Iterator[None]:
+    """Products of tiles as matrix units give them: a row does not depend on its place in a tile.
+
+    Those of numpy's library do. These take much longer. Does nothing if kernels are not interpreted.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
+        left, right = (part.data.astype(d.data.dtype) for part in (a, b))
+        total = np.zeros_like(d.data)
+        for depth in range(left.shape[1]):
+            total += left[:, depth, None] * right[depth]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    with patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot):
+        yield

@@ -254,6 +254,11 @@ def engine_options(
             help="Attention backend: auto, cpu, triton or reference.",
         ),
         option(
+            "--deterministic",
+            is_flag=True,
+            help="Give a row the same bits whatever runs beside it; a CPU's fast path always does, a GPU takes longer.",
+        ),
+        option(
             "--cuda-graphs/--no-cuda-graphs",
             default=True,
             help="Replay steps from CUDA graphs, on a GPU [default: on].",

@@ -35,10 +35,12 @@ class AttentionBackend(Protocol):
 
     gathers_kv: whether it copies the keys and values of a sequence together, which takes more memory for longer texts
     kv_dtype:   type of the keys and values in the cache; None: that of the model
+    batch_invariant: whether a token has the same bits whatever else is in its step, and however its sequence was cut
     """
 
     name: str
     gathers_kv: bool
+    batch_invariant: bool
     kv_dtype: torch.dtype | None
 
     @property

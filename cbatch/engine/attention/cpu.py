@@ -44,6 +44,7 @@ class CpuAttention:
 
     name = "cpu"
     gathers_kv = False
+    batch_invariant = True
     capturable = None
 
     def __init__(self, kv_dtype: torch.dtype | None = None) -> None:

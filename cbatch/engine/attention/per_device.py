@@ -27,7 +27,7 @@ class PerDeviceAttention:
         self.backends = backends
         any_of_them = next(iter(backends.values()))
         self.name, self.kv_dtype = any_of_them.name, any_of_them.kv_dtype
-        self.gathers_kv = any_of_them.gathers_kv
+        self.gathers_kv, self.batch_invariant = any_of_them.gathers_kv, any_of_them.batch_invariant
 
     def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
         return next(iter(self.backends.values())).block_shapes(layer, block_size, dtype)

@@ -37,6 +37,7 @@ class ReferenceAttention:
 
     name = "reference"
     gathers_kv = True
+    batch_invariant = False
     capturable = None
 
     def __init__(self, kv_dtype: torch.dtype | None = None) -> None:

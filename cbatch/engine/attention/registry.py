@@ -80,10 +80,12 @@ def select_attention(
     block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> AttentionBackend:
     """The backend of that name, or for `auto` the fastest. Raises ConfigError if it cannot serve the model.
 
-    kv_dtype: see `check_kv_dtype`
+    kv_dtype:        see `check_kv_dtype`
+    batch_invariant: see `AttentionBackend`; the reference never is
     """
     check_attention(name, device, block_size)
     named = _own_backend(device)
@@ -100,7 +102,8 @@ def select_attention(
             from cbatch.engine.attention import triton
 
             fits = (dtype != torch.bfloat16 or has_bfloat16(device)) and triton.fits(layers, dtype, device)
-            backend = triton.TritonAttention(device, kv_dtype=kv_dtype) if fits else None
+            make = triton.TritonAttention
+            backend = make(device, kv_dtype=kv_dtype, batch_invariant=batch_invariant) if fits else None
     except ImportError as error:  # numba and Triton do not exist for every platform of torch
         if name == named:
             raise ConfigError(f"The attention backend {name} is not available: {error}.") from error

@@ -32,6 +32,9 @@ class TritonAttention:
     chunks (`attention_prefill.py`), and one that merges what is split over the keys (`attention_combine.py`).
 
     A block is [heads, block_size, dim]: what a program reads of it is contiguous.
+
+    If it is batch-invariant, one kernel takes everything and nothing is split: a token has the same bits however its
+    sequence was cut into steps. A few sequences with a long past take longer, because few programs read it.
     """
 
     name = "triton"
@@ -44,6 +47,8 @@ class TritonAttention:
         prefill: PrefillTuning | None = None,
         limits: DeviceLimits | None = None,
         kv_dtype: torch.dtype | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         """limits: of the chip that kernels are compiled for; None: those of the device"""
         self.device = device
@@ -51,6 +56,7 @@ class TritonAttention:
         self.limits = limits or device_limits(device)
         self.decode = decode or DecodeTuning.for_chip(self.limits)
         self.prefill = prefill or PrefillTuning()
+        self.batch_invariant = batch_invariant
         self._grid = DecodeGrid(self.limits)
 
     @property
@@ -61,7 +67,8 @@ class TritonAttention:
         return (layer.heads, block_size, layer.key_dim), (layer.heads, block_size, layer.value_dim)
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> AttentionMetadata:
-        return build_metadata(batch.slot_mapping, batch.block_tables, batch.starts, batch.stops, self.decode.split)
+        tables, split = batch.block_tables, self.decode.split
+        return build_metadata(batch.slot_mapping, tables, batch.starts, batch.stops, split, whole=self.batch_invariant)
 
     def graph_buffers(
         self,
@@ -75,7 +82,7 @@ class TritonAttention:
     ) -> StepBuffers:
         return StepBuffers(
             tokens, sequences, max_blocks, block_size, self.decode.split, self.device, max_tokens,
-            decode_only=decode_only,
+            decode_only=decode_only, whole=self.batch_invariant,
         )  # fmt: skip
 
     def store_kv(
@@ -88,7 +95,9 @@ class TritonAttention:
     ) -> Tensor:
         query, keys, values = _rows(query), as_bytes(keys), as_bytes(values)
         arguments = attend_arguments(query, **options)
-        out = query.new_empty(*query.shape[:2], values.shape[-1])
+        # No decode kernel writes the zeros of padding then.
+        make = query.new_zeros if self.batch_invariant else query.new_empty
+        out = make((*query.shape[:2], values.shape[-1]))
         parts = Partials.empty(metadata, out, arguments["window"] or None)
         attend_decode(query, keys, values, out, parts, metadata, arguments, self._grid, self.decode)
         attend_prefill(query, keys, values, out, parts, metadata, arguments, self.prefill, self.limits)

@@ -34,6 +34,8 @@ class EngineConfig:
     kv_blocks:        exact number of blocks, instead of kv_cache_memory
     prefix_cache:     compute the common beginning of prompts only once
     attention:        auto, or the name of an attention backend
+    deterministic:    give a token the same bits whatever else is in its step, however its prompt was cut and whether it
+                      was preempted; on a GPU that takes time (see docs/gpu.md)
     cuda_graphs:      replay steps on a GPU as CUDA graphs, if model and attention backend allow it
     run_ahead:        overlap scheduling with execution; None: on an NVIDIA or AMD GPU only
     target_step_ms:   longest time of a step in milliseconds while requests decode; prompts get fewer tokens to keep to
@@ -75,6 +77,7 @@ class EngineConfig:
     kv_blocks: int | None = None
     prefix_cache: bool = True
     attention: str = "auto"
+    deterministic: bool = False
     cuda_graphs: bool = True
     run_ahead: bool | None = None
     target_step_ms: float | Literal["auto"] | None = None
@@ -100,7 +103,7 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-        for name in ("prefix_cache", "cuda_graphs", "run_ahead", "weight_cache"):
+        for name in ("prefix_cache", "deterministic", "cuda_graphs", "run_ahead", "weight_cache"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         always = ("kv_dtype", "device", "dtype", "attention", "activations")
@@ -117,6 +120,11 @@ class EngineConfig:
         is_count = isinstance(self.speculate, int) and not isinstance(self.speculate, bool) and self.speculate >= 1
         if not is_count and self.speculate not in ("auto", "off"):
             raise ConfigError(f"speculate must be auto, off or a whole number of at least 1, not {self.speculate!r}.")
+        if self.deterministic and self.activations == "fp8":
+            raise ConfigError(
+                "--activations fp8 multiplies by products of the library, which depend on the number of rows; leave it "
+                "out with --deterministic."
+            )
         self._check_device_map()
         self._check_lora()
 

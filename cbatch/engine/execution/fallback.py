@@ -57,16 +57,30 @@ class Execution:
 def choose_execution(config: EngineConfig, model: Model) -> Execution:
     """The fastest that is right for a model on its device. What it steps down from is logged as a warning.
 
-    Raises ConfigError if the config names an attention backend that cannot be used as it is, and ModelError if the
-    device cannot be used at all.
+    Raises ConfigError if the config names an attention backend that cannot be used as it is, or wants a deterministic
+    engine that it cannot have, and ModelError if the device cannot be used at all.
     """
+    model = configured_model(config, model)
     attention, sampler = configured_backends(config, model)
     chosen = Execution(model, attention, sampler, config.cuda_graphs)
     if is_checked(model.device):
         chosen = _step_down(chosen, config)
     if chosen.fallback:
         _log.warning("%s", chosen.fallback)
+    if config.deterministic:
+        from cbatch.engine.execution.deterministic import check_batch_invariant
+
+        check_batch_invariant(chosen.model, chosen.attention)
     return chosen
+
+
+def configured_model(config: EngineConfig, model: Model) -> Model:
+    """A model with the operations that a config asks for, before anything is checked."""
+    if not config.deterministic:
+        return model
+    from cbatch.engine.execution.deterministic import as_batch_invariant
+
+    return as_batch_invariant(model)
 
 
 def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBackend, Sampler]:
@@ -97,8 +111,9 @@ def _attention_of(config: EngineConfig, model: Model, kv_dtype: torch.dtype | No
                 "auto or reference."
             )
         return ReferenceAttention(kv_dtype)
+    sizes = model.layers, config.block_size, model.dtype, kv_dtype
     backends = {
-        device: select_attention(config.attention, device, model.layers, config.block_size, model.dtype, kv_dtype)
+        device: select_attention(config.attention, device, *sizes, config.deterministic)
         for device in dict.fromkeys(model.layer_devices)
     }
     if len({backend.name for backend in backends.values()}) > 1:

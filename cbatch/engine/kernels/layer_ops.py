@@ -202,6 +202,10 @@ class LayerOps(Protocol):
     def heads_first(self) -> bool:
         """Whether a block of the cache is [kv_heads, block_size, head_dim]; else [block_size, kv_heads, head_dim]."""
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a row do not depend on other rows, or on how many there are. Recurrences are left out."""
+
     def embed_and_norm(
         self,
         embedding: Embedding,
@@ -265,11 +269,17 @@ class LayerOps(Protocol):
         function: sigmoid, softplus or identity
         """
 
+    def linear(self, source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out [T, columns] = source [T, depth] times a matrix [columns, depth], plus bias [columns].
+
+        out: of the type of the source, or of float32
+        """
+
     def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
-        """out [T, columns] = source [T, depth] times a matrix, plus bias [columns]."""
+        """The same with a quantized matrix."""
 
     def float8_linear(self, source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
-        """The same with rows that are rounded to FP8 before they are multiplied."""
+        """The same with a matrix of FP8, and rows that are rounded to FP8 before they are multiplied."""
 
     def look_up(self, matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
         """out [T, depth] float32 = the columns ids [T] of a matrix, which are the rows of an embedding."""
@@ -346,12 +356,16 @@ class LayerOps(Protocol):
 def head_logits(
     ops: LayerOps, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """What every `LayerOps.logits` does: the library's product, or that of `ops` with a quantized matrix."""
-    if not isinstance(lm_head, QuantizedMatrix):
+    """What every `LayerOps.logits` does: the library's product, or that of `ops` if that is another one."""
+    if isinstance(lm_head, Tensor) and not ops.batch_invariant:
         return multiply_logits(hidden, lm_head, out)
     if out is None:
-        out = hidden.new_empty(len(hidden), lm_head.columns, dtype=torch.float32)
-    ops.quantized_linear(hidden, lm_head, None, out)
+        columns = len(lm_head) if isinstance(lm_head, Tensor) else lm_head.columns
+        out = hidden.new_empty(len(hidden), columns, dtype=torch.float32)
+    if isinstance(lm_head, Tensor):
+        ops.linear(hidden, lm_head, None, out)
+    else:
+        ops.quantized_linear(hidden, lm_head, None, out)
     return out
 
 
@@ -365,3 +379,11 @@ def multiply_logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) 
         return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32, out=out)
     values = linear(hidden, lm_head).float()
     return values if out is None else out.copy_(values)
+
+
+def multiply(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The library's product; see `LayerOps.linear`."""
+    if bias is None:
+        torch.mm(source, matrix.t(), out=out)
+    else:
+        torch.addmm(bias, source, matrix.t(), out=out)

@@ -119,6 +119,8 @@ class Model(Protocol):
     short_context:   sequences that may become longer than this are encoded in another way: `max_model_len` is added to
                      their position ids. None if all are encoded alike
     has_own_threads: whether it computes on threads that are not torch's
+    batch_invariant: whether a token has the same bits whatever else is in its step, and however its sequence was cut,
+                     if attention has so, too
     num_parameters, weight_bytes: of all weights in memory
     """
 
@@ -133,6 +135,9 @@ class Model(Protocol):
     windows: list[int | None]
     layer_devices: list[torch.device]
     has_own_threads: bool
+
+    @property
+    def batch_invariant(self) -> bool: ...
 
     @property
     def states(self) -> list[StateShape]: ...

@@ -52,6 +52,7 @@ class CpuModel:
     """A model with a program, ready to run ragged batches over a paged cache."""
 
     has_own_threads = True
+    batch_invariant = True
     capturable = None
     chunk_multiple = 1  # recurrent layers go from token to token
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,19 @@ class CudaModel:
         model = copy(self)
         model._adapters = DeviceAdapters(sites_of(self.program, adapters), self.dtype, self.device)
         return model
+
+    def as_batch_invariant(self) -> CudaModel:
+        """The same model with operations that are batch-invariant, if Triton computes them."""
+        from cbatch.engine.kernels.triton.layer import TritonLayerOps
+
+        if not isinstance(self.ops, TritonLayerOps):
+            return self
+        return self.with_ops(replace(self.ops, batch_invariant=True))
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Recurrent layers are not: they go tile by tile in prompts, and token by token afterwards. Adapters neither."""
+        return self.ops.batch_invariant and not self.states and self._adapters is None
 
     @property
     def weight_bytes(self) -> int:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cbatch.engine.attention.base import AttendOptions, AttentionBackend
 from cbatch.engine.base.quantization import Quantization
@@ -493,7 +492,10 @@ class DeviceProgram:
         )  # fmt: skip
 
         def run(step: Step) -> None:
-            step.routing = step.ops.route(functional.linear(step[source].float(), matrix, bias), router)
+            rows = step[source].float()
+            scores = rows.new_empty(len(rows), len(matrix))
+            step.ops.linear(rows, matrix, bias, scores)
+            step.routing = step.ops.route(scores, router)
 
         self._top_k = one.top_k
         self.calls.append(run)
@@ -591,10 +593,8 @@ def _multiply(
         step.ops.quantized_linear(step[source], matrix, bias, out)
     elif isinstance(matrix, Float8Matrix):
         step.ops.float8_linear(step[source], matrix, bias, out)
-    elif bias is None:
-        torch.mm(step[source], matrix.t(), out=out)
     else:
-        torch.addmm(bias, step[source], matrix.t(), out=out)
+        step.ops.linear(step[source], matrix, bias, out)
 
 
 def _accumulators(program: Program) -> Iterator[str]:

@@ -167,7 +167,7 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert display_path(config_path()) == "/etc/xdg/cbatch/config.toml"
 
 
-@pytest.mark.parametrize("name", ["run", "chat", "bench", "info"])
+@pytest.mark.parametrize("name", ["run", "verify", "chat", "bench", "info"])
 def test_help_shows_variables_and_the_file(
     name: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,5 +185,5 @@ def test_help_shows_variables_and_the_file(
             assert f"CBATCH_{name}_{key}".upper() in words
     assert "CBATCH_MODEL" in words and "/etc/xdg/cbatch/config.toml" in words
     assert words.endswith(
-        f"environment variable, {'then the preset, ' if name in ('run', 'chat') else ''}then this file."
+        f"environment variable, {'then the preset, ' if name in ('run', 'verify', 'chat') else ''}then this file."
     )

@@ -562,3 +562,74 @@ def test_what_does_not_fit_goes_another_way() -> None:
     assert fits([layer], torch.bfloat16, DEVICE) and fits([layer], torch.float32, DEVICE)
     assert not fits([layer], torch.float64, DEVICE)
     assert not fits([layer, LayerShape(1, 576, 512)], torch.bfloat16, DEVICE)
+
+
+def invariant_backend() -> TritonAttention:
+    """Small tiles, of which short sequences have several."""
+    tuning = PrefillTuning(rows=32, tokens=64, warps=4)  # in float32, a quarter of the tokens
+    return TritonAttention(DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024), tuning, batch_invariant=True)
+
+
+def by_token(found: list[Tensor], steps: list[list[ScheduledChunk]]) -> dict[tuple[int, int], Tensor]:
+    """The results of a run by sequence and token."""
+    return {
+        (one, token): row
+        for results, chunks in zip(found, steps, strict=True)
+        for (one, token), row in zip(
+            ((one, token) for one, start, stop in chunks for token in range(start, stop)), results, strict=True
+        )
+    }
+
+
+WAYS: list[list[list[ScheduledChunk]]] = [
+    [[(0, 0, 50)], [(1, 0, 3)]],
+    [[(0, 0, 20), (1, 0, 2)], [(1, 2, 3), (0, 20, 47)], [(0, 47, 48)], [(0, 48, 49)], [(0, 49, 50)]],
+    [[(1, 0, 3), (0, 0, 7)], *([(0, token, token + 1)] for token in range(7, 12)), [(0, 12, 50)]],
+]
+"""Ways to cut two sequences into steps; tokens are decoded in one and belong to a chunk in another."""
+
+
+@pytest.mark.usefixtures("placeless_products")
+@pytest.mark.parametrize("name", ["grouped heads", "window", "softcap", "sinks", "all at once"])
+def test_invariant_attention_has_the_same_bits_in_any_chunks(name: str) -> None:
+    """Guards `--deterministic`: a token that is decoded, drafted or computed again in a chunk; and what is computed."""
+    sequences = Sequences(CASES[name], [50, 3])
+    runs = [by_token(sequences.run(invariant_backend(), steps, torch.float32), steps) for steps in WAYS]
+    assert all(len(run) == 53 and run.keys() == runs[0].keys() for run in runs)
+    assert all(torch.equal(run[token], runs[0][token]) for run in runs[1:] for token in run)
+    expected = by_token(sequences.run(ReferenceAttention(), WAYS[0], torch.float64), WAYS[0])
+    for token, row in expected.items():
+        torch.testing.assert_close(runs[0][token], row, atol=2e-5, rtol=2e-5, check_dtype=False)
+
+
+@pytest.mark.usefixtures("placeless_products")
+def test_usual_attention_depends_on_the_chunks() -> None:
+    """Guards the worth of the test above: it notices kernels that read a past in other pieces."""
+    sequences = Sequences(CASES["grouped heads"], [50, 3])
+    runs = [by_token(sequences.run(backend(), steps, torch.float32), steps) for steps in WAYS]
+    assert not all(torch.equal(runs[0][token], run[token]) for run in runs[1:] for token in run)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_buffers_of_invariant_attention(kind: str) -> None:
+    """Guards captured graphs of `--deterministic`: one launch a layer, always the same, and the bits of a plain one."""
+    sequences = Sequences(replace(CASES["window"], block_size=5, window=40), [90, 5, 64, 33])
+    attention, size = invariant_backend(), sequences.case.block_size
+    cache = sequences.cache(attention, torch.float32, DEVICE)
+    sequences.fill(attention, cache, [(one, 0, length) for one, length in enumerate(sequences.lengths)])
+    tokens = 4 if kind == "decode" else 40
+    buffers = attention.graph_buffers(tokens, 4, 20, size, decode_only=kind == "decode")
+    launches = []
+    for slices in STEPS[kind]:
+        batch = sequences.batch(slices, DEVICE)
+        buffers.fill(batch)
+        query = undefined_query(sequences, tokens, slices)
+        with launches_of() as seen:
+            out = attention.attend(query, *cache, buffers.metadata, scale=0.3, window=40)
+        launches.append(seen)
+        real = len(batch.ids)
+        assert (out[real:] == 0).all()
+        if slices:
+            single = attention.attend(query[:real], *cache, attention.prepare(batch, size), scale=0.3, window=40)
+            assert single.isfinite().all() and torch.equal(out[:real], single)
+    assert len(launches[0]) == 1 and all(seen == launches[0] for seen in launches)

@@ -224,7 +224,7 @@ WRITTEN = {
     "embed_and_norm": (3, 5), "add_and_norm": (0, 3), "select_and_norm": (5,), "normalize": (4,),
     "prepare_heads": (3, 4, 5), "activate": (2,), "gate": (4,), "finish_logits": (0,), "expert_linear": (3,),
     "combine": (3,), "convolve": (2, 4), "gated_delta": (3, 5), "selective_scan": (3, 5), "gated_norm": (4,),
-    "quantized_linear": (3,), "float8_linear": (3,), "look_up": (2,), "logits": (), "route": (),
+    "linear": (3,), "quantized_linear": (3,), "float8_linear": (3,), "look_up": (2,), "logits": (), "route": (),
 }  # fmt: skip
 """The arguments that each operation writes; the last two return what they have computed."""
 QUANTIZED = ("quantized_linear", "look_up")
@@ -267,6 +267,8 @@ def float8_model() -> Any:
 
 def models_of(name: str, model: Any) -> Any:
     """A model that calls an operation."""
+    if name == "linear":
+        return model.as_batch_invariant()
     if name == "float8_linear":
         return float8_model()
     if name in QUANTIZED:
@@ -284,7 +286,7 @@ def test_right_layer_kernels_agree(model: Any) -> None:
         model,
         *(
             models_of(name, model)
-            for name in ("gate", "finish_logits", "normalize", "look_up", "float8_linear", *RECURRENT)
+            for name in ("linear", "gate", "finish_logits", "normalize", "look_up", "float8_linear", *RECURRENT)
         ),
     ):
         checks = list(LayerChecks(each, 16).run())

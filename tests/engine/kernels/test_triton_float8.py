@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.engine.kernels.float8_matrix import Float8Matrix, rounded_rows
 from cbatch.engine.kernels.layer_ops import LayerOps
 from cbatch.engine.kernels.reference.layer import TorchLayerOps
-from cbatch.engine.kernels.triton import float8
-from cbatch.engine.kernels.triton.float8 import round_rows
 from cbatch.engine.kernels.triton.layer import TritonLayerOps
+from cbatch.engine.kernels.triton.products import float8
+from cbatch.engine.kernels.triton.products.float8 import round_rows
 from cbatch.engine.models.float8 import float8_problem
 
 pytestmark = pytest.mark.kernels

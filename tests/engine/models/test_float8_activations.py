@@ -48,7 +48,7 @@ from tests.support.tiny_models import make_network
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.kernels.triton import float8 as kernels
+from cbatch.engine.kernels.triton.products import float8 as kernels
 from cbatch.engine.models import cuda
 from cbatch.engine.models.cuda import CudaModel
 

@@ -60,8 +60,13 @@ class GpuChecks:
 
     @cached_property
     def products(self) -> list[KernelCheck]:
-        """The library's products of matrices, which the engine does not check: nothing could take their place."""
-        return [LayerChecks(self.model, self.block_size).product()] if isinstance(self.model, CudaModel) else []
+        """The library's products of matrices, which the engine does not check: nothing could take their place.
+
+        No checks if the model does without them.
+        """
+        if not isinstance(self.model, CudaModel) or self.model.ops.batch_invariant:
+            return []
+        return [LayerChecks(self.model, self.block_size).product()]
 
     @cached_property
     def step(self) -> KernelCheck:

@@ -24,6 +24,7 @@ from cbatch.engine.kernels.layer_ops import (
     Routing,
     ScanHeads,
     head_logits,
+    multiply,
 )
 from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.reference import recurrence as recurrence_ops
@@ -42,6 +43,7 @@ class TorchLayerOps:
     """
 
     heads_first: bool = False
+    batch_invariant = False
 
     def embed_and_norm(
         self,
@@ -126,6 +128,9 @@ class TorchLayerOps:
         if function != "identity":
             factors = torch.sigmoid(factors) if function == "sigmoid" else functional.softplus(factors)
         target.copy_(factor * factors.repeat_interleave(width, dim=1) * target)
+
+    def linear(self, source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        multiply(source, matrix, bias, out)
 
     def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
         for first in range(0, matrix.columns, _COLUMNS_AT_ONCE):

@@ -14,6 +14,9 @@ window needs no list of its own: its items are a prefix of the list.
 
 The prefill kernel has a list of pieces: splits of chunks of several tokens. It cuts them into tiles of queries, whose
 size depends on the layer. No list has the tiles: a program finds its own from the number of tokens before each piece.
+
+The splits of a chunk depend on its length, and the two kernels round differently. So a token may have other bits if its
+sequence is cut into other chunks. If work is `whole`, nothing is split, and the prefill kernel takes every chunk.
 """
 
 from __future__ import annotations
@@ -71,11 +74,13 @@ class PrefillMetadata:
     pieces      [capacity, 3] int32: sequence, split, and the number of tokens in all pieces before
     count       [1] int32: the number of pieces
     max_tokens  how many tokens all pieces may have
+    whole       every chunk is here, as long as it is; see `list_work`
     """
 
     pieces: Tensor
     count: Tensor
     max_tokens: int
+    whole: bool = False
 
     def max_tiles(self, tokens: int) -> int:
         """How many tiles of that many tokens there may be: the first of piece i is i + (tokens before) // tokens."""
@@ -146,13 +151,16 @@ def count_splits(counts: Ints, lengths: Ints, unit: int) -> tuple[Ints, Ints]:
     return size, np.maximum(-(-lengths // size), 1)
 
 
-def list_work(counts: Ints, lengths: Ints, first_blocks: Ints, unit: int) -> Work:
+def list_work(counts: Ints, lengths: Ints, first_blocks: Ints, unit: int, *, whole: bool = False) -> Work:
     """The work of sequences [S] of these lengths, of which the last `counts` tokens are computed.
 
-    A sequence of length 0 has one decode row, for which zeros are written.
+    A sequence of length 0 has one decode row, for which zeros are written; none if work is whole.
 
     first_blocks: [S] index of the first block of each in `block_ids`
+    whole:        no sequence is split, and the prefill kernel takes every chunk
     """
+    if whole:
+        return _list_whole(counts, lengths, first_blocks)
     size, splits = count_splits(counts, lengths, unit)
     is_split = splits > 1
     results = splits * counts * is_split
@@ -163,8 +171,18 @@ def list_work(counts: Ints, lengths: Ints, first_blocks: Ints, unit: int) -> Wor
     items, totals = list_items(narrow, splits[narrow], last)
     (merged,) = is_split.nonzero()
     merges = in_columns(merged.repeat(counts[merged]), positions_in(counts[merged]))
-    pieces, piece_tokens = list_pieces(counts, lengths, size, splits)
+    (wide,) = (counts > 1).nonzero()
+    pieces, piece_tokens = list_pieces(wide, counts, lengths, size, splits)
     return Work(sequences, items, totals, merges, pieces, int(ends[-1]) if len(ends) else 0, piece_tokens)
+
+
+def _list_whole(counts: Ints, lengths: Ints, first_blocks: Ints) -> Work:
+    """The work of sequences that are not split; all of it is in pieces."""
+    none, once, size = np.empty((0, 2), np.int64), np.ones_like(lengths), np.full_like(lengths, WHOLE)
+    sequences = in_columns(counts.cumsum() - counts, lengths, counts, first_blocks, size, np.zeros_like(lengths))
+    (real,) = (lengths > 0).nonzero()
+    pieces, piece_tokens = list_pieces(real, counts, lengths, size, once)
+    return Work(sequences, none, np.zeros(1, np.int64), none, pieces, 0, piece_tokens)
 
 
 def list_items(sequences: Ints, splits: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -179,9 +197,8 @@ def list_items(sequences: Ints, splits: Ints, last: Ints) -> tuple[Ints, Ints]:
     return in_columns(sequences[chosen], splits[chosen] - 1 - back), counts.cumsum()
 
 
-def list_pieces(counts: Ints, lengths: Ints, size: Ints, splits: Ints) -> tuple[Ints, int]:
-    """The pieces of the sequences with several tokens, and the number of their tokens."""
-    (chunks,) = (counts > 1).nonzero()
+def list_pieces(chunks: Ints, counts: Ints, lengths: Ints, size: Ints, splits: Ints) -> tuple[Ints, int]:
+    """The pieces of some of the sequences, by their numbers `chunks`, and the number of their tokens."""
     if not len(chunks):
         return np.empty((0, 3), np.int64), 0
     # Programs start in the order of the list: what reads most begins first.
@@ -230,18 +247,21 @@ class StepBuffers:
         max_tokens: int | None = None,
         *,
         decode_only: bool,
+        whole: bool = False,
     ) -> None:
-        """See `CapturableAttention.graph_buffers`."""
+        """See `CapturableAttention.graph_buffers`, and `list_work` for `whole`."""
         most = sequences * max_blocks * block_size
         self.max_tokens = most if max_tokens is None else min(max_tokens, most)
         self.tokens, self.max_sequences, self.decode_only = tokens, sequences, decode_only
-        self.max_blocks, self.block_size, self.split = max_blocks, block_size, split
-        self._levels = -(-max_blocks * block_size // split)
-        items, block_ids = self.max_tokens // split + sequences, self.max_tokens // block_size + sequences
+        self.max_blocks, self.block_size, self.split, self.whole = max_blocks, block_size, split, whole
+        self._levels = 1 if whole else -(-max_blocks * block_size // split)
+        items = 0 if whole else self.max_tokens // split + sequences
+        block_ids = self.max_tokens // block_size + sequences
         spare_tokens, spare_pieces = (0, 0) if decode_only or self._levels == 1 else (SPARE_TOKENS, SPARE_PIECES)
         self._max_pieces = 0 if decode_only else min(sequences, tokens // 2) + spare_pieces
+        self._max_pieces = sequences if whole else self._max_pieces
         self._max_piece_tokens = tokens + spare_tokens
-        self._max_merges = min(tokens, sequences + SHORT)
+        self._max_merges = 0 if whole else min(tokens, sequences + SHORT)
         self._max_partials = 0 if self._levels == 1 else items + spare_tokens
         # The block ids come last, so that a copy ends with those that are used.
         shapes: list[tuple[int, ...]] = [(tokens,), (sequences, 6), (items, 2), (self._levels,), (self._max_merges, 2)]
@@ -251,8 +271,9 @@ class StepBuffers:
         self._packed = torch.zeros(packed_size(self._room), dtype=torch.uint8, device=device)
         self.input_ids, self.position_ids, self.logit_rows, *rest = unpack(self._packed, self._room)
         self._unknown_places, self._unknown_rows, slots, records, listed, totals, merges, pieces, count, ids = rest
-        decode = DecodeMetadata(listed, totals, split, 1 if decode_only else NARROW)
-        prefill = None if decode_only else PrefillMetadata(pieces, count, self._max_piece_tokens)
+        decode = None if whole else DecodeMetadata(listed, totals, split, 1 if decode_only else NARROW)
+        has_pieces = whole or not decode_only
+        prefill = PrefillMetadata(pieces, count, self._max_piece_tokens, whole) if has_pieces else None
         self.metadata = AttentionMetadata(slots, records, ids, merges, self._max_partials, decode, prefill)
         none = np.zeros(0, np.int64)
         self.fill(RaggedBatch(none, none, none, none, np.zeros((0, 1), np.int32), [], [], device))
@@ -269,7 +290,7 @@ class StepBuffers:
         fits = sequences <= self.max_sequences and len(batch.ids) <= self.tokens
         fits = fits and len(batch.rows) <= self.max_sequences
         fits = fits and max(stops, default=0) <= self.max_blocks * self.block_size and sum(stops) <= self.max_tokens
-        return fits and (self.decode_only or self._holds_splits(batch))
+        return fits and (self.decode_only or self.whole or self._holds_splits(batch))
 
     def _holds_splits(self, batch: RaggedBatch) -> bool:
         counts, lengths = batch.counts, batch.lengths
@@ -298,7 +319,7 @@ class StepBuffers:
             lengths = padded(lengths, self.max_sequences)
         counts: Ints = np.ones_like(lengths) if self.decode_only else batch.counts
         blocks = -(-lengths // self.block_size)
-        work = list_work(counts, lengths, blocks.cumsum() - blocks, self.split)
+        work = list_work(counts, lengths, blocks.cumsum() - blocks, self.split, whole=self.whole)
         block_ids = batch.tables[np.arange(batch.tables.shape[1]) < blocks[: len(batch.stops), None]]
         unknown = batch.device_tokens
         none = np.zeros(0, np.int64)
@@ -317,19 +338,19 @@ class StepBuffers:
 
 
 def build_metadata(
-    slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequence[int], split: int
+    slots: Tensor, tables: Tensor, starts: Sequence[int], stops: Sequence[int], split: int, *, whole: bool = False
 ) -> AttentionMetadata:
     """Metadata of a step. Chunks of one token are decode rows, longer ones prefill; those that end at 0 are padding.
 
-    slots [T] and tables [S, B] int32 are on the device.
+    slots [T] and tables [S, B] int32 are on the device. For `whole` see `list_work`.
     """
     lengths = np.array(stops, np.int64)
     counts = np.where(lengths == 0, 1, lengths - np.array(starts, np.int64))
-    work = list_work(counts, lengths, np.arange(len(lengths)) * tables.shape[1], split)
+    work = list_work(counts, lengths, np.arange(len(lengths)) * tables.shape[1], split, whole=whole)
     arrays = [work.sequences, work.items, work.totals, work.merges, work.pieces, np.array([len(work.pieces)])]
     there = to_device([array.astype(np.int32) for array in arrays], tables.device)
     sequences, items, totals, merges, pieces, count = there
     decode = DecodeMetadata(items, totals, split, int(counts[counts <= NARROW].max())) if len(items) else None
-    prefill = PrefillMetadata(pieces, count, work.piece_tokens) if len(pieces) else None
+    prefill = PrefillMetadata(pieces, count, work.piece_tokens, whole) if len(pieces) else None
     block_ids = tables.contiguous().view(-1)
     return AttentionMetadata(slots, sequences, block_ids, merges, work.partials, decode, prefill)

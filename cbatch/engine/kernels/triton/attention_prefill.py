@@ -108,7 +108,7 @@ def attend_prefill(
     prefill = metadata.prefill
     if prefill is None:
         return
-    constants = _constants(Heads.of(query, keys, values), options["HAS_WINDOW"], tuning, limits)
+    constants = _constants(Heads.of(query, keys, values), options["HAS_WINDOW"], prefill.whole, tuning, limits)
     tiles = prefill.max_tiles(constants["ROWS"] // constants["GROUP"])
     _prefill_kernel[(tiles * constants["KV_HEADS"],)](
         query, keys, values, out, *parts, prefill.pieces, prefill.count, metadata.sequences, metadata.block_ids,
@@ -117,13 +117,16 @@ def attend_prefill(
 
 
 @cache
-def _constants(heads: Heads, has_window: bool, tuning: PrefillTuning, limits: DeviceLimits) -> dict[str, Any]:
+def _constants(
+    heads: Heads, has_window: bool, takes_all: bool, tuning: PrefillTuning, limits: DeviceLimits
+) -> dict[str, Any]:
     layer = cache_layout(heads)
     head_tile = max(layer["KEY_TILE"], layer["VALUE_TILE"])
     tuning = tuning.fitted(head_tile, heads.dtype, heads.cache_dtype, layer["GROUP"], limits, has_window=has_window)
     return {
-        **layer, "NARROW": narrow_rows(layer["GROUP"]), "ROWS": tuning.rows, "TOKENS": tuning.tokens,
-        "num_warps": tuning.warps, "num_stages": tuning.stages, **LAUNCH,
+        **layer, "NARROW": 0 if takes_all else narrow_rows(layer["GROUP"]), "ROWS": tuning.rows,
+        "TOKENS": tuning.tokens, "MASKS_ALL": takes_all, "num_warps": tuning.warps, "num_stages": tuning.stages,
+        **LAUNCH,
     }  # fmt: skip
 
 
@@ -135,9 +138,14 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, MASKS_ALL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP."""
+    """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP.
+
+    MASKS_ALL: which tiles of keys need no mask depends on all queries of the tile, and a compiler may round without a
+    mask as it does not with one. A mask changes nothing for a token that sees the tile, and a tile that it does not see
+    adds exact zeros: so a token has the same bits whichever queries share its tile.
+    """
     head = tl.program_id(0) % KV_HEADS
     piece, number = _find_tile(pieces, count, tl.program_id(0) // KV_HEADS, ROWS // GROUP)
     if piece < 0:
@@ -172,8 +180,10 @@ def _prefill_kernel(
     shared = tl.cdiv(first_seen(stop - 1, window, IS_CHUNKED), TOKENS) * TOKENS if HAS_WINDOW else 0
     stop, whole = tl.minimum(stop, high), tl.maximum(tl.minimum(whole, high), low)
     visited, shared = tl.maximum(visited, low), tl.maximum(tl.minimum(shared, whole), low)
+    if MASKS_ALL:
+        whole = visited
     edges = (visited, shared, whole, stop)
-    for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
+    for phase in tl.static_range(2 if MASKS_ALL else (0 if HAS_WINDOW else 1), 3):
         acc, largest, total = _visit(
             acc, largest, total, q, keys, values, block_ids + tl.load(sequence + 3), head, position, edges[phase],
             edges[phase + 1], stop, scale, window, softcap, phase != 1, HAS_WINDOW, IS_CHUNKED, HAS_SOFTCAP, KV_HEADS,

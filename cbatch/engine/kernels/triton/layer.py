@@ -27,15 +27,17 @@ from cbatch.engine.kernels.layer_ops import (
     Routing,
     ScanHeads,
     head_logits,
+    multiply,
 )
 from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.engine.kernels.triton import activation as activations
-from cbatch.engine.kernels.triton import experts as mixtures
-from cbatch.engine.kernels.triton import float8
 from cbatch.engine.kernels.triton import heads as projections
 from cbatch.engine.kernels.triton import norm as norms
-from cbatch.engine.kernels.triton import quantized as products
 from cbatch.engine.kernels.triton.occupancy import device_limits
+from cbatch.engine.kernels.triton.products import experts as mixtures
+from cbatch.engine.kernels.triton.products import float8
+from cbatch.engine.kernels.triton.products import quantized as products
+from cbatch.engine.kernels.triton.products.linear import tiled_linear
 from cbatch.engine.kernels.triton.recurrence import convolution as convolutions
 from cbatch.engine.kernels.triton.recurrence import gated_delta as delta_rules
 from cbatch.engine.kernels.triton.recurrence import gated_norm as gated_norms
@@ -47,6 +49,7 @@ class TritonLayerOps:
     """See `LayerOps`.  capability: of the chip, 90 for 9.0"""
 
     capability: int
+    batch_invariant: bool = False
 
     @classmethod
     def for_device(cls, device: torch.device) -> TritonLayerOps:
@@ -105,8 +108,16 @@ class TritonLayerOps:
     def gate(self, gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
         activations.gate(gate, width, function, factor, target)
 
+    def linear(self, source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        if self.batch_invariant:
+            tiled_linear(source, matrix, bias, out, self.capability)
+        else:
+            multiply(source, matrix, bias, out)
+
     def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
-        products.quantized_linear(source, matrix, bias, out, self.capability)
+        products.quantized_linear(
+            source, matrix, bias, out, self.capability, batch_invariant=self.batch_invariant
+        )  # fmt: skip
 
     def float8_linear(self, source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
         float8.float8_linear(source, matrix, bias, out)
@@ -126,7 +137,10 @@ class TritonLayerOps:
     def expert_linear(
         self, source: Tensor, routing: Routing, experts: ExpertWeights, out: Tensor, *, gathers: bool, weighs: bool
     ) -> None:
-        mixtures.expert_linear(source, routing, experts, out, self.capability, gathers=gathers, weighs=weighs)
+        mixtures.expert_linear(
+            source, routing, experts, out, self.capability, gathers=gathers, weighs=weighs,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
 
     def combine(self, rows: Tensor, routing: Routing, factor: float, out: Tensor, *, weighs: bool, add: bool) -> None:
         mixtures.combine(rows, routing, factor, out, weighs=weighs, add=add)

@@ -91,6 +91,7 @@ class TransformersModel:
     """
 
     has_own_threads = False
+    batch_invariant = False
 
     def __init__(self, network: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface

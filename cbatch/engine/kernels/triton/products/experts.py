@@ -18,7 +18,8 @@ from cbatch.engine.kernels.layer_ops import ExpertWeights, Router, Routing
 from cbatch.engine.kernels.quantized_matrix import KINDS, QuantizedMatrix
 from cbatch.engine.kernels.triton.attention_tile import LAUNCH, power_of_2
 from cbatch.engine.kernels.triton.launch import launch_options
-from cbatch.engine.kernels.triton.quantized import QuantizedTile, arguments, multiply
+from cbatch.engine.kernels.triton.products.linear import FIXED_ROWS, multiply_numbers
+from cbatch.engine.kernels.triton.products.quantized import QuantizedTile, arguments, multiply
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 
@@ -206,18 +207,9 @@ def _expert_linear_kernel(
             zeros + begin * scales_size, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP,
         )  # fmt: skip
     else:
-        step = tl.arange(0, STEP)
-        left = source + row[:, None] * DEPTH + step[None, :]
-        right = matrices + (begin * COLUMNS + column)[:, None] * DEPTH + step[None, :]
-        for start in range(0, DEPTH, STEP):
-            if DEPTH % STEP == 0:
-                a = tl.load(left + start, mask=there[:, None], other=0.0)
-                b = tl.load(right + start, mask=inside[:, None], other=0.0)
-            else:
-                within = (start + step < DEPTH)[None, :]
-                a = tl.load(left + start, mask=there[:, None] & within, other=0.0)
-                b = tl.load(right + start, mask=inside[:, None] & within, other=0.0)
-            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        total = multiply_numbers(
+            source + row * DEPTH, there, matrices + (begin * COLUMNS + column) * DEPTH, inside, total, DEPTH, STEP
+        )
     if WEIGHS:
         total *= tl.load(weights + pair, mask=there, other=0.0)[:, None]
     if HAS_BIAS:
@@ -229,17 +221,17 @@ def _expert_linear_kernel(
 
 def expert_linear(
     source: Tensor, routing: Routing, experts: ExpertWeights, out: Tensor, capability: int, *, gathers: bool,
-    weighs: bool,
+    weighs: bool, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
     """See `LayerOps.expert_linear`. capability: of the chip, 90 for 9.0"""
     weight, number, pairs = experts.weight, len(routing.counts), len(routing.order)
-    columns = out.shape[1]
+    columns, mean = out.shape[1], FIXED_ROWS if batch_invariant else pairs / number
     if isinstance(weight, QuantizedMatrix):
-        rows, width, step, warps, stages = QuantizedTile.for_rows(pairs / number, source.dtype, capability)
+        rows, width, step, warps, stages = QuantizedTile.for_rows(mean, source.dtype, capability)
         matrices, sizes, depth = arguments(weight), weight.sizes, weight.depth
         kind = KINDS.index(weight.kind), weight.group
     else:
-        rows, width, step, warps, stages = ExpertTile.for_rows(pairs / number, source.dtype, capability)
+        rows, width, step, warps, stages = ExpertTile.for_rows(mean, source.dtype, capability)
         matrices, sizes, depth, kind = (weight, weight, weight), (0, 0), weight.shape[2], (-1, 0)
     tiles = min(pairs, number) + pairs // rows  # at most: each expert may have one that is not full
     _expert_linear_kernel[(tiles, -(-columns // width))](

@@ -16,6 +16,7 @@ from torch import Tensor
 from cbatch.engine.kernels.quantized_matrix import GROUP, KINDS, QuantizedMatrix
 from cbatch.engine.kernels.triton.attention_tile import LAUNCH, from_fp8, power_of_2
 from cbatch.engine.kernels.triton.launch import launch_options
+from cbatch.engine.kernels.triton.products.linear import FIXED_ROWS
 
 _INT4 = tl.constexpr(KINDS.index("int4"))
 _INT4_ZEROS = tl.constexpr(KINDS.index("int4_zeros"))
@@ -143,11 +144,17 @@ def _quantized_linear_kernel(
 
 
 def quantized_linear(
-    source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, capability: int
+    source: Tensor,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    out: Tensor,
+    capability: int,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """See `LayerOps.quantized_linear`. capability: of the chip, 90 for 9.0"""
     rows = len(source)
-    tile = QuantizedTile.for_rows(rows, source.dtype, capability)
+    tile = QuantizedTile.for_rows(FIXED_ROWS if batch_invariant else rows, source.dtype, capability)
     _quantized_linear_kernel[(-(-rows // tile.rows), -(-matrix.columns // tile.columns))](
         source, *arguments(matrix), source if bias is None else bias, out, rows, KINDS.index(matrix.kind),
         matrix.columns, matrix.depth, matrix.group, bias is not None, tile.rows, tile.columns, tile.parts,

@@ -1,0 +1,80 @@
+"""`cbatch verify`: the command and its options."""
+
+from __future__ import annotations
+
+import json
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
+from cbatch.cli.common.console import emit, notice, show_progress
+from cbatch.cli.common.exits import handle_signals
+from cbatch.cli.common.loading import open_engine
+from cbatch.cli.common.options import engine_options, model_options, sampling_options
+from cbatch.cli.run.command import run
+from cbatch.cli.run.files import open_input
+from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions
+from cbatch.cli.verify.sample import parse_sample
+
+_OWN: list[click.Parameter] = [
+    click.Argument(["output"], metavar="OUT"),
+    click.Option(["--prompts"], required=True, metavar="IN", help="The input of the run that made OUT; - is stdin."),
+    click.Option(
+        ["--sample"],
+        default="5%",
+        show_default=True,
+        callback=parse_sample,
+        metavar="N|P%",
+        help="How many rows to run again.",
+    ),
+    click.Option(
+        ["--sample-seed"], type=int, default=0, show_default=True, help="Another seed takes other rows of OUT."
+    ),
+]
+
+
+@click.command(
+    "verify", cls=ConfiguredCommand, params=[*_OWN, *(copy(one) for one in run.params if one.name in ROW_OPTIONS)]
+)
+@model_options
+@sampling_options()
+@engine_options()
+@preset_option
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Print more about the engine.")
+def verify(**values: Any) -> Literal[0, 1, 2]:
+    """Run a sample of the rows of OUT again, alone and together, and say which of them differ and where first.
+
+    OUT is what cbatch run wrote (JSON Lines, compressed or not). Give the options of that run: rows that were made
+    with others are counted, and not run. A report goes to stdout as JSON. The exit code is 0 if all rows are equal, 1
+    if some differ, and 2 if some cannot be compared.
+    """
+    options = VerifyOptions.from_values(values)
+    options.check_usage()
+    from cbatch.engine import EngineDriver, StoredRows
+
+    quiet = options.run.quiet
+    with StoredRows(Path(options.run.output)) as stored:
+        source = open_input(options.run)
+        with open_engine(options.run.engine, quiet=quiet, verbose=options.run.verbose) as engine:
+            from cbatch.cli.verify.verification import verify_rows
+
+            report = verify_rows(
+                EngineDriver(engine.thread),
+                options,
+                source,
+                stored,
+                progress=partial(show_progress, quiet=quiet),
+                while_running=lambda recomputation: handle_signals(recomputation.interrupt),
+            )
+    for sentence in () if quiet else report.sentences():
+        notice(sentence)
+    emit(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
+    return report.exit_code
+
+
+verify.params = [param for param in verify.params if param.name != "prefix_cache"]  # see `VerifyOptions.from_values`

@@ -1,0 +1,60 @@
+"""The options of `cbatch verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cbatch.cli.common.options import SamplingOptions, engine_config
+from cbatch.cli.run.options import RunOptions
+from cbatch.cli.verify.sample import Sample
+from cbatch.engine import ConfigError
+
+ROW_OPTIONS = (
+    "format",
+    "output_format",
+    "template",
+    "shard",
+    "date",
+    "template_kwargs",
+    "raw",
+    "token_ids",
+    "allow_unknown",
+)
+"""Options of `cbatch run` that decide what its rows are, and how they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """run: the options of the run that made the file; its input and output are named there"""
+
+    run: RunOptions
+    sample: Sample
+    sample_seed: int
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> VerifyOptions:
+        """Makes the record from Click's values.
+
+        No prefixes are cached: a prompt that was computed in one company would be the same in the other.
+        """
+        run = RunOptions(
+            input=values["prompts"],
+            output=values["output"],
+            quiet=values["quiet"],
+            verbose=values["verbose"],
+            sampling=SamplingOptions.from_values(values),
+            engine=engine_config({**values, "prefix_cache": False}),
+            **{name: values[name] for name in ROW_OPTIONS},
+        )
+        return cls(run, values["sample"], values["sample_seed"])
+
+    def check_usage(self) -> None:
+        """Raises ConfigError for options with which nothing can be compared."""
+        self.run.sampling.check()
+        if self.run.output_form != "jsonl":
+            raise ConfigError(
+                f"{self.run.output} is a table, which has only a part of each row; cbatch verify reads JSON Lines, "
+                "compressed or not (--output-format jsonl, if it is that)."
+            )

@@ -1,0 +1,212 @@
+"""`cbatch verify` from the outside: changed files, other options, and a model whose results depend on company."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from cbatch.cli.main import run_command
+from cbatch.cli.verify.recompute import Recomputation
+from cbatch.engine import Interrupted, Line, RowOptions
+from cbatch.engine.models.cpu import CpuModel
+from cbatch.engine.runtime.batch import Logits
+from tests.support.model_folder import make_tokenizer, save_model
+from tests.support.rows import read_rows, write_rows
+from tests.support.tiny_models import make_network
+
+USER = {"role": "user", "content": "hi"}
+BODY = {"model": "m", "messages": [USER], "max_tokens": 6}
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "hello", "max_tokens": 12},
+    {"messages": [USER], "n": 2, "temperature": 1.0, "max_tokens": 8, "label": "kept"},
+    {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": BODY},
+    {"prompt": "hello", "temperatur": 1},
+    {"prompt_token_ids": [5, 6, 7], "max_tokens": 9, "logprobs": 1},
+]
+OPTIONS = ["--device", "cpu", "--dtype", "float32", "--token-ids"]
+
+
+class Verified(NamedTuple):
+    code: int
+    report: dict[str, Any]
+    sentences: str
+
+
+Verify = Callable[..., Verified]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes the fast path, on which a row has the same bits in any company."""
+    folder = save_model(tmp_path_factory.mktemp("model"))
+    sizes = {"vocab_size": len(make_tokenizer()), "max_position_embeddings": 256, "eos_token_id": 2}
+    make_network("qwen3", **sizes).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the input and the output of a run."""
+    folder = tmp_path_factory.mktemp("run")
+    write_rows(folder / "in.jsonl", ["\n", *ROWS])
+    run = ["run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "-m", str(model), "--timings"]
+    assert run_command([*run, *OPTIONS]) == 1
+    return folder
+
+
+@pytest.fixture
+def rows(finished: Path) -> list[dict[str, Any]]:
+    return read_rows(finished / "out.jsonl")
+
+
+@pytest.fixture
+def verify(
+    finished: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Verify]:  # fmt: skip
+    """Verifies rows of output, or a file of them."""
+
+    def call(output: list[Any] | Path, *arguments: str) -> Verified:
+        path = output if isinstance(output, Path) else write_rows(tmp_path / "out.jsonl", output)
+        prompts = ["--prompts", str(finished / "in.jsonl"), "-m", str(model), "--sample", "100%"]
+        code = run_command(["verify", str(path), *prompts, *OPTIONS, *arguments])
+        printed = capsys.readouterr()
+        return Verified(code, json.loads(printed.out or "{}"), printed.err)
+
+    yield call
+
+
+def test_an_untouched_file_is_equal(verify: Verify, finished: Path, tmp_path: Path) -> None:
+    """Guards every form of row, error rows and --timings; and compressed files."""
+    found = verify(finished / "out.jsonl")
+    assert found.code == 0, found
+    counts = {"rows": 5, "sampled": 5, "compared": 5, "equal": 5, "different": 0, "other_options": 0}
+    assert found.report.items() >= counts.items() and found.report["first_differences"] == []
+    assert "5 rows of 5 run again, alone and together: all as in the file" in found.sentences
+    packed = tmp_path / "out.jsonl.gz"
+    packed.write_bytes(gzip.compress((finished / "out.jsonl").read_bytes()))
+    assert verify(packed).report == found.report
+    fewer = found.report | {"sampled": 2, "compared": 2, "equal": 2}
+    assert verify(packed, "--sample", "2", "-q") == (0, fewer, "")
+
+
+def changed(text: str, place: int) -> str:
+    return text[:place] + ("#" if text[place] != "#" else "+") + text[place + 1 :]
+
+
+def test_a_changed_character_is_found_where_it_is(verify: Verify, rows: list[dict[str, Any]]) -> None:
+    """Guards the offsets: a text, a second output, the body of an OpenAI row, an error, a token; and the exit code."""
+    message = rows[2]["response"]["body"]["choices"][0]["message"]
+    rows[0]["text"] = changed(rows[0]["text"], 3)
+    rows[1]["choices"][1]["text"] = changed(rows[1]["choices"][1]["text"], 2)
+    message["content"] = changed(message["content"], 1)
+    rows[3]["error"]["message"] = changed(rows[3]["error"]["message"], 7)
+    rows[4]["token_ids"][4] += 1
+    found = verify(rows)
+    assert found.code == 1 and found.report["different"] == 5 and found.report["depend_on_company"] == 0
+    places = [
+        (one["index"], one["id"], one["alone"]["field"], one["alone"]["output"], one["alone"]["offset"])
+        for one in found.report["first_differences"]
+    ]
+    assert places == [
+        (1, "a", "text", 0, 3),
+        (2, None, "choices[1].text", 1, 2),
+        (3, "c", "response.body.choices[0].message.content", 0, 1),
+        (4, None, "error.message", None, 7),
+        (5, None, "token_ids[4]", 0, 4),
+    ]
+    first = found.report["first_differences"][0]
+    assert first["alone"] == first["together"] and json.loads(first["alone"]["in_file"])[3] in "#+"
+    assert 'line 2 ("a"), alone and together: text differs from character 3 on' in found.sentences
+    assert "5 differ from the file; 5 are the same in any company, and not as in the file" in found.sentences
+
+
+def test_a_model_that_depends_on_company_is_found(
+    verify: Verify, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what the command is for: kernels whose result depends on what else is in a step."""
+    plain = CpuModel.forward
+
+    def forward(self: CpuModel, batch: Any, *rest: Any) -> Logits:
+        logits = plain(self, batch, *rest)
+        return logits if len(batch.stops) == 1 else Logits(logits.values.roll(1, dims=1))
+
+    monkeypatch.setattr(CpuModel, "forward", forward)
+    found = verify([row for row in rows if "choices" not in row])
+    differing = found.report["first_differences"]
+    assert found.code == 1 and found.report["depend_on_company"] == found.report["different"] == len(differing) == 3
+    assert all(one["alone"] is None and one["together"] is not None for one in differing)
+    assert "3 depend on what runs beside" in found.sentences and "alone: as in the file" in found.sentences
+
+
+def test_rows_of_other_options_are_not_compared(verify: Verify, rows: list[dict[str, Any]]) -> None:
+    """Guards against differences that are none: what differs is said, and the exit code is 2."""
+    found = verify(rows, "--seed", "1", "--max-tokens", "3")
+    assert found.code == 2 and (found.report["other_options"], found.report["compared"]) == (4, 1)
+    (first,) = found.report["first_other_options"]
+    assert first["index"] == 1 and first["rows"] == 4 and first["made_with"].startswith("other sampling parameters")
+    assert "4 rows were made with other sampling parameters" in found.sentences
+    rows[0]["text"] = "?"
+    assert verify(rows[:1], "--seed", "1").sentences.endswith("none of 1 sampled row could be run again\n")
+
+
+def test_what_cannot_be_run_again_is_left_out(verify: Verify, rows: list[dict[str, Any]]) -> None:
+    """Guards answers of tools and commands, rows without a line, rows that a later one replaces, and a torn end."""
+    rows[0] |= {"validation": {"valid": True, "tries": 2, "errors": ["short"]}}
+    rows[1] |= {"tool_messages": [{"role": "tool"}]}
+    replaced = rows[4] | {"text": "replaced"}
+    torn = '{"index": 5, "id": nu'
+    found = verify([replaced, *rows, rows[2] | {"index": 99}, torn])
+    assert found.code == 2 and found.report["left_out"] == {"validated": 1, "tools": 1, "no line": 1}
+    assert (found.report["rows"], found.report["compared"], found.report["equal"]) == (6, 3, 3)
+    assert "left out: 1 row that called tools" in found.sentences
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("none.jsonl", None, "Cannot read"),
+        ("empty.jsonl", b"", "has no rows"),
+        ("other.jsonl", b'{"text": "a"}\n', "line 1: not a row of output"),
+        ("out.csv", b"index,text\n", "is a table, which has only a part of each row"),
+        ("torn.jsonl.gz", gzip.compress(b"x" * 99)[:-9], "cannot be read"),
+    ],
+)
+def test_files_that_are_no_output(
+    verify: Verify, tmp_path: Path, name: str, content: bytes | None, sentence: str
+) -> None:
+    """Guards exit code 2 and a sentence for each, before a model is loaded."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    found = verify(tmp_path / name)
+    assert (found.code, found.report) == (2, {}) and sentence in found.sentences
+
+
+def test_a_sample_that_is_none_is_refused(verify: Verify, finished: Path) -> None:
+    """Guards the option's sentence."""
+    found = verify(finished / "out.jsonl", "--sample", "0")
+    assert found.code == 2 and "'0' is neither a number of rows from 1 on nor a share such as 5%" in found.sentences
+
+
+def test_an_interruption_ends_a_pass() -> None:
+    """Guards Ctrl-C: the pass ends, and so does the command, with the exit code of the signal."""
+    stopped: list[bool] = []
+    source = SimpleNamespace(
+        finished=lambda lines: (rows for rows in [[], []]), release=lambda _: None, stop=lambda: stopped.append(True)
+    )
+    driver: Any = SimpleNamespace(open=lambda *_, **__: source)
+    recomputation = Recomputation(driver, RowOptions())
+    passing = recomputation.rows([Line(0, b"{}")], alone=True)
+    next(passing)
+    recomputation.interrupt(signal.SIGINT)
+    with pytest.raises(Interrupted) as raised:
+        list(passing)
+    assert stopped == [True] and raised.value.exit_code == 130
+    with pytest.raises(Interrupted):
+        list(recomputation.rows([], alone=False))
