@@ -51,7 +51,9 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.lines import MAX_LINE_BYTES as MAX_LINE_BYTES
     from cbatch.engine.batch.lines import Line as Line
     from cbatch.engine.batch.lines import read_lines as read_lines
-    from cbatch.engine.batch.output_forecast import ends_by_limit as ends_by_limit
+    from cbatch.engine.batch.ordering.output_forecast import ends_by_limit as ends_by_limit
+    from cbatch.engine.batch.ordering.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN as PROMPT_TOKENS_PER_OUTPUT_TOKEN
+    from cbatch.engine.batch.ordering.work_ahead import WorkAhead as WorkAhead
     from cbatch.engine.batch.output_row import OutputRow as OutputRow
     from cbatch.engine.batch.output_row import RowOutcome as RowOutcome
     from cbatch.engine.batch.pipeline import Pipeline as Pipeline
@@ -81,8 +83,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.unfinished.token_journal import DEFAULT_INTERVAL_S as DEFAULT_INTERVAL_S
     from cbatch.engine.batch.unfinished.token_journal import TokenJournalConfig as TokenJournalConfig
     from cbatch.engine.batch.unfinished.token_journal import is_token_journal as is_token_journal
-    from cbatch.engine.batch.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN as PROMPT_TOKENS_PER_OUTPUT_TOKEN
-    from cbatch.engine.batch.work_ahead import WorkAhead as WorkAhead
     from cbatch.engine.batch.writer import FileWriter as FileWriter
     from cbatch.engine.batch.writer import RowWriter as RowWriter
     from cbatch.engine.batch.writer import StreamWriter as StreamWriter

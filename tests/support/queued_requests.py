@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cbatch.engine import EncodedRequest, OutputProcessor, RequestHandle, SamplingParams
-from cbatch.engine.batch.work_order import QueuedRequest
+from cbatch.engine.batch.ordering.work_order import QueuedRequest
 
 
 def encoded(prompt: int | Sequence[int] = 4, priority: int = 0, **params: Any) -> EncodedRequest:

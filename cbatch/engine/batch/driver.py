@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.ordering.work_ahead import WorkAhead
 from cbatch.engine.batch.output_row import OutputRow
 from cbatch.engine.batch.row_options import RowOptions
-from cbatch.engine.batch.work_ahead import WorkAhead
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.scheduler.limits import EngineLimits
 

@@ -9,11 +9,11 @@ from cbatch.engine.batch.driver import ReplicaStatus, StreamObserver
 from cbatch.engine.batch.jsonl import format_row
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
+from cbatch.engine.batch.ordering.work_ahead import WorkAhead
 from cbatch.engine.batch.output_row import OutputRow, RowOutcome
 from cbatch.engine.batch.row_options import RowOptions
 from cbatch.engine.batch.row_stream import FinishedRow, RowStream
 from cbatch.engine.batch.window import default_window
-from cbatch.engine.batch.work_ahead import WorkAhead
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.execution.stats import EngineStats
 from cbatch.engine.requests.completion import Completion

@@ -27,13 +27,13 @@ from cbatch.engine.base.errors import EngineError
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.batch.cache.cached_outputs import WaitingRow
 from cbatch.engine.batch.driver import StreamObserver
-from cbatch.engine.batch.engine_feed import EngineFeed
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
-from cbatch.engine.batch.output_forecast import OutputForecast, output_limit
+from cbatch.engine.batch.ordering.engine_feed import EngineFeed
+from cbatch.engine.batch.ordering.output_forecast import OutputForecast, output_limit
+from cbatch.engine.batch.ordering.work_ahead import WorkAhead
+from cbatch.engine.batch.ordering.work_order import QueuedRequest
 from cbatch.engine.batch.window import Window
-from cbatch.engine.batch.work_ahead import WorkAhead
-from cbatch.engine.batch.work_order import QueuedRequest
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion, Timing
 from cbatch.engine.requests.output_processor import OutputProcessor

@@ -116,8 +116,12 @@ class CudaModel:
 
     @property
     def batch_invariant(self) -> bool:
-        """Recurrent layers are not: they go tile by tile in prompts, and token by token afterwards. Adapters neither."""
-        return self.ops.batch_invariant and not self.states and self._adapters is None
+        """Recurrent layers are not, which go tile by tile in prompts and token by token afterwards, nor are adapters."""
+        return self.ops.batch_invariant and not self.states and not self.has_adapters
+
+    @property
+    def has_adapters(self) -> bool:
+        return self._adapters is not None
 
     @property
     def weight_bytes(self) -> int:

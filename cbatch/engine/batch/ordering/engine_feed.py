@@ -6,9 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from cbatch.engine.batch.output_forecast import OutputForecast
-from cbatch.engine.batch.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN, WorkAhead
-from cbatch.engine.batch.work_order import QueuedRequest, WorkOrder
+from cbatch.engine.batch.ordering.output_forecast import OutputForecast
+from cbatch.engine.batch.ordering.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN, WorkAhead
+from cbatch.engine.batch.ordering.work_order import QueuedRequest, WorkOrder
 from cbatch.engine.engine_thread import EngineThread
 
 LEAD = 0.25

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cbatch.engine import RequestHandle, TokenEvent
-from cbatch.engine.batch.engine_feed import EngineFeed
-from cbatch.engine.batch.output_forecast import OutputForecast
-from cbatch.engine.batch.work_order import QueuedRequest
+from cbatch.engine.batch.ordering.engine_feed import EngineFeed
+from cbatch.engine.batch.ordering.output_forecast import OutputForecast
+from cbatch.engine.batch.ordering.work_order import QueuedRequest
 from tests.support.queued_requests import encoded, queued
 
 

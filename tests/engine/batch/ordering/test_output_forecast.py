@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.engine.batch.output_forecast import LEAST_SAMPLES, OutputForecast, ends_by_limit, output_limit
+from cbatch.engine.batch.ordering.output_forecast import LEAST_SAMPLES, OutputForecast, ends_by_limit, output_limit
 from cbatch.engine.scheduler.forecast import PRIOR
 from cbatch.engine.scheduler.limits import SequenceLimits
 from tests.support.queued_requests import encoded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cbatch.engine.batch.work_order import LEAST_BEGINNING, QueuedRequest, WorkOrder, beginning_of
+from cbatch.engine.batch.ordering.work_order import LEAST_BEGINNING, QueuedRequest, WorkOrder, beginning_of
 from tests.support.queued_requests import encoded, queued
 
 

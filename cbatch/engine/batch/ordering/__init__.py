@@ -1,0 +1,1 @@
+"""Which of the rows that were read the engine gets next, and what is still ahead."""
