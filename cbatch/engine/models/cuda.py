@@ -116,7 +116,7 @@ class CudaModel:
 
     @property
     def batch_invariant(self) -> bool:
-        """Recurrent layers are not, which go tile by tile in prompts and token by token afterwards, nor are adapters."""
+        """Adapters are not, nor recurrent layers, which go tile by tile in prompts and token by token afterwards."""
         return self.ops.batch_invariant and not self.states and not self.has_adapters
 
     @property
