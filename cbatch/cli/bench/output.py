@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from cbatch.cli.bench.load.results import Capacity, LoadReport
 from cbatch.cli.bench.render import tables
+from cbatch.cli.bench.render.report import comparison, load
+from cbatch.cli.bench.render.report.common import Occasion
+from cbatch.cli.bench.render.report.html import Picture, render_page
 from cbatch.cli.bench.render.tables import markdown_lines, seconds
 from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
+from cbatch.cli.common.configured_command import command_line
 from cbatch.cli.common.console import emit, notice, safe
 from cbatch.engine import ConfigError
 
 Report = ComparisonReport | LoadReport
 
+ALTS = comparison.ALTS | load.ALTS
+
 WIDTH = 100
 """Columns of the timeline if stdout is not a terminal."""
-
-NOT_ON_PAGE = ("strategy", "title", "elapsed_s_of_rounds", "first_error", "first_difference")
 
 
 def print_report(report: Report) -> None:
@@ -36,16 +40,13 @@ def print_report(report: Report) -> None:
 
 
 def _print_comparison(report: ComparisonReport) -> None:
-    work, rates, techniques, options = report.work, report.rates, report.techniques, report.options
+    work, techniques, options = report.work, report.techniques, report.options
     emit(
         f"{len(work.prompts)} requests ({safe(work.source)}), {work.prompt_tokens:,} prompt and "
         f"{work.output_tokens:,} output tokens, {options.batch_size} slots, median of {options.rounds}"
     )
     _print_block(markdown_lines(tables.strategy_table(report.strategies)))
-    emit(
-        f"\nThe roofline allows {seconds(report.bound.seconds)}: this device copies "
-        f"{rates.bytes_per_s / 1e9:,.0f} GB/s and multiplies {rates.flops_per_s / 1e12:,.2f} TFLOP/s."
-    )
+    emit("\n" + tables.roofline_sentence(report.bound, report.rates))
     for sentence in report.assumed:
         emit(sentence)
     _print_block(markdown_lines(tables.waste_table(report.runs)))
@@ -84,45 +85,46 @@ def write_files(report: Report) -> None:
     if not plot and not page:
         return
     try:
-        pictures = _draw_pictures(report, Path(plot) if plot else None)
+        pictures = _draw_pictures(report)
+        if plot:
+            _write_pictures(Path(plot), pictures)
         if page:
             _write_page(Path(page), report, pictures)
     except OSError as error:
         raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
 
 
-def _draw_pictures(report: Report, folder: Path | None) -> dict[str, str]:
-    """Draws all pictures, writes them into the folder, if any, and returns the SVG texts by title."""
-    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
+def _draw_pictures(report: Report) -> dict[str, Picture]:
+    """All pictures by title. Says on stderr why there are none."""
+    from cbatch.cli.bench.render.dark import dark_variant
+    from cbatch.cli.bench.render.plots import draw_comparison, draw_load
 
     if isinstance(report, ComparisonReport):
-        pictures = draw_all(report.records, report.runs, {}, "")
+        drawn = draw_comparison(report.records, report.strategies)
     else:
-        loads = report.runs if isinstance(report.found, Capacity) else {}
-        pictures = draw_all({}, {}, loads, f"TTFT {seconds(report.slo.ttft_s)}, {report.slo.tps:g} tokens/s")
-    if folder is not None:
-        for title, svg in pictures.items():
-            (folder / FILE_NAMES[title]).write_text(svg, encoding="utf-8")
-        notice(f"{len(pictures)} pictures are in {safe(str(folder))}")
-    return pictures
+        drawn = draw_load(report)
+    if not drawn:
+        notice("there is no picture, because no answer came that could be judged; use a longer --duration")
+    return {title: Picture(title, ALTS[title], svg, dark_variant(svg)) for title, svg in drawn.items()}
 
 
-def _write_page(path: Path, report: Report, pictures: Mapping[str, str]) -> None:
-    from cbatch.cli.bench.render.report import html_report
+def _write_pictures(folder: Path, pictures: Mapping[str, Picture]) -> None:
+    from cbatch.cli.bench.render.plots import FILE_NAMES
 
-    data = report.to_json()
-    sections: dict[str, Any] = {"title": "cbatch bench"} | {name: data[name] for name in ("model", "machine", "work")}
+    for title, picture in pictures.items():
+        path = folder / FILE_NAMES[title]
+        path.write_text(picture.light, encoding="utf-8")
+        path.with_stem(f"{path.stem}-dark").write_text(picture.dark, encoding="utf-8")
+    if pictures:
+        count = f"{len(pictures)} pictures are" if len(pictures) > 1 else "1 picture is"
+        notice(f"{count} in {safe(str(folder))}, for light and for dark pages")
+
+
+def _write_page(path: Path, report: Report, pictures: Mapping[str, Picture]) -> None:
+    occasion = Occasion(command_line(), time.strftime("%d %B %Y").lstrip("0"))
     if isinstance(report, ComparisonReport):
-        sections["strategies"] = {entry["title"]: _on_page(entry) for entry in data["strategies"]}
-        sections["roofline"] = {name: value for name, value in data["roofline"].items() if name != "assumed"}
-        sections |= data.get("techniques", {})
-    elif isinstance(report.found, Capacity):
-        sections["load"] = [_on_page(entry) for entry in data["points"]]
+        page = comparison.comparison_page(report, pictures, occasion)
     else:
-        sections["load"] = _on_page(data["load"])
-    path.write_text(html_report(sections, pictures), encoding="utf-8")
+        page = load.load_page(report, pictures, occasion)
+    path.write_text(render_page(page), encoding="utf-8")
     notice(f"the report is {safe(str(path))}")
-
-
-def _on_page(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name not in NOT_ON_PAGE}

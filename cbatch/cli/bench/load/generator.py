@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable
 
-from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult
+from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, TimedAnswer
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.bench.options import BenchOptions, parse_duration
 from cbatch.cli.bench.results import Machine, describe_model
@@ -210,6 +210,7 @@ class _LoadGenerator:
             output_tokens=sum(len(turn.tokens) for turn in turns),
             elapsed_s=end - self._began,
             worst_lag_s=self._worst_lag,
+            timed=[_timed(turn, slo, self._began, end) for turn in turns],
         )
 
 
@@ -220,3 +221,9 @@ def _has_ttft(turn: Turn, slo: SLO, end: float) -> bool:
 
 def _share(met: list[bool]) -> float | None:
     return sum(met) / len(met) if met else None
+
+
+def _timed(turn: Turn, slo: SLO, began: float, end: float) -> TimedAnswer:
+    waited = turn.waited_s(end) if _has_ttft(turn, slo, end) else None
+    speed = 1 / turn.tpot_s if turn.tpot_s else None
+    return TimedAnswer(turn.user.number, turn.asked - began, waited, speed)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.results import Machine
 from cbatch.cli.common.percentiles import Percentiles
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """One answer of a load, for a picture.
+
+    user:         number of the user who asked
+    asked_s:      seconds from the start of the load to the question
+    ttft_s:       seconds to the first token; if it is late and never came, the time until the end; None if it had not
+                  come yet
+    tokens_per_s: after the first token; None if there was no second one
+    """
+
+    user: int
+    asked_s: float
+    ttft_s: float | None
+    tokens_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +42,7 @@ class LoadResult:
     tpot_s:                  seconds a token after the first, of an answer
     worst_lag_s:             how late a question was asked at most. If it is long, this program was too slow to
                              generate the load, and the load was less than intended.
+    timed:                   every answer, for a picture
     """
 
     users: int
@@ -41,6 +60,7 @@ class LoadResult:
     output_tokens: int
     elapsed_s: float
     worst_lag_s: float
+    timed: Sequence[TimedAnswer] = field(default=(), repr=False)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -52,7 +72,8 @@ class LoadResult:
         return self.users_served is not None and self.ttft_s.p50 is not None and bool(self.tpot_s.p50)
 
     def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
+        data = asdict(replace(self, timed=()))
+        del data["timed"]
         for name in ("users_served", "answers_served"):
             data[f"{name}_share"] = data.pop(name)
         return data | {"output_tokens_per_s": self.output_tokens_per_s}
@@ -79,7 +100,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One load, or the search for the most users."""
+    """One load, or the search for the most users.
+
+    rounds: the results of every round, by number of users, if there were several
+    """
 
     options: BenchOptions
     machine: Machine
@@ -87,6 +111,7 @@ class LoadReport:
     scenario: Scenario
     slo: SLO
     found: LoadResult | Capacity
+    rounds: dict[int, list[LoadResult]] = field(default_factory=dict)
 
     @property
     def runs(self) -> dict[int, LoadResult]:
