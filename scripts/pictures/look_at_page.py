@@ -2,7 +2,7 @@
 
     python -m scripts.pictures.look_at_page docs/bench/report.html -o screens
 
-Writes a picture of each into a folder, all of the page or what stands at its top (`--top`); `--open` unfolds the details.
+Writes a picture of each into a folder: of all of the page, or of its top (`--top`). `--open` unfolds the details.
 Fails if anything outside of a box that scrolls reaches beyond the screen.
 """
 

@@ -36,12 +36,15 @@ DRAWINGS = {
         "--ablate kv-cache,ragged,dynamic --peer transformers-generate,transformers-cb", ("utilisation", "speed")
     ),
     "step": Drawing(
-        "--strategies continuous --rounds 1 --batch-size 6 --requests 24 --input-len 24:96 --output-len 32:96", ("step",)
+        "--strategies continuous --rounds 1 --batch-size 6 --requests 24 --input-len 24:96 --output-len 32:96",
+        ("step",),
     ),
     "speculation": Drawing(
         "rows.jsonl --strategies continuous --batch-size 2 --ablate speculation", ("speculation",), has_rows=True
     ),
-    "users": Drawing("--users 64 --rate 4 --duration 20s --think 1s --input-len 16:128 --output-len 16:128", ("users",)),
+    "users": Drawing(
+        "--users 64 --rate 4 --duration 20s --think 1s --input-len 16:128 --output-len 16:128", ("users",)
+    ),
     "load": Drawing(
         "--users 512 --find-capacity --duration 8s --think 1s --input-len 16:128 --output-len 16:128 --max-seqs 128 "
         "--target-step-ms 18",
@@ -67,7 +70,9 @@ def draw(drawing: Drawing, folder: Path) -> None:
         print(" ".join(command), flush=True)
         subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
         for kept in drawing.keeps:
-            files = [place / kept] if "." in kept else [place / "pictures" / f"{kept}{end}.svg" for end in ("", "-dark")]
+            files = (
+                [place / kept] if "." in kept else [place / "pictures" / f"{kept}{end}.svg" for end in ("", "-dark")]
+            )
             for file in files:
                 shutil.copy(file, folder)
                 print(f"  {file.name}, {file.stat().st_size / 1000:,.0f} kB", flush=True)

@@ -127,9 +127,7 @@ def make_comparison(*kinds: str) -> ComparisonReport:
     if "replicas" in kinds:
         figures = [ReplicaFigures(f"cpu:{n}", "ready", 2, 5, 0, 3, 4, 0, 0.1, 0, 0, "") for n in range(2)]
         ttft, tpot = Percentiles(1.5, 2.0, 2.5), Percentiles(0.5, 0.6, 0.7)
-        results.append(
-            result_of("replicas", "2 replicas", ReplicaMetrics(3.0, 2.0, ttft, tpot, 4, 0, 0, 0, figures))
-        )
+        results.append(result_of("replicas", "2 replicas", ReplicaMetrics(3.0, 2.0, ttft, tpot, 4, 0, 0, 0, figures)))
     return ComparisonReport(
         options=bench_options("--batch-size", "2"),
         machine=MACHINE,

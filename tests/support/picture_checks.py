@@ -37,9 +37,7 @@ def misplaced_texts(figure: Any) -> list[str]:
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in _texts(figure)]
     width, height = figure.bbox.width, figure.bbox.height
     outside = [
-        f"{words!r} is outside"
-        for words, box in boxes
-        if box.x0 < 0 or box.y0 < 0 or box.x1 > width or box.y1 > height
+        f"{words!r} is outside" for words, box in boxes if box.x0 < 0 or box.y0 < 0 or box.x1 > width or box.y1 > height
     ]
     over = [
         f"{words!r} is over {others!r}"

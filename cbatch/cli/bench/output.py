@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from cbatch.cli.bench.render.report.html import Picture, render_page
 from cbatch.cli.bench.render.tables import markdown_lines, seconds
 from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
-from cbatch.cli.common.configured_command import command_line
 from cbatch.cli.common.console import emit, notice, safe
 from cbatch.engine import ConfigError
 
@@ -84,10 +82,12 @@ def write_files(report: Report) -> None:
     plot, page = report.options.plot, report.options.report
     if not plot and not page:
         return
+    from cbatch.cli.bench.render.plots import FILE_NAMES
+
     try:
         pictures = _draw_pictures(report)
         if plot:
-            _write_pictures(Path(plot), pictures)
+            write_pictures(Path(plot), {FILE_NAMES[title]: picture for title, picture in pictures.items()})
         if page:
             _write_page(Path(page), report, pictures)
     except OSError as error:
@@ -108,11 +108,10 @@ def _draw_pictures(report: Report) -> dict[str, Picture]:
     return {title: Picture(title, ALTS[title], svg, dark_variant(svg)) for title, svg in drawn.items()}
 
 
-def _write_pictures(folder: Path, pictures: Mapping[str, Picture]) -> None:
-    from cbatch.cli.bench.render.plots import FILE_NAMES
-
-    for title, picture in pictures.items():
-        path = folder / FILE_NAMES[title]
+def write_pictures(folder: Path, pictures: Mapping[str, Picture]) -> None:
+    """Writes each picture into a folder, for light and for dark pages.  pictures: by file name"""
+    for name, picture in pictures.items():
+        path = folder / name
         path.write_text(picture.light, encoding="utf-8")
         path.with_stem(f"{path.stem}-dark").write_text(picture.dark, encoding="utf-8")
     if pictures:
@@ -121,7 +120,7 @@ def _write_pictures(folder: Path, pictures: Mapping[str, Picture]) -> None:
 
 
 def _write_page(path: Path, report: Report, pictures: Mapping[str, Picture]) -> None:
-    occasion = Occasion(command_line(), time.strftime("%d %B %Y").lstrip("0"))
+    occasion = Occasion.now()
     if isinstance(report, ComparisonReport):
         page = comparison.comparison_page(report, pictures, occasion)
     else:

@@ -150,8 +150,8 @@ EXPECTED = {
     "timeline.svg": {"static batches: 8.00 s", "continuous: 6.00 s", "useful 100%, padding 0%, idle 0%, empty 0%"},
     "utilisation.svg": {
         "useful 69% of 8.00 s",
-        "useful 100% of 940.00 s, of which 9.00 s are shown",
-        "55.00 s, of which 9.00 s are shown",
+        "useful 100% of 15.7 min, of which 9.00 s are shown",
+        "55.0 s, of which 9.00 s are shown",
         "only the time is known",
         "padding",
     },
@@ -165,7 +165,7 @@ EXPECTED = {
     },
     "speculation.svg": {"20 of 40 drafted tokens of the run were accepted.", "request 0", "1.5", "1.0", "rejected"},
     "load.svg": {"users at once", "the objective (SLO)", "4 users", "16", "100 ms", "100%"},
-    "users.svg": {"5 users of 9 came, and their answers", "9 asked for", "500 ms", "answer within the objective"},
+    "users.svg": {"5 users of 9, and their answers", "9 asked for", "500 ms", "answer within the objective"},
 }
 
 
@@ -292,7 +292,7 @@ def test_long_runs_are_cut() -> None:
     assert visible_end([0.42, 3.0]) == 3.0 and visible_end([2.0]) == 2.0 and visible_end([]) == 1.0
     assert log_limits([0.0, 2.0, 8.0], 2) == (1.0, 16.0)
     assert log_ticks(0.8, 30) == [1, 2, 5, 10, 20] and log_ticks(0.001, 1000, 3) == [0.001, 1.0, 1000]
-    assert log_ticks(200, 768) == [200, 500]
+    assert log_ticks(200, 768) == [200, 300, 400, 500, 600] and log_ticks(200, 900) == [200, 500]
 
 
 def test_pictures_of_little() -> None:
@@ -376,3 +376,13 @@ def test_missing_matplotlib_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run_command(["bench", option, str(tmp_path / "out"), "-m", "no/model"]) == 2
     assert "pip install 'cbatch[plot]'" in capsys.readouterr().err
+
+
+def test_stairs_lose_only_what_nobody_sees() -> None:
+    """Guards small files: neighbours that differ by less than can be seen are one step, and no drift adds up."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    from cbatch.cli.bench.render.utilisation_plot import without_repeats
+
+    assert without_repeats([0, 1, 2, 3], [0, 0, 0], [1, 1, 0.5]) == ([0, 2, 3], [0, 0], [1, 0.5])
+    edges, _, highs = without_repeats(range(101), [0] * 100, [n / 1000 for n in range(100)])
+    assert edges[:3] == [0, 5, 10] and edges[-1] == 100 and highs[:2] == [0, 0.005]

@@ -177,14 +177,18 @@ def test_nothing_is_wider_than_a_screen() -> None:
     text = render_page(page_of(make_report("strategies")))
     page = Elements(text)
     assert page.too_wide == [] and {"table", "img", "details", "picture"} <= page.tags
-    assert re.search(r"\.wide \{[^}]*overflow-x: auto", text) and re.search(r"body \{[^}]*overflow-wrap: anywhere", text)
+    assert re.search(r"\.wide \{[^}]*overflow-x: auto", text) and re.search(
+        r"body \{[^}]*overflow-wrap: anywhere", text
+    )
     assert Elements("<p>beside</p><table></table>").too_wide == ["table"], "a table without a box is found"
 
 
 def test_pictures_are_for_light_and_dark() -> None:
     """Guards both: the page has its own colours for dark screens, and each picture brings one for them."""
     text = render_page(page_of(make_report("strategies")))
-    sources = re.findall(r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)"><img[^>]* src="([^"]+)"', text)
+    sources = re.findall(
+        r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)"><img[^>]* src="([^"]+)"', text
+    )
     assert len(sources) == text.count("<img") == 4
     assert set(sources) == {PICTURES["Timeline"].sources[::-1]}
     assert "color-scheme: light dark" in text and "@media (prefers-color-scheme: dark)" in text
@@ -204,7 +208,20 @@ def test_units() -> None:
     assert [units.duration(value) for value in (None, 12e-6, 0.0054, 0.0188, 0.772, 1.314, 9.999, 65, 940, 9000)] == [
         "–", "12.0 µs", "5.40 ms", "18.8 ms", "772 ms", "1.31 s", "10.0 s", "65.0 s", "15.7 min", "2.50 h",
     ]  # fmt: skip
-    assert [units.share(value) for value in (None, 0, 0.001, 0.6, 0.9964, 1)] == ["–", "0%", "<1%", "60%", "99.6%", "100%"]
+    assert [units.share(value) for value in (None, 0, 0.001, 0.6, 0.9964, 1)] == [
+        "–",
+        "0%",
+        "<1%",
+        "60%",
+        "99.6%",
+        "100%",
+    ]
     assert [units.times(value) for value in (0.008, 0.1, 2.34, 1234)] == ["0.01 ×", "0.1 ×", "2.3 ×", "1,234 ×"]
-    assert [units.per_second(value) for value in (None, 0.109, 1.0, 50, 5087.4)] == ["–", "0.109", "1.00", "50.0", "5,087"]
+    assert [units.per_second(value) for value in (None, 0.109, 1.0, 50, 5087.4)] == [
+        "–",
+        "0.109",
+        "1.00",
+        "50.0",
+        "5,087",
+    ]
     assert [units.round_duration(value) for value in (0.5, 1, 20, 1500)] == ["500 ms", "1 s", "20 s", "1,500 s"]

@@ -45,17 +45,13 @@ def plot_load(runs: Runs, slo: SLO, capacity: int, served_share: float) -> Figur
         | {"the objective (SLO)": style.TARGET},
     )
     width = (style.WIDTH - LEFT - RIGHT - 2 * GAP) / 3
-    first, speed, within = (
-        style.add_axes(figure, LEFT + n * (width + GAP), TOP, width, HEIGHT) for n in range(3)
-    )
+    first, speed, within = (style.add_axes(figure, LEFT + n * (width + GAP), TOP, width, HEIGHT) for n in range(3))
     _draw(first, runs, {FAR: lambda run: run.ttft_s.p99, style.TEXT: lambda run: run.ttft_s.p50})
     _scale(first, runs, lambda run: [run.ttft_s.p50, run.ttft_s.p99], slo.ttft_s, units.round_duration)
     first.set_title("time to the first token", pad=6)
     # Nine in ten users have at least the speed p10, for their time per token is at most p90.
     _draw(speed, runs, {FAR: lambda run: _inverse(run.tpot_s.p90), style.TEXT: lambda run: _inverse(run.tpot_s.p50)})
-    _scale(
-        speed, runs, lambda run: [_inverse(run.tpot_s.p90), _inverse(run.tpot_s.p50)], slo.tps, units.plain
-    )
+    _scale(speed, runs, lambda run: [_inverse(run.tpot_s.p90), _inverse(run.tpot_s.p50)], slo.tps, units.plain)
     speed.set_title("output tokens/s of a user", pad=6)
     _draw(within, runs, {style.TEXT: lambda run: run.users_served})
     within.axhline(served_share, color=style.TARGET, linewidth=1.2, linestyle=(0, (4, 3)))
@@ -112,5 +108,5 @@ def _finish(axes: Axes, users: Sequence[int]) -> None:
     powers = [count for count in users if count & (count - 1) == 0] if len(users) > 5 else list(users)
     ticks = powers[(len(powers) - 1) % 2 :: 2] if len(powers) > 6 else powers  # so that the numbers do not overlap
     axes.set_xticks(ticks, [f"{count:,}" for count in ticks])
-    axes.xaxis.minorticks_off()
+    axes.minorticks_off()
     axes.set_xlabel("users at once")

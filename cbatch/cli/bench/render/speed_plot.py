@@ -47,9 +47,7 @@ def speed_rows(results: Sequence[AnyResult]) -> list[SpeedRow]:
         if isinstance(metrics, PeerMetrics):
             rows.append(SpeedRow(result.title, style.PEER, metrics.output_tokens_per_s, None, None))
         else:
-            rows.append(
-                SpeedRow(result.title, colour, metrics.output_tokens_per_s, metrics.ttft_s, metrics.tpot_s)
-            )
+            rows.append(SpeedRow(result.title, colour, metrics.output_tokens_per_s, metrics.ttft_s, metrics.tpot_s))
     return rows
 
 
@@ -62,7 +60,7 @@ def plot_speed(rows: Sequence[SpeedRow]) -> Figure:
     )
     used = {row.colour for row in rows}
     style.add_legend(figure, {label: colour for label, colour in COLOURS.items() if colour in used})
-    left = 0.3 + 0.078 * max(len(row.title) for row in rows)
+    left = 0.3 + 0.07 * max(len(row.title) for row in rows)
     width = (style.WIDTH - left - RIGHT - NUMBER - 2 * PAIR - 2 * GAP) / 3
     for place, row in enumerate(rows):
         if row.colour == style.HIGHLIGHT:
@@ -76,7 +74,7 @@ def plot_speed(rows: Sequence[SpeedRow]) -> Figure:
 
 
 def _draw_rates(axes: Axes, rows: Sequence[SpeedRow]) -> None:
-    _finish(axes, "output tokens/s", [row.output_tokens_per_s for row in rows], len(rows), units.plain)
+    _finish(axes, "output tokens/s", [row.output_tokens_per_s for row in rows], len(rows), units.plain, most=3)
     for place, row in enumerate(rows):
         axes.plot([row.output_tokens_per_s], [place], "o", color=row.colour, markersize=7, clip_on=False)
         _write(axes, place, units.per_second(row.output_tokens_per_s), row)
@@ -86,12 +84,10 @@ def _draw_rates(axes: Axes, rows: Sequence[SpeedRow]) -> None:
     axes.tick_params(axis="y", left=False, labelcolor=style.TEXT, labelsize=9)
 
 
-def _draw_times(
-    axes: Axes, rows: Sequence[SpeedRow], title: str, of: Callable[[SpeedRow], Percentiles | None]
-) -> None:
+def _draw_times(axes: Axes, rows: Sequence[SpeedRow], title: str, of: Callable[[SpeedRow], Percentiles | None]) -> None:
     found = [(place, row, times) for place, row in enumerate(rows) if (times := of(row)) is not None and times.p50]
     values = [time for _, _, times in found for time in (times.p50, times.p90, times.p99) if time]
-    _finish(axes, title, values, len(rows), units.round_duration)
+    _finish(axes, title, values, len(rows), units.round_duration, most=2)
     axes.set_yticks([])
     for place, row, times in found:
         axes.plot([times.p50, times.p99], [place, place], color=row.colour, linewidth=1.6)
@@ -105,8 +101,10 @@ def _draw_times(
             _write(axes, place, "not known", row)
 
 
-def _finish(axes: Axes, title: str, values: Sequence[float], count: int, words: Callable[[float], str]) -> None:
-    style.set_log_scale(axes, "x", style.log_limits(values), words, most=3)
+def _finish(
+    axes: Axes, title: str, values: Sequence[float], count: int, words: Callable[[float], str], *, most: int
+) -> None:
+    style.set_log_scale(axes, "x", style.log_limits(values), words, most)
     axes.set_title(title, pad=6)
     axes.set_ylim(count - 0.5, -0.5)
     axes.spines[["left"]].set_visible(False)

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import offset_copy
 
-
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RunRecord
 from cbatch.cli.bench.render.style import (
     BACKGROUND,
@@ -184,7 +183,8 @@ def _draw_blocks(axes: Axes, drawn: list[DrawnChunk], block_size: int, width: fl
         axes.barh([0] * len(lefts), block_size, left=lefts, height=1, fill=False, edgecolor=BACKGROUND, linewidth=1)
         for left, block in zip(lefts, chunk.table, strict=True):
             if has_numbers:
-                middle = left + block_size / 2
+                old = min(max(start - left, 0), block_size)
+                middle = left + (old if old >= block_size / 2 else old + block_size) / 2  # in the larger part
                 _number(axes, middle, block, ink_on(chunk.colour) if start <= middle < start + tokens else TEXT)
     _name(axes, 0, "blocks")
 

@@ -138,7 +138,7 @@ def add_legend(figure: Figure, colours: Mapping[str, str] = KINDS_BY_LABEL) -> N
         square.set_gid(f"{LEGEND}-{colour[1:]}")
         figure.add_artist(square)
         figure.text((x + 0.18) / width, y, label, size=9, va="bottom", color=TEXT)
-        x += 0.45 + 0.075 * len(label)
+        x += 0.42 + 0.068 * len(label)
 
 
 def log_ticks(low: float, high: float, most: int = 5) -> list[float]:

@@ -27,7 +27,7 @@ def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
     )
     style.add_legend(figure)
     hspace = 0.38 * len(slots) / max(sum(slots) * lane, 0.1)
-    panels = style.axes_grid(figure, slots, left=0.5, top=1.1, bottom=0.45, hspace=hspace)
+    panels = style.axes_grid(figure, slots, left=0.6, top=1.1, bottom=0.45, hspace=hspace)
     end = max(record.elapsed_s for record in records.values()) or 1.0
     for axes, (title, record) in zip(panels, records.items(), strict=True):
         _draw_lanes(axes, record, end, labels=lane > 0.12)
@@ -60,7 +60,7 @@ def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> N
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
     axes.set_yticks([0, record.slots - 1] if record.slots > 1 else [0])
-    axes.set_ylabel("slot", labelpad=-2)
+    axes.set_ylabel("slot", labelpad=3)
 
 
 def _box(interval: Interval) -> list[tuple[float, float]]:

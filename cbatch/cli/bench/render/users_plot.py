@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cbatch.cli.bench.load.results import LoadResult, TimedAnswer
+from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.load.users import SLO
 from cbatch.cli.bench.render import style, units
 
@@ -25,15 +25,27 @@ def plot_users(result: LoadResult, slo: SLO, asked_for: int) -> Figure:
     asked_for: users that were to come
     """
     shown = result.timed[:: -(-len(result.timed) // MOST_DOTS)]
-    figure = style.new_figure(TOP + HEIGHT + BOTTOM, _title(result, asked_for), _subtitle(len(result.timed), len(shown)))
+    figure = style.new_figure(
+        TOP + HEIGHT + BOTTOM, _title(result, asked_for), _subtitle(len(result.timed), len(shown))
+    )
     colours = {"answer within the objective": MET, "answer that is not": MISSED, "the objective (SLO)": style.TARGET}
     style.add_legend(figure, colours | {"users": style.TEXT})
     width = (style.WIDTH - LEFT - RIGHT - 2 * GAP) / 3
     panels = [style.add_axes(figure, LEFT + n * (width + GAP), TOP, width, HEIGHT) for n in range(3)]
     _draw_arrivals(panels[0], result, asked_for)
-    _draw_answers(panels[1], shown, lambda one: one.ttft_s, slo.ttft_s, units.round_duration, is_met=lambda value: value <= slo.ttft_s)
+    _draw_answers(
+        panels[1],
+        [(one.asked_s, one.ttft_s, one.ttft_s <= slo.ttft_s) for one in shown if one.ttft_s],
+        slo.ttft_s,
+        units.round_duration,
+    )
     panels[1].set_title("time to the first token", pad=6)
-    _draw_answers(panels[2], shown, lambda one: one.tokens_per_s, slo.tps, units.plain, is_met=lambda value: value >= slo.tps)
+    _draw_answers(
+        panels[2],
+        [(one.asked_s, one.tokens_per_s, one.tokens_per_s >= slo.tps) for one in shown if one.tokens_per_s],
+        slo.tps,
+        units.plain,
+    )
     panels[2].set_title("output tokens/s of an answer", pad=6)
     for axes in panels:
         axes.set_xlim(0, result.elapsed_s or 1.0)
@@ -42,8 +54,8 @@ def plot_users(result: LoadResult, slo: SLO, asked_for: int) -> Figure:
 
 
 def _title(result: LoadResult, asked_for: int) -> str:
-    came = f"{result.users:,} users" if result.users != 1 else "1 user"
-    return f"{came} and their answers" if result.users >= asked_for else f"{came} of {asked_for:,} came, and their answers"
+    came = f"{result.users:,} user{'s' * (result.users != 1)}"
+    return f"{came} and their answers" if result.users >= asked_for else f"{came} of {asked_for:,}, and their answers"
 
 
 def _subtitle(count: int, shown: int) -> str:
@@ -68,19 +80,13 @@ def _draw_arrivals(axes: Axes, result: LoadResult, asked_for: int) -> None:
 
 
 def _draw_answers(
-    axes: Axes,
-    answers: Sequence[TimedAnswer],
-    value: Callable[[TimedAnswer], float | None],
-    target: float,
-    words: Callable[[float], str],
-    *,
-    is_met: Callable[[float], bool],
+    axes: Axes, answers: Sequence[tuple[float, float, bool]], target: float, words: Callable[[float], str]
 ) -> None:
-    found = [(answer.asked_s, one) for answer in answers if (one := value(answer))]
+    """answers: when each was asked for, its value, and whether it meets the target"""
     for colour, wanted in ((MET, True), (MISSED, False)):
-        dots = [(when, one) for when, one in found if is_met(one) is wanted]
+        dots = [(when, value) for when, value, is_met in answers if is_met is wanted]
         if dots:
-            axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=3, markeredgewidth=0, clip_on=False)
-    style.set_log_scale(axes, "y", style.log_limits([target, *(one for _, one in found)]), words)
+            axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4, markeredgewidth=0, clip_on=False)
+    style.set_log_scale(axes, "y", style.log_limits([target, *(value for _, value, _ in answers)]), words)
     if target > 0:
         axes.axhline(target, color=style.TARGET, linewidth=1.2, linestyle=(0, (4, 3)))

@@ -14,6 +14,9 @@ from cbatch.cli.bench.render import style, timeline, units
 BINS = 200
 """Points in time across the picture; each is a mean over its stretch."""
 
+SMALLEST_STEP = 0.004
+"""Share of the slots below which nobody sees a difference."""
+
 MOST_TIMES = 4.0
 """The picture ends with the longest run that takes at most this many times as long as the shortest."""
 
@@ -67,7 +70,7 @@ def plot_utilisation(records: Mapping[str, RunRecord], peers: Mapping[str, float
 
 
 def _summary(record: RunRecord | None, seconds: float, end: float) -> str:
-    words = f"{seconds:.2f} s"
+    words = units.duration(seconds)
     if record is not None:
         words = f"useful {timeline.whole_percents(timeline.time_shares(record))['useful']}% of {words}"
     return f"{words}, of which {units.duration(end)} are shown" if seconds > end else words
@@ -83,12 +86,22 @@ def _draw_shares(axes: Axes, record: RunRecord, end: float) -> None:
         shares = busy[kind][:shown]
         if any(shares):
             top = [below + part for below, part in zip(floor, shares, strict=True)]
-            axes.stairs(
-                top, edges[: shown + 1], baseline=floor, fill=True, color=style.KIND_COLOURS[kind], linewidth=0
-            )
+            places, lows, highs = without_repeats(edges[: shown + 1], floor, top)
+            axes.stairs(highs, places, baseline=lows, fill=True, color=style.KIND_COLOURS[kind], linewidth=0)
             floor = top
     axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
     axes.grid(axis="y")
+
+
+def without_repeats(
+    edges: Sequence[float], lows: Sequence[float], highs: Sequence[float]
+) -> tuple[list[float], list[float], list[float]]:
+    """The same stairs with fewer steps: one that nearly repeats the one before it becomes part of that one."""
+    kept = [0]
+    for n in range(1, len(lows)):
+        if max(abs(lows[n] - lows[kept[-1]]), abs(highs[n] - highs[kept[-1]])) > SMALLEST_STEP:
+            kept.append(n)
+    return [*(edges[n] for n in kept), edges[-1]], [lows[n] for n in kept], [highs[n] for n in kept]
 
 
 def _draw_break(axes: Axes) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import datetime
 
 from cbatch.cli.bench.render import tables, units
 from cbatch.cli.bench.render.report.html import Detail, Table
 from cbatch.cli.bench.results import Machine
+from cbatch.cli.common.configured_command import command_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,11 @@ class Occasion:
 
     command: str
     date: str
+
+    @classmethod
+    def now(cls) -> Occasion:
+        """Today, and the command that runs now."""
+        return cls(command_line(), f"{datetime.now():%d %B %Y}".lstrip("0"))
 
 
 def setting(machine: Machine, model: str, occasion: Occasion) -> str:

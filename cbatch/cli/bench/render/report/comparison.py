@@ -25,7 +25,7 @@ ALTS = {
     "Timeline": "One lane for each slot over time: what it computed, for which request, and when it was empty.",
     "Utilisation": "Share of the slots that compute over time, by kind of work, for each strategy.",
     "Speed": "Output tokens a second, time to the first token and time of further tokens, for each strategy.",
-    "One step": "One step: the tokens of all requests in one line, what each attends to, and the cache blocks it reads.",
+    "One step": "One step: the tokens of all requests in one line, what each attends to, and the cache blocks read.",
     "Speculation": "Tokens of some requests in each step: their own, accepted and rejected drafts.",
 }
 
@@ -43,8 +43,8 @@ def comparison_page(report: ComparisonReport, pictures: Mapping[str, Picture], o
         picture=pictures.get("Timeline"),
         table=_table(report.strategies, subject, baseline),
         method=(
-            f"{len(work.prompts):,} requests with {work.prompt_tokens:,} prompt and {work.output_tokens:,} output tokens "
-            f"({work.source}) were done in each of these ways, with {options.batch_size:,} slots. "
+            f"{len(work.prompts):,} requests with {work.prompt_tokens:,} prompt and {work.output_tokens:,} output "
+            f"tokens ({work.source}) were done in each of these ways, with {options.batch_size:,} slots. "
             f"{_rounds(options.rounds)} Strategies have the same model and kernels, and padding is computed like other "
             f"tokens, so that only the strategy differs. {setting(report.machine, report.model, occasion)}"
         ),
@@ -144,9 +144,7 @@ def _table(results: Sequence[AnyResult], subject: StrategyResult, baseline: Stra
     return Table(columns, lines, strong=list(results).index(subject))
 
 
-def _details(
-    report: ComparisonReport, done: Sequence[StrategyResult], pictures: Mapping[str, Picture]
-) -> list[Detail]:
+def _details(report: ComparisonReport, done: Sequence[StrategyResult], pictures: Mapping[str, Picture]) -> list[Detail]:
     techniques = report.techniques
     rounds = max(len(result.elapsed_s_of_rounds) for result in done)
     by_round = Table(

@@ -35,8 +35,8 @@ def load_page(report: LoadReport, pictures: Mapping[str, Picture], occasion: Occ
         table=_users_table(found) if isinstance(found, Capacity) else _percentile_table(result),
         method=(
             f"Users ask, read the answer, think for {units.round_duration(scenario.think_s)} on average and ask again. "
-            f"Questions have {options.input_len} tokens, answers {options.output_len}, conversations {scenario.turns:,} "
-            f"turn{'s' * (scenario.turns > 1)}. {lasted if is_search else came} "
+            f"Questions have {options.input_len} tokens, answers {options.output_len}, conversations "
+            f"{scenario.turns:,} turn{'s' * (scenario.turns > 1)}. {lasted if is_search else came} "
             f"{setting(report.machine, report.model, occasion)}"
         ),
         command=occasion.command,
@@ -123,7 +123,14 @@ def _users_table(found: Capacity) -> Table:
                 units.per_second(run.output_tokens_per_s),
             ]
         )
-    head = ["", "within the objective", "first token p50", "first token p99", "tokens/s of a user p10", "tokens/s of all"]
+    head = [
+        "",
+        "within the objective",
+        "first token p50",
+        "first token p99",
+        "tokens/s of a user p10",
+        "tokens/s of all",
+    ]
     return Table(head, lines, strong=shown.index(found.users) if found.users in shown else None)
 
 
