@@ -46,7 +46,7 @@ DRAWINGS = {
         "--users 64 --rate 4 --duration 20s --think 1s --input-len 16:128 --output-len 16:128", ("users",)
     ),
     "load": Drawing(
-        "--users 512 --find-capacity --duration 8s --think 1s --input-len 16:128 --output-len 16:128 --max-seqs 128 "
+        "--users 512 --find-capacity --duration 5s --think 1s --input-len 16:128 --output-len 16:128 --max-seqs 128 "
         "--target-step-ms 18",
         ("load",),
     ),

@@ -193,7 +193,8 @@ def _compact(svg: str) -> str:
     svg = re.sub(rf'<g id="(?!{LEGEND})[^"]*">', "<g>", svg)
     svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"\s*([A-Za-z])\s*", r"\1", _rounded(path[0])), svg)
     svg = re.sub(r'translate\([^)]*\)| [xy]="[^"]*"', lambda place: _rounded(place[0]), svg)
-    return re.sub(r"\n\s+", "\n", svg)
+    svg = re.sub(r"\n\s+", "\n", svg)
+    return re.sub(r"<g>\n(<(?:use|path)[^>]*/>)\n</g>", r"\1", svg)
 
 
 def _rounded(text: str) -> str:
