@@ -3,7 +3,8 @@
     python -m scripts.pictures.picture_bench
     python -m scripts.pictures.picture_bench load step
 
-Each picture is written twice, for light and for dark pages. All of it takes about five minutes on two cores.
+Each picture is written twice, for light and for dark pages. If Chromium is installed, so is the report's
+top. All of it takes about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.pictures.look_at_page import look
+
 FOLDER = Path(__file__).parents[2] / "docs" / "bench"
+
+SCREEN_WIDTH = 1000
+"""Pixels of the screens of the report."""
 
 NAMES, AGES = ("Felix", "Zoe", "Milo", "Luna", "Hugo", "Clara", "Jonas", "Nora"), (20, 31, 42, 53)
 
@@ -76,6 +82,20 @@ def draw(drawing: Drawing, folder: Path) -> None:
             for file in files:
                 shutil.copy(file, folder)
                 print(f"  {file.name}, {file.stat().st_size / 1000:,.0f} kB", flush=True)
+                if file.suffix == ".html":
+                    take_screens(folder / file.name)
+
+
+def take_screens(page: Path) -> None:
+    """Writes what stands at the top of a page, on a light and on a dark screen, beside it."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        print("  no screens of it: Chromium is not installed")
+        return
+    for dark in (False, True):
+        target = page.with_name(f"{page.stem}{'-dark' if dark else ''}.png")
+        problems = look(browser, page.read_text(), SCREEN_WIDTH, target, dark=dark, top=True)
+        print("; ".join([f"  {target.name}, {target.stat().st_size / 1000:,.0f} kB", *problems]), flush=True)
 
 
 def main(names: list[str]) -> None:

@@ -154,6 +154,17 @@ def test_every_figure() -> None:
     assert result.output_tokens_per_s == pytest.approx(33 / 9.6)
 
 
+def test_every_answer_is_timed() -> None:
+    """Guards the picture of a load: who asked when, and no time for a first token that could still have been early."""
+    timed = sorted(load(SimulatedEngine()).timed, key=lambda answer: answer.asked_s)
+    assert [answer.asked_s for answer in timed] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
+    assert {(answer.user, answer.ttft_s, answer.tokens_per_s) for answer in timed[::2]} == {(0, 0.5, 4.0)}
+    assert (timed[-1].user, timed[-1].ttft_s, timed[-1].tokens_per_s) == (1, None, None)
+    late = load(SimulatedEngine(ttft=100.0), SLO(0.05, 4.0)).timed
+    assert [answer.ttft_s for answer in late] == pytest.approx([8.6, 7.6])
+    assert "timed" not in load(SimulatedEngine()).to_json()
+
+
 @pytest.mark.parametrize("slo", [SLO(0.4, 4.0), SLO(1.0, 5.0)])
 def test_both_parts_of_the_slo(slo: SLO) -> None:
     """Guards the two ways to be too slow: the first token, and those after it."""

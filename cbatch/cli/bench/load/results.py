@@ -60,7 +60,7 @@ class LoadResult:
     output_tokens: int
     elapsed_s: float
     worst_lag_s: float
-    timed: Sequence[TimedAnswer] = field(default=(), repr=False)
+    timed: Sequence[TimedAnswer] = field(default=(), repr=False, compare=False)
 
     @property
     def output_tokens_per_s(self) -> float:

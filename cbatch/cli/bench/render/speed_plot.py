@@ -80,21 +80,24 @@ def _draw_rates(axes: Axes, rows: Sequence[SpeedRow]) -> None:
         _write(axes, place, units.per_second(row.output_tokens_per_s), row)
     axes.set_yticks(range(len(rows)), [row.title for row in rows])
     for row, label in zip(rows, axes.get_yticklabels(), strict=True):
-        label.set_weight("bold" if row.colour == style.HIGHLIGHT else "normal")
+        label.set_fontweight("bold" if row.colour == style.HIGHLIGHT else "normal")
     axes.tick_params(axis="y", left=False, labelcolor=style.TEXT, labelsize=9)
 
 
 def _draw_times(axes: Axes, rows: Sequence[SpeedRow], title: str, of: Callable[[SpeedRow], Percentiles | None]) -> None:
-    found = [(place, row, times) for place, row in enumerate(rows) if (times := of(row)) is not None and times.p50]
-    values = [time for _, _, times in found for time in (times.p50, times.p90, times.p99) if time]
+    found: list[tuple[int, SpeedRow, tuple[float, float, float]]] = []
+    for place, row in enumerate(rows):
+        if (times := of(row)) is not None and times.p50:
+            found.append((place, row, (times.p50, times.p90 or times.p50, times.p99 or times.p50)))
+    values = [time for _, _, times_of_row in found for time in times_of_row]
     _finish(axes, title, values, len(rows), units.round_duration, most=2)
     axes.set_yticks([])
-    for place, row, times in found:
-        axes.plot([times.p50, times.p99], [place, place], color=row.colour, linewidth=1.6)
-        axes.plot([times.p90], [place], "|", color=row.colour, markersize=9, markeredgewidth=1.6)
-        axes.plot([times.p99], [place], "o", color=row.colour, markersize=5.5, markerfacecolor=style.BACKGROUND)
-        axes.plot([times.p50], [place], "o", color=row.colour, markersize=7)
-        _write(axes, place, f"{units.duration(times.p50)} / {units.duration(times.p99)}", row)
+    for place, row, (p50, p90, p99) in found:
+        axes.plot([p50, p99], [place, place], color=row.colour, linewidth=1.6)
+        axes.plot([p90], [place], "|", color=row.colour, markersize=9, markeredgewidth=1.6)
+        axes.plot([p99], [place], "o", color=row.colour, markersize=5.5, markerfacecolor=style.BACKGROUND)
+        axes.plot([p50], [place], "o", color=row.colour, markersize=7)
+        _write(axes, place, f"{units.duration(p50)} / {units.duration(p99)}", row)
     known = {place for place, _, _ in found}
     for place, row in enumerate(rows):
         if place not in known:

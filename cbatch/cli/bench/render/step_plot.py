@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import offset_copy
 
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RunRecord
 from cbatch.cli.bench.render.style import (
@@ -227,9 +226,7 @@ def ink_on(colour: str) -> str:
 
 def _name(axes: Axes, y: float, words: str, colour: str = "") -> None:
     """A label to the left of a line, with a square of the request's colour."""
-    gap = -18 if colour else -6
-    axes.annotate(words, (0, y), (gap, 0), textcoords="offset points", ha="right", va="center", size=8.5, color=TEXT)
+    places: dict[str, Any] = {"xy": (0, y), "textcoords": "offset points", "ha": "right", "va": "center"}
+    axes.annotate(words, xytext=(-18 if colour else -6, 0), size=8.5, color=TEXT, **places)
     if colour:
-        beside = offset_copy(axes.transData, axes.get_figure(), x=-9, units="points")
-        gid = f"{LEGEND}-{colour[1:]}"
-        axes.plot([0], [y], "s", color=colour, markersize=7, transform=beside, clip_on=False, gid=gid)
+        axes.annotate("■", xytext=(-5, 0), size=11, color=colour, gid=f"{LEGEND}-{colour[1:]}", **places)
