@@ -22,6 +22,7 @@ BENCHMARKS = {
     "grid": "scripts.benchmarks.peers.grid",
     "host": "scripts.benchmarks.host",
     "launches": "scripts.benchmarks.launches",
+    "lengths": "scripts.benchmarks.lengths",
     "loading": "scripts.benchmarks.loading",
     "peers": "scripts.benchmarks.peers.benchmark",
     "products": "scripts.benchmarks.products",

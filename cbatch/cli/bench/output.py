@@ -47,6 +47,8 @@ def _print_comparison(report: ComparisonReport) -> None:
     emit("\n" + tables.roofline_sentence(report.bound, report.rates))
     for sentence in report.assumed:
         emit(sentence)
+    if (gain := report.gain) is not None:
+        emit(f"\n{gain.sentence}")
     _print_block(markdown_lines(tables.waste_table(report.runs)))
     _print_block(markdown_lines(tables.replica_table(report.replicas)))
     _print_block(markdown_lines(tables.memory_table(techniques.prompt_memory or [])))
@@ -67,9 +69,8 @@ def _print_load(report: LoadReport) -> None:
     if isinstance(found, Capacity):
         limit = ", the most that were tried" if found.is_limit else ""
         emit(f"\nThe SLO holds for {found.users:,} users at once{limit}.")
-    lag = max(result.worst_lag_s for result in report.runs.values())
-    if lag > 0.1:
-        emit(f"Questions were asked up to {seconds(lag)} late, so the load was less than intended.")
+    for sentence in report.remarks:
+        emit(sentence)
 
 
 def _print_block(lines: list[str]) -> None:

@@ -118,11 +118,11 @@ def _progress_state(stats: RunStats, driver: BatchDriver, total: int | None) -> 
     parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
         f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
         f"{tqdm.format_interval(left)} left" if left is not None else "",
-        f"{stats.errors.total():,} errors" if stats.errors else "",
+        format_count(stats.errors.total(), "error") if stats.errors else "",
         f"{running} of {len(each)} replicas" if running < len(each) else "",
         f"{now.num_running} run, {now.num_waiting} wait",
         f"KV {now.cache_used:.0%}",
-        f"{stats.output_tokens:,} tokens",
+        format_count(stats.output_tokens, "token"),
     ]
     return done, ", ".join(part for part in parts if part)
 
