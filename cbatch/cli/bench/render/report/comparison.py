@@ -49,7 +49,10 @@ def comparison_page(report: ComparisonReport, pictures: Mapping[str, Picture], o
             f"tokens, so that only the strategy differs. {setting(report.machine, report.model, occasion)}"
         ),
         command=occasion.command,
-        remarks=[f"{one.name}: {one.error}" for one in report.strategies if isinstance(one, FailedPeer)],
+        remarks=[
+            *([report.gain.sentence] if report.gain is not None else []),
+            *(f"{one.name}: {one.error}" for one in report.strategies if isinstance(one, FailedPeer)),
+        ],
         details=list(_details(report, done, pictures)),
     )
 
