@@ -98,7 +98,8 @@ def test_report_says_what_was_measured(kind: str) -> None:
 def test_what_is_missing_is_said() -> None:
     """Guards honest pages: a peer that failed, users who never came, and a search that found nobody served."""
     peers = page_of(make_report("peers"))
-    assert peers.remarks == [f"transformers-cb: not available here: {EVIL}"]
+    assert peers.remarks[0].startswith("Continuous batching is 1.33 ×")
+    assert peers.remarks[1:] == [f"transformers-cb: not available here: {EVIL}"]
     assert peers.table.lines[-1] == ["transformers-cb", "–", "–", "–", "–", "–"]
     assert page_of(make_report("load")).remarks == [
         "9 users were asked for; 5 came, for 4 a second come in 20 s.",
