@@ -91,6 +91,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck as KernelCheck
     from cbatch.engine.execution.stats import EngineStats as EngineStats
     from cbatch.engine.execution.stats import StepRecord as StepRecord
+    from cbatch.engine.extras import require_package as require_package
     from cbatch.engine.models.loader import LoadedModel as LoadedModel
     from cbatch.engine.models.weight_cache import WeightCache as WeightCache
     from cbatch.engine.replicas.driver import TIMEOUT_S as TIMEOUT_S

@@ -150,7 +150,8 @@ class Engine(AbstractContextManager["Engine"]):
         progress: whether to show a progress bar on stderr
 
         A prompt that cannot be served does not raise: its completion has an `error`. Raises RequestError if the
-        arguments themselves are wrong, and EngineError if the engine is closed.
+        arguments themselves are wrong, ConfigError if they need a package that is not installed, and EngineError if the
+        engine is closed.
         """
         values, is_single = list_prompts(prompts)
         results = self._complete(self._encoded(values, params, seed), len(values), progress=progress)

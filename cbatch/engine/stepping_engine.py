@@ -21,7 +21,7 @@ from cbatch.engine.base.outputs import KnownOutput, TokenEvent
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.engine.base.units import format_bytes, parse_memory
+from cbatch.engine.base.units import format_bytes, format_count, parse_memory
 from cbatch.engine.execution.fallback import choose_execution, configured_backends, configured_model
 from cbatch.engine.execution.kv_cache_sizing import make_runner
 from cbatch.engine.execution.loop import EngineCore
@@ -195,7 +195,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             f"{format_bytes(limits.cache_tokens * per_token)}, {format_bytes(per_token)} a token"
             if per_token
             else "none, since the model has recurrent layers only",
-            "batch": f"up to {limits.max_seqs} sequences and {limits.max_batch_tokens} tokens a step",
+            "batch": f"up to {format_count(limits.max_seqs, 'sequence')} and "
+            f"{format_count(limits.max_batch_tokens, 'token')} a step",
         }
         if limits.state_slots:
             shown["states"] = (

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "grid": "scripts.benchmarks.peers.grid",
     "host": "scripts.benchmarks.host",
     "launches": "scripts.benchmarks.launches",
+    "lengths": "scripts.benchmarks.lengths",
     "loading": "scripts.benchmarks.loading",
     "lora": "scripts.benchmarks.lora",
     "peers": "scripts.benchmarks.peers.benchmark",

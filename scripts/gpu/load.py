@@ -12,7 +12,8 @@ from queue import SimpleQueue
 
 import torch
 
-from cbatch.cli.bench.load.generator import find_capacity, run_load
+from cbatch.cli.bench.load.generator import run_load
+from cbatch.cli.bench.load.measure import find_capacity
 from cbatch.cli.bench.load.results import Capacity, LoadResult
 from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution

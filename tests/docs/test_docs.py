@@ -76,6 +76,7 @@ CODES_OF_PYTHON = {"cancelled"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_SOURCE = re.compile(r'(?:src|srcset)="([^"]+)"')
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -150,7 +151,8 @@ def rows_of_tables(page: Path, heading: str = "") -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     """Guards against links to files, pictures and headings that were moved or renamed."""
-    for target in _LINK.findall(text_without_blocks(page)):
+    text = text_without_blocks(page)
+    for target in _LINK.findall(text) + _SOURCE.findall(text):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.bench.options import ABLATIONS, PEERS, STRATEGIES, BenchOptions, parse_skews, parse_users
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
-from cbatch.cli.common.options import engine_options, make_options, model_options, replica_options
+from cbatch.cli.common.options import NameListOption, engine_options, make_options, model_options, replica_options
+from cbatch.engine import INPUT_FORMS
 
-ARTICLE = {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4}
-"""Eight users who get 32 tokens each, with half as many slots."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "article": {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4},
+    "skewed": {"skew": (1.0,), "requests": 384, "batch_size": 16, "strategies": ["static", "continuous"]},
+}
+"""Values of options. article: eight users who get 32 tokens each, with half as many slots."""
 
+SKEWED_WORK = {"requests": 192, "input_len": "24", "output_len": "32", "speculate": "off"}
+"""Values of options for lengths that are skewed. Drafts would make the number of steps depend on the model's text."""
 
 UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 """Where values come from that a preset overrides: the built-in defaults and the configuration file."""
@@ -28,27 +35,26 @@ def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]
 
 
 option = partial(click.option, show_default=True)
+name_list = partial(click.option, cls=NameListOption, callback=_names, metavar="LIST")
 
 
 @click.command("bench", cls=ConfiguredCommand)
 @click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
-@option(
-    "--strategies", default="none,static,continuous", callback=_names, metavar="LIST", help="Strategies to compare."
+@click.option("--format", type=click.Choice(INPUT_FORMS), help="Form of PROMPTS [default: by its ending, else jsonl].")
+@name_list(
+    "--strategies",
+    names=STRATEGIES,
+    default="none,static,continuous",
+    show_default=True,
+    help="Strategies to compare.",
 )
-@click.option(
+@name_list(
     "--ablate",
+    names=ABLATIONS,
     default="",
-    callback=_names,
-    metavar="LIST",
-    help="Switch off techniques, one at a time: kv-cache,chunked-prefill,ragged,dynamic,speculation.",
+    help=f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.",
 )
-@click.option(
-    "--peer",
-    default="",
-    callback=_names,
-    metavar="LIST",
-    help="Compare with transformers too: transformers-generate,transformers-cb.",
-)
+@name_list("--peer", names=PEERS, default="", help=f"Compare with transformers too: {','.join(PEERS)}.")
 @option("--batch-size", type=click.IntRange(1), default=8, help="Slots of every strategy.")
 @option("--requests", type=click.IntRange(1), default=32, help="Synthetic requests.")
 @option("--input-len", default="16:256", metavar="LO:HI", help="Prompt lengths in tokens.")
@@ -59,14 +65,31 @@ option = partial(click.option, show_default=True)
     default="loguniform",
     help="How lengths are spread between LO and HI.",
 )
-@click.option("--preset", type=click.Choice(["article"]), help="The articles' experiment: 8 users, 32 tokens each.")
-@option("--rounds", type=click.IntRange(1), default=3, help="Runs of every strategy, by turns; the median counts.")
+@click.option(
+    "--skew",
+    callback=parse_skews,
+    metavar="S[,S…]",
+    help="Spread lengths around a mean instead: 0 makes all equal, 1 is usual, 2 heavy-tailed. Several: measure the "
+    "gain of continuous over static batches as a curve.",
+)
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    help="The articles' experiment: 8 users, 32 tokens each; or skewed lengths.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    help="Runs of everything, by turns; the median counts [default: 3; of a load 1].",
+)
 @option("--seed", type=int, default=7, help="Seed of synthetic prompts and users.")
 @click.option(
     "--users",
-    type=click.IntRange(1),
-    help="Measure load with this many users, instead of strategies; with --find-capacity, the most to try "
-    "[default then: 1,024].",
+    callback=parse_users,
+    metavar="N[,N…]",
+    help="Measure load with this many users, instead of strategies. Several: measure a curve. With --find-capacity: "
+    "the most to try [default then: 1,024].",
 )
 @option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, help="Users who arrive in a second.")
 @option(
@@ -94,19 +117,51 @@ def bench(**values: Any) -> Literal[0]:
     real tokens in the same steps, so that only the strategy differs.
     """
     given = click.get_current_context().get_parameter_source
-    if values["preset"] == "article":
-        values |= {name: value for name, value in ARTICLE.items() if given(name) in UNASKED}
+    values |= {name: value for name, value in _other_defaults(values).items() if given(name) in UNASKED}
     options = make_options(BenchOptions, values)
     options.check()
+    _measure(options)
+    return 0
+
+
+def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds instead of the usual defaults, for options that nobody has set."""
+    found = dict(PRESETS.get(values["preset"] or "", {}))
+    if values["skew"] or "skew" in found:
+        found = SKEWED_WORK | found
+    if values["users"] or values["find_capacity"]:
+        found["rounds"] = 1
+    return found
+
+
+def _measure(options: BenchOptions) -> None:
+    """Measures, and shows and writes what was found."""
     from cbatch.cli.bench import output
     from cbatch.cli.bench.compare import measure_comparison
-    from cbatch.cli.bench.load.generator import measure_load
+    from cbatch.cli.bench.load.measure import measure_load
+    from cbatch.cli.bench.render import skew_report
+    from cbatch.cli.bench.skew.curve import measure_skew
 
-    measure = measure_load if options.is_load else measure_comparison
-    report = measure(options, (lambda text: None) if options.is_silent else notice)
+    on_progress = (lambda text: None) if options.is_silent else notice
+    if options.is_curve:
+        _show(options, measure_skew(options, on_progress), skew_report.print_report, skew_report.write_files)
+    else:
+        measure = measure_load if options.is_load else measure_comparison
+        _show(options, measure(options, on_progress), output.print_report, output.write_files)
+
+
+class _Report(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+Report = TypeVar("Report", bound=_Report)
+
+
+def _show(
+    options: BenchOptions, report: Report, print_report: Callable[[Report], None], write_files: Callable[[Report], None]
+) -> None:
     if options.json:
         emit(json.dumps(report.to_json(), indent=2))
     else:
-        output.print_report(report)
-    output.write_files(report)
-    return 0
+        print_report(report)
+    write_files(report)

@@ -14,9 +14,9 @@ from cbatch.cli.bench.replicas import ReplicaRun, measure_replicas
 from cbatch.cli.bench.roofline import ModelCost, RooflineBound, measure_rates, roofline_bound
 from cbatch.cli.bench.strategies import Experiment, measure_interleaved
 from cbatch.cli.bench.techniques import measure_techniques
-from cbatch.cli.bench.workload import Outputs, Workload, read_workload, synthetic_workload
+from cbatch.cli.bench.workload import Outputs, Workload, read_workload, skewed_workload, synthetic_workload
 from cbatch.cli.common.loading import open_engine
-from cbatch.engine import Engine, release_memory
+from cbatch.engine import Engine, EngineConfig, release_memory
 
 OnProgress = Callable[[str], None]
 
@@ -25,12 +25,9 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> result
     """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
         machine, model, limits = results.Machine.of(engine), results.describe_model(engine), engine.limits
-        work, device = _make_workload(options, engine), engine.device
+        work, device = make_workload(options, engine, next(iter(options.skew), None)), engine.device
         rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
-        # All strategies get the same cache, however many sequences they run at once.
-        slots = limits.state_slots or None
-        config = replace(engine.config, kv_blocks=limits.num_blocks, state_slots=slots, kv_cache_memory=None)
-        experiment = Experiment(engine.loaded, config, work, options.batch_size)
+        experiment = Experiment(engine.loaded, cache_of(engine), work, options.batch_size)
     bound = roofline_bound(work, cost, rates)
     strategies, records = compare(experiment, options, bound, limits.max_batch_tokens, on_progress)
     techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
@@ -128,8 +125,20 @@ def median_run(runs: list[AnyRun]) -> AnyRun:
     return sorted(runs, key=lambda run: run.elapsed_s)[(len(runs) - 1) // 2]
 
 
-def _make_workload(options: BenchOptions, engine: Engine) -> Workload:
+def cache_of(engine: Engine) -> EngineConfig:
+    """The engine's configuration with a cache of this size: the same for all runs, however many sequences they have."""
+    slots = engine.limits.state_slots or None
+    return replace(engine.config, kv_blocks=engine.limits.num_blocks, state_slots=slots, kv_cache_memory=None)
+
+
+def make_workload(options: BenchOptions, engine: Engine, skew: float | None) -> Workload:
+    """The rows of the file that the options name, or synthetic ones. Raises ConfigError.
+
+    skew: of the lengths of synthetic rows, instead of their distribution
+    """
     if options.prompts is not None:
-        return read_workload(options.prompts, engine)
-    context = engine.limits.sequence.longest
-    return synthetic_workload(options.requests, *options.lengths, engine.model.vocab_size, context, options.seed)
+        return read_workload(options.prompts, engine, options.format)
+    vocabulary, context = engine.model.vocab_size, engine.limits.sequence.longest
+    if skew is not None:
+        return skewed_workload(options.requests, *options.mean_lengths, skew, vocabulary, context, options.seed)
+    return synthetic_workload(options.requests, *options.lengths, vocabulary, context, options.seed)

@@ -6,10 +6,12 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from cbatch.cli.bench.load.results import Capacity, LoadReport
 from cbatch.cli.bench.render import tables
+from cbatch.cli.bench.render.report import comparison, load
+from cbatch.cli.bench.render.report.common import Occasion
+from cbatch.cli.bench.render.report.html import Picture, render_page, write_pictures
 from cbatch.cli.bench.render.tables import markdown_lines, seconds
 from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
@@ -18,10 +20,10 @@ from cbatch.engine import ConfigError
 
 Report = ComparisonReport | LoadReport
 
+ALTS = comparison.ALTS | load.ALTS
+
 WIDTH = 100
 """Columns of the timeline if stdout is not a terminal."""
-
-NOT_ON_PAGE = ("strategy", "title", "elapsed_s_of_rounds", "first_error", "first_difference")
 
 
 def print_report(report: Report) -> None:
@@ -36,18 +38,17 @@ def print_report(report: Report) -> None:
 
 
 def _print_comparison(report: ComparisonReport) -> None:
-    work, rates, techniques, options = report.work, report.rates, report.techniques, report.options
+    work, techniques, options = report.work, report.techniques, report.options
     emit(
         f"{len(work.prompts)} requests ({safe(work.source)}), {work.prompt_tokens:,} prompt and "
         f"{work.output_tokens:,} output tokens, {options.batch_size} slots, median of {options.rounds}"
     )
     _print_block(markdown_lines(tables.strategy_table(report.strategies)))
-    emit(
-        f"\nThe roofline allows {seconds(report.bound.seconds)}: this device copies "
-        f"{rates.bytes_per_s / 1e9:,.0f} GB/s and multiplies {rates.flops_per_s / 1e12:,.2f} TFLOP/s."
-    )
+    emit("\n" + tables.roofline_sentence(report.bound, report.rates))
     for sentence in report.assumed:
         emit(sentence)
+    if (gain := report.gain) is not None:
+        emit(f"\n{gain.sentence}")
     _print_block(markdown_lines(tables.waste_table(report.runs)))
     _print_block(markdown_lines(tables.replica_table(report.replicas)))
     _print_block(markdown_lines(tables.memory_table(techniques.prompt_memory or [])))
@@ -68,9 +69,8 @@ def _print_load(report: LoadReport) -> None:
     if isinstance(found, Capacity):
         limit = ", the most that were tried" if found.is_limit else ""
         emit(f"\nThe SLO holds for {found.users:,} users at once{limit}.")
-    lag = max(result.worst_lag_s for result in report.runs.values())
-    if lag > 0.1:
-        emit(f"Questions were asked up to {seconds(lag)} late, so the load was less than intended.")
+    for sentence in report.remarks:
+        emit(sentence)
 
 
 def _print_block(lines: list[str]) -> None:
@@ -83,46 +83,37 @@ def write_files(report: Report) -> None:
     plot, page = report.options.plot, report.options.report
     if not plot and not page:
         return
+    from cbatch.cli.bench.render.plots import FILE_NAMES
+
     try:
-        pictures = _draw_pictures(report, Path(plot) if plot else None)
+        pictures = _draw_pictures(report)
+        if plot:
+            write_pictures(Path(plot), {FILE_NAMES[title]: picture for title, picture in pictures.items()})
         if page:
             _write_page(Path(page), report, pictures)
     except OSError as error:
         raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
 
 
-def _draw_pictures(report: Report, folder: Path | None) -> dict[str, str]:
-    """Draws all pictures, writes them into the folder, if any, and returns the SVG texts by title."""
-    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
+def _draw_pictures(report: Report) -> dict[str, Picture]:
+    """All pictures by title. Says on stderr why there are none."""
+    from cbatch.cli.bench.render.dark import dark_variant
+    from cbatch.cli.bench.render.plots import draw_comparison, draw_load
 
     if isinstance(report, ComparisonReport):
-        pictures = draw_all(report.records, report.runs, {}, "")
+        drawn = draw_comparison(report.records, report.strategies)
     else:
-        loads = report.runs if isinstance(report.found, Capacity) else {}
-        pictures = draw_all({}, {}, loads, f"TTFT {seconds(report.slo.ttft_s)}, {report.slo.tps:g} tokens/s")
-    if folder is not None:
-        for title, svg in pictures.items():
-            (folder / FILE_NAMES[title]).write_text(svg, encoding="utf-8")
-        notice(f"{len(pictures)} pictures are in {safe(str(folder))}")
-    return pictures
+        drawn = draw_load(report)
+    if not drawn:
+        notice("there is no picture, because no answer came that could be judged; use a longer --duration")
+    return {title: Picture(title, ALTS[title], svg, dark_variant(svg)) for title, svg in drawn.items()}
 
 
-def _write_page(path: Path, report: Report, pictures: Mapping[str, str]) -> None:
-    from cbatch.cli.bench.render.report import html_report
-
-    data = report.to_json()
-    sections: dict[str, Any] = {"title": "cbatch bench"} | {name: data[name] for name in ("model", "machine", "work")}
+def _write_page(path: Path, report: Report, pictures: Mapping[str, Picture]) -> None:
+    occasion = Occasion.now()
     if isinstance(report, ComparisonReport):
-        sections["strategies"] = {entry["title"]: _on_page(entry) for entry in data["strategies"]}
-        sections["roofline"] = {name: value for name, value in data["roofline"].items() if name != "assumed"}
-        sections |= data.get("techniques", {})
-    elif isinstance(report.found, Capacity):
-        sections["load"] = [_on_page(entry) for entry in data["points"]]
+        page = comparison.comparison_page(report, pictures, occasion)
     else:
-        sections["load"] = _on_page(data["load"])
-    path.write_text(html_report(sections, pictures), encoding="utf-8")
+        page = load.load_page(report, pictures, occasion)
+    path.write_text(render_page(page), encoding="utf-8")
     notice(f"the report is {safe(str(path))}")
-
-
-def _on_page(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name not in NOT_ON_PAGE}

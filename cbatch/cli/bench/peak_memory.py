@@ -20,7 +20,9 @@ class PeakMemory:
     `peak_bytes` is set when the block ends.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, releases: bool = True) -> None:
+        """`releases`: return free memory of the process to the system first, so that taking it again is seen."""
+        self._releases = releases
         self._device = device
         self._counts_peaks = device.type not in ("cpu", "mps")  # an Apple GPU works in memory of the process
         self._process = psutil.Process()
@@ -34,7 +36,8 @@ class PeakMemory:
             torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
             self._at_start = torch.get_device_module(self._device).memory_allocated(self._device)
         else:
-            _release_free_memory()
+            if self._releases:
+                release_free_memory()
             self._at_start = self._peak = self._process.memory_info().rss
             self._thread.start()
         return self
@@ -52,8 +55,8 @@ class PeakMemory:
             self._peak = max(self._peak, self._process.memory_info().rss)
 
 
-def _release_free_memory() -> None:
-    """Returns free memory to the system where the C library can, so that taking it again is seen."""
+def release_free_memory() -> None:
+    """Returns free memory to the system where the C library can."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from cbatch.cli.bench.workload import Outputs
@@ -123,15 +124,37 @@ class RunRecord:
         return sum(step.slots("prefill", "decode") for step in self.steps)
 
 
-def example_score(chunks: Sequence[tuple[int, int]]) -> tuple[bool, bool, int, int]:
-    """How well a step serves as a picture, from the start and length of its chunks without drafts; higher is better.
+MOST_BLOCKS = 60
+"""Blocks whose numbers can be read in the picture of a step."""
 
-    Best are steps that mix prompts and single tokens, then those that continue a prompt which an earlier step began,
-    then those with about seven chunks, and then those with few tokens.
+Score = tuple[bool, bool, bool, bool, int, int]
+
+
+def is_scattered(table: Sequence[int]) -> bool:
+    """Whether the blocks of a sequence do not follow each other in memory."""
+    return any(after != before + 1 for before, after in pairwise(table))
+
+
+def example_score(chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]) -> Score:
+    """How well a step serves as a picture; higher is better.
+
+    chunks: start and length of each, without drafts
+    tables: the blocks that each of them reads
+
+    Best are steps that mix prompts and single tokens, then those in which the blocks of half the requests or more are
+    scattered, then those whose blocks are few enough to be read, then those that continue a prompt which an earlier
+    step began, then those with about seven chunks, and then those with few tokens.
     """
     prompts = [start for start, tokens in chunks if tokens > 1]
     is_mixed = 0 < len(prompts) < len(chunks)
-    return is_mixed, is_mixed and any(prompts), -abs(len(chunks) - 7), -sum(tokens for _, tokens in chunks)
+    return (
+        is_mixed,
+        is_mixed and 2 * sum(map(is_scattered, tables)) >= len(tables),
+        is_mixed and sum(map(len, tables)) <= MOST_BLOCKS,
+        is_mixed and any(prompts),
+        -abs(len(chunks) - 7),
+        -sum(tokens for _, tokens in chunks),
+    )
 
 
 @dataclass(slots=True)
@@ -160,7 +183,7 @@ class RunRecorder:
         self._clock = clock
         self._submissions: dict[int, _Submission] = {}
         self._used_slots: set[int] = set()
-        self._best_score: tuple[bool, bool, int, int] | None = None
+        self._best_score: Score | None = None
         self._latest: StepRecord | None = None
         self._began = clock()
         engine.on_step = self._on_step
@@ -196,11 +219,11 @@ class RunRecorder:
         """Keeps the step's blocks if it is the best picture so far: when it ends, finished requests free theirs."""
         self._latest = step
         chunks = step.scheduled.chunks
-        score = example_score([(chunk.start, chunk.num_tokens - len(chunk.draft)) for chunk in chunks])
+        limits = self.engine.limits
+        tables = tuple(tuple(chunk.request.blocks[: limits.blocks_for(chunk.stop)]) for chunk in chunks)
+        score = example_score([(chunk.start, chunk.num_tokens - len(chunk.draft)) for chunk in chunks], tables)
         if self._best_score is None or score > self._best_score:
             self._best_score = score
-            limits = self.engine.limits
-            tables = tuple(tuple(chunk.request.blocks[: limits.blocks_for(chunk.stop)]) for chunk in chunks)
             self.record.example = ExampleStep(len(self.record.steps), limits.block_size, tables)
 
     def _step(self) -> None:

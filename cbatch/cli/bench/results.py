@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from cbatch import __version__
+from cbatch.cli.bench.gain import Gain
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.recorder import RunRecord
 from cbatch.cli.bench.replicas import ReplicaRun
@@ -277,6 +278,12 @@ class ComparisonReport:
         results = [result.metrics for result in self.strategies if isinstance(result, StrategyResult)]
         return next((metrics.replicas for metrics in results if isinstance(metrics, ReplicaMetrics)), [])
 
+    @property
+    def gain(self) -> Gain | None:
+        """What continuous batching gained over static batches, if both were run."""
+        static, continuous = self.records.get("static batches"), self.records.get("continuous")
+        return Gain.of(static, continuous, self.work) if static and continuous else None
+
     def to_json(self) -> dict[str, Any]:
         work, techniques = self.work, self.techniques.to_json()
         data: dict[str, Any] = {
@@ -289,6 +296,7 @@ class ComparisonReport:
                 "output_tokens": work.output_tokens,
                 "slots": self.options.batch_size,
                 "rounds": self.options.rounds,
+                "seed": self.options.seed,
             },
             "strategies": [result.to_json() for result in self.strategies],
             "roofline": {
@@ -299,4 +307,6 @@ class ComparisonReport:
                 "assumed": self.assumed,
             },
         }
+        if (gain := self.gain) is not None:
+            data["gain"] = asdict(gain)
         return data | {"techniques": techniques} if techniques else data

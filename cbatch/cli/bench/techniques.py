@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cbatch.cli.bench.peak_memory import PeakMemory
+from cbatch.cli.bench.peak_memory import PeakMemory, release_free_memory
 from cbatch.cli.bench.strategies import Experiment
 from cbatch.engine import ConfigError, RequestError, SamplingParams, SteppingEngine
 
 LONG_PROMPT = 10_000
-CHUNK = 512
+CHUNK_SHARES = (1 / 16, 1 / 4, 1)
+"""Chunks of the long prompt whose memory is compared, as shares of its length; the last one is all of it."""
+
 SHORTEST = 64
 REPEATS = 5
 
@@ -58,7 +60,7 @@ def measure_techniques(
     if "chunked-prefill" in names:
         on_progress("memory of a long prompt, in chunks and whole")
         length = min(LONG_PROMPT, context - 1)
-        budgets = dict.fromkeys((min(CHUNK, length), length))
+        budgets = dict.fromkeys(max(round(share * length), 1) for share in CHUNK_SHARES)
         prompt_memory = [_prompt_memory(experiment, length, budget) for budget in budgets]
     if "kv-cache" in names:
         on_progress("time of one more token after longer and longer contexts, with and without the KV cache")
@@ -66,8 +68,11 @@ def measure_techniques(
     return Techniques(prompt_memory, token_costs)
 
 
-def _engine(experiment: Experiment, context: int, budget: int) -> SteppingEngine:
-    """For one sequence of up to `context` tokens. The cache holds no more, to leave memory for large steps."""
+def _engine(experiment: Experiment, context: int, budget: int, *, own_model: bool = False) -> SteppingEngine:
+    """For one sequence of up to `context` tokens. The cache holds no more, to leave memory for large steps.
+
+    own_model: load the model once more
+    """
     blocks = -(-context // experiment.config.block_size)
     config = replace(
         experiment.config,
@@ -78,14 +83,21 @@ def _engine(experiment: Experiment, context: int, budget: int) -> SteppingEngine
         run_ahead=False,
         speculate="off",  # a step is to give one token
     )
-    return SteppingEngine(config, experiment.loaded)
+    return SteppingEngine(config, None if own_model else experiment.loaded)
 
 
 def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMemory:
-    """Peak memory of one long prompt in steps of `budget` tokens, without the KV cache itself."""
-    with _engine(experiment, length + 1, budget) as engine:
+    """Peak memory of one long prompt in steps of `budget` tokens, without weights and KV cache.
+
+    On a CPU, a model keeps the memory of its largest step for the next one, so that only a new model takes it again.
+    """
+    fast_model = experiment.loaded.fast_model
+    own_model = fast_model is not None and fast_model.device.type == "cpu"
+    with _engine(experiment, length + 1, budget, own_model=own_model) as engine:
         engine.zero_cache()
-        with PeakMemory(engine.device) as memory:
+        release_free_memory()
+        _compute(engine, [1])  # touches what any step does, such as weights that are mapped from a file
+        with PeakMemory(engine.device, releases=False) as memory:
             start = time.perf_counter()
             try:
                 _compute(engine, [1] * length)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.engine import ConfigError, SamplingParams
+from cbatch.engine import ConfigError, SamplingParams, input_form, unit_of
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine
+    from cbatch.engine import Engine, InputForm, RowInput
 
 Outputs = list[list[int]]
 """Output tokens of each request."""
@@ -86,6 +89,43 @@ class Workload:
         return [range(first, min(first + size, len(self.prompts))) for first in range(0, len(self.prompts), size)]
 
 
+def skewed_lengths(count: int, mean: int, skew: float) -> list[int]:
+    """Lengths whose logarithms are normal with the standard deviation `skew`, from the shortest to the longest.
+
+    They are quantiles of the distribution, not drawn from it, so that the same few hundred of them are as heavy-tailed
+    with every seed. Together they have `count * mean` tokens, whatever the skew; with 0, all are equal.
+    """
+    normal = NormalDist()
+    sizes = [math.exp(skew * normal.inv_cdf((n + 0.5) / count)) for n in range(count)]
+    scale = count * mean / sum(sizes)
+    lengths = [max(round(scale * size), 1) for size in sizes]
+    lengths[-1] = max(lengths[-1] + count * mean - sum(lengths), 1)  # what rounding has changed
+    return lengths
+
+
+def skewed_workload(
+    count: int, mean_input: int, mean_output: int, skew: float, vocabulary: int, context: int, seed: int
+) -> Workload:
+    """Random prompts, whose lengths and those of their outputs are skewed, in an order that depends on the seed.
+
+    Raises ConfigError if a request would not fit the context.
+    """
+    rng = random.Random(seed)
+    inputs, outputs = skewed_lengths(count, mean_input, skew), skewed_lengths(count, mean_output, skew)
+    rng.shuffle(inputs)
+    rng.shuffle(outputs)
+    longest = max(map(operator.add, inputs, outputs))
+    if longest > context:
+        raise ConfigError(
+            f"With a skew of {skew:g}, the longest request has {longest:,} tokens; the model's context holds "
+            f"{context:,} (--skew, --input-len, --output-len, --requests)."
+        )
+    first = first_plain_token(vocabulary)
+    prompts = [[rng.randrange(first, vocabulary) for _ in range(length)] for length in inputs]
+    means = f"means of {mean_input} and {mean_output} tokens, skew {skew:g}"
+    return Workload(prompts, outputs, f"synthetic, {means}, seed {seed}")
+
+
 def first_plain_token(vocabulary: int) -> int:
     """The first token id to draw; lower ids are special tokens in most vocabularies."""
     return min(10, vocabulary // 2)
@@ -109,30 +149,50 @@ def synthetic_workload(
     return Workload(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
 
 
-def read_workload(path: str, engine: Engine) -> Workload:
+@contextmanager
+def open_prompts(path: str, form: InputForm | None = None) -> Iterator[RowInput]:
+    """The rows of a file of prompts, compressed or not.
+
+    form: that of the file; None: its name says
+
+    Raises ConfigError if it cannot be read, or is of another form.
+    """
+    from cbatch.engine import RowInput
+
+    try:
+        with Path(path).open("rb") as file:
+            yield RowInput(file, path, form or input_form(path), is_sure=form is not None)
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None) -> Workload:
     """The rows of a file of prompts. Each wants as many tokens as it gets with greedy decoding up to its own end.
 
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
-    from cbatch.engine import Completion, LineProcessor, RequestDefaults, read_lines
+    from cbatch.engine import TABLES, Completion, LineProcessor, RequestDefaults, RowOptions, checked_lines
 
-    lines = LineProcessor(engine.core.input_processor(RequestDefaults(params={"temperature": 0.0})))
+    form = asked_form or input_form(path)
+    row_options = RowOptions(
+        RequestDefaults(params={"temperature": 0.0}),
+        is_text=form == "text",
+        has_columns=form in TABLES,
+        unit=unit_of(form),
+    )
+    processor = LineProcessor.of(engine.core, row_options)
     prompts: list[list[int]] = []
     asked: list[SamplingParams] = []
-    try:
-        with Path(path).open("rb") as file:
-            for line in read_lines(file):
-                request = lines.process(line)
-                if isinstance(request, Completion):
-                    raise ConfigError(f"{path}: {request.error}")
-                prompts.append(list(request.prompt_ids))
-                if request.params.n != 1 or request.params.max_tokens == 0:
-                    raise ConfigError(
-                        f"{path}, line {line.index + 1}: bench needs one output of at least one token for each row."
-                    )
-                asked.append(replace(request.params, temperature=0.0))
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    with open_prompts(path, asked_form) as source:
+        for line in checked_lines(source.lines()):
+            request = processor.process(line)
+            if isinstance(request, Completion):
+                raise ConfigError(f"{path}: {request.error}")
+            prompts.append(list(request.prompt_ids))
+            if request.params.n != 1 or request.params.max_tokens == 0:
+                where = f"{path}, {row_options.unit} {line.index + 1}"
+                raise ConfigError(f"{where}: bench needs one output of at least one token for each row.")
+            asked.append(replace(request.params, temperature=0.0))
     if not prompts:
         raise ConfigError(f"{path} holds no rows.")
     done = engine.generate(prompts, asked)

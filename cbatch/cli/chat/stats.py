@@ -9,6 +9,7 @@ from dataclasses import asdict
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.common.percentiles import Percentiles
+from cbatch.engine import format_count
 
 SPEED_SECONDS = 3.0
 """Time over which the speed is measured."""
@@ -60,7 +61,8 @@ class ChatStats:
             ),
             f"now: {stats.num_running} running, {stats.num_waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
             f"KV cache {stats.cache_used:.0%} used",
-            f"so far: {stats.num_tokens:,} tokens in {stats.num_steps:,} steps, {stats.num_preemptions:,} preemptions",
+            f"so far: {format_count(stats.num_tokens, 'token')} in {format_count(stats.num_steps, 'step')}, "
+            f"{format_count(stats.num_preemptions, 'preemption')}",
             f"prefix cache: {stats.num_cached_tokens:,} of {stats.num_prompt_tokens:,} prompt tokens "
             f"were cached ({hits:.0%})",
         ]
@@ -76,7 +78,9 @@ class ChatStats:
         if self.first_tokens:
             lines.append(f"time to first token: {_percentiles(self.first_tokens)}")
         if self.delays:
-            lines.append(f"from engine to screen: {_percentiles(self.delays)}, over {len(self.delays):,} tokens")
+            lines.append(
+                f"from engine to screen: {_percentiles(self.delays)}, over {format_count(len(self.delays), 'token')}"
+            )
         return lines
 
 
@@ -87,7 +91,7 @@ def _timing(reply: Reply) -> str:
     speed = f", then {(tokens - 1) / seconds:,.0f} tokens/s" if seconds > 0 else ""
     first = 1000 * (reply.first_token_at - reply.requested_at)
     prompt = f"{reply.prompt_tokens:,} prompt tokens, {reply.cached_tokens:,} of them cached"
-    return f"{tokens:,} tokens, the first after {first:,.0f} ms{speed}; {prompt}"
+    return f"{format_count(tokens, 'token')}, the first after {first:,.0f} ms{speed}; {prompt}"
 
 
 def _percentiles(seconds: deque[float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,8 @@ from cbatch.cli.common.config_file import (
     option_keys,
 )
 
-_CONFIG, _SETTINGS = f"{__name__}.config", f"{__name__}.settings"
-"""Keys of a context's `meta`: what the file says to the command, and the settings that count."""
+_CONFIG, _SETTINGS, _COMMAND_LINE = f"{__name__}.config", f"{__name__}.settings", f"{__name__}.command_line"
+"""Keys of a context's `meta`: what the file says to the command, the settings that count, and what was typed."""
 
 
 class ConfiguredCommand(click.Command):
@@ -44,6 +45,7 @@ class ConfiguredCommand(click.Command):
         except ConfigFileError as error:
             problem, config = error, CommandConfig(config_path(), {}, {})
         ctx.meta[_CONFIG], ctx.meta[_SETTINGS] = config, {}
+        ctx.meta[_COMMAND_LINE] = shlex.join([*ctx.command_path.split(), *args])
         _use(ctx, config.settings)
         try:
             rest = super().parse_args(ctx, args)
@@ -63,6 +65,12 @@ class ConfiguredCommand(click.Command):
             f"You can keep your own defaults in {display_path(config_path())}. What you type on the command line comes "
             f"first, then the environment variable, {preset}then this file."
         )
+
+
+def command_line() -> str:
+    """The command that runs now, as it was typed in a shell."""
+    typed: str = click.get_current_context().meta[_COMMAND_LINE]
+    return typed
 
 
 def _commands(ctx: click.Context) -> list[click.Command]:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.engine import ReaderGone
+from cbatch.engine import ReaderGone, format_count
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -118,11 +118,15 @@ def show_progress(
             due = now + interval
             done, text = state()
             if bars is None:
-                notice(f"{done:,}{f'/{total:,}' if total else ''} rows, {'; '.join([text, *details()])}")
+                notice(f"{_rows(done, total)}, {'; '.join([text, *details()])}")
             else:
                 bars.show(done, text, details())
 
         yield tick
+
+
+def _rows(done: int, total: int | None) -> str:
+    return f"{done:,}/{format_count(total, 'row')}" if total else format_count(done, "row")
 
 
 class _Bars(ExitStack):
@@ -132,15 +136,16 @@ class _Bars(ExitStack):
         from tqdm import tqdm
 
         super().__init__()
-        form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} rows{postfix}" if total else "{n_fmt} rows{postfix}"
+        form = "{percentage:3.0f}%|{bar:6}| {n_fmt}/{total_fmt} {unit}{postfix}" if total else "{n_fmt} {unit}{postfix}"
         make = partial(tqdm, dynamic_ncols=True, file=sys.stderr, leave=False)
-        self._bar = self.enter_context(make(total=total, bar_format=form, position=0))
+        self._bar = self.enter_context(make(total=total, bar_format=form, unit="rows", position=0))
         self._lines = [
             self.enter_context(make(bar_format="{desc}", position=number)) for number in range(1, num_lines + 1)
         ]
 
     def show(self, done: int, text: str, lines: Sequence[str]) -> None:
         self._bar.n = done
+        self._bar.unit = "row" if (self._bar.total or done) == 1 else "rows"
         self._bar.set_postfix_str(text)
         for line, text in zip(self._lines, lines, strict=True):
             line.set_description_str(safe(text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from pathlib import Path
@@ -30,6 +30,7 @@ from cbatch.engine import (
     SamplingParams,
     TemplateOptions,
     own_params,
+    require_package,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +80,19 @@ class ModelOption(click.Option):
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         return os.environ.get(f"{ctx.auto_envvar_prefix}_MODEL") or super().resolve_envvar_value(ctx)
+
+
+class NameListOption(click.Option):
+    """A list of names with commas between them. A shell completes the last one with those that the list lacks."""
+
+    def __init__(self, *declarations: Any, names: Sequence[str], **attributes: Any) -> None:
+        super().__init__(*declarations, **attributes)
+        self.names = names
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        left = [name for name in self.names if name not in before.split(",")]
+        return [CompletionItem(f"{before}{comma}{name}") for name in left if name.startswith(last)]
 
 
 def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -464,17 +478,19 @@ class SamplingOptions:
         return cls(values["system"], values["seed"], values["param"] | given)
 
     def check(self) -> None:
-        """Raises ConfigError for what would be wrong for every row or turn."""
+        """Raises ConfigError for what would be wrong for every row or turn, and if a package for it is missing."""
         try:
             (self.system or "").encode()
         except UnicodeEncodeError as error:
             raise ConfigError("--system is not valid UTF-8.") from error
         try:
-            SamplingParams().merged(self.params)
+            params = SamplingParams().merged(self.params)
         except RequestError as error:
             name, _, rest = str(error).partition(" ")
             option = f"--{name.replace('_', '-')}" if name in SAMPLING_FIELDS else f"--param {name}="
             raise ConfigError(f"{option} {rest}" if name in PARAM_NAMES else str(error)) from error
+        if params.constraint is not None:
+            require_package("llguidance")
 
     def check_for_chat(self) -> None:
         """Raises ConfigError also for what a chat cannot show."""

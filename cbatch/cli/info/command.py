@@ -17,7 +17,7 @@ from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_config, engine_options, model_options
 from cbatch.cli.info.kernels import show_kernels
 from cbatch.cli.info.models import show_models
-from cbatch.engine import EngineConfig, WeightCache, format_bytes
+from cbatch.engine import EngineConfig, WeightCache, format_bytes, format_count
 
 _BLOCKS = 16
 """Blocks of the KV cache of an engine that computes nothing."""
@@ -70,7 +70,7 @@ def _about_machine(config: EngineConfig) -> dict[str, str]:
     about = {
         "cbatch": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "torch": f"{torch.__version__}, {format_count(torch.get_num_threads(), 'thread')}",
         "transformers": transformers.__version__,
         **describe_gpus(),
     }

@@ -87,7 +87,7 @@ class RunProgress:
         parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
             f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
             f"{tqdm.format_interval(seconds)} left" if seconds is not None else "",
-            f"{stats.errors.total():,} errors" if stats.errors else "",
+            format_count(stats.errors.total(), "error") if stats.errors else "",
             f"{running} of {len(each)} replicas" if running < len(each) else "",
             f"{now.num_running} run, {now.num_waiting} wait",
             f"KV {now.cache_used:.0%}",

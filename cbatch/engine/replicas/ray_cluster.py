@@ -20,6 +20,7 @@ from typing import Any, TextIO, cast
 
 from cbatch.engine.base.config import EngineConfig
 from cbatch.engine.base.errors import CbatchError, ConfigError
+from cbatch.engine.extras import missing_package
 from cbatch.engine.replicas.launcher import ReplicaDied
 
 try:
@@ -87,7 +88,7 @@ class RayLauncher:
         the resources of one replica.
         """
         if ray is None:
-            raise ConfigError("--ray needs the package ray: pip install 'cbatch[ray]'.")
+            raise ConfigError(missing_package("ray"))
         self._factory = factory
         self._is_own = not ray.is_initialized()
         self._stdout = _Stdout(sys.stdout)

@@ -13,6 +13,7 @@ from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams, derive_seed
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import TemplateOptions
+from cbatch.engine.extras import require_package
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.param_names import own_params
 from cbatch.engine.requests.request import EncodedRequest, GenerationRequest
@@ -48,12 +49,14 @@ class InputProcessor:
     """Applies defaults to rows, and turns them into token ids. May be used by several threads at once."""
 
     def __init__(self, model: ModelInfo, defaults: RequestDefaults) -> None:
-        """Raises RequestError if the defaults themselves are wrong."""
+        """Raises RequestError if the defaults are wrong, and ConfigError if they need what is not installed."""
         self._model, self._defaults, self._tokenizer = model, defaults, model.tokenizer
         self._has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
         params = defaults.params
         given, template = ({}, {}) if isinstance(params, SamplingParams) else own_params(params)
         self._params = params if isinstance(params, SamplingParams) else model.default_params.merged(given)
+        if self._params.constraint is not None:  # now, instead of an error for each request
+            require_package("llguidance")
         self._sets_max_tokens = isinstance(params, SamplingParams) or "max_tokens" in given
         self._template = _with_fields(defaults.template, template)
 

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import Constraint
+from cbatch.engine.extras import missing_package
 from cbatch.engine.structured.grammar import CompiledGrammar
 from cbatch.engine.structured.lark import check_source, constraint_error, to_lark
 from cbatch.engine.structured.sandbox import LIMITS, GrammarSandbox, Vocabulary
@@ -106,8 +107,7 @@ class ConstraintCompiler:
         try:
             import llguidance
         except ImportError:
-            what = "Structured output needs the extra: pip install 'cbatch[structured]'."
-            raise RequestError("invalid_row", what) from None
+            raise RequestError("invalid_row", missing_package("llguidance")) from None
         try:
             known = llguidance.LLTokenizer(self._tokenizer.backend.to_str())
         except ValueError as error:

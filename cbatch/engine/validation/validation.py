@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.extras import require_package
 from cbatch.engine.validation import child
 
 CHECK_TIMEOUT_S = 30.0
@@ -55,8 +55,7 @@ class Check:
 
     @classmethod
     def of_schema(cls, text: str) -> Check:
-        if importlib.util.find_spec("jsonschema") is None:
-            raise ConfigError("Checks by a JSON schema need jsonschema: pip install 'cbatch[validate]'.")
+        require_package("jsonschema")
         try:
             schema = json.dumps(json.loads(text))
             child.schema_check(schema)

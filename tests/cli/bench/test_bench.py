@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench import compare
+from cbatch.cli.bench import compare, techniques
 from cbatch.cli.bench.compare import median_run
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.results import (
@@ -22,7 +23,14 @@ from cbatch.cli.bench.results import (
     run_metrics,
 )
 from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment
-from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
+from cbatch.cli.bench.techniques import PromptMemory, measure_techniques
+from cbatch.cli.bench.workload import (
+    LengthDistribution,
+    Workload,
+    open_prompts,
+    read_workload,
+    synthetic_workload,
+)
 from cbatch.cli.common import replicas
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
@@ -290,3 +298,44 @@ def test_load_is_measured(search: list[str], model_folder: Path, capsys: pytest.
         assert data["capacity_users"] <= 2 and data["points"][0]["users"] == 1
     else:
         assert data["load"]["users"] == 2 and data["load"]["answers"] > 2 and data["load"]["errors"] == 0
+
+
+@pytest.mark.slow
+def test_memory_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the table of chunks: memory grows with the chunk, also after larger steps, whose memory a model keeps.
+
+    With the model of those steps, as a planted fault, nothing of it is seen.
+    """
+    with Engine(EngineConfig(device="cpu", max_batch_tokens=2048, kv_blocks=128)) as engine:
+        engine.generate([[7] * 600, [8] * 600], {"max_tokens": 2})  # a larger step of another strategy
+        experiment = Experiment(engine.loaded, engine.config, mixed(), 3)
+
+        def measured() -> list[PromptMemory]:
+            return measure_techniques(experiment, 1024, ["chunked-prefill"], lambda text: None).prompt_memory or []
+
+        found = measured()
+        make = techniques._engine
+        monkeypatch.setattr(techniques, "_engine", lambda *arguments, own_model: make(*arguments))
+        faulty = measured()
+    assert [(entry.prompt_tokens, entry.tokens_a_step) for entry in found] == [(1023, 64), (1023, 256), (1023, 1023)]
+    small, middle, whole = (entry.peak_bytes for entry in found)
+    assert whole > 2 * small and whole > 1.7 * middle, found
+    assert faulty[-1].peak_bytes < whole / 2, faulty
+
+
+def test_prompts_in_other_forms(model_folder: Path, tmp_path: Path) -> None:
+    """Guards files of prompts as `cbatch run` reads them: compressed, arrays and tables; a mistake names the remedy."""
+    rows = [{"prompt": "hello", "max_tokens": 2}, {"prompt": "world", "max_tokens": 3}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.json").write_text(json.dumps(rows))
+    (tmp_path / "d.csv").write_text("prompt,max_tokens\nhello,2\nworld,3\n")
+    (tmp_path / "e.jsonl").write_text(json.dumps(rows))
+    with Engine(EngineConfig(model=str(model_folder))) as engine:
+        works = [read_workload(str(tmp_path / name), engine) for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.csv")]
+        works.append(read_workload(str(tmp_path / "e.jsonl"), engine, "json"))
+    assert len({(str(work.prompts), str(work.output_lengths)) for work in works}) == 1 and len(works[0].prompts) == 2
+    remedy = pytest.raises(ConfigError, match=r"e\.jsonl cannot be read: it is a JSON array: --format json reads one")
+    with remedy, open_prompts(str(tmp_path / "e.jsonl")):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import queue
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.bench.load.generator import find_capacity, run_load
-from cbatch.cli.bench.load.results import LoadResult
+from cbatch.cli.bench.load.generator import run_load
+from cbatch.cli.bench.load.measure import Runs, find_capacity, most_served
+from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.bench.options import parse_duration
+from cbatch.cli.bench.results import Machine
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine import (
@@ -152,6 +155,17 @@ def test_every_figure() -> None:
         worst_lag_s=0.0,
     )
     assert result.output_tokens_per_s == pytest.approx(33 / 9.6)
+
+
+def test_every_answer_is_timed() -> None:
+    """Guards the picture of a load: who asked when, and no time for a first token that could still have been early."""
+    timed = sorted(load(SimulatedEngine()).timed, key=lambda answer: answer.asked_s)
+    assert [answer.asked_s for answer in timed] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
+    assert {(answer.user, answer.ttft_s, answer.tokens_per_s) for answer in timed[::2]} == {(0, 0.5, 4.0)}
+    assert (timed[-1].user, timed[-1].ttft_s, timed[-1].tokens_per_s) == (1, None, None)
+    late = load(SimulatedEngine(ttft=100.0), SLO(0.05, 4.0)).timed
+    assert [answer.ttft_s for answer in late] == pytest.approx([8.6, 7.6])
+    assert "timed" not in load(SimulatedEngine()).to_json()
 
 
 @pytest.mark.parametrize("slo", [SLO(0.4, 4.0), SLO(1.0, 5.0)])
@@ -439,3 +453,65 @@ def test_a_real_engine() -> None:
     for prompt, tokens in engine_thread.seen[:6]:
         assert generate_alone(network, [prompt], [5]) == [tokens]
     assert max(len(prompt) for prompt, _ in engine_thread.seen) == 4 + 9 + 9
+
+
+def test_users_who_never_came_are_told() -> None:
+    """Guards figures of fewer users than were asked for: how many are missing, before and after, and what helps."""
+    asked = scenario(users=128, rate=4.0, duration_s=20.0)
+    simulation = SimulatedEngine()
+    result = run_load(simulation, asked, EASY_SLO, simulation, Even)
+    assert (result.users, result.users_missing) == (79, 49)  # the 80th would come at the end
+    warning = expected_arrivals(asked)
+    assert (
+        "about 80 of 128 users will arrive in 20 s at 4 a second" in warning
+        and "--rate 13 or --duration 64s" in warning
+    )
+    remarks = report_of(result, asked).remarks
+    assert remarks[0].startswith("Only 79 of 128 users arrived, so these are not the figures of 128 users. --rate 13")
+    assert len(remarks) == 1 and report_of(result, asked).to_json()["work"]["users_arrived"] == 79
+    assert expected_arrivals(scenario(users=80, rate=4.0, duration_s=20.0)) == ""
+    assert report_of(load(SimulatedEngine()), scenario()).remarks == []
+
+
+def test_a_late_load_is_told() -> None:
+    """Guards the remark on a program that was too slow to ask in time, in any round."""
+    late = LoadResult(**{**as_dict(load(SimulatedEngine())), "worst_lag_s": 0.5})
+    report = dataclasses.replace(report_of(load(SimulatedEngine()), scenario()), rounds={2: [late]})
+    assert report.remarks == ["Questions were asked up to 0.50 s late, so the load was less than intended."]
+
+
+def report_of(found: LoadResult | Capacity, asked: Scenario) -> LoadReport:
+    options: Any = SimpleNamespace(users=(asked.users,), input_len="4", output_len="5", rounds=1, seed=0)
+    return LoadReport(options, Machine("", 1, "", "", "", "", ""), "", asked, EASY_SLO, found)
+
+
+def with_wait(p99: float | None, **changes: Any) -> LoadResult:
+    one = as_dict(load(SimulatedEngine())) | {"ttft_s": Percentiles(0.1, 0.2, p99)} | changes
+    return LoadResult(**one)
+
+
+def test_the_median_run() -> None:
+    """Guards the figures of several rounds: neither the best nor the worst first tokens, and none as the worst."""
+    runs = [with_wait(3.0), with_wait(1.0), with_wait(2.0)]
+    assert median_result(runs) is runs[2] and median_result(runs[:2]) is runs[0]
+    assert median_result([with_wait(1.0), with_wait(None), runs[0]]) is runs[0]
+
+
+def test_rounds_take_turns() -> None:
+    """Guards the curve: every round has all numbers of users, with prompts of its own, and the median counts."""
+    simulation = SimulatedEngine()
+    runs = Runs(simulation, scenario(duration_s=8.0), EASY_SLO, 3, lambda text: None, simulation)
+    probes = runs.probe_by_turns([1, 3])
+    assert list(probes) == [1, 3] and [len(runs.results[users]) for users in probes] == [3, 3]
+    assert all(probes[users] is median_result(runs.results[users]) for users in probes)
+    prompts = [tuple(made.prompt) for made in simulation.asked]
+    assert len(prompts) == len(set(prompts)) > 12, "the prefix cache would know prompts of earlier rounds"
+
+
+def test_the_most_of_a_curve() -> None:
+    """Guards the capacity of given numbers of users: the most before the first that are not served."""
+    served = {1: 1.0, 8: 0.995, 32: 0.9, 128: 1.0}
+    probes = {users: with_wait(1.0, users_served=share) for users, share in served.items()}
+    assert (most_served(probes).users, most_served(probes).is_limit) == (8, False)
+    assert most_served({1: probes[32]}).users == 0
+    assert (most_served({1: probes[1]}).users, most_served({1: probes[1]}).is_limit) == (1, True)

@@ -1,29 +1,25 @@
-"""The pictures of a bench: in characters, as SVG, and the page that holds them."""
+"""The pictures of a bench: in characters, and as SVG for light and for dark pages."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
-from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.recorder import (
-    ExampleStep,
     RecordedChunk,
     RecordedRequest,
     RecordedStep,
     RunRecord,
     RunRecorder,
-    TokenKind,
     example_score,
+    is_scattered,
 )
-from cbatch.cli.bench.render.report import html_report
 from cbatch.cli.bench.render.timeline import (
     Interval,
     draw_timeline,
@@ -32,75 +28,19 @@ from cbatch.cli.bench.render.timeline import (
     time_shares,
     whole_percents,
 )
-from cbatch.cli.bench.results import RunMetrics, run_metrics
-from cbatch.cli.bench.workload import Workload
-from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
+from tests.support.bench_reports import (
+    both,
+    drafting_record,
+    make_capacity,
+    make_comparison,
+    make_load,
+    make_load_report,
+    make_step,
+    static_record,
+)
+from tests.support.picture_checks import colours_of, misplaced_texts, texts_of, unexplained_colours
 from tests.support.tiny_models import make_engine, make_network
-
-
-def make_step(start: float, end: float, *chunks: tuple[int, int, TokenKind, int, int]) -> RecordedStep:
-    return RecordedStep(start, end, (end - start) / 2, tuple(RecordedChunk(*chunk) for chunk in chunks), 2)
-
-
-def make_request(first: float, last: float, tokens: int) -> RecordedRequest:
-    return RecordedRequest(tokens, [7] * tokens, first, last)
-
-
-def static_record() -> RunRecord:
-    """Two slots: request 1 is padded, and computed past its end; then request 2 runs alone."""
-    steps = [
-        make_step(0, 2, (0, 0, "prefill", 0, 4), (1, 1, "prefill", 0, 2), (1, 1, "padding", 0, 2)),
-        make_step(2, 4, (0, 0, "decode", 4, 1), (1, 1, "decode", 2, 1)),
-        make_step(4, 6, (0, 0, "decode", 5, 1), (1, 1, "idle", 3, 1)),
-        make_step(6, 8, (0, 2, "prefill", 0, 3)),
-    ]
-    requests = [make_request(2, 6, 3), make_request(2, 4, 2), make_request(8, 8, 1)]
-    return RunRecord(2, requests, steps, elapsed_s=8.0, num_blocks=16, example=ExampleStep(0, 2, ((3, 0), (5,), (6,))))
-
-
-def continuous_record() -> RunRecord:
-    """The same requests, but request 2 enters when request 1 leaves."""
-    steps = [
-        make_step(0, 2, (0, 0, "prefill", 0, 4), (1, 1, "prefill", 0, 2)),
-        make_step(2, 4, (0, 0, "decode", 4, 1), (1, 1, "decode", 2, 1)),
-        make_step(4, 6, (0, 0, "decode", 5, 1), (1, 2, "prefill", 0, 3)),
-    ]
-    requests = [make_request(2, 6, 3), make_request(2, 4, 2), make_request(6, 6, 1)]
-    return RunRecord(2, requests, steps, elapsed_s=6.0, num_blocks=16, example=ExampleStep(2, 2, ((3, 0, 4), (1, 5))))
-
-
-def both() -> dict[str, RunRecord]:
-    return {"static batches": static_record(), "continuous": continuous_record()}
-
-
-def some_metrics() -> dict[str, RunMetrics]:
-    work = Workload([[1] * 4, [1] * 2, [1] * 3], [3, 2, 1], "by hand")
-    return {title: run_metrics(record, work) for title, record in both().items()}
-
-
-def some_loads() -> dict[int, LoadResult]:
-    return {users: make_load(users) for users in (1, 4, 16)}
-
-
-def make_load(users: int) -> LoadResult:
-    return LoadResult(
-        users=users,
-        users_judged=users,
-        users_served=1 / users,
-        answers=users,
-        answers_served=1 / users,
-        cut_off=0,
-        errors=0,
-        first_error="",
-        ttft_s=Percentiles(0.1 * users, 0.15 * users, 0.2 * users),
-        tpot_s=Percentiles(users / 90, users / 60, users / 50),
-        prompt_tokens=30,
-        cached_tokens=0,
-        output_tokens=30,
-        elapsed_s=9.0,
-        worst_lag_s=0.0,
-    )
 
 
 def test_timeline_is_drawn() -> None:
@@ -190,84 +130,200 @@ def test_example_of_a_step() -> None:
 
 
 def test_score_of_a_step() -> None:
-    """Guards which step is shown: mixed before all prompts or all output, then steps that continue a prompt."""
-    ranked = [[(5, 1)] * 7, [(5, 1), (0, 4)], [(5, 1), (4, 4)], [(5, 1)] * 6 + [(4, 30)], [(5, 1)] * 6 + [(4, 4)]]
-    assert sorted(ranked, key=example_score) == ranked
-
-
-def texts_of(svg: str) -> set[str]:
-    """The words in a picture; each is drawn as outlines after a comment with the text."""
-    parser = ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True))
-    root = ElementTree.fromstring(svg, parser)
-    return {(node.text or "").strip() for node in root.iter() if node.tag is ElementTree.Comment}
+    """Guards which step is shown: mixed before all prompts or all output, then scattered blocks that can be read."""
+    whole, scattered = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    ranked = [
+        ([(5, 1)] * 2, scattered),
+        ([(5, 1), (0, 4)], whole),
+        ([(5, 1), (4, 4)], whole),
+        ([(5, 1), (4, 4)], [[*range(0, 80, 2)], [*range(1, 80, 2)]]),
+        ([(5, 1), (0, 4)], scattered),
+        ([(5, 1), (4, 30)], scattered),
+        ([(5, 1), (4, 4)], scattered),
+        ([(5, 1)] * 6 + [(4, 4)], scattered),
+    ]
+    assert sorted(ranked, key=lambda step: example_score(*step)) == ranked
+    assert [is_scattered(table) for table in ([], [7], [3, 4, 5], [3, 5], [5, 4])] == [False, False, False, True, True]
 
 
 EXPECTED = {
     "timeline.svg": {"static batches: 8.00 s", "continuous: 6.00 s", "useful 100%, padding 0%, idle 0%, empty 0%"},
-    "utilisation.svg": {"useful 69% of 8.00 s", "100%", "seconds", "padding"},
-    "speed.svg": {"output tokens/s", "static batches", "first token (TTFT), s", "2.00 / 6.80 / 7.88"},
-    "load.svg": {"users at once", "p99", "p10", "16", "The objective (SLO) is TTFT under 1 s."},
+    "utilisation.svg": {
+        "useful 69% of 8.00 s",
+        "useful 100% of 15.7 min, of which 9.00 s are shown",
+        "55.0 s, of which 9.00 s are shown",
+        "only the time is known",
+        "padding",
+    },
+    "speed.svg": {"output tokens/s", "transformers-generate", "first token (TTFT)", "2.00 s / 7.88 s", "not known"},
     "step.svg": {
         "One step of the engine: 4 tokens of 2 requests in one pass",
         "request 0, token 5",
         "request 2, tokens 0 to 2",
-        "The same blocks in memory: the first 6 of 16",
+        "The same blocks in memory, 0 to 5 of 16: a request takes whichever are free",
         "3",
     },
+    "speculation.svg": {"20 of 40 drafted tokens of the run were accepted.", "request 0", "1.5", "1.0", "rejected"},
+    "load.svg": {"users at once", "the objective (SLO)", "4 users", "16", "100 ms", "100%"},
+    "users.svg": {"5 users of 9, and their answers", "9 asked for", "500 ms", "answer within the objective"},
 }
 
 
-def test_pictures_are_whole() -> None:
-    """Guards that each picture is well-formed, says what it shows, and is the same for the same data."""
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, tuple[str, Any]]:
+    """The SVG text and the figure of every picture, by file name: with very slow runs, peers, replicas and drafts."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
+    from cbatch.cli.bench.render import style
+    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_comparison, draw_load
 
-    pictures = draw_all(both(), some_metrics(), some_loads(), "TTFT under 1 s")
-    assert {FILE_NAMES[title] for title in pictures} == EXPECTED.keys()
-    for title, svg in pictures.items():
-        missing = EXPECTED[FILE_NAMES[title]] - texts_of(svg)
-        assert not missing, f"{title} lacks {missing}; it has {texts_of(svg)}"
+    found: dict[str, tuple[str, Any]] = {}
+    make_text = style.svg_text
+
+    def keep(figure: Any, title: str) -> str:
+        found[FILE_NAMES[title]] = (make_text(figure, title), figure)
+        return found[FILE_NAMES[title]][0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "svg_text", keep)
+        report = make_comparison("ablations", "peers", "replicas")
+        draw_comparison(report.records | {"with drafts": drafting_record()}, report.strategies)
+        draw_load(make_load_report(make_capacity(1, 2, 4, 7, 8, 16, capacity=4), 16, rounds=2))
+        draw_load(make_load_report(make_load(5), 9))
+    return found
+
+
+def neutral_colours() -> set[str]:
+    """Of text, lines and backgrounds, which need no explanation."""
+    from cbatch.cli.bench.render import style
+
+    inks = {style.TEXT, style.MUTED, style.INK_ON_DARK, style.INK_ON_LIGHT}
+    return inks | {style.GRID, style.BACKGROUND, style.BAND, style.EMPTY_SLOT}
+
+
+def test_pictures_are_whole(drawn: dict[str, tuple[str, Any]]) -> None:
+    """Guards that each picture is well-formed, and says what it shows, in figures counted by hand."""
+    assert drawn.keys() == EXPECTED.keys()
+    for name, (svg, _) in drawn.items():
+        missing = EXPECTED[name] - texts_of(svg)
+        assert not missing, f"{name} lacks {missing}; it has {texts_of(svg)}"
         assert "<dc:date>" not in svg
-    again = draw_all(both(), {}, {}, "")
-    assert len(again) == 3
-    assert all(svg == pictures[title] for title, svg in again.items())
+
+
+def test_pictures_are_reproducible(drawn: dict[str, tuple[str, Any]]) -> None:
+    """Guards a diff of kept pictures: the same for the same data, whatever was drawn before."""
+    from cbatch.cli.bench.render.plots import draw_load
+
+    assert draw_load(make_load_report(make_load(5), 9)) == {"Users": drawn["users.svg"][0]}
+
+
+def test_words_fit(drawn: dict[str, tuple[str, Any]]) -> None:
+    """Guards words that reach out of a picture or lie over each other; planted ones are found."""
+    for name, (_, figure) in drawn.items():
+        assert misplaced_texts(figure) == [], name
+    figure = drawn["users.svg"][1]
+    planted = [figure.text(0.9, 0.5, "too long " * 9), figure.text(0.9, 0.5, "over it")]
+    try:
+        found = misplaced_texts(figure)
+        assert any("is outside" in problem for problem in found) and any("is over 'over it'" in one for one in found)
+    finally:
+        for text in planted:
+            text.remove()
+
+
+def test_colours_are_explained(drawn: dict[str, tuple[str, Any]]) -> None:
+    """Guards legends: each colour that is no ink or background is in one; without its legend, it is found."""
+    for name, (svg, _) in drawn.items():
+        assert unexplained_colours(svg, neutral_colours()) == set(), name
+        without = re.sub(r'id="legend-\w+', 'id="', svg)
+        assert unexplained_colours(without, neutral_colours()), name
+
+
+def test_dark_pictures(drawn: dict[str, tuple[str, Any]]) -> None:
+    """Guards dark pages: no colour of a light page is left, text can be read, and nothing else differs."""
+    from cbatch.cli.bench.render.dark import DARK, dark_variant
+    from cbatch.cli.bench.render.style import BACKGROUND, TEXT
+
+    assert DARK.keys().isdisjoint(DARK.values()) and len(set(DARK.values())) == len(DARK)
+    for name, (svg, _) in drawn.items():
+        dark = dark_variant(svg)
+        assert colours_of(svg) <= DARK.keys(), name
+        assert colours_of(dark) == {DARK[colour] for colour in colours_of(svg)}
+        assert texts_of(dark) == texts_of(svg) and len(dark) == len(svg)
+    assert contrast(TEXT, BACKGROUND) > 7 and contrast(DARK[TEXT], DARK[BACKGROUND]) > 7
+    assert colours_of(svg.replace(TEXT, "#123456")) - DARK.keys() == {"#123456"}, "a colour without a dark one is found"
+
+
+def contrast(one: str, other: str) -> float:
+    """By https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio; 4.5 is enough for text, 3 for marks."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_ink_can_be_read() -> None:
+    """Guards words on coloured fields, on light and on dark pages."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    from cbatch.cli.bench.render import style
+    from cbatch.cli.bench.render.dark import DARK
+    from cbatch.cli.bench.render.step_plot import ink_on
+
+    pairs = [(colour, ink_on(colour)) for colour in style.CHUNK_COLOURS]
+    pairs += [(style.KIND_COLOURS["decode"], style.TEXT), (style.BAND, style.TEXT), (style.BACKGROUND, style.MUTED)]
+    for field, ink in pairs:
+        assert contrast(field, ink) > 4.4, field
+        assert contrast(DARK[field], DARK[ink]) > 4.4, DARK[field]
+    for mark in (style.HIGHLIGHT, style.PEER, style.TARGET, style.OTHER):
+        assert contrast(mark, style.BACKGROUND) > 2.9 and contrast(DARK[mark], DARK[style.BACKGROUND]) > 2.9
+
+
+def test_long_runs_are_cut() -> None:
+    """Guards the others beside a run that is much slower; the two fastest are whole."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    from cbatch.cli.bench.render.style import log_limits, log_ticks
+    from cbatch.cli.bench.render.utilisation_plot import visible_end
+
+    assert visible_end([1.31, 0.99, 0.42]) == 1.31
+    assert visible_end([1.31, 0.99, 0.42, 9.4, 5.63]) == 1.31
+    assert visible_end([0.42, 3.0]) == 3.0 and visible_end([2.0]) == 2.0 and visible_end([]) == 1.0
+    assert log_limits([0.0, 2.0, 8.0], 2) == (1.0, 16.0)
+    assert log_ticks(0.8, 30) == [1, 2, 5, 10, 20] and log_ticks(0.001, 1000, 3) == [0.001, 1.0, 1000]
+    assert log_ticks(200, 768) == [200, 300, 400, 500, 600] and log_ticks(200, 900) == [200, 500]
 
 
 def test_pictures_of_little() -> None:
     """Guards empty runs and other strategies: pictures without data are left out."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.plots import draw_all
+    from cbatch.cli.bench.render.plots import draw_comparison, draw_load
 
-    unjudged = dataclasses.replace(make_load(4), users_served=None)
-    assert draw_all({}, {}, {4: unjudged}, "") == {}
-    assert draw_all({"one by one": RunRecord(1, [])}, {}, {}, "").keys() == {"Utilisation"}
+    unjudged = dataclasses.replace(make_load(4), users_served=None, timed=())
+    assert draw_load(make_load_report(unjudged, 4)) == {}
+    capacity = dataclasses.replace(make_capacity(1), probes={1: unjudged})
+    assert draw_load(make_load_report(capacity, 4)) == {}
+    assert draw_load(make_load_report(make_capacity(1), 4)).keys() == {"Load"}
+    assert draw_comparison({"one by one": RunRecord(1, [])}, []).keys() == {"Utilisation"}
     few = dataclasses.replace(static_record(), example=None)
-    assert draw_all({"static batches": few}, {}, {}, "").keys() == {"Timeline", "Utilisation"}
+    assert draw_comparison({"static batches": few}, []).keys() == {"Timeline", "Utilisation"}
+    assert "Speculation" not in draw_comparison(both(), [])
 
 
-def drafting_record() -> RunRecord:
-    """Request 0 decodes in 40 steps with drafts of two in every other one; request 1 enters, and has none."""
-    steps = []
-    for n in range(40):
-        right = (0, 2, 1, 1)[n // 2 % 4]
-        own = RecordedChunk(0, 0, "decode", n, 3, 2, right) if n % 2 else RecordedChunk(0, 0, "decode", n, 1)
-        other = RecordedChunk(1, 1, "decode" if n > 20 else "prefill", n, 1)
-        steps.append(RecordedStep(n, n + 1, 0.5, (own, other) if n >= 20 else (own,), 2))
-    return RunRecord(2, [RecordedRequest(60), RecordedRequest(19)], steps, elapsed_s=40.0)
-
-
-def test_speculation_is_drawn() -> None:
-    """Guards the picture of drafts: what is accepted and rejected in the run, and each request's mean of a step."""
+def test_nothing_drawn_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Guards an empty folder without a word: stderr says why there is no picture."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_all
+    from cbatch.cli.bench.output import write_files
 
-    records = {"one by one": both()["continuous"], "without drafts": static_record(), "continuous": drafting_record()}
-    pictures = draw_all(records, {}, {}, "")
-    assert FILE_NAMES["Speculation"] == "speculation.svg"
-    words = texts_of(pictures["Speculation"])
-    assert {"20 of 40 drafted tokens of the run were accepted.", "request 0", "request 1", "1.5", "1.0"} <= words
-    assert {"as without drafts", "accepted", "rejected", "prompt", "step"} <= words
-    assert "Speculation" not in draw_all(both(), {}, {}, "")
+    unjudged = dataclasses.replace(make_load(4), users_served=None, timed=())
+    report = make_load_report(unjudged, 4)
+    write_files(dataclasses.replace(report, options=dataclasses.replace(report.options, plot=str(tmp_path))))
+    assert "no picture, because no answer" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    report = make_load_report(make_load(4), 4)
+    write_files(dataclasses.replace(report, options=dataclasses.replace(report.options, plot=str(tmp_path))))
+    assert "1 picture is in" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"users.svg", "users-dark.svg"}
 
 
 def test_the_drawn_steps_are_typical() -> None:
@@ -319,54 +375,14 @@ def test_missing_matplotlib_is_named(
     """Guards the message for people who have not installed the extra, before anything is measured."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run_command(["bench", option, str(tmp_path / "out"), "-m", "no/model"]) == 2
-    assert "pip install 'cbatch[plot]'" in capsys.readouterr().err
+    assert "[plot]'" in capsys.readouterr().err
 
 
-class Page(HTMLParser):
-    """Collects what a page is made of, and fails if its tags do not nest."""
+def test_stairs_lose_only_what_nobody_sees() -> None:
+    """Guards small files: neighbours that differ by less than can be seen are one step, and no drift adds up."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    from cbatch.cli.bench.render.utilisation_plot import without_repeats
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.links: list[str] = []
-        self.cells: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th", "p", "h1", "figcaption"):
-            self.cells.append(data)
-
-
-def test_report_is_safe_and_whole() -> None:
-    """Guards the page: tags fit, names are text and not markup, units are written, and nothing is loaded."""
-    evil = "<script src='http://example.org/x'>\"&"
-    data = {
-        "title": evil,
-        "machine": {"cpu": evil, "memory_bytes": 3 << 29, "gpu": None, "fast": True, evil: [1, 2]},
-        "work": evil,
-        "strategies": {
-            "continuous": dataclasses.asdict(some_metrics()["continuous"]),
-            evil: {"idle_slot_share": 0.25, "only_s": 2},
-        },
-        "load": [load.to_json() for load in some_loads().values()],
-        "empty": {},
-    }
-    text = html_report(data, {evil: f"<svg><title>{evil}</title></svg>"})
-    page = Page()
-    page.feed(text)
-    page.close()
-    assert not page.open and "<script" not in text
-    assert page.tags.isdisjoint({"script", "link", "iframe", "object"}) and "url(" not in text
-    assert [link[:26] for link in page.links] == ["data:image/svg+xml;base64,"]
-    assert page.cells.count(evil) == 6
-    for shown in ("1.5 GiB", "–", "yes", "25.0%", "TTFT p50", "2.00 s", "1, 2", "output tokens/s", "users"):
-        assert shown in page.cells, shown
+    assert without_repeats([0, 1, 2, 3], [0, 0, 0], [1, 1, 0.5]) == ([0, 2, 3], [0, 0], [1, 0.5])
+    edges, _, highs = without_repeats(range(101), [0] * 100, [n / 1000 for n in range(100)])
+    assert edges[:3] == [0, 5, 10] and edges[-1] == 100 and highs[:2] == [0, 0.005]

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from cbatch.cli.bench.workload import LengthDistribution, first_plain_token
 from cbatch.engine import ConfigError, RequestHandle, TokenEvent
 
+SERVED_SHARE = 0.99
+"""Share of the users for whom the objective has to hold."""
+
 WARMUP_SHARE = 0.25
 """Share of a probe in which its users arrive, and in which answers do not count yet."""
 
@@ -63,6 +66,10 @@ class Scenario:
         rate = max(self.rate, users / warmup_s)
         seed = self.seed + 1_000_003 * users
         return replace(self, users=users, rate=rate, duration_s=duration_s, warmup_s=warmup_s, seed=seed)
+
+    def in_round(self, number: int) -> Scenario:
+        """The same with other prompts, pauses and times of arrival for every round; round 0 is the scenario itself."""
+        return replace(self, seed=self.seed + 15_485_863 * number)
 
 
 @dataclass(eq=False, slots=True)

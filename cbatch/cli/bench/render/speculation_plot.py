@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cbatch.cli.bench.recorder import RecordedChunk, RecordedStep, RunRecord
-from cbatch.cli.bench.render.style import KIND_COLOURS, MUTED, TEXT, add_legend, axes_grid, new_figure
+from cbatch.cli.bench.render.style import KIND_COLOURS, MUTED, PALE_GREY, TEXT, add_legend, axes_grid, new_figure
 
 MAX_STEPS, MAX_REQUESTS = 24, 6
 
@@ -23,7 +23,7 @@ COLOURS = {
     OWN: KIND_COLOURS["decode"],
     ACCEPTED: KIND_COLOURS["prefill"],
     REJECTED: KIND_COLOURS["idle"],
-    PROMPT: "#d0d7de",
+    PROMPT: PALE_GREY,
 }
 """Blue is what requests got. All differ in lightness too."""
 

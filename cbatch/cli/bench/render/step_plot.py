@@ -9,7 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RunRecord
-from cbatch.cli.bench.render.style import BACKGROUND, CHUNK_COLOURS, EMPTY_SLOT, TEXT, WIDTH, axes_grid, new_figure
+from cbatch.cli.bench.render.style import (
+    BACKGROUND,
+    CHUNK_COLOURS,
+    EMPTY_SLOT,
+    INK_ON_DARK,
+    INK_ON_LIGHT,
+    LEGEND,
+    TEXT,
+    WIDTH,
+    axes_grid,
+    new_figure,
+)
 
 MAX_CHUNKS = len(CHUNK_COLOURS)
 RESERVED_PROMPTS = 3
@@ -18,7 +29,7 @@ RESERVED_PROMPTS = 3
 MAX_CELLS = 64
 """Cells that stand for the tokens of one prompt."""
 
-LEFT, RIGHT = 1.95, 0.2
+LEFT, RIGHT = 2.1, 0.2
 LINE, PROMPTS = 0.16, 1.6
 """Height in inches of a single token's line of the mask, and of all lines of prompts together."""
 PALE = 0.35
@@ -105,12 +116,13 @@ def plot_step(record: RunRecord, example: ExampleStep) -> Figure:
 
 
 def _subtitle(drawn: list[DrawnChunk], requests: int) -> str:
-    words = "One colour for each request. Full colour: computed in this step; pale: already in the KV cache."
+    words = "A colour for each request. Full colour: computed in this step; pale: already in the KV cache."
+    more = []
     if len(drawn) < requests:
-        words += f" {len(drawn)} of {requests} requests are shown."
+        more.append(f"{len(drawn)} of {requests} requests are shown.")
     if any(chunk.cells < chunk.recorded.tokens for chunk in drawn):
-        words += " Long prompts are shortened."
-    return words
+        more.append("Long prompts are shortened.")
+    return "\n".join([words, " ".join(more)]).strip()
 
 
 def _draw_tokens(axes: Axes, drawn: list[DrawnChunk], width: float) -> None:
@@ -151,14 +163,13 @@ def _draw_mask(axes: Axes, drawn: list[DrawnChunk], width: float) -> None:
             axes.axhline(chunk.top, color=BACKGROUND, linewidth=1.2)
             axes.axvline(chunk.left - 0.01 * width, color=BACKGROUND, linewidth=2.5)
         places = f"token {start}" if tokens == 1 else f"tokens {start} to {start + tokens - 1}"
-        _name(axes, middle, f"request {chunk.recorded.request}, {places}")
+        _name(axes, middle, f"request {chunk.recorded.request}, {places}", chunk.colour)
     axes.set_ylim(bottom, 0)
 
 
 def _draw_blocks(axes: Axes, drawn: list[DrawnChunk], block_size: int, width: float) -> None:
     """The blocks of each chunk under its columns, with their numbers; the last one may be partly empty."""
-    digits = max(len(str(block)) for chunk in drawn for block in chunk.table)
-    has_numbers = block_size / width * (WIDTH - LEFT - RIGHT) > 0.03 + 0.055 * digits
+    has_numbers = _fit(max(block for chunk in drawn for block in chunk.table), block_size / width)
     axes.set_title(
         f"The cache blocks of {block_size} tokens that hold these columns{', with their numbers' * has_numbers}", pad=4
     )
@@ -171,25 +182,51 @@ def _draw_blocks(axes: Axes, drawn: list[DrawnChunk], block_size: int, width: fl
         axes.barh([0] * len(lefts), block_size, left=lefts, height=1, fill=False, edgecolor=BACKGROUND, linewidth=1)
         for left, block in zip(lefts, chunk.table, strict=True):
             if has_numbers:
-                middle = left + block_size / 2
-                ink = BACKGROUND if start <= middle < start + tokens else TEXT
-                axes.text(middle, 0, str(block), size=6.5, ha="center", va="center", color=ink)
+                old = min(max(start - left, 0), block_size)
+                middle = left + (old if old >= block_size / 2 else old + block_size) / 2  # in the larger part
+                _number(axes, middle, block, ink_on(chunk.colour) if start <= middle < start + tokens else TEXT)
     _name(axes, 0, "blocks")
 
 
 def _draw_pool(axes: Axes, drawn: list[DrawnChunk], width: float, num_blocks: int) -> None:
     """The same blocks in their order in memory."""
-    last = max(block for chunk in drawn for block in chunk.table)
-    axes.set_title(f"The same blocks in memory: the first {last + 1:,} of {num_blocks:,}", pad=4)
-    block_width = width / (last + 1)
+    blocks = [block for chunk in drawn for block in chunk.table]
+    first, last = min(blocks), max(blocks)
+    axes.set_title(
+        f"The same blocks in memory, {first:,} to {last:,} of {num_blocks:,}: a request takes whichever are free", pad=4
+    )
+    share = 1 / (last - first + 1)
     axes.barh(0, width, height=1, color=EMPTY_SLOT)
-    edge: dict[str, Any] = {"edgecolor": BACKGROUND, "linewidth": 0.8} if last < 200 else {}
+    edge: dict[str, Any] = {"edgecolor": BACKGROUND, "linewidth": 0.8} if share > 0.005 else {}
+    has_numbers = _fit(last, share)
     for chunk in drawn:
-        lefts = [block * block_width for block in chunk.table]
-        axes.barh([0] * len(lefts), max(block_width, 0.002 * width), left=lefts, height=1, color=chunk.colour, **edge)
+        lefts = [(block - first) * share * width for block in chunk.table]
+        cell = max(share, 0.002) * width
+        axes.barh([0] * len(lefts), cell, left=lefts, height=1, color=chunk.colour, **edge)
+        for left, block in zip(lefts, chunk.table, strict=True):
+            if has_numbers:
+                _number(axes, left + cell / 2, block, ink_on(chunk.colour))
     _name(axes, 0, "KV cache")
 
 
-def _name(axes: Axes, y: float, words: str) -> None:
-    """A label to the left of a line."""
-    axes.annotate(words, (0, y), (-6, 0), textcoords="offset points", ha="right", va="center", size=8.5, color=TEXT)
+def _fit(largest: int, share: float) -> bool:
+    """Whether numbers up to this one fit fields that take this share of the width."""
+    return share * (WIDTH - LEFT - RIGHT) > 0.02 + 0.055 * len(str(largest))
+
+
+def _number(axes: Axes, x: float, block: int, ink: str) -> None:
+    axes.text(x, 0, str(block), size=6.5, ha="center", va="center", color=ink)
+
+
+def ink_on(colour: str) -> str:
+    """What can be read on a colour."""
+    red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
+    return INK_ON_LIGHT if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.2 else INK_ON_DARK
+
+
+def _name(axes: Axes, y: float, words: str, colour: str = "") -> None:
+    """A label to the left of a line, with a square of the request's colour."""
+    places: dict[str, Any] = {"xy": (0, y), "textcoords": "offset points", "ha": "right", "va": "center"}
+    axes.annotate(words, xytext=(-18 if colour else -6, 0), size=8.5, color=TEXT, **places)
+    if colour:
+        axes.annotate("■", xytext=(-5, 0), size=11, color=colour, gid=f"{LEGEND}-{colour[1:]}", **places)

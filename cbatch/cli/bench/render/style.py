@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,20 @@ WIDTH = 9.2
 """Inches; 883 pixels in a browser, the width of a README on GitHub."""
 
 TEXT, MUTED, GRID, BACKGROUND = "#1f2328", "#59636e", "#e7eaee", "#ffffff"
-EMPTY_SLOT = "#f3f4f6"
+EMPTY_SLOT = "#eceff2"
+BAND = "#e6f1fc"
+"""Behind the line of the strategy that a picture is about."""
+
+INK_ON_DARK, INK_ON_LIGHT = "#fdfdfe", "#1a1d21"
+"""Text in a field of one of CHUNK_COLOURS."""
+
+HIGHLIGHT, OTHER, PEER, TARGET = "#0969da", "#8c959f", "#8250df", "#1a7f37"
+"""Continuous batching, other strategies, peers, and what was to be reached."""
+
+SUBJECT = "continuous"
+"""The title of the strategy that pictures are about."""
+
+PALE_GREY = "#d0d7de"
 
 KIND_COLOURS: dict[TokenKind, str] = {
     "prefill": "#0b4f8a",
@@ -38,6 +52,7 @@ SETTINGS: dict[str, Any] = {
     "font.size": 9,
     "text.color": TEXT,
     "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
     "axes.labelcolor": MUTED,
     "axes.titlecolor": TEXT,
     "axes.titlesize": 9.5,
@@ -68,7 +83,10 @@ def picture_style() -> Iterator[None]:
         yield
 
 
-KINDS_BY_LABEL = {label: KIND_COLOURS[kind] for kind, label in KIND_LABELS.items()}
+KINDS_BY_LABEL = {label: KIND_COLOURS[kind] for kind, label in KIND_LABELS.items()} | {"empty": EMPTY_SLOT}
+
+LEGEND = "legend"
+"""What the ids of the squares of a legend begin with."""
 
 
 def new_figure(height: float, title: str, subtitle: str = "", *, width: float = WIDTH) -> Figure:
@@ -95,15 +113,67 @@ def axes_grid(figure: Figure, heights: Sequence[float], columns: int = 1, **plac
     return list(figure.subplots(len(heights), columns, squeeze=False, sharex=columns == 1, gridspec_kw=gridspec).flat)
 
 
+def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes at a place of the figure, in inches from its left and its top."""
+    whole_width, whole_height = figure.get_figwidth(), figure.get_figheight()
+    bottom = whole_height - top - height
+    place = (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
+    axes: Axes = figure.add_axes(place)
+    return axes
+
+
+def add_band(figure: Figure, top: float, height: float) -> None:
+    """A pale field over the whole width, behind the line that a picture is about; inches from the figure's top."""
+    whole = figure.get_figheight()
+    place = (0, 1 - (top + height) / whole)
+    figure.add_artist(Rectangle(place, 1, height / whole, color=BAND, linewidth=0, zorder=-1))
+
+
 def add_legend(figure: Figure, colours: Mapping[str, str] = KINDS_BY_LABEL) -> None:
     """Adds a line of coloured squares with what they stand for: the kinds of work, unless others are given."""
     width, height, x, side = figure.get_figwidth(), figure.get_figheight(), 0.12, 0.12
     y = 1 - 0.72 / height
     for label, colour in colours.items():
         square = Rectangle((x / width, y), side / width, side / height, color=colour, linewidth=0)
+        square.set_gid(f"{LEGEND}-{colour[1:]}")
         figure.add_artist(square)
         figure.text((x + 0.18) / width, y, label, size=9, va="bottom", color=TEXT)
-        x += 0.45 + 0.075 * len(label)
+        x += 0.42 + 0.068 * len(label)
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers within two bounds above 0, for a logarithmic scale."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,)):
+        ticks = [value for decade in decades for step in steps if low <= (value := step * 10.0**decade) <= high]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / most)]
+
+
+def log_limits(values: Sequence[float], space: float = 1.5) -> tuple[float, float]:
+    """The ends of a logarithmic scale for these values, of which only those above 0 count."""
+    found = [value for value in values if value > 0] or [1.0]
+    return min(found) / space, max(found) * space
+
+
+def set_log_scale(
+    axes: Axes, which: str, limits: tuple[float, float], words: Callable[[float], str], most: int = 5
+) -> None:
+    """Makes the x or the y axis logarithmic, with a few round numbers, in words, and a line at each of them."""
+    ticks = log_ticks(*limits, most)
+    labels = [words(tick) for tick in ticks]
+    if which == "x":
+        axes.set_xscale("log")
+        axes.set_xlim(*limits)
+        axes.set_xticks(ticks, labels)
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(*limits)
+        axes.set_yticks(ticks, labels)
+    axes.minorticks_off()
+    axes.grid(axis="x" if which == "x" else "y")
 
 
 def svg_text(figure: Figure, title: str) -> str:
@@ -111,9 +181,17 @@ def svg_text(figure: Figure, title: str) -> str:
     file = io.StringIO()
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None, "Title": title}
     figure.savefig(file, format="svg", metadata=metadata)
-    return re.sub(r' d="[^"]*"', _rounded, file.getvalue())
+    return _compact(file.getvalue())
 
 
-def _rounded(path: re.Match[str]) -> str:
-    """A path in hundredths of a point: more digits cannot be seen, but make the file larger."""
-    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}", path[0])
+def _compact(svg: str) -> str:
+    """The same picture in half the text: without indents and ids that nothing uses, in hundredths of a point."""
+    svg = re.sub(rf'<g id="(?!{LEGEND})[^"]*">', "<g>", svg)
+    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"\s*([A-Za-z])\s*", r"\1", _rounded(path[0])), svg)
+    svg = re.sub(r'translate\([^)]*\)| [xy]="[^"]*"', lambda place: _rounded(place[0]), svg)
+    svg = re.sub(r"\n\s+", "\n", svg)
+    return re.sub(r"<g>\n(<(?:use|path)[^>]*/>)\n</g>", r"\1", svg)
+
+
+def _rounded(text: str) -> str:
+    return re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), text)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.results import AnyResult, FailedPeer, OutputDifference, PeerMetrics, RunMetrics
+from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import PromptMemory, TokenCost
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.run.stats import ReplicaFigures
@@ -127,6 +128,14 @@ def load_table(runs: Mapping[int, LoadResult]) -> Table:
             }
         )
     return table
+
+
+def roofline_sentence(bound: RooflineBound, rates: DeviceRates) -> str:
+    """What the device could do at best, and by which of its rates."""
+    return (
+        f"The roofline allows {seconds(bound.seconds)}: this device copies {rates.bytes_per_s / 1e9:,.0f} GB/s and "
+        f"multiplies {rates.flops_per_s / 1e12:,.2f} TFLOP/s."
+    )
 
 
 def markdown_lines(table: Table) -> list[str]:

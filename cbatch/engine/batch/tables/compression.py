@@ -11,6 +11,7 @@ from typing import IO, Any, cast
 
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.batch.tables.forms import Compression
+from cbatch.engine.extras import missing_package
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """First bytes of the formats. No text in UTF-8 begins with them."""
@@ -67,7 +68,7 @@ def import_pyarrow(what: str) -> Any:
     try:
         return importlib.import_module("pyarrow")
     except ImportError as error:
-        raise ConfigError(f"{what} needs pyarrow: pip install 'cbatch[tables]'.") from error
+        raise ConfigError(missing_package("pyarrow", f"{what} needs")) from error
 
 
 def _own_zstd() -> Any:

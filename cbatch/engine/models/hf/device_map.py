@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -27,6 +26,7 @@ from cbatch.engine.base.model_files import (
 )
 from cbatch.engine.base.run_folder import RunFolder
 from cbatch.engine.base.units import parse_memory
+from cbatch.engine.extras import require_package
 from cbatch.engine.models.dtypes import choose_dtype
 from cbatch.engine.runtime.device import is_accelerator, is_cuda, usable_gpus
 from cbatch.engine.runtime.memory import device_memory
@@ -74,8 +74,7 @@ def choose_device_map(config: EngineConfig, device: torch.device) -> DeviceMap |
     """
     if config.device_map == "none":
         return None
-    if find_spec("accelerate") is None:
-        raise ConfigError("--device-map auto needs accelerate (pip install 'cbatch[device-map]').")
+    require_package("accelerate")
     if is_accelerator(device) and not is_cuda(device):
         raise ConfigError(f"--device-map auto spreads a model over CUDA GPUs, CPU memory and disk, not from {device}.")
     given = config.max_memory or {}

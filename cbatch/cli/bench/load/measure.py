@@ -1,0 +1,152 @@
+"""Loads with one or several numbers of users, over rounds, and the search for the most of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from cbatch.cli.bench.load.generator import Clock, run_load
+from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
+from cbatch.cli.bench.load.users import SERVED_SHARE, SLO, Scenario
+from cbatch.cli.bench.options import BenchOptions, parse_duration
+from cbatch.cli.bench.results import Machine, describe_model
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.loading import open_engine
+from cbatch.engine import ConfigError, Engine, EngineThread, format_count
+
+MAX_PROBE_S = 20.0
+"""The longest probe of a search, in seconds."""
+
+DEFAULT_MAX_USERS = 1024
+
+WARMUP_S = 1.0
+
+
+def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> LoadReport:
+    """Runs the load, with one or several numbers of users, or searches for the most of them. Raises ConfigError.
+
+    Every round has prompts, pauses and times of arrival of its own; rounds of several numbers of users take turns.
+    """
+    slo = SLO(parse_duration(options.slo_ttft), options.slo_tps)
+    with open_engine(options.engine, quiet=options.is_silent) as engine:
+        scenario = _scenario(options, engine)
+        is_one_load = not options.find_capacity and len(options.users) == 1
+        if is_one_load and not options.quiet and (warning := expected_arrivals(scenario)):
+            notice(warning)
+        runs = Runs(engine.thread, scenario, slo, options.rounds, on_progress)
+        runs.warm_up()
+        found: LoadResult | Capacity
+        if options.find_capacity:
+            found = find_capacity(runs.probe_in_all_rounds, most=scenario.users)
+        elif is_one_load:
+            found = runs.load()
+        else:
+            found = most_served(runs.probe_by_turns(options.users))
+        machine, model = Machine.of(engine), describe_model(engine)
+        return LoadReport(options, machine, model, scenario, slo, found, runs.results)
+
+
+def _scenario(options: BenchOptions, engine: Engine) -> Scenario:
+    inputs, outputs = options.lengths
+    duration_s = parse_duration(options.duration)
+    return Scenario(
+        users=max(options.users, default=DEFAULT_MAX_USERS),
+        rate=options.rate,
+        duration_s=min(MAX_PROBE_S, duration_s) if options.find_capacity else duration_s,
+        think_s=parse_duration(options.think),
+        inputs=inputs,
+        outputs=outputs,
+        vocabulary=engine.model.vocab_size,
+        context=engine.limits.sequence.longest,
+        turns=options.turns,
+        seed=options.seed,
+    )
+
+
+class Runs:
+    """Runs of a scenario on one engine, and what all of them gave, by number of users."""
+
+    def __init__(
+        self,
+        engine_thread: EngineThread,
+        scenario: Scenario,
+        slo: SLO,
+        rounds: int,
+        on_progress: Callable[[str], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self._engine_thread, self._scenario, self._slo = engine_thread, scenario, slo
+        self._rounds, self._on_progress, self._clock = rounds, on_progress, clock
+        self.results: dict[int, list[LoadResult]] = {}
+
+    def warm_up(self) -> None:
+        """Lets one user ask for a moment, so that the first run does not pay for what happens only once."""
+        duration_s = min(WARMUP_S, self._scenario.duration_s)
+        run_load(self._engine_thread, self._scenario.probe(1, duration_s).in_round(self._rounds), self._slo)
+
+    def load(self) -> LoadResult:
+        """The median run of the scenario as it is."""
+        users = self._scenario.users
+        for number in range(self._rounds):
+            self._run(self._scenario, users, number)
+        return median_result(self.results[users])
+
+    def probe_in_all_rounds(self, users: int) -> LoadResult:
+        """The median probe with this many users."""
+        for number in range(self._rounds):
+            self._probe(users, number)
+        return median_result(self.results[users])
+
+    def probe_by_turns(self, users: Sequence[int]) -> dict[int, LoadResult]:
+        """The median probes with each of these numbers of users."""
+        for number in range(self._rounds):
+            for count in users:
+                self._probe(count, number)
+        return {count: median_result(results) for count, results in self.results.items()}
+
+    def _probe(self, users: int, number: int) -> None:
+        self._run(self._scenario.probe(users, self._scenario.duration_s), users, number)
+
+    def _run(self, scenario: Scenario, users: int, number: int) -> None:
+        of_rounds = f", round {number + 1} of {self._rounds}" if self._rounds > 1 else ""
+        self._on_progress(f"{format_count(users, 'user')} for {scenario.duration_s:g} s{of_rounds}")
+        result = run_load(self._engine_thread, scenario.in_round(number), self._slo, self._clock)
+        self.results.setdefault(users, []).append(result)
+
+
+def most_served(probes: dict[int, LoadResult]) -> Capacity:
+    """The most of these users for whom, and for all fewer of whom, the objective holds."""
+    served = list(itertools.takewhile(lambda users: _holds(probes[users]), probes))
+    return Capacity(served[-1] if served else 0, probes, len(served) == len(probes))
+
+
+def _holds(result: LoadResult, share: float = SERVED_SHARE) -> bool:
+    """Whether at least a share of the users was served; a run in which nothing can be judged fails."""
+    return result.users_served is not None and result.users_served >= share
+
+
+def find_capacity(
+    measure: Callable[[int], LoadResult], *, share: float = SERVED_SHARE, most: int = 4096, precision: float = 0.05
+) -> Capacity:
+    """The most users of whom at least a share is served within the objective: doubled until it fails, then bisected.
+
+    measure:   runs with this many users; a run in which nothing can be judged fails
+    precision: how close to bisect, as a share of the number of users; to one user at the closest
+    Raises ConfigError if nothing can be judged with one user.
+    """
+    probes: dict[int, LoadResult] = {}
+
+    def holds(users: int) -> bool:
+        probes[users] = measure(users)
+        return _holds(probes[users], share)
+
+    good, bad = 0, 1
+    while bad <= most and holds(bad):
+        good, bad = bad, min(2 * bad, most) if bad < most else most + 1
+    if 1 in probes and probes[1].users_judged == 0:
+        raise ConfigError("No answer finished within a probe with one user; use a longer --duration.")
+    is_limit = good == most
+    while not is_limit and bad - good > max(1, precision * good):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return Capacity(good, dict(sorted(probes.items())), is_limit)

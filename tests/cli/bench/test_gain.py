@@ -1,0 +1,240 @@
+"""The gain over static batches: its arithmetic against what engines do, its factors, and its curve over the skew."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import pstdev
+from typing import Any
+
+import click
+import pytest
+
+from cbatch.cli.bench import command
+from cbatch.cli.bench.gain import ExpectedGain, Gain, WorkCount, count_continuous, count_static
+from cbatch.cli.bench.options import MAX_SKEW, BenchOptions
+from cbatch.cli.bench.recorder import RecordedChunk, RecordedStep, RunRecord, TokenKind
+from cbatch.cli.bench.skew.curve import SkewPoint, SkewRound
+from cbatch.cli.bench.strategies import STRATEGIES, Experiment
+from cbatch.cli.bench.workload import Workload, skewed_lengths, skewed_workload
+from cbatch.cli.main import run_command
+from cbatch.engine import ConfigError
+from cbatch.engine.base.config import EngineConfig
+from tests.support.tiny_models import VOCABULARY, loaded, make_network, make_prompts
+
+LENGTHS = ["--input-len", "5", "--output-len", "6", "--requests", "12"]
+
+
+@pytest.mark.parametrize("skew", [0, 0.5, 1, 2])
+def test_skewed_lengths(skew: float) -> None:
+    """Guards the curve: the same number of tokens at every skew, which is that of the logarithms."""
+    lengths = skewed_lengths(1000, 200, skew)
+    assert sum(lengths) == 200_000 and lengths == sorted(lengths) and lengths[0] >= 1
+    assert pstdev(map(math.log, lengths)) == pytest.approx(skew, abs=0.1)
+    assert len(set(lengths)) == 1 if skew == 0 else lengths[-1] > 200 * math.exp(2.5 * skew - skew**2 / 2)
+
+
+def test_a_seed_changes_the_order_only() -> None:
+    """Guards a curve that is heavy-tailed with every seed, and requests that do not fit the context."""
+    one, other = (skewed_workload(50, 20, 30, 1.0, VOCABULARY, 1000, seed) for seed in (1, 2))
+    assert one.output_lengths != other.output_lengths
+    assert sorted(one.output_lengths) == sorted(other.output_lengths) == skewed_lengths(50, 30, 1.0)
+    assert sorted(map(len, one.prompts)) == skewed_lengths(50, 20, 1.0)
+    with pytest.raises(ConfigError, match=r"With a skew of 1, the longest request has \d+ tokens; the model's context"):
+        skewed_workload(50, 20, 30, 1.0, VOCABULARY, 60, 1)
+
+
+def test_counts_are_those_of_engines() -> None:
+    """Guards the arithmetic against runs: steps and tokens of both strategies, padding and idle slots included."""
+    work = Workload(make_prompts([5, 9, 3, 17, 2, 12, 9]), [9, 4, 18, 1, 25, 7, 12], "by hand")
+    config = EngineConfig(device="cpu", block_size=4, max_batch_tokens=256, speculate="off")
+    for count, name in ((count_static, "static"), (count_continuous, "continuous")):
+        record = Experiment(loaded(make_network("llama")), config, work, 3).measure(STRATEGIES[name])
+        tokens = record.tokens("prefill", "decode", "padding", "idle")
+        assert count(work, 3) == WorkCount(len(record.steps), tokens), name
+    # By hand: batches of 18, 25 and 12 steps; slots that end after 9 + 7 + 12, 4 + 1 + 25 and 18 steps.
+    assert (count_static(work, 3).steps, count_continuous(work, 3).steps) == (55, 30)
+    assert ExpectedGain.of(work, 3).by_steps == 55 / 30
+
+
+def test_equal_lengths_gain_nothing() -> None:
+    """Guards the left end of the curve: with equal lengths, both strategies compute the same."""
+    work = skewed_workload(24, 20, 30, 0.0, VOCABULARY, 1000, 1)
+    assert ExpectedGain.of(work, 8) == ExpectedGain(1.0, 1.0)
+
+
+def step(start: float, end: float, *kinds: tuple[int, TokenKind, int]) -> RecordedStep:
+    chunks = tuple(RecordedChunk(slot, slot, kind, 0, tokens) for slot, kind, tokens in kinds)
+    return RecordedStep(start, end, end - start, chunks, 1)
+
+
+def test_factors_of_a_gain() -> None:
+    """Guards each factor, by hand: two slots, outputs of 1, 3 and 2 tokens, and a step that is half padding."""
+    work = Workload(make_prompts([1, 3, 2]), [1, 3, 2], "by hand")
+    static = RunRecord(2, [], [
+        step(0, 4, (0, "prefill", 1), (0, "padding", 3), (1, "prefill", 4)),
+        step(4, 5, (0, "idle", 1), (1, "decode", 1)),
+        step(5, 6, (0, "idle", 1), (1, "decode", 1)),
+        step(6, 8, (0, "prefill", 2)),
+        step(8, 9, (0, "decode", 1)),
+    ], elapsed_s=9.0)  # fmt: skip
+    continuous = RunRecord(2, [], [
+        step(0, 2, (0, "prefill", 1), (1, "prefill", 3)),
+        step(2, 4, (0, "prefill", 2), (1, "decode", 1)),
+        step(4, 5, (0, "decode", 1), (1, "decode", 1)),
+    ], elapsed_s=5.0)  # fmt: skip
+    gain = Gain.of(static, continuous, work)
+    assert gain.measured == 9 / 5
+    assert gain.slots == 5 / 3  # 6 tokens of output fill two slots for 3 steps
+    assert gain.padding == 9 / 7.5  # 3 of the 8 tokens of a step of 4 s
+    assert gain.tail == 1
+    assert gain.step_time == (7.5 / 5) / (5 / 3)
+    assert gain.slots * gain.padding * gain.tail * gain.step_time == pytest.approx(gain.measured)
+    assert gain.expected == ExpectedGain(5 / 3, (2 * 5 + 3) / (6 + 6 - 3))
+    assert (
+        "1.80 × as fast as static batches: 1.67 by slots" in gain.sentence and "1.44 if all tokens do" in gain.sentence
+    )
+
+
+def options_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
+    """The options as the command has them when it begins to measure."""
+    found: list[BenchOptions] = []
+    monkeypatch.setattr(command, "_measure", found.append)
+    assert run_command(["bench", *arguments]) == 0
+    return found[0]
+
+
+def test_defaults_of_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards presets and skewed lengths: their own defaults, which what is typed overrides."""
+    usual = options_of([], monkeypatch)
+    assert (usual.skew, usual.requests, usual.rounds, usual.engine.speculate) == ((), 32, 3, "auto")
+    skewed = options_of(["--preset", "skewed"], monkeypatch)
+    assert (skewed.skew, skewed.requests, skewed.batch_size, skewed.is_curve) == ((1.0,), 384, 16, False)
+    assert (skewed.strategies, skewed.mean_lengths) == (["static", "continuous"], (24, 32))
+    assert skewed.engine.speculate == "off"
+    other = options_of(["--preset", "skewed", "--skew", "2,0", "--output-len", "9", "--speculate", "3"], monkeypatch)
+    assert (other.skew, other.mean_lengths, other.is_curve, other.engine.speculate) == ((0.0, 2.0), (24, 9), True, 3)
+    assert options_of(["--preset", "article"], monkeypatch).output_len == "32"
+    assert options_of(["--users", "4"], monkeypatch).rounds == 1
+    assert options_of(["--users", "32,4,32", "--rounds", "2"], monkeypatch).users == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--skew", "x"], f"'x' is no number from 0 to {MAX_SKEW}"),
+        (["--skew", "1,-1"], "'1,-1' is no number"),
+        (["--skew", "nan"], "'nan' is no number"),
+        (["--skew", "1", "--input-len", "3:9"], "as one number each"),
+        (["--skew", "1", "--users", "3"], "--skew goes with strategies, not with users"),
+        (["--skew", "0,1", "--ablate", "ragged"], "--replicas go with one"),
+        (["--skew", "1", "rows.jsonl"], "The rows of a file have lengths of their own"),
+        (["--skew", "3", "--output-len", "300"], "the longest request has"),
+        (["--users", "0"], "'0' is no number of users"),
+        (["--users", "1,x"], "'1,x' is no number of users, nor a list such as 1,8,32"),
+        (["--users", "1,2", "--find-capacity"], "--find-capacity takes one number of --users"),
+    ],
+)
+def test_wrong_options(
+    arguments: list[str], message: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards usage errors: a sentence and exit code 2."""
+    assert run_command(["bench", *arguments, "-m", str(model_folder)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_the_curve(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the experiment as people run it: a point for each skew, with all rounds; a table, a picture and a page."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    options = ["--skew", "0,1.5", *LENGTHS, "--batch-size", "3", "--rounds", "2", "-m", str(model_folder)]
+    assert run_command(["bench", "--json", *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [point["skew"] for point in data["points"]] == [0, 1.5] and data["work"]["mean_output_tokens"] == 6
+    for point in data["points"]:
+        gain = point["gain"]
+        assert len(point["gain_of_rounds"]) == 2 and gain["measured"] in point["gain_of_rounds"]
+        factors = math.prod(gain[name] for name in ("slots", "padding", "tail", "step_time"))
+        assert factors == pytest.approx(gain["measured"])
+        assert point["static_s"] / point["continuous_s"] == pytest.approx(gain["measured"])
+    assert data["points"][0]["gain"]["expected"]["by_steps"] == 1 < data["points"][1]["gain"]["expected"]["by_steps"]
+    files = ["--plot", str(tmp_path / "plots"), "--report", str(tmp_path / "r.html")]
+    assert run_command(["bench", *options, *files, "-q"]) == 0
+    shown = capsys.readouterr().out
+    assert "| skew |" in shown and "| 1.5 " in shown
+    assert (tmp_path / "plots" / "skew.svg").read_text().startswith("<?xml") and (tmp_path / "r.html").stat().st_size
+
+
+@pytest.mark.slow
+def test_a_comparison_says_what_was_gained(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the sentence and the JSON of a comparison, and runs without static batches, which have no gain."""
+    options = ["--skew", "1", *LENGTHS, "--batch-size", "3", "--rounds", "1", "-m", str(model_folder)]
+    assert run_command(["bench", "-q", *options]) == 0
+    assert "× as fast as static batches" in capsys.readouterr().out
+    assert run_command(["bench", "--json", *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["gain"]["measured"] > 0 and "skew 1" in data["work"]["source"]
+    assert run_command(["bench", "--json", *options, "--strategies", "continuous"]) == 0
+    assert "gain" not in json.loads(capsys.readouterr().out)
+
+
+def test_the_median_round() -> None:
+    """Guards the figure of a point: the median of its rounds, and of two the one that gained less."""
+    gains = [Gain(measured, 1, 1, 1, 1, ExpectedGain(1, 1)) for measured in (3.0, 1.0, 2.0)]
+    rounds = [SkewRound(gain.measured, 1.0, gain) for gain in gains]
+    assert SkewPoint(1, 9, rounds).median.gain.measured == 2 and SkewPoint(1, 9, rounds[:2]).median.gain.measured == 1
+
+
+def test_the_picture_of_the_curve() -> None:
+    """Guards the picture: what is measured beside both kinds of arithmetic, its factors, and where real work lies."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    from cbatch.cli.bench.render.skew_plot import draw_skew
+    from cbatch.cli.bench.skew.curve import RealWork
+
+    def point(skew: float, gain: float) -> SkewPoint:
+        made = Gain(gain, gain, 1.1, 0.9, 1.0, ExpectedGain(gain * 1.2, gain * 1.1))
+        return SkewPoint(skew, 100, [SkewRound(gain, 1.0, made)])
+
+    real = [RealWork("a service", 0.8, 0.8, "somewhere"), RealWork("a batch", 0.2, 0.4, "elsewhere")]
+    svg = draw_skew([point(0, 1.0), point(1, 3.0)], real)
+    words = set(_comments(svg))
+    assert {
+        "measured",
+        "by steps",
+        "by tokens",
+        "a service",
+        "a batch",
+        "slots that do not wait",
+        "empty slots (tail)",
+    } <= words
+    assert draw_skew([point(0, 1.0), point(1, 3.0)], real) == svg != draw_skew([point(0, 1.0), point(1, 2.0)], real)
+
+
+def _comments(svg: str) -> list[str]:
+    """The words in a picture; each is drawn as outlines after a comment with the text."""
+    return [part.partition("-->")[0].strip() for part in svg.split("<!--")[1:]]
+
+
+def test_lists_complete_in_a_shell() -> None:
+    """Guards completion of names in lists: the last one, by what the list lacks, without torch."""
+
+    def complete(option: str, typed: str) -> list[str]:
+        parameter: Any = next(one for one in command.bench.params if option in one.opts)
+        return [item.value for item in parameter.shell_complete(click.Context(command.bench), typed)]
+
+    assert complete("--ablate", "") == ["kv-cache", "chunked-prefill", "ragged", "dynamic", "speculation"]
+    assert complete("--ablate", "ragged,") == [
+        f"ragged,{name}" for name in ("kv-cache", "chunked-prefill", "dynamic", "speculation")
+    ]
+    assert complete("--ablate", "ragged,d") == ["ragged,dynamic"] and complete("--ablate", "x") == []
+    assert complete("--peer", "transformers-c") == ["transformers-cb"]
+    assert complete("--strategies", "static,con") == ["static,continuous"]
+
+
+def test_names_are_those_of_strategies() -> None:
+    """Guards the names that a shell completes against those that there are."""
+    from cbatch.cli.bench import options, peers, strategies
+
+    known = strategies.STRATEGIES, strategies.ABLATIONS, peers.PEERS
+    assert tuple(map(tuple, known)) == (options.STRATEGIES, options.ABLATIONS, options.PEERS)
