@@ -52,10 +52,11 @@ DRAWINGS = {
         "--users 64 --rate 4 --duration 20s --think 1s --input-len 16:128 --output-len 16:128", ("users",)
     ),
     "load": Drawing(
-        "--users 512 --find-capacity --duration 5s --think 1s --input-len 16:128 --output-len 16:128 --max-seqs 128 "
-        "--target-step-ms 18",
+        "--users 1,8,32,64,128,256,512 --rounds 3 --duration 5s --think 1s --input-len 16:128 --output-len 16:128 "
+        "--max-seqs 128 --target-step-ms 18",
         ("load",),
     ),
+    "skew": Drawing("--skew 0,0.25,0.5,0.75,1,1.25,1.5", ("skew",)),
 }
 """By the words that name them on the command line."""
 

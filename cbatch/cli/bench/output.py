@@ -16,7 +16,7 @@ from cbatch.cli.bench.render.tables import markdown_lines, seconds
 from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
 from cbatch.cli.common.console import emit, notice, safe
-from cbatch.engine import ConfigError
+from cbatch.engine import ConfigError, format_count
 
 Report = ComparisonReport | LoadReport
 
@@ -61,7 +61,8 @@ def _print_comparison(report: ComparisonReport) -> None:
 def _print_load(report: LoadReport) -> None:
     scenario, found, options = report.scenario, report.found, report.options
     emit(
-        f"prompts of {options.input_len} and answers of {options.output_len} tokens, {scenario.turns} turns, "
+        f"prompts of {options.input_len} and answers of {options.output_len} tokens, "
+        f"{format_count(scenario.turns, 'turn')}, "
         f"{scenario.think_s:g} s of thinking; SLO: first token in {seconds(report.slo.ttft_s)}, "
         f"{report.slo.tps:g} tokens/s for each user"
     )

@@ -55,7 +55,8 @@ class Machine:
 
 def describe_model(engine: Engine) -> str:
     shown = engine.core.describe()
-    return f"{shown['model']}, {shown['parameters']}, {shown['dtype']}, attention {shown['attention']}"
+    parameters = shown["parameters"].replace(" million", " million parameters", 1)
+    return f"{shown['model']}, {parameters}, {shown['dtype']}, attention {shown['attention']}"
 
 
 def _processor() -> str:
