@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from cbatch.engine.base.errors import ConfigError
+from cbatch.engine.extras import install_command
 from cbatch.engine.validation.checker import Checker
 from cbatch.engine.validation.validation import Validation
 
@@ -155,7 +157,7 @@ def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], message
 def test_a_missing_library_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against rows that all fail because jsonschema is not installed."""
     monkeypatch.setitem(sys.modules, "jsonschema", None)
-    with pytest.raises(ConfigError, match=r"pip install 'cbatch\[validate\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("validate"))):
         Validation.of([SCHEMA])
 
 

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import io
 import os
+import re
 from contextlib import closing
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.batch.tables.compression import READ_ERRORS, compressed, decompressed, first_bytes, import_pyarrow
 from cbatch.engine.batch.tables.forms import Compression, compression, input_form, output_form
+from cbatch.engine.extras import install_command
 
 TEXT = b"one\ntwo\n" + b"long " * 50_000 + b"\nlast"
 
@@ -61,7 +63,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"zstd needs pyarrow: pip install 'cbatch\[tables\]'"):
+    with pytest.raises(ConfigError, match=re.escape(f"zstd needs pyarrow: {install_command('tables')}")):
         decompressed(io.BytesIO(b"\x28\xb5\x2f\xfd..."))
     with pytest.raises(ConfigError, match="Parquet needs pyarrow"):
         import_pyarrow("Parquet")
