@@ -11,7 +11,7 @@ from cbatch.cli.bench.load.results import Capacity, LoadReport
 from cbatch.cli.bench.render import tables
 from cbatch.cli.bench.render.report import comparison, load
 from cbatch.cli.bench.render.report.common import Occasion
-from cbatch.cli.bench.render.report.html import Picture, render_page, write_pictures
+from cbatch.cli.bench.render.report.html import Picture, write_page, write_pictures
 from cbatch.cli.bench.render.tables import markdown_lines, seconds
 from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
@@ -116,5 +116,4 @@ def _write_page(path: Path, report: Report, pictures: Mapping[str, Picture]) -> 
         page = comparison.comparison_page(report, pictures, occasion)
     else:
         page = load.load_page(report, pictures, occasion)
-    path.write_text(render_page(page), encoding="utf-8")
-    notice(f"the report is {safe(str(path))}")
+    write_page(path, page)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cbatch.cli.run.estimate.trial import RowSample, SampledRow
+from cbatch.cli.run.estimate.sample_run import RowSample, SampledRow
 from cbatch.engine import Completion, Engine, Line, LineProcessor, RequestError
 
 MAX_SHOWN = 20

@@ -198,7 +198,7 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
 
     from cbatch.cli.run.check import InputCheck
     from cbatch.cli.run.estimate.estimate import estimate_run
-    from cbatch.cli.run.estimate.trial import ROWS_PER_SLOT, RowSample
+    from cbatch.cli.run.estimate.sample_run import ROWS_PER_SLOT, RowSample
     from cbatch.engine import LineProcessor, checked_lines
 
     sample = RowSample(ROWS_PER_SLOT * engine.limits.max_seqs) if options.estimate else None

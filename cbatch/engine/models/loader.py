@@ -31,7 +31,7 @@ from cbatch.engine.models.hf.placement import Placement, placement_of
 from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
-from cbatch.engine.text.template_sandbox import template_trial
+from cbatch.engine.text.template_sandbox import template_check
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
 NOT_APPLIED = {
@@ -137,7 +137,7 @@ def load_model(
             device_map = None
     make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype, device_map)
     fast_model, placement, path = None, None, "transformers"
-    with template_trial(template):
+    with template_check(template):
         if fast and device_map is None:
             try:
                 fast_model, path = (
@@ -199,7 +199,7 @@ def _load_gguf(
         raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
     checkpoint = GgufModel(paths)
     template = checkpoint.chat_template
-    with template_trial(template):
+    with template_check(template):
         tokenizer = ChatTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
         model = checkpoint.load(device, dtype, quantize=quantize, activations=activations, weight_cache=weight_cache)
 

@@ -47,18 +47,15 @@ class Growth(NamedTuple):
 NUMBER = Growth(0)
 
 
-class TemplateBounds(NamedTuple):
-    """weight: a turn of a loop makes at most so many times as many characters as all that is rendered has"""
-
-    weight: int
-
-
 class _NotBoundedError(Exception):
     """A template has something that is not known to be bounded."""
 
 
-def bounds_of(template: str, environment: Environment) -> TemplateBounds | None:
-    """What bounds a template's work; None if nothing is known to. It is only parsed."""
+def weight_of(template: str, environment: Environment) -> int | None:
+    """The most characters that a turn of a loop makes, as a multiple of the size of what is rendered.
+
+    None if nothing is known to bound the template. It is only parsed.
+    """
     try:
         tree = environment.parse(template)
         count = _count(tree)
@@ -68,7 +65,7 @@ def bounds_of(template: str, environment: Environment) -> TemplateBounds | None:
         analysis.statements(tree.body)
     except Exception:  # also what the parser raises for what is no template: the other process will say it
         return None
-    return TemplateBounds(count * analysis.largest)
+    return count * analysis.largest
 
 
 def _count(tree: nodes.Node) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from cbatch.engine.text.chat_template import TooManyTurns, Turns, render_chat, template_environment
-from cbatch.engine.text.template_bounds import TemplateBounds, bounds_of
+from cbatch.engine.text.template_bounds import weight_of
 from cbatch.engine.text.template_worker import TemplateFailed, TemplateWorker
 
 MAX_WORK = 20_000_000_000
@@ -31,9 +31,9 @@ class TemplateRenderer:
 
         Raises TemplateFailed, whatever the template raises, and OSError if a process cannot be started.
         """
-        if (bounds := known_bounds(template)) is not None:
+        if (weight := known_weight(template)) is not None:
             size = len(template) + _size(messages) + _size(others["tools"]) + _size(others.get("variables"))
-            with_turns = Turns(MAX_WORK // (bounds.weight * size) - 1)
+            with_turns = Turns(MAX_WORK // (weight * size) - 1)
             try:
                 return render_chat(template, messages, turns=with_turns, **others)
             except TooManyTurns:
@@ -42,9 +42,9 @@ class TemplateRenderer:
 
 
 @lru_cache(maxsize=16)
-def known_bounds(template: str) -> TemplateBounds | None:
-    """What bounds a template's work; None if nothing is known to."""
-    return bounds_of(template, template_environment())
+def known_weight(template: str) -> int | None:
+    """See `weight_of`; remembered, because every conversation asks for it."""
+    return weight_of(template, template_environment())
 
 
 def _size(values: Any) -> int:
@@ -56,4 +56,4 @@ def _size(values: Any) -> int:
     return len(json.dumps(values, ensure_ascii=False, default=str)) + _EACH
 
 
-__all__ = ["TemplateFailed", "TemplateRenderer", "known_bounds"]
+__all__ = ["TemplateFailed", "TemplateRenderer", "known_weight"]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.text import chat_template
-from cbatch.engine.text.template_renderer import known_bounds
+from cbatch.engine.text.template_renderer import known_weight
 
 TIME_LIMIT = 5.0
 """Seconds. A real template takes a millisecond."""
@@ -17,7 +17,7 @@ MAX_CHARACTERS, MAX_TAGS = 1 << 20, 20_000
 """Of a template. Real ones have some ten thousand characters, and hundreds of tags."""
 
 
-def template_trial(template: str | None) -> AbstractContextManager[object]:
+def template_check(template: str | None) -> AbstractContextManager[object]:
     """Tries a template while the body of the `with` block loads the weights, unless its work is known to be bounded.
 
     Raises ModelError if the template is too large, and from the block as TemplateSandbox does.
@@ -30,7 +30,7 @@ def template_trial(template: str | None) -> AbstractContextManager[object]:
             f"The model's chat template is too large: {len(template):,} characters with {tags:,} tags. At most "
             f"{MAX_CHARACTERS:,} characters with {MAX_TAGS:,} tags are read."
         )
-    return nullcontext() if known_bounds(template) is not None else TemplateSandbox(template)
+    return nullcontext() if known_weight(template) is not None else TemplateSandbox(template)
 
 
 class TemplateSandbox:

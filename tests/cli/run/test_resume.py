@@ -44,11 +44,16 @@ class Case:
         files = [str(self.source), "-o", str(self.out), "--stats", str(self.stats)]
         return run_command(["run", *files, "-m", str(model or self.model), "--dtype", "float32", *arguments])
 
+    def figures(self) -> dict[str, Any]:
+        """Those of the last run."""
+        found: dict[str, Any] = json.loads(self.stats.read_text())
+        return found
+
     def kept(self) -> int:
-        return int(json.loads(self.stats.read_text())["rows_kept"])
+        return int(self.figures()["rows_kept"])
 
     def ran(self) -> int:
-        return int(json.loads(self.stats.read_text())["rows"])
+        return int(self.figures()["rows"])
 
 
 @pytest.fixture

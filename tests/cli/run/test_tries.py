@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,17 +30,12 @@ def case(tmp_path: Path, model_folder: Path) -> Case:
     return made
 
 
-def figures(case: Case) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(case.stats.read_text())
-    return found
-
-
 def test_resuming_loses_no_try(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards a run that was cut off, and other checks: the same bytes, or a refusal that names the option."""
     assert case.run(*TRIES) == 1
     assert "further tries" in capfd.readouterr().err
     whole = case.out.read_bytes()
-    stats = figures(case)
+    stats = case.figures()
     done = [row for row in read_rows(case.out) if "validation" in row]
     assert stats["rows_validated"] == len(done) == 12
     assert stats["tries"] == sum(row["validation"]["tries"] for row in done) > 12
@@ -65,7 +59,7 @@ def test_retry_errors_tries_further_seeds(case: Case) -> None:
     bad = [row["index"] for row in before if row.get("error", {}).get("code") == "invalid_answer"]
     assert 2 <= len(bad) < 12
     assert case.run(*check, "--resume", "--retry-errors") == 1
-    assert case.ran() == len(bad) + 1 and figures(case)["tries"] == len(bad), "those of the first run do not count"
+    assert case.ran() == len(bad) + 1 and case.figures()["tries"] == len(bad), "those of the first run do not count"
     after = read_rows(case.out)
     assert [row for row in after if row["index"] not in bad] == [row for row in before if row["index"] not in bad]
     assert all(after[index]["validation"]["tries"] == 2 for index in bad)
@@ -80,9 +74,9 @@ def test_a_second_run_takes_all_from_the_cache(case: Case, tmp_path: Path) -> No
     assert case.run(*TRIES) == 1
     plain = case.out.read_bytes()
     assert case.run("--overwrite", *cached) == 1 and case.out.read_bytes() == plain
-    first = figures(case)
+    first = case.figures()
     assert case.run("--overwrite", *cached) == 1 and case.out.read_bytes() == plain
-    second = figures(case)
+    second = case.figures()
     assert (first["rows_from_cache"], first["reused_tokens"]) == (0, 0)
     assert (second["rows_from_cache"], second["output_tokens"], second["steps"]) == (12, 0, 0)
     assert second["reused_tokens"] == first["output_tokens"] > 0 and second["prompt_tokens"] == 0
@@ -111,7 +105,7 @@ def test_replicas_try_and_share_a_cache(case: Case, tmp_path: Path, replicas: No
     for _ in range(2):
         assert case.run("--overwrite", *options, "--replicas", "2") == 1
         assert case.out.read_bytes() == plain
-    assert figures(case)["rows_from_cache"] == 12
+    assert case.figures()["rows_from_cache"] == 12
     assert case.run("--resume", "--retry-errors", *options) == 1
     alone = case.out.read_bytes()
     case.out.write_bytes(plain)

@@ -30,11 +30,6 @@ def case(tmp_path: Path, model_folder: Path) -> Case:
     return made
 
 
-def figures(case: Case) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(case.stats.read_text())
-    return found
-
-
 def tokens_of(case: Case) -> Path:
     return case.out.with_name(case.out.name + ".tokens")
 
@@ -48,11 +43,11 @@ def test_unfinished_answers_go_on(
     assert case.run() == 1
     whole = case.out.read_bytes()
     assert case.run("--overwrite", *JOURNAL, *BROKEN_OFF) == 3
-    first = figures(case)
+    first = case.figures()
     assert tokens_of(case).exists() and first["rows"] == 16
     assert case.run("--resume", *options) == 1
     assert case.out.read_bytes() == whole and not tokens_of(case).exists()
-    second = figures(case)
+    second = case.figures()
     assert second["rows_continued"] == second["rows"] == 3 and second["rows_kept"] == 16
     assert second["reused_tokens"] >= 3 * 10 and second["output_tokens"] + second["reused_tokens"] == 3 * 200
     assert ", 3 continued" in capfd.readouterr().err
@@ -65,7 +60,7 @@ def test_a_run_without_finished_rows_goes_on(case: Case) -> None:
     assert case.run("--overwrite", *JOURNAL, *BROKEN_OFF) == 3
     case.out.unlink()
     assert case.run("--resume", *JOURNAL) == 1 and case.out.read_bytes() == whole
-    assert figures(case)["rows_continued"] == 3
+    assert case.figures()["rows_continued"] == 3
 
 
 def test_tokens_are_not_dropped_unasked(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +70,7 @@ def test_tokens_are_not_dropped_unasked(case: Case, capfd: pytest.CaptureFixture
     before = tokens_of(case).read_bytes()
     assert case.run() == 2 and tokens_of(case).read_bytes() == before
     assert "has unfinished answers of an earlier run; --resume continues it, --overwrite" in capfd.readouterr().err
-    assert case.run("--overwrite") == 1 and figures(case)["rows_continued"] == 0 and not tokens_of(case).exists()
+    assert case.run("--overwrite") == 1 and case.figures()["rows_continued"] == 0 and not tokens_of(case).exists()
 
 
 def test_refusals(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
@@ -129,14 +124,14 @@ def test_truncated_answers_go_on(truncated: Case, capfd: pytest.CaptureFixture[s
     """Guards --continue-truncated: the bytes of a run that had the larger limit; only what is missing is generated."""
     case = truncated
     assert case.run("--max-tokens", "40", "--token-ids") == 1
-    whole, total = lines_of(case), figures(case)["output_tokens"]
+    whole, total = lines_of(case), case.figures()["output_tokens"]
     assert case.run("--max-tokens", "6", "--token-ids", "--overwrite") == 1
     short = read_rows(case.out)
     ended = [row["index"] for row in short[:12] if row["finish_reason"] == "length"]
     assert 0 < len(ended) < 12, "rows of both kinds"
     assert case.run("--resume", "--continue-truncated", "--max-tokens", "40", "--token-ids") == 1
     assert lines_of(case) == whole
-    stats = figures(case)
+    stats = case.figures()
     assert stats["rows_continued"] >= len(ended) + 2 and stats["rows_kept"] >= 12 - len(ended) + 2
     assert stats["output_tokens"] <= total - 6 * stats["rows_continued"]
     assert "that --max-tokens ended go on; " in capfd.readouterr().err
@@ -153,7 +148,7 @@ def test_answers_without_token_ids_begin_anew(truncated: Case, capfd: pytest.Cap
     assert case.run("--resume", "--max-tokens", "40") == 2, "without the option, all rows differ"
     capfd.readouterr()
     assert case.run("--resume", "--continue-truncated", "--max-tokens", "40") == 1
-    assert lines_of(case) == whole and figures(case)["rows_continued"] == 0 and case.kept() >= 3
+    assert lines_of(case) == whole and case.figures()["rows_continued"] == 0 and case.kept() >= 3
     assert "of a run with fewer --max-tokens begin anew" in capfd.readouterr().err
 
 
@@ -186,4 +181,4 @@ def test_truncated_answers_go_on_on_replicas(
         )
         options = ("--resume", "--continue-truncated", "--max-tokens", "40", "--token-ids", "--replicas", "2")
         assert case.run(*options) == 1
-    assert lines_of(case) == whole and figures(case)["rows_continued"] > 3
+    assert lines_of(case) == whole and case.figures()["rows_continued"] > 3

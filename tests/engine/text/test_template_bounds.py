@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cbatch.engine.text.chat_template import TooManyTurns, Turns, render_chat
-from cbatch.engine.text.template_renderer import known_bounds
+from cbatch.engine.text.template_renderer import known_weight
 from tests.engine.text.test_chat_template import DAY, MESSAGES, SPECIAL, TOOL, outcome
 from tests.support.chat_templates import TEMPLATES
 
@@ -61,7 +61,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_that_may_grow_without_bounds_is_not_trusted(name: str) -> None:
     """Guards every statement, filter and method that a template could use to run forever in the engine's process."""
-    assert known_bounds(HOSTILE[name]) is None
+    assert known_weight(HOSTILE[name]) is None
 
 
 @pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "tools"])
@@ -69,8 +69,7 @@ def test_a_template_that_may_grow_without_bounds_is_not_trusted(name: str) -> No
 def test_ordinary_templates_are_trusted_and_rendered_the_same(name: str, tools: list[dict[str, Any]]) -> None:
     """Guards the speed of ordinary templates, and that counting the turns of their loops changes nothing."""
     template = TEMPLATES[name]
-    bounds = known_bounds(template)
-    assert bounds is not None
+    assert known_weight(template) is not None
     expected = outcome(lambda: render_chat(template, MESSAGES, tools, SPECIAL, DAY))
     assert outcome(lambda: render_chat(template, MESSAGES, tools, SPECIAL, DAY, turns=Turns(1000))) == expected
 
@@ -94,14 +93,14 @@ GROWING = {
 @pytest.mark.parametrize("name", GROWING)
 def test_what_a_trusted_template_writes_is_bounded_by_its_weight(name: str) -> None:
     """Guards the promise that a turn makes no more characters than the template's weight times what goes in."""
-    template, bounds = GROWING[name], known_bounds(GROWING[name])
-    assert bounds is not None
+    template, weight = GROWING[name], known_weight(GROWING[name])
+    assert weight is not None
     for size in SIZES:
         messages = [{"role": "user", "content": "a" * size} for _ in range(size // 10 + 1)]
         turns = Turns(10**9)
         text = render_chat(template, messages, [], {}, DAY, turns=turns)
         given = len(template) + sum(len(one["content"]) + 64 for one in messages)
-        assert len(text) <= bounds.weight * given * (1 + 10**9 - turns.left)
+        assert len(text) <= weight * given * (1 + 10**9 - turns.left)
 
 
 def test_turns_of_loops_are_counted() -> None:

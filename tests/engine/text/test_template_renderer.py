@@ -11,8 +11,8 @@ import pytest
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.text.chat_template import render_chat
-from cbatch.engine.text.template_renderer import TemplateFailed, TemplateRenderer, known_bounds
-from cbatch.engine.text.template_sandbox import template_trial
+from cbatch.engine.text.template_renderer import TemplateFailed, TemplateRenderer, known_weight
+from cbatch.engine.text.template_sandbox import template_check
 from cbatch.engine.text.template_worker import TemplateWorker
 from tests.engine.text.test_chat_template import DAY, MESSAGES, SPECIAL, TOOL, VARIABLES
 from tests.support.chat_templates import TEMPLATES
@@ -89,7 +89,7 @@ def test_a_process_that_is_killed_fails_one_row() -> None:
 def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateWorker) -> None:
     """Guards against work that is bounded, but not small: each message writes all of them."""
     template = "{% for m in messages %}{{ messages | tojson }}{% endfor %}"
-    assert known_bounds(template) is not None
+    assert known_weight(template) is not None
     messages = [{"role": "user", "content": "a" * 100}] * 5000
     with pytest.raises(TemplateFailed, match=r"too much|does not end"):
         render(worker, template, messages)
@@ -99,4 +99,4 @@ def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateWor
 def test_an_enormous_template_is_refused_before_it_is_read(template: str) -> None:
     """Guards the start against templates that take minutes only to be parsed."""
     with pytest.raises(ModelError, match="too large"):
-        template_trial(template)
+        template_check(template)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from cbatch.cli.bench.load.results import Capacity, LoadReport
+from cbatch.cli.bench.load.users import SERVED_SHARE
 from cbatch.cli.bench.recorder import RunRecord
 from cbatch.cli.bench.render import style, timeline
 from cbatch.cli.bench.render.load_plot import judged_runs, plot_load
@@ -28,9 +29,6 @@ FILE_NAMES = {
     "Speculation": "speculation.svg",
 }
 """Of all pictures, by title."""
-
-SERVED_SHARE = 0.99
-"""Share of the users for whom the objective has to hold, as in `find_capacity`."""
 
 
 @style.picture_style()

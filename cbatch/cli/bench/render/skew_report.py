@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from cbatch.cli.bench.render.report.common import Occasion, html_table, machine_detail, setting
-from cbatch.cli.bench.render.report.html import Detail, KeyFigure, Page, Picture, render_page
+from cbatch.cli.bench.render.report.html import Detail, KeyFigure, Page, Picture, write_page, write_pictures
 from cbatch.cli.bench.render.report.html import Table as HtmlTable
 from cbatch.cli.bench.render.tables import Table, markdown_lines
 from cbatch.cli.bench.skew.curve import REAL_WORK, SkewReport
-from cbatch.cli.common.console import emit, notice, safe
+from cbatch.cli.common.console import emit, safe
 from cbatch.engine import ConfigError
 
 TITLE, FILE_NAME = "Skew", "skew.svg"
@@ -69,19 +69,11 @@ def write_files(report: SkewReport) -> None:
     picture = Picture(TITLE, ALT, light, dark_variant(light))
     try:
         if plot:
-            path = Path(plot) / FILE_NAME
-            path.write_text(picture.light, encoding="utf-8")
-            path.with_stem(f"{path.stem}-dark").write_text(picture.dark, encoding="utf-8")
-            notice(f"1 picture is in {safe(plot)}, for light and for dark pages")
+            write_pictures(Path(plot), {FILE_NAME: picture})
         if page:
-            _write_page(Path(page), report, picture)
+            write_page(Path(page), skew_page(report, picture, Occasion.now()))
     except OSError as error:
         raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
-
-
-def _write_page(path: Path, report: SkewReport, picture: Picture) -> None:
-    path.write_text(render_page(skew_page(report, picture, Occasion.now())), encoding="utf-8")
-    notice(f"the report is {safe(str(path))}")
 
 
 def skew_page(report: SkewReport, picture: Picture, occasion: Occasion) -> Page:

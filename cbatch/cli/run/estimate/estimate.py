@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from cbatch.cli.run.estimate.lengths import EndChances, Span, length_of
 from cbatch.cli.run.estimate.played_run import PlayedOutput, PlayedRun, StepCosts, play
-from cbatch.cli.run.estimate.trial import RowSample, TrialResult, run_trial
+from cbatch.cli.run.estimate.sample_run import RowSample, TrialResult, run_trial
 from cbatch.engine import Engine, EngineLimits, format_count, rounded_s
 
 HeldBack = Literal["prefill", "decode", "slots", "cache", "rows"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cbatch.cli.run.estimate.trial import TriedOutput
+from cbatch.cli.run.estimate.sample_run import TriedOutput
 
 
 class Span(NamedTuple):

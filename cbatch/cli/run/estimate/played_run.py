@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cbatch.cli.run.estimate.trial import StepTime
+from cbatch.cli.run.estimate.sample_run import StepTime
 
 WaitReason = Literal["slots", "cache", "rows"]
 

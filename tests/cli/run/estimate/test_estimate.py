@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cbatch.cli.run.estimate.estimate import RunEstimate, duration, estimate_run
-from cbatch.cli.run.estimate.trial import RowSample, SampledRow, StepTime, TrialResult, TriedOutput, run_trial
+from cbatch.cli.run.estimate.sample_run import RowSample, SampledRow, StepTime, TrialResult, TriedOutput, run_trial
 from cbatch.engine import Engine, EngineLimits
 from tests.support.queued_requests import encoded
 

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from cbatch.cli.run.estimate.lengths import EndChances, Span, expected_length, length_of
-from cbatch.cli.run.estimate.trial import TriedOutput
+from cbatch.cli.run.estimate.sample_run import TriedOutput
 
 
 def tried(tokens: int, limit: int, *, ended: bool, ends_by_limit: bool = False) -> TriedOutput:

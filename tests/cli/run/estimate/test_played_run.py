@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cbatch.cli.run.estimate.played_run import PlayedOutput, StepCosts, play
-from cbatch.cli.run.estimate.trial import StepTime
+from cbatch.cli.run.estimate.sample_run import StepTime
 
 COSTS = StepCosts(fixed=1.0, prompt=0.5, decoding=0.25)
 

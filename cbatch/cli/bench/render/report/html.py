@@ -118,3 +118,9 @@ def render_page(page: Page) -> str:
     environment.tests["table"] = lambda part: isinstance(part, Table)
     environment.tests["picture"] = lambda part: isinstance(part, Picture)
     return environment.get_template("report.html.jinja").render(page=page)
+
+
+def write_page(path: Path, page: Page) -> None:
+    """Writes a page, and says where it is."""
+    path.write_text(render_page(page), encoding="utf-8")
+    notice(f"the report is {safe(str(path))}")
