@@ -53,7 +53,7 @@ def test_a_template_that_is_bad_for_real_conversations_harms_only_them(
 
 def test_arguments_of_filters_are_bounded_too(worker: TemplateWorker) -> None:
     """Guards against native code that gets a width from a template or a row."""
-    with pytest.raises(TemplateFailed, match="too much"):
+    with pytest.raises(TemplateFailed, match=r"it writes too much|it does not end within 1 s"):  # as fast as it writes
         render(worker, "{{ messages | tojson(indent=width) }}", MESSAGES, width=99_999_999)
 
 
