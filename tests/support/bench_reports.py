@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from cbatch.cli.bench.command import bench
 from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, TimedAnswer
 from cbatch.cli.bench.load.users import SLO, Scenario
@@ -166,6 +168,8 @@ def make_load(users: int) -> LoadResult:
 def make_load_report(found: LoadResult | Capacity, asked_for: int, *, rounds: int = 1) -> LoadReport:
     lengths = LengthDistribution(16, 64)
     scenario = Scenario(asked_for, 4.0, 20.0, 2.0, lengths, lengths, 100, 1000)
+    if isinstance(found, LoadResult):
+        found = dataclasses.replace(found, users_missing=asked_for - found.users)
     probes = found.probes if isinstance(found, Capacity) else {}
     several = {users: [run, make_load(users + 1)][:rounds] for users, run in probes.items()}
     options = bench_options("--users", str(asked_for))

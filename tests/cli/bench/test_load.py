@@ -473,11 +473,14 @@ def test_users_who_never_came_are_told() -> None:
     assert report_of(load(SimulatedEngine()), scenario()).remarks == []
 
 
-def test_a_late_load_is_told() -> None:
-    """Guards the remark on a program that was too slow to ask in time, in any round."""
-    late = LoadResult(**{**as_dict(load(SimulatedEngine())), "worst_lag_s": 0.5})
-    report = dataclasses.replace(report_of(load(SimulatedEngine()), scenario()), rounds={2: [late]})
-    assert report.remarks == ["Questions were asked up to 0.50 s late, so the load was less than intended."]
+def test_a_late_load_and_failed_answers_are_told() -> None:
+    """Guards the remarks on a program that was too slow to ask in time, and on answers that failed, in any round."""
+    bad = LoadResult(**{**as_dict(load(SimulatedEngine())), "worst_lag_s": 0.5, "first_error": "NaN in the logits."})
+    report = dataclasses.replace(report_of(load(SimulatedEngine()), scenario()), rounds={2: [bad]})
+    assert report.remarks == [
+        "Some answers failed: NaN in the logits.",
+        "Questions were asked up to 0.50 s late, so the load was less than intended.",
+    ]
 
 
 def report_of(found: LoadResult | Capacity, asked: Scenario) -> LoadReport:

@@ -144,6 +144,8 @@ class LoadReport:
             asked = worst.users + worst.users_missing
             words = f"Only {worst.users:,} of {asked:,} users arrived, so these are not the figures of {asked:,} users."
             sentences.append(words if isinstance(self.found, Capacity) else f"{words} {advice(self.scenario)}")
+        if failed := [result.first_error for result in runs if result.first_error]:
+            sentences.append(f"Some answers failed: {failed[0]}")
         if (lag := max(result.worst_lag_s for result in runs)) > MAX_LAG_S:
             sentences.append(f"Questions were asked up to {lag:.2f} s late, so the load was less than intended.")
         return sentences

@@ -40,7 +40,7 @@ def load_page(report: LoadReport, pictures: Mapping[str, Picture], occasion: Occ
             f"{setting(report.machine, report.model, occasion)}"
         ),
         command=occasion.command,
-        remarks=_remarks(report),
+        remarks=report.remarks,
         details=[
             Detail("Every run", [_all_runs(report)]),
             machine_detail(report.machine, report.model),
@@ -140,19 +140,3 @@ def _all_runs(report: LoadReport) -> Table:
     table = html_table([line for users, run in runs for line in tables.load_table({users: run})])
     assert table is not None
     return table
-
-
-def _remarks(report: LoadReport) -> list[str]:
-    found, scenario = report.found, report.scenario
-    said = []
-    if not isinstance(found, Capacity) and found.users < scenario.users:
-        said.append(
-            f"{scenario.users:,} users were asked for; {found.users:,} came, for {scenario.rate:g} a second come in "
-            f"{units.round_duration(scenario.duration_s)}."
-        )
-    errors = [run.first_error for run in report.runs.values() if run.first_error]
-    if errors:
-        said.append(f"Some answers failed: {errors[0]}")
-    if (lag := max(run.worst_lag_s for run in report.runs.values())) > 0.1:
-        said.append(f"Questions were asked up to {units.duration(lag)} late, so the load was less than intended.")
-    return said
