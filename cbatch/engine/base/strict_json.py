@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from cbatch.engine.base.errors import RequestError
@@ -11,27 +13,41 @@ from cbatch.engine.base.errors import RequestError
 MAX_DEPTH = 100
 """Deeper than any real row, and well below the depth at which Python's own JSON encoder fails."""
 
+MAX_CONTAINERS = 100_000
+"""Lists and objects of a value. Each takes up to a hundred times the memory of its brackets."""
+
+MAX_VALUES = 2_000_000
+"""Values and names of a value, more than the token ids that fit in any context."""
+
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+
+class TooManyValues(ValueError):
+    """JSON would take many times as much memory as its text."""
+
 
 def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
     """Reads a JSON object. Of duplicate keys the last one wins; lone surrogates become U+FFFD.
 
-    Refuses NaN, Infinity, numbers that overflow or have too many digits, and deep nesting.
+    Refuses NaN, Infinity, numbers that overflow or have too many digits, deep nesting and too many values.
 
     where: begins each error message, such as “line 3”
     what:  what the object is to be, such as “a row”
 
-    Raises RequestError: `invalid_json`, or `invalid_row` if the value is not an object.
+    Raises RequestError: `invalid_json`, or `invalid_row` if the value is not an object or has too many values.
     """
     try:
         value = parse_json_value(text)
     except json.JSONDecodeError as error:
         raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
+    except TooManyValues as error:
+        raise RequestError("invalid_row", f"{where}: {what} has {error}") from None
     except ValueError as error:
         reason = "a number has too many digits" if "digits" in str(error) else str(error)
         raise RequestError("invalid_json", f"{where}: {reason}") from None
     if not isinstance(value, dict):
         raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
-    if "\\ud" in text.lower():  # perhaps lone surrogates, in keys or values
+    if "\\u" in text and ("\\ud" in text or "\\uD" in text):  # perhaps lone surrogates, in keys or values
         encoded = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
         fields: dict[str, Any] = json.loads(encoded.decode("utf-16", "replace"))
         return fields
@@ -40,6 +56,7 @@ def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
 
 def parse_json_value(text: str) -> Any:
     """Reads a JSON value, which may hold lone surrogates, with the same strictness otherwise. Raises ValueError."""
+    _check_size(text)
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -55,6 +72,39 @@ def json_type(value: Any) -> str:
         return json.dumps(value)
     names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value)) or f"a {type(value).__name__}"
+
+
+def _check_size(text: str) -> None:
+    """Raises TooManyValues for text of which too many objects would be made, before they are."""
+    if len(text) <= MAX_CONTAINERS:
+        return
+    if _containers(text, 0, len(text)) <= MAX_CONTAINERS and _separators(text, 0, len(text)) <= MAX_VALUES:
+        return  # nearly always, even if strings count
+    containers = separators = 0
+    for start, stop in _outside_of_strings(text):
+        containers += _containers(text, start, stop)
+        separators += _separators(text, start, stop)
+        if containers > MAX_CONTAINERS:
+            raise TooManyValues(f"more than {MAX_CONTAINERS:,} lists and objects, the most that it may have")
+        if separators > MAX_VALUES:
+            raise TooManyValues(f"more than {MAX_VALUES:,} values and names, the most that it may have")
+
+
+def _containers(text: str, start: int, stop: int) -> int:
+    return text.count("[", start, stop) + text.count("{", start, stop)
+
+
+def _separators(text: str, start: int, stop: int) -> int:
+    return text.count(",", start, stop) + text.count(":", start, stop)
+
+
+def _outside_of_strings(text: str) -> Iterator[tuple[int, int]]:
+    """Where each part of JSON text between its strings starts and stops."""
+    start = 0
+    for string in _STRING.finditer(text):
+        yield start, string.start()
+        start = string.end()
+    yield start, len(text)
 
 
 def _depth(value: Any) -> int:

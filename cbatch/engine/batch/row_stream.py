@@ -33,7 +33,7 @@ from cbatch.engine.batch.ordering.engine_feed import EngineFeed
 from cbatch.engine.batch.ordering.output_forecast import OutputForecast, output_limit
 from cbatch.engine.batch.ordering.work_ahead import WorkAhead
 from cbatch.engine.batch.ordering.work_order import QueuedRequest
-from cbatch.engine.batch.window import Window
+from cbatch.engine.batch.window import BYTES_PER_SCORE, BYTES_PER_TOKEN, WINDOW_BYTES, Window, weight_of
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion, Timing
 from cbatch.engine.requests.output_processor import OutputProcessor
@@ -107,7 +107,7 @@ class RowStream:
         self._engine_thread = engine_thread
         self._lines = lines
         self._observer = observer or StreamObserver()
-        self._window = Window(window)
+        self._window = Window(window, WINDOW_BYTES)
         self._forecast = OutputForecast()
         self._feed = EngineFeed(engine_thread, self._forecast, reorders=reorders)
         self._in_flight: dict[int, QueuedRequest] = {}
@@ -198,24 +198,33 @@ class RowStream:
             for line in source:
                 if line.index in kept or line.index in self._cancelled:
                     continue
-                if not self._window.acquire(position, len(line.data or b"")) or self._is_stopping:
+                weight = weight_of(line.data)
+                if not self._window.acquire(position, weight + self._most_of_prompt(line)) or self._is_stopping:
                     break
-                self._start_row(position, line)
+                self._window.settle(position, weight + self._start_row(position, line))
                 position += 1
         except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
             error = raised
         self._feed.end_input()
         self._inbox.put(EndOfInput(position, error))
 
-    def _start_row(self, position: int, line: Line) -> None:
+    def _most_of_prompt(self, line: Line) -> int:
+        """Bytes of memory that the tokens of a line's prompt take at most: no token is shorter than a byte."""
+        limits = self._engine_thread.engine.scheduler.sequence_limits
+        return BYTES_PER_TOKEN * min(len(line.data or b""), limits.context)
+
+    def _start_row(self, position: int, line: Line) -> int:
+        """Returns the bytes of memory that its prompt takes as tokens."""
         taken_at = time.monotonic()
         self._observer.start(taken_at)
         request = self._lines.process(line)
         if isinstance(request, Completion):
             request.timing = Timing(taken_at, finished_at=time.monotonic())
             self._inbox.put(EndOfRow(position, request))
-        else:
-            self._submit(position, request, taken_at)
+            return 0
+        self._submit(position, request, taken_at)
+        scores = 1 + request.params.prompt_logprobs if request.params.prompt_logprobs is not None else 0
+        return (BYTES_PER_TOKEN + BYTES_PER_SCORE * scores) * len(request.prompt_ids)
 
     def _submit(self, position: int, request: EncodedRequest, taken_at: float, *, goes_on: bool = False) -> None:
         """Puts a request of a row into the feed. `goes_on`: whether it follows on others of the row."""

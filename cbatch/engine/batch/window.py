@@ -7,8 +7,13 @@ import time
 from collections.abc import Iterable
 
 WINDOW_BYTES = 256 * 2**20
-"""Most bytes of input lines between reading and writing, unless there is only one line."""
+"""Most bytes of memory for the rows between reading and writing, unless there is only one row."""
 
+BYTES_PER_ROW, BYTES_PER_OBJECT, BYTES_PER_LIST, BYTES_PER_VALUE = 5000, 500, 100, 60
+"""Memory of a row, and of what its JSON holds, with the copies of messages that templates get."""
+
+BYTES_PER_TOKEN, BYTES_PER_SCORE = 40, 200
+"""Memory of a token of a prompt, and of a log-probability of one."""
 
 LEAST_PER_SLOT, MOST_PER_SLOT, MANY_ROWS = 4, 16, 2048
 """Rows of a window for each request that runs at once: as many as the second, if they are no more than the last."""
@@ -19,8 +24,21 @@ def default_window(max_seqs: int) -> int:
     return max(LEAST_PER_SLOT * max_seqs, min(MOST_PER_SLOT * max_seqs, MANY_ROWS))
 
 
+def weight_of(data: bytes | None) -> int:
+    """About how many bytes of memory a line takes once it is read, without the tokens of its prompt."""
+    if data is None:
+        return BYTES_PER_ROW
+    return (
+        BYTES_PER_ROW
+        + (3 if data.isascii() else 5) * len(data)
+        + BYTES_PER_OBJECT * data.count(b"{")
+        + BYTES_PER_LIST * data.count(b"[")
+        + BYTES_PER_VALUE * (data.count(b",") + data.count(b":"))
+    )
+
+
 class Window:
-    """Bounds the rows that are in flight or held back, and the bytes of their lines.
+    """Bounds the rows that are in flight or held back, and the bytes of memory that they take.
 
     The reader's thread acquires a place for each row, and the writer's thread releases it. A queue is all that they
     share.
@@ -28,7 +46,7 @@ class Window:
     waited_s: seconds in which the reader waited for a place
     """
 
-    def __init__(self, rows: int, size: int = WINDOW_BYTES) -> None:
+    def __init__(self, rows: int, size: int) -> None:
         self._rows_left = rows
         self._bytes_left = size
         self._sizes: dict[int, int] = {}
@@ -39,7 +57,7 @@ class Window:
         """Waits until there is a place for one more row; a row larger than the window waits until it is alone.
 
         position: names the row when its place is released
-        size:     bytes of its line
+        size:     bytes of memory that it will take
 
         Returns False if the window was closed in the meantime.
         """
@@ -50,6 +68,11 @@ class Window:
         self._rows_left -= 1
         self._bytes_left -= size
         return True
+
+    def settle(self, position: int, size: int) -> None:
+        """Tells what the latest row really takes. Called by the reader's thread."""
+        self._bytes_left += self._sizes[position] - size
+        self._sizes[position] = size
 
     def release(self, positions: Iterable[int]) -> None:
         self._released.put(positions)

@@ -219,18 +219,20 @@ class InputProcessor:
             return list(request.prompt_ids)
         if self._tokenizer is None:
             raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+        context = self._model.limits.context
         if request.messages is None:
-            return self._tokenizer.encode(request.text or "")
+            return self._tokenizer.encode(request.text or "", context=context)
         return self._tokenizer.encode_chat(
-            request.messages, tools=request.tools, template=request.template, answer=request.answer
+            request.messages, tools=request.tools, template=request.template, answer=request.answer, context=context
         )
 
     def _encode(self, request: GenerationRequest) -> EncodedRequest:
         tokenizer, params = self._tokenizer, request.params
+        prompt_ids = self._prompt_ids(request)
+        self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
         grammar = self._model.compile(params, request.tools, request.choice)
         if params.bad_words and tokenizer is not None:
             tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
-        prompt_ids = self._prompt_ids(request)
         tags: tuple[str, ...] = ()
         opens_thinking = is_thinking = False
         prefix = request.answer

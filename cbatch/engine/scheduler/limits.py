@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from cbatch.engine.base.errors import ConfigError, RequestError
 
 
+def too_long_for(context: int, tokens: str) -> RequestError:
+    """The error of a prompt that does not fit in a context. `tokens`: how many it has."""
+    return RequestError(
+        "prompt_too_long",
+        f"The prompt has {tokens} tokens; the model's context of {context} leaves no room to answer.",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
     """The longest sequences, in tokens.
@@ -37,10 +45,7 @@ class SequenceLimits:
         """
         in_context, in_cache = self.context - num_prompt, self.cache + 1 - num_prompt
         if in_context < at_least:
-            raise RequestError(
-                "prompt_too_long",
-                f"The prompt has {num_prompt} tokens; the model's context of {self.context} leaves no room to answer.",
-            )
+            raise too_long_for(self.context, str(num_prompt))
         if in_cache < 1:
             raise RequestError(
                 "prompt_too_long",

@@ -8,9 +8,12 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
 
+from tokenizers import Encoding
+
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
+from cbatch.engine.scheduler.limits import too_long_for
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
 from cbatch.engine.text.fast_loader import TextTokenizer
 from cbatch.engine.text.output_parser import OutputParser
@@ -24,6 +27,9 @@ Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
 """Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, optionally with `tools`."""
 
 _Objects = list[dict[str, Any]]
+
+CHARACTERS_PER_TOKEN, SPARE_CHARACTERS, SPARE_TOKENS = 6, 4096, 256
+"""How much of a text is encoded first: enough that ordinary text has more tokens than the context."""
 
 
 class ChatTokenizer:
@@ -64,9 +70,14 @@ class ChatTokenizer:
         """Whether any of the model's templates mentions tools."""
         return "tools" in self.template_source
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, with BOS if the tokenizer adds it, but never twice."""
-        ids, bos = self._tokenizer.encode(text).ids, self._tokenizer.bos_id
+    def encode(self, text: str, *, context: int | None = None) -> list[int]:
+        """Token ids of plain text, with BOS if the tokenizer adds it, but never twice.
+
+        context: refuses text that has far more tokens, before all of them are made
+
+        Raises RequestError (`prompt_too_long`).
+        """
+        ids, bos = self._encode(text, context).ids, self._tokenizer.bos_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     @property
@@ -81,14 +92,16 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: TemplateOptions = DEFAULT_TEMPLATE,
         answer: str = "",
+        context: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation through the chat template, up to the assistant's turn.
 
         tools:    functions that the model may call (see `check_tools`); a template without tools ignores them
         template: the date, further variables, and whether the last message is continued instead
         answer:   the beginning of the assistant's turn, which the model is to continue
+        context:  see `encode`
 
-        Raises RequestError (`template_error`) if the template refuses the messages.
+        Raises RequestError: `template_error` if the template refuses the messages, and `prompt_too_long`.
         """
         if not self.chat_template:
             raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
@@ -106,8 +119,8 @@ class ChatTokenizer:
         variables = dict(template.kwargs)
         if not any(self._special_pattern.search(text) for text in _strings([plain, functions, variables, answer])):
             text = self._render(plain, functions, variables, template) + answer
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        return self._encode_with_text_specials(plain, functions, variables, template, answer)
+            return self._encode(text, context, add_special_tokens=False).ids
+        return self._encode_with_text_specials(plain, functions, variables, template, answer, context)
 
     def detokenizer(
         self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
@@ -153,6 +166,20 @@ class ChatTokenizer:
     def _end_of(self, token_ids: Sequence[int]) -> str:
         return self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
 
+    def _encode(self, text: str, context: int | None, *, add_special_tokens: bool = True) -> Encoding:
+        """Encodes a text; first its beginning, if it is long for the context, since an encoding is large.
+
+        What follows a text can change its last tokens, but not make a quarter of them disappear.
+        """
+        if context is not None:
+            length = CHARACTERS_PER_TOKEN * context + SPARE_CHARACTERS
+            while length < len(text):
+                beginning = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)
+                if len(beginning) > 1.25 * context + SPARE_TOKENS:
+                    raise too_long_for(context, f"more than {context}")
+                length *= 2
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def _bad_word_ids(self, words: tuple[str, ...]) -> list[list[int]]:
         """Token sequences that spell these words, at the start of a text and after a space."""
         texts = [text for word in words for text in (word, f" {word}")]
@@ -187,6 +214,7 @@ class ChatTokenizer:
         variables: dict[str, Any],
         options: TemplateOptions,
         answer: str,
+        context: int | None,
     ) -> list[int]:
         """Encodes messages, tools, variables or the beginning of an answer with special tokens written in them.
 
@@ -204,7 +232,7 @@ class ChatTokenizer:
         rendered = self._render(hidden[0], hidden[1], hidden[2], options) + hide(answer)
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
         rendered = rendered.replace(_escape(separator), separator)
-        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        encoding = self._encode(rendered, context, add_special_tokens=False)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
 

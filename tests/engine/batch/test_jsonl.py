@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -49,6 +50,9 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
         ('{"prompt": "a", "k": ' + "[" * 300 + "]" * 300 + "}", "invalid_json", "nested too deeply"),
         ('{"prompt": "\\ud800", "k": ' + '{"a":' * 700 + "1" + "}" * 701, "invalid_json", "nested too deeply"),
         ("1" * 5000, "invalid_json", "too many digits"),
+        ('{"prompt": "a", "k": [' + "[]," * 100_000 + "[]]}", "invalid_row", "more than 100,000 lists and objects"),
+        ('{"prompt": "a", "k": [' + "{}," * 200_000, "invalid_row", "more than 100,000 lists and objects"),
+        ('{"prompt": "a", "k": [' + "1," * 2_000_000 + "1]}", "invalid_row", "more than 2,000,000 values"),
         (b'{"prompt": "\xff"}', "invalid_utf8", "byte 13"),
         ("[1]", "invalid_row", "not a list"),
         ("{}", "invalid_row", "has none of messages"),
@@ -155,3 +159,20 @@ def test_any_line_has_one_outcome(data: bytes) -> None:
     assert row.error is not None or len(forms) == 1
     fields: dict[str, Any] = {"id": row.id, "extra": row.extra, "error": str(row.error)}
     assert json.loads(format_row(fields)) is not None
+
+
+def test_strings_of_brackets_and_commas_are_no_values() -> None:
+    """Guards long prompts of code, whose signs are no lists, objects and values; also behind escaped quotes."""
+    prompt = '{[,:"\\' * 600_000
+    row = parse(json.dumps({"prompt": prompt, "k": [[]] * 90_000}))
+    assert row.error is None and row.prompt == prompt
+
+
+def test_a_row_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    """Guards memory against a short line that becomes a hundred times as many bytes of objects."""
+    line = Line(0, b'{"prompt": "a", "k": [' + b"{}," * 1_000_000 + b"{}]}")
+    tracemalloc.start()
+    assert code(parse_line(line)) == "invalid_row"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert line.data is not None and peak < 3 * len(line.data)

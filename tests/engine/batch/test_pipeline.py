@@ -30,7 +30,6 @@ from cbatch.engine.batch import lines as lines_module
 from cbatch.engine.batch import row_stream
 from cbatch.engine.batch.lines import read_lines
 from cbatch.engine.batch.pipeline import Pipeline
-from cbatch.engine.batch.window import Window
 from cbatch.engine.batch.writer import StreamWriter
 from scripts.benchmarks.rows import measure_apart
 
@@ -132,18 +131,6 @@ def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> N
     stream.seek(0)
     rows = run(engine, stream.read())
     assert [(row.get("error") or {}).get("code") for row in rows] == [None, "line_too_long", None]
-
-
-def test_the_window_bounds_bytes_as_well_as_rows() -> None:
-    """Guards memory against a window full of large rows; a row larger than the window goes alone."""
-    window = Window(3, size=100)
-    window.acquire(0, 500)
-    window.release([0])
-    window.acquire(1, 60)
-    window.release([1])
-    window.acquire(2, 60)
-    window.acquire(3, 40)
-    assert window.waited_s < 1 and window._bytes_left == 0 and window._rows_left == 1
 
 
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

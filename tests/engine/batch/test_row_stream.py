@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.engine import EngineConfig, EngineError, EngineThread, Line, LineProcessor, RequestDefaults, SteppingEngine
+from cbatch.engine.batch import row_stream
 from cbatch.engine.batch.row_stream import RowStream
 
 
@@ -46,6 +47,26 @@ def wait_for_reader_to_end() -> None:
             return
         time.sleep(0.01)
     raise AssertionError("the reader still runs")
+
+
+def test_many_heavy_rows_wait_unread(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: rows are read as far as their weight allows, however many the window may hold."""
+    monkeypatch.setattr(row_stream, "WINDOW_BYTES", 2**20)
+    num_taken = 0
+
+    def heavy() -> Iterator[Line]:
+        nonlocal num_taken
+        while True:
+            num_taken += 1
+            yield Line(num_taken, b'{"prompt": "a", "note": "%s"}' % (b"x" * 100_000))
+
+    with closing(stream_on(engine_thread, window=1000).finished(heavy())) as finished:
+        num_finished = 0
+        while num_finished < 3:
+            num_finished += len(next(finished))
+        next(finished)
+    assert num_taken == 4  # the last one waits for a place
+    wait_for_reader_to_end()
 
 
 def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineThread) -> None:

@@ -352,3 +352,32 @@ def test_other_templates_pass_their_trial(template: str) -> None:
     """Guards against refusing a model for what only its rows can decide."""
     with TemplateSandbox(template):
         pass
+
+
+def test_a_prompt_far_too_long_is_not_encoded(ours: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: an encoding takes 200 times the bytes of its text, so only the beginning is encoded."""
+    encoded: list[int] = []
+    encode = TransformersTokenizer.encode
+
+    def counting(self: TransformersTokenizer, text: str, **options: Any) -> Any:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(TransformersTokenizer, "encode", counting)
+    text = "all that is said <|im_end|> " * 100_000
+    for asked in (lambda: ours.encode(text, context=100), lambda: ours.encode_chat(_user(text), context=100)):
+        with pytest.raises(RequestError, match="more than 100 tokens; the model's context of 100") as raised:
+            asked()
+        assert raised.value.code == "prompt_too_long"
+    assert sum(encoded) < 20_000
+
+
+def test_a_long_prompt_that_fits_is_encoded_whole(ours: ChatTokenizer) -> None:
+    """Guards texts of few tokens, however many characters they have, and the tokens of all others."""
+    for text in ("<|im_end|>" * 900, "a b c " * 300, "word " * 3000):
+        tokens = ours.encode(text)
+        assert ours.encode(text, context=len(tokens)) == tokens
+
+
+def _user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]

@@ -10,8 +10,15 @@ from typing import IO
 from cbatch.engine.batch.lines import BOM, MAX_LINE_BYTES, Line
 from cbatch.engine.batch.tables.compression import CHUNK
 
-_STRUCTURE = re.compile(rb'["\[\]{},]')
-_STRING_END = re.compile(rb'["\\]')
+_OTHER, _OPENING, _CLOSING, _COMMA, _QUOTE = range(5)
+_KINDS = bytes.maketrans(
+    bytes(range(256)),
+    bytes(
+        _OPENING if sign in b"[{" else _CLOSING if sign in b"]}" else {44: _COMMA, 34: _QUOTE}.get(sign, _OTHER)
+        for sign in range(256)
+    ),
+)
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _BLANK = b" \t\r\n"
 NO_ARRAY = "it is not a JSON array, which begins with [; --format jsonl reads an object a line"
 
@@ -43,7 +50,7 @@ def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Scanner:
-    """Finds where elements end, from brackets and quotes alone; a chunk may end anywhere.
+    """Finds where elements end, from brackets, quotes and backslashes alone; a chunk may end anywhere.
 
     index: of the element that is being read
     """
@@ -60,44 +67,43 @@ class _Scanner:
 
     def take(self, data: bytes) -> Iterator[Line]:
         """Yields the elements that end in the next bytes of the array."""
-        if self.is_closed:
-            self._check_rest(data)
-            return
-        start = place = 0
-        while (end := self._next_end(data, place)) is not None:
+        start = 0
+        ends, is_last = ([], False) if self.is_closed else self._ends(data)
+        for end in ends:
             self._keep(data[start:end])
+            self.is_closed = is_last and end == ends[-1]
             if (line := self._element()) is not None:
                 yield line
-            start = place = end + 1
-            if self.is_closed:
-                self._check_rest(data[start:])
-                return
-        self._keep(data[start:])
+            start = end + 1
+        if self.is_closed:
+            self._check_rest(data[start:])
+        else:
+            self._keep(data[start:])
 
-    def _next_end(self, data: bytes, place: int) -> int | None:
-        """Where the element ends; None if not in these bytes."""
-        if self._is_escaped and data:
-            self._is_escaped, place = False, place + 1
-        while found := (_STRING_END if self._in_string else _STRUCTURE).search(data, place):
-            sign, place = found[0], found.end()
-            if self._in_string:
-                if sign == b"\\":
-                    self._is_escaped = place == len(data)
-                    place += 1
-                else:
-                    self._in_string = False
-            elif sign == b'"':
-                self._in_string = True
-            elif sign in b"[{":
-                self._depth += 1
-            elif sign in b"]}":
-                self._depth -= 1
-                if self._depth == 0:
-                    self.is_closed = True
-                    return found.start()
-            elif self._depth == 1:
-                return found.start()
-        return None
+    def _ends(self, data: bytes) -> tuple[list[int], bool]:
+        """Where elements end in the next bytes, and whether the last of them ends the array."""
+        import numpy as np
+
+        kinds = np.frombuffer(self._without_escapes(data).translate(_KINDS), np.uint8)
+        quotes = np.flatnonzero(kinds == _QUOTE)
+        places = np.flatnonzero((kinds != _OTHER) & (kinds != _QUOTE))
+        places = places[(np.searchsorted(quotes, places) + self._in_string) % 2 == 0]
+        self._in_string = bool((len(quotes) + self._in_string) % 2)
+        kinds = kinds[places]
+        depths = self._depth + np.cumsum((kinds == _OPENING).astype(np.int64) - (kinds == _CLOSING))
+        self._depth = int(depths[-1]) if len(depths) else self._depth
+        closing = np.flatnonzero(depths == 0)[:1]
+        places, depths, kinds = (one[: closing[0] + 1] if len(closing) else one for one in (places, depths, kinds))
+        found: list[int] = places[((kinds == _COMMA) & (depths == 1)) | (depths == 0)].tolist()
+        return found, bool(len(closing))
+
+    def _without_escapes(self, data: bytes) -> bytes:
+        """The bytes with others in place of a backslash and what it escapes, which may be in the next ones."""
+        if self._is_escaped:
+            data = b" " + data[1:]
+        data = _ESCAPE.sub(b"  ", data)
+        self._is_escaped = data.endswith(b"\\")
+        return data
 
     def _keep(self, data: bytes) -> None:
         if self._digest is None and len(self._kept) + len(data) > MAX_LINE_BYTES:

@@ -13,7 +13,9 @@ from cbatch.engine.batch.tables.compression import CHUNK, import_pyarrow
 from cbatch.engine.batch.tables.csv_table import check_names
 from cbatch.engine.batch.tables.table import TableRow
 
-BATCH_ROWS = 256
+BATCH_ROWS, BATCH_BYTES = 256, 2**24
+"""Most rows that are read at once, and about how many bytes of them."""
+
 _ZERO_FRACTION = r"\.0+(Z|[+-][0-9:]+|)$"
 
 
@@ -29,7 +31,7 @@ class ParquetTable:
         from pyarrow import parquet
 
         try:
-            self._file = parquet.ParquetFile(_seekable(stream))
+            self._file = parquet.ParquetFile(_seekable(stream), buffer_size=CHUNK, pre_buffer=False)
         except (arrow.ArrowException, OSError) as error:
             raise ConfigError(f"{name} is not a Parquet file: {str(error).splitlines()[0].rstrip('.')}.") from error
         schema = self._file.schema_arrow
@@ -40,12 +42,19 @@ class ParquetTable:
 
     def rows(self) -> Iterator[TableRow]:
         index = 0
-        for batch in self._file.iter_batches(BATCH_ROWS):
+        for batch in self._file.iter_batches(self._batch_rows()):
             columns = [_values(column) for column in batch.columns]
             for number in range(batch.num_rows):
                 row = {name: values[number] for name, values in zip(self.names, columns, strict=True)}
                 yield TableRow(index, f"row {index + 1}", row)
                 index += 1
+
+    def _batch_rows(self) -> int:
+        """Rows that are read at once: few, if those of a row group are large on average."""
+        metadata = self._file.metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1)
+        return max(min(int(BATCH_BYTES / max(largest, 1)), BATCH_ROWS), 1)
 
 
 def is_written_as_text(kind: Any) -> bool:
