@@ -68,9 +68,22 @@ def run_command(arguments: list[str] | None = None) -> int:
         notice(str(error))
         return EXIT_USAGE
     except Exception as error:  # the disk, the device, out of memory, or a bug: a sentence, and never exit code 1
-        reason = error.strerror if isinstance(error, OSError) else None
-        notice(f"{reason or repr(error)}; finished rows are written.")
+        notice(f"{_reason(error)}; finished rows are written.")
         return EXIT_FATAL
+
+
+def _reason(error: Exception) -> str:
+    """What ended the command, without a full stop."""
+    text = str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, MemoryError):
+        return "There is not enough memory"
+    if isinstance(error, RuntimeError) and "start new thread" in text:
+        return "No further thread can be started; ulimit -u may be too low"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, ImportError | OSError):
+        return f"A part of a package cannot be loaded: {text}"
+    return f"This should not have happened: {type(error).__name__}{text and ': '}{text}"
 
 
 def main() -> None:

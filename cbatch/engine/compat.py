@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 NO_REFERENCE_COUNTS = {"_nrt": False}
@@ -63,13 +64,15 @@ def keep_compiled(
     *,
     on_miss: Callable[[], None],
     on_error: Callable[[Exception], None],
+    why_not_trusted: Callable[[Path], str | None] = lambda folder: None,
 ) -> None:
-    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with five differences.
+    """Keeps the machine code of a numba dispatcher or callback on disk, as `cache=True` does, with six differences.
 
     Code of another `version` is not used; numba only asks whether the function's own file has changed, but a kernel
     inlines functions of many files. A damaged file, or code that another process saved under the same name, counts as
     missing. While one process compiles a function, others wait for its code. Errors while saving go to `on_error`. Only
-    what a call needs is kept, see `_machine_code`. If no folder can be written, nothing is kept.
+    what a call needs is kept, see `_machine_code`. If no folder can be written, nothing is kept. Nothing is read from a
+    folder that is not trusted either, as `why_not_trusted` says: numba would run it.
 
     Private as of numba 0.68: `_index_key`, `_cache_path`, `_load_overload` and `_impl_class` of `FunctionCache`, and
     the attribute `_cache` of dispatchers and callbacks.
@@ -122,10 +125,17 @@ def keep_compiled(
                 os.close(self.lock)
             self.lock = -1
 
+    compiled._cache = NullCache()
     try:
-        compiled._cache = CodeCache(function)
-    except RuntimeError:
-        compiled._cache = NullCache()
+        kept = CodeCache(function)
+        if (reason := why_not_trusted(Path(kept._cache_path))) is not None:
+            on_error(PermissionError(reason))
+        else:
+            compiled._cache = kept
+    except RuntimeError:  # of numba, if no folder can be written
+        pass
+    except OSError as error:
+        on_error(error)
 
 
 @cache

@@ -542,8 +542,9 @@ def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int]
     """Token ids of a text with what follows it, and the number of them in front of what is scored; or its error."""
     try:
         if isinstance(text, str) and isinstance(then, str | None):
-            ids = core.encode(text, raw=True)
-            whole = ids if then is None else core.encode(text + then, raw=True)
+            context = core.limits.max_model_len
+            ids = core.encode(text, raw=True, context=context)
+            whole = ids if then is None else core.encode(text + then, raw=True, context=context)
         elif isinstance(text, str | Mapping) or isinstance(then, str | Mapping) or not isinstance(text, list):
             raise RequestError("invalid_row", "score takes plain texts, or token ids for both text and continuation.")
         else:

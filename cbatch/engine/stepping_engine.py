@@ -259,17 +259,24 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         return OutputProcessor(request, self.tokenizer, self.loaded.eos_ids, taken_at)
 
     def encode(
-        self, prompt: Prompt, *, raw: bool = False, template: TemplateOptions = DEFAULT_TEMPLATE, answer: str = ""
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        template: TemplateOptions = DEFAULT_TEMPLATE,
+        answer: str = "",
+        context: int | None = None,
     ) -> list[int]:
         """Token ids of a prompt. Text is one user message if the model has a chat template, else plain text.
 
         raw:      take text as plain text even if the model has a chat template
         template: options of the chat template
         answer:   beginning of the assistant's answer, which the model is to continue
+        context:  refuses a prompt of far more tokens, before all of them are made
 
         Raises RequestError if the prompt cannot be encoded.
         """
-        return encode_prompt(self.tokenizer, prompt, raw=raw, template=template, answer=answer)
+        return encode_prompt(self.tokenizer, prompt, raw=raw, template=template, answer=answer, context=context)
 
     def add(self, prompt: Prompt, params: SamplingParams, *, seed: int = 0, priority: int = 0) -> int:
         """Queues a request for a prompt, as `add_request` does.

@@ -22,13 +22,20 @@ def add_up(numbers: Any, total: Any) -> None:
         total[0] += number
 
 
-def compile_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> tuple[list[str], Any]:
+def compile_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, why_not_trusted: Any = lambda folder: None
+) -> tuple[list[str], Any]:
     """Compiles `add_up` as a new process would, with the code that is kept; returns what was reported."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     reported: list[str] = []
     compiled = njit(add_up)
     keep_compiled(
-        compiled, add_up, version, on_miss=lambda: reported.append("miss"), on_error=lambda e: reported.append(str(e))
+        compiled,
+        add_up,
+        version,
+        why_not_trusted=why_not_trusted,
+        on_miss=lambda: reported.append("miss"),
+        on_error=lambda e: reported.append(str(e)),
     )
     total = np.zeros(1)
     compiled(np.arange(5.0), total)
@@ -75,6 +82,22 @@ def test_numba_compiles_if_the_code_cannot_be_kept(tmp_path: Path, monkeypatch: 
     assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss", "division by zero"]
     monkeypatch.setattr("numba.core.caching.FunctionCache.__init__", lambda *_: (_ for _ in ()).throw(RuntimeError))
     assert compile_again(tmp_path, monkeypatch, "1")[0] == []
+
+
+def test_numba_reads_no_code_from_a_folder_that_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a user whose cache others can write to: what lies there is not run, and nothing is kept there."""
+    compile_again(tmp_path, monkeypatch, "1")
+    trace = tmp_path / "trace"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (trace,)
+
+    (index,) = tmp_path.rglob("*.nbi")
+    index.write_bytes(pickle.dumps(Evil()))
+    reported, _ = compile_again(tmp_path, monkeypatch, "1", lambda folder: f"{folder.parent.name} is open")
+    assert reported == [f"{tmp_path.name} is open"] and not trace.exists()
+    assert compile_again(tmp_path, monkeypatch, "1")[0] == ["miss"] and trace.exists()  # so it would have been run
 
 
 def do_nothing(one: int, other: int) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
 
+MOST_COUNTED = 200_000
+"""Characters of a text whose tokens are counted: of megabytes, counting takes seconds and gigabytes."""
+
 Post = Callable[[Callable[[], None]], None]
 
 
@@ -145,8 +148,13 @@ class EngineClient:
         self._requests.put(request)
 
     def count_tokens(self, text: str, on_count: Callable[[int], None]) -> None:
-        """Has the tokens of a text counted as soon as the model is there."""
-        self._requests.put(CountRequest(lambda engine: len(engine.encode(text, raw=True)), on_count))
+        """Has the tokens of a text counted once the model is there; of a very long one, those of its beginning."""
+        beginning = text[:MOST_COUNTED]
+
+        def count(engine: Engine) -> int:
+            return len(engine.encode(beginning, raw=True)) * len(text) // max(len(beginning), 1)
+
+        self._requests.put(CountRequest(count, on_count))
 
     def count_prompt_tokens(self, messages: Sequence[Message], on_count: Callable[[int], None]) -> None:
         """The same for the prompt that `cbatch run` makes of a conversation."""

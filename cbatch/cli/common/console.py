@@ -24,6 +24,9 @@ _BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u206
 BAR_SECONDS, LINE_SECONDS = 0.2, 10.0
 """Time between two updates of a progress bar, and between two lines of progress."""
 
+MOST_CHARACTERS = 1000
+"""Of a message."""
+
 ProgressState = Callable[[], tuple[int, str]]
 """Returns the number of rows that are done, and the text that follows it in a display."""
 
@@ -60,7 +63,15 @@ def notice(text: str) -> None:
     """Prints one line on stderr. Does not raise if nobody can read it: a message must never end a run."""
     if sys.stderr is not None:
         with suppress(OSError), _without_bar():
-            print(f"cbatch: {safe(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
+            print(f"cbatch: {safe(' '.join(shortened(text).splitlines()))}", file=sys.stderr, flush=True)
+
+
+def shortened(text: str) -> str:
+    """A message without the middle of a very long value that it quotes."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]} [...] {text[-half:]}"
 
 
 def _without_bar() -> AbstractContextManager[object]:

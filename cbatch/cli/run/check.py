@@ -10,7 +10,7 @@ from typing import Any
 from cbatch.cli.run.estimate.sample_run import RowSample, SampledRow
 from cbatch.engine import Completion, Engine, Line, LineProcessor, RequestError
 
-MAX_SHOWN = 20
+MAX_SHOWN, MAX_ID_CHARACTERS = 20, 200
 MAX_BLOCKS = 1_000_000
 """Most prompt prefixes that are remembered; they take some 100 MiB."""
 
@@ -83,7 +83,7 @@ class InputCheck:
             self._shared_tokens += shared
             if self._sample is not None:
                 caches = self._engine.core.config.prefix_cache
-                self._sample.offer(SampledRow(request, limit, shared if caches else 0))
+                self._sample.offer(SampledRow(request.without_source(), limit, shared if caches else 0))
         except RequestError as error:
             self._count_error(request.index, request.source.id, request.source.located(error))
 
@@ -91,7 +91,7 @@ class InputCheck:
         assert error is not None
         self.errors[error.code] += 1
         if len(self._shown) < MAX_SHOWN:
-            self._shown.append({"index": index, "id": name, "code": error.code, "message": str(error)})
+            self._shown.append({"index": index, "id": _short(name), "code": error.code, "message": str(error)})
 
     def _note_id(self, index: int, name: str | int | float | None) -> None:
         """Counts rows that have the id of an earlier one: two such rows cannot be told apart by it."""
@@ -102,7 +102,7 @@ class InputCheck:
         if first is not None:
             self.doubled_ids += 1
             if len(self._doubled) < MAX_SHOWN:
-                self._doubled.append({"id": name, "index": index, "first_index": first})
+                self._doubled.append({"id": _short(name), "index": index, "first_index": first})
         elif len(self._first_index) < MAX_IDS:
             self._first_index[key] = index
 
@@ -117,6 +117,12 @@ class InputCheck:
             elif len(self._seen) < MAX_BLOCKS:
                 self._seen.add(before)
         return shared
+
+
+def _short(name: str | int | float | None) -> str | int | float | None:
+    """An id as a report shows it, since it may have megabytes."""
+    is_long = isinstance(name, str) and len(name) > MAX_ID_CHARACTERS
+    return f"{str(name)[:MAX_ID_CHARACTERS]}…" if is_long else name
 
 
 def _spread(values: array[int]) -> dict[str, float | None]:

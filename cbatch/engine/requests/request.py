@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -103,6 +103,10 @@ class EncodedRequest:
     def index(self) -> int:
         """Number of the prompt in its call, or of its line in a file."""
         return self.source.index
+
+    def without_source(self) -> EncodedRequest:
+        """What an engine needs of it, without the row that it came from, which may be much larger."""
+        return replace(self, source=InputRow(self.index), asked=GenerationRequest())
 
     def detokenizer(self, tokenizer: ChatTokenizer | None, eos_ids: frozenset[int]) -> OutputDetokenizer:
         """Makes the text of one output of this request from its events.

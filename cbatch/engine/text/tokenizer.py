@@ -238,9 +238,15 @@ class ChatTokenizer:
 
 
 def encode_prompt(
-    tokenizer: ChatTokenizer | None, prompt: Prompt, *, raw: bool, template: TemplateOptions, answer: str
+    tokenizer: ChatTokenizer | None,
+    prompt: Prompt,
+    *,
+    raw: bool,
+    template: TemplateOptions,
+    answer: str,
+    context: int | None = None,
 ) -> list[int]:
-    """See `Engine.encode`. `tokenizer` is None for a model that has none."""
+    """See `SteppingEngine.encode`. `tokenizer` is None for a model that has none."""
     if not isinstance(prompt, str | Mapping):
         if answer:
             raise RequestError("invalid_row", "An answer cannot be begun after token ids; put its tokens behind them.")
@@ -250,10 +256,12 @@ def encode_prompt(
     if isinstance(prompt, Mapping):
         if "messages" not in prompt:
             raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-        return tokenizer.encode_chat(prompt["messages"], tools=prompt.get("tools"), template=template, answer=answer)
-    if raw or not tokenizer.chat_template:
-        return tokenizer.encode(prompt + answer)
-    return tokenizer.encode_chat([{"role": "user", "content": prompt}], template=template, answer=answer)
+        messages, tools = prompt["messages"], prompt.get("tools")
+    elif raw or not tokenizer.chat_template:
+        return tokenizer.encode(prompt + answer, context=context)
+    else:
+        messages, tools = [{"role": "user", "content": prompt}], None
+    return tokenizer.encode_chat(messages, tools=tools, template=template, answer=answer, context=context)
 
 
 def _escape(separator: str) -> str:

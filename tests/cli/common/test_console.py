@@ -24,6 +24,13 @@ def test_text_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "cbatch: bad url x cbatch: all fine a[31m31mb\n"
 
 
+def test_a_message_quotes_no_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the terminal against a variable or a cell of megabytes that an error quotes."""
+    notice("the value '" + "[" * 10**6 + "' is not valid JSON")
+    said = capsys.readouterr().err
+    assert len(said) < 1100 and "the value '[[" in said and said.endswith("[' is not valid JSON\n")
+
+
 def test_rows_on_a_terminal_mean_the_same() -> None:
     """Guards JSON on a terminal: control characters are escaped, and the text reads back unchanged."""
     row = json.dumps({"text": EVIL}, ensure_ascii=False).encode() + b"\n"

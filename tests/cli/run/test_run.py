@@ -247,6 +247,16 @@ def test_check_runs_nothing_and_reports(run: Any, tmp_path: Path, capfd: pytest.
     assert json.loads(capfd.readouterr().out)["bad_rows"] == 0
 
 
+def test_check_shows_no_ids_of_megabytes(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards the report against ids as long as a line, and against the memory that they take."""
+    rows = "".join(json.dumps({"id": "x" * 100_000, **row}) + "\n" for row in ({"prompt": "a"}, {"prompt": ""}))
+    assert run(rows, "--check", "-q")[0] == 1
+    said = capfd.readouterr().out
+    report = json.loads(said)
+    assert len(said) < 3000 and report["doubled_ids"] == 1
+    assert report["first_doubled_ids"][0]["id"] == report["first_errors"][0]["id"] == "x" * 200 + "…"
+
+
 def test_check_notices_doubled_ids(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards results that could not be told apart; they are legal, so the exit code stays. 1 and 1.0 are two ids."""
     ids: list[Any] = ["a", None, "b", "a", 1, None, "a", 1.0, "1"]

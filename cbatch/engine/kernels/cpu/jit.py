@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
+from cbatch.engine.runtime.trusted_folder import why_not_trusted
 
 _log = logging.getLogger("cbatch")
 
@@ -114,7 +115,19 @@ def call_address(context: Any, address: Any, arguments: Any) -> Any:
 
 
 def _keep(compiled: Any, function: Callable[..., Any]) -> None:
-    keep_compiled(compiled, function, _sources(), on_miss=_warn_of_compilation, on_error=_warn_of_cache)
+    keep_compiled(
+        compiled,
+        function,
+        _sources(),
+        why_not_trusted=_why_not_trusted,
+        on_miss=_warn_of_compilation,
+        on_error=lambda error: _warn_of_cache(str(error)),
+    )
+
+
+@cache
+def _why_not_trusted(folder: Path) -> str | None:
+    return why_not_trusted(folder, Path(__file__))
 
 
 @cache
@@ -131,5 +144,6 @@ def _warn_of_compilation() -> None:
     )
 
 
-def _warn_of_cache(error: Exception) -> None:
-    _log.warning("The compiled kernels cannot be saved and will be compiled again next time: %s", error)
+@cache
+def _warn_of_cache(reason: str) -> None:
+    _log.warning("The compiled kernels are not kept and will be compiled again next time: %s", reason)

@@ -1,0 +1,51 @@
+"""Environments that nobody should have: the command ends with a sentence and the right exit code, or just works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cbatch.cli.main import cli, run_command
+from tests.support.environments import CASES, judge, run_case
+
+SAMPLE = (
+    "CBATCH_RUN_PARAM, nested deeply",
+    "CBATCH_RUN_PARAM, a number of 10,000 digits",
+    "all streams closed",
+    "300 MiB of address space",
+    "NUMBA_NUM_THREADS=0",
+)
+"""A few, of those that no other test reaches; `scripts/stress/environments.py` runs all."""
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_command_ends_with_a_sentence(name: str, tmp_path: Path) -> None:
+    """Guards against tracebacks, names of exceptions, megabytes of quoted values and wrong exit codes."""
+    (case,) = (case for case in CASES if case.name == name)
+    outcome = run_case(case, tmp_path)
+    assert judge(case, outcome) is None, outcome
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("can't start new thread"), "No further thread can be started; ulimit -u may be too low"),
+        (MemoryError(), "There is not enough memory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ImportError("libx.so: failed to map segment\nat 0x1"), "cannot be loaded: libx.so: failed to map segment;"),
+        (KeyError("a"), "This should not have happened: KeyError: 'a'"),
+    ],
+)
+def test_what_ends_the_command_is_said(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the sentence for what a poor environment raises anywhere: threads, memory, disk, libraries, bugs."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "main", fail)
+    assert run_command(["run"]) == 3
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1 and "finished rows are written" in said
