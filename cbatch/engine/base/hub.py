@@ -16,7 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from cbatch.engine.base.errors import ModelNotFound
 from cbatch.engine.base.gguf_source import HubFile, hub_file, is_gguf, split_names
-from cbatch.engine.base.model_files import weight_files
+from cbatch.engine.base.model_files import check_source, weight_files
 
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.0, 10.0
 """Seconds for looking up the hub's address and connecting to it, and for its first answer."""
@@ -35,6 +35,7 @@ def check_hub_model(source: str, revision: str | None) -> None:
 
     It is for programs that can say so early, before they import what loads a model.
     """
+    check_source(source)
     if not _is_path(source) and (hub_file(source) is not None or cached_snapshot(source, revision) is None):
         reachable_source(source, revision)
 
@@ -44,6 +45,7 @@ def reachable_source(source: str, revision: str | None) -> str:
 
     Raises ModelNotFound if it is a hub id that is neither in the cache nor on the hub.
     """
+    check_source(source)
     if _is_path(source):
         return source
     from huggingface_hub import constants

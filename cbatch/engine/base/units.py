@@ -32,8 +32,8 @@ def format_count(count: int, what: str) -> str:
 
 def format_bytes(count: float) -> str:
     """A size for users: 1.5 GiB."""
-    for unit in ("bytes", "KiB", "MiB"):
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:,.1f} TiB"

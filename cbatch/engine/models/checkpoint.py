@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from cbatch.engine.base.config_checks.generation_config import read_generation_config
+from cbatch.engine.base.config_checks.model_config import read_model_config
 from cbatch.engine.base.errors import ConfigError, ModelError
 from cbatch.engine.base.gguf_source import is_gguf
 from cbatch.engine.base.hub import reachable_source
-from cbatch.engine.base.model_files import WEIGHTS_INDEX, InvalidFile, model_folder, read_json_object, weight_files
+from cbatch.engine.base.model_files import (
+    WEIGHTS_INDEX,
+    InvalidFile,
+    check_source,
+    model_folder,
+    weight_files,
+)
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.models.dtypes import choose_formats
 from cbatch.engine.models.fingerprint import fingerprint
@@ -79,10 +87,11 @@ def check_adapters(adapters: Sequence[Adapter], source: str, revision: str | Non
 
     Adapters of GGUF files, and of models without a fast path, are only checked once these are loaded.
     """
+    check_source(source)
     if is_gguf(source):
         return
     try:
-        config = read_json_object(model_folder(reachable_source(source, revision), revision) / "config.json")
+        config = read_model_config(model_folder(reachable_source(source, revision), revision))
         program = read_program(without_quantization(config) if settings_of(config) is not None else config)
     except (OSError, UnsupportedConfig):
         return
@@ -99,14 +108,14 @@ def _load(
     weight_cache: WeightCache | None,
 ) -> CpuModel | CudaModel:
     folder = model_folder(source, revision)
-    config = read_json_object(folder / "config.json")
+    config = read_model_config(folder)
     checkpoint = None
     if settings_of(config) is not None:
         checkpoint, config = QuantizedCheckpoint(config), without_quantization(config)
     program = read_program(config)  # before weights are downloaded
     names = ["generation_config.json", "model.safetensors", "model-*.safetensors", WEIGHTS_INDEX]
     folder = model_folder(source, revision, ["config.json", *names])
-    if "eos_token_id" not in config | read_json_object(folder / "generation_config.json"):
+    if "eos_token_id" not in config | read_generation_config(folder):
         raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
     if checkpoint is not None:
         return _load_quantized(checkpoint, program, config, folder, device, dtype, quantize, activations, weight_cache)

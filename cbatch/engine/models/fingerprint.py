@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cbatch.engine.base.errors import ModelError
-from cbatch.engine.base.model_files import read_json_object, weight_files
+from cbatch.engine.base.model_files import open_regular, read_header, read_json_object, weight_files
 
 NAMES_AND_VERSIONS = ("_name_or_path", "name_or_path", "transformers_version", "tokenizer_file")
 """Keys of a model's JSON files that say where it came from, not what it is."""
@@ -29,7 +29,8 @@ def fingerprint(folder: Path) -> str:
         kept = {key: value for key, value in settings.items() if key not in NAMES_AND_VERSIONS}
         digest.update(json.dumps(kept, sort_keys=True).encode())
     for path in sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()):
-        digest.update(hashlib.blake2b(path.read_bytes()).digest())
+        with open_regular(path) as opened:
+            digest.update(hashlib.file_digest(opened, hashlib.blake2b).digest())
     for path in weight_files(folder) or sorted(folder.glob("*.safetensors")):
         for sample in _samples(path):
             digest.update(sample)
@@ -38,16 +39,15 @@ def fingerprint(folder: Path) -> str:
 
 def _samples(path: Path) -> Iterator[bytes]:
     """The header of a safetensors file (https://huggingface.co/docs/safetensors), then a few bytes of each tensor."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(min(length, path.stat().st_size))
+    with open_regular(path) as file:
+        header = read_header(file, path)
         yield header
         try:
             places = [value["data_offsets"] for name, value in json.loads(header).items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path} is not a safetensors file.") from error
         for start, stop in places:
             last = max(stop - SAMPLE_BYTES, start)  # the first sample is at the tensor's beginning, the last at its end
             for place in sorted({start + (last - start) * number // (SAMPLES - 1) for number in range(SAMPLES)}):
-                file.seek(8 + length + place)
+                file.seek(8 + len(header) + place)
                 yield file.read(min(SAMPLE_BYTES, stop - place))

@@ -8,14 +8,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import gettempdir
+from textwrap import shorten
 from typing import Any
 
 import torch
 
-from cbatch.engine.base.errors import ConfigError, EngineError, ModelError, ModelNotFound, RequestError
+from cbatch.engine.base.config_checks.generation_config import read_generation_config
+from cbatch.engine.base.config_checks.model_config import read_model_config
+from cbatch.engine.base.errors import (
+    CbatchError,
+    ConfigError,
+    EngineError,
+    ModelError,
+    ModelNotFound,
+    RequestError,
+    in_short,
+)
 from cbatch.engine.base.gguf_source import gguf_paths, is_gguf
 from cbatch.engine.base.hub import looks_like_path, reachable_source
-from cbatch.engine.base.model_files import model_folder, read_json_object
+from cbatch.engine.base.model_files import WEIGHTS_INDEX, check_files, check_source, model_folder, weight_files
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.quantization import Quantization
 from cbatch.engine.base.units import format_bytes
@@ -28,6 +39,7 @@ from cbatch.engine.models.formats.quantized import settings_of
 from cbatch.engine.models.hf.device_map import DeviceMap, is_disk_full, weights_size
 from cbatch.engine.models.hf.hooks import keep_rewritten_weights
 from cbatch.engine.models.hf.placement import Placement, placement_of
+from cbatch.engine.models.hf.weights_fit import check_weights_fit
 from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.runtime.device import is_accelerator
 from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
@@ -46,6 +58,9 @@ NOT_APPLIED = {
     "num_beams": 1,
 }
 """Keys of generation_config.json that would change the output but are not supported, and their neutral values."""
+
+_LONGEST_REASON = 300
+"""Characters of a library's error."""
 
 _log = logging.getLogger("cbatch")
 
@@ -117,9 +132,30 @@ def load_model(
     device_map:     spread the model if it does not fit on its device
 
     Only safetensors and GGUF files are read, and no code that comes with a model is run.
-    Raises ModelError, with one sentence, if that fails.
+    Raises ModelError, with one sentence, if that fails, whatever its files make libraries raise.
     """
     source = str(DEMO_MODEL) if name is None else name
+    check_source(source)
+    try:
+        return _load(name, source, revision, device, dtype, fast, quantize, activations, weight_cache, device_map)
+    except CbatchError:
+        raise
+    except Exception as error:
+        raise ModelError(f"Cannot load {source}: {in_short(error)}.") from error
+
+
+def _load(
+    name: str | None,
+    source: str,
+    revision: str | None,
+    device: torch.device,
+    dtype: str,
+    fast: bool,
+    quantize: Quantization | None,
+    activations: str,
+    weight_cache: WeightCache | None,
+    device_map: DeviceMap | None,
+) -> LoadedModel:
     if is_gguf(source):
         if not fast or device_map is not None:
             raise ConfigError(
@@ -129,6 +165,7 @@ def load_model(
         return _load_gguf(source, revision, device, dtype, quantize, activations, weight_cache)
     _check_folder(source)
     source = reachable_source(source, revision)
+    folder, settings, defaults = _checked_settings(source, revision)
     tokenizer = _load_tokenizer(source, revision)
     template = tokenizer.chat_template if tokenizer else None
     if device_map is not None:
@@ -162,18 +199,12 @@ def load_model(
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
             placement = _place(network) if device_map is not None else None
-    folder, settings = _generation_settings(source, revision)
-    try:
-        defaults = _sampling_defaults(settings)
-        eos_ids = _eos_ids(settings, config)
-    except (RequestError, TypeError) as error:
-        raise ModelError(f"The generation_config.json of {source} is wrong: {error}") from error
     return LoadedModel(
         name="the bundled demo model" if name is None else name,
         make_network=make_network,
         tokenizer=tokenizer,
         defaults=defaults,
-        eos_ids=eos_ids,
+        eos_ids=_eos_ids(settings, config),
         max_tokens=settings.get("max_new_tokens"),
         not_applied=tuple(key for key in NOT_APPLIED if settings.get(key) not in (None, NOT_APPLIED[key])),
         fingerprint=fingerprint(folder),
@@ -241,13 +272,21 @@ def _place(network: Any) -> Placement:
     return placement
 
 
-def _generation_settings(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
-    """The folder of a model's files, and its generation_config.json. Raises ModelError if the hub cannot be reached."""
+def _checked_settings(source: str, revision: str | None) -> tuple[Path, dict[str, Any], SamplingParams]:
+    """The folder of a model's files, its generation_config.json, and the sampling parameters that this asks for.
+
+    Raises ModelError if the hub cannot be reached, and for settings of the model that cannot be true.
+    """
     try:
         folder = model_folder(source, revision, ["config.json", "generation_config.json"])
     except OSError as error:
         raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
-    return folder, read_json_object(folder / "generation_config.json")
+    read_model_config(folder)
+    settings = read_generation_config(folder)
+    try:
+        return folder, settings, _sampling_defaults(settings)
+    except RequestError as error:
+        raise ModelError(f"The generation_config.json of {source} is wrong: {error}") from error
 
 
 def _load_network(
@@ -258,20 +297,23 @@ def _load_network(
 
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        number = choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device)
+        check_weights_fit(source, revision, config, number, device if device_map is None else None)
         load = partial(
             AutoModelForCausalLM.from_pretrained,
             source,
             revision=revision,
             config=config,
-            dtype=choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device),
+            dtype=number,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # else transformers prints a table of them
             trust_remote_code=False,
             output_loading_info=True,
         )
         network, report = load() if device_map is None else _load_spread(load, device_map)
-        if not report["missing_keys"]:
+        if not report["missing_keys"] and not report["mismatched_keys"]:
             return (network.to(device) if device_map is None else network).eval()
-    except ConfigError:
+    except CbatchError:
         raise
     except Exception as error:  # transformers, the hub, safetensors, json and the device each raise their own kinds
         if device_map is not None and is_disk_full(error):
@@ -280,6 +322,10 @@ def _load_network(
                 "rewritten that are to stay on disk; name a folder with more room by --offload-folder."
             ) from error
         raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise ModelError(
+            f"Cannot load {source}: {name} is {list(found)} in its files, and {list(wanted)} by its config.json."
+        )
     missing = sorted(report["missing_keys"])
     raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
 
@@ -294,7 +340,7 @@ def _load_spread(load: Callable[..., Any], device_map: DeviceMap) -> tuple[Any, 
 
 def _is_quantized(source: str, revision: str | None) -> bool:
     try:
-        return settings_of(read_json_object(model_folder(source, revision) / "config.json")) is not None
+        return settings_of(read_model_config(model_folder(source, revision))) is not None
     except (OSError, ModelError):
         return False
 
@@ -325,12 +371,16 @@ def _silence_libraries() -> None:
 def _check_folder(source: str) -> None:
     folder = Path(source)
     if folder.is_dir():
+        check_files(folder)
         if not (folder / "config.json").is_file() and (files := sorted(folder.glob("*.gguf"))):
             raise ModelError(f"{source} holds GGUF files; name the one to load, such as {files[0]}.")
         if not (folder / "config.json").is_file():
             raise ModelError(f"{source} is not a model folder: it has no config.json.")
         if not any(folder.glob("*.safetensors")):
             raise ModelError(f"{source} holds no safetensors weights; other formats are not read.")
+        missing = next((path for path in weight_files(folder) if not path.is_file()), None)
+        if missing is not None:
+            raise ModelError(f"There is no file {missing}, which {WEIGHTS_INDEX} names.")
     elif folder.exists():
         raise ModelError(f"{source} is a file; a model is a folder or a hub id such as Qwen/Qwen3-0.6B.")
     elif looks_like_path(source):
@@ -372,12 +422,13 @@ def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozense
     if given is None:
         given = config.get("eos_token_id")
     ids = [given] if isinstance(given, int) else given or []
-    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise TypeError(f"eos_token_id must be a token id or a list of them, not {given!r}.")
     return frozenset(token for token in ids if 0 <= token < config["vocab_size"])
 
 
 def _first_sentence(error: BaseException) -> str:
-    """The first line of a library's error, ended by a full stop."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of a library's error, and the second if that says what it is about, ended by a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = shorten(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0], _LONGEST_REASON)
+    if isinstance(error, LookupError | TypeError | AttributeError):  # whose messages are not for users
+        line = f"{type(error).__name__}: {line}"
     return line if line.endswith(".") else line + "."

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.hub import looks_like_path, reachable_source
-from cbatch.engine.base.model_files import model_folder, read_json_object
+from cbatch.engine.base.model_files import check_files, check_source, model_folder, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -108,7 +108,9 @@ def _refused(name: str, reason: str) -> ModelError:
 
 def _read(name: str, place: str) -> Adapter:
     try:
+        check_source(place)
         folder = _folder(place)
+        check_files(folder)
         config = read_json_object(folder / CONFIG)
         _check_settings(config)
         return Adapter(name, _modules(config, load_file(folder / WEIGHTS)))

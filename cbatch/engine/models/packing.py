@@ -64,6 +64,7 @@ from cbatch.engine.models.programs.program import (
 from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.runtime.cpu import empty, num_threads, single_threaded
+from cbatch.engine.runtime.memory import check_room
 
 _log = logging.getLogger("cbatch")
 
@@ -209,6 +210,7 @@ class CpuProgram:
                 return Weights(**shared.arrays(shapes, fill))
             except OSError as error:
                 _log.warning("Packed weights are not kept in %s: %s.", shared.cache.folder, error)
+        check_room("The weights", sum(array.nbytes for array in shapes.values()), torch.device("cpu"))
         arrays = {name: empty(*array) for name, array in shapes.items()}
         fill(arrays)
         return Weights(**arrays)

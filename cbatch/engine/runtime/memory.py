@@ -20,6 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.engine.base.config import CPU_CACHE_SHARE
+from cbatch.engine.base.errors import ModelError
+from cbatch.engine.base.units import format_bytes
+from cbatch.engine.runtime.cgroup import free_cgroup_bytes
 from cbatch.engine.runtime.device import is_accelerator
 
 Step = Callable[[], object]
@@ -99,10 +102,20 @@ def _system_madvise() -> Any:
     return function
 
 
+def check_room(what: str, needed: int, device: torch.device) -> None:
+    """Raises ModelError, with both figures, if a part of a model needs more memory than its device has free."""
+    free = device_memory(device).free()
+    if needed > free:
+        raise ModelError(
+            f"{what} need {format_bytes(needed)}, and {format_bytes(free)} are free on {device}; use a smaller model."
+        )
+
+
 def _free_host_bytes() -> int:
     import psutil
 
-    return max(int(psutil.virtual_memory().available) - sum(_mapped.values()), 0)
+    free = min(int(psutil.virtual_memory().available), free_cgroup_bytes())
+    return max(free - sum(_mapped.values()), 0)
 
 
 def _free_gpu_bytes(device: torch.device) -> int:

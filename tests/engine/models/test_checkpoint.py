@@ -88,10 +88,8 @@ def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
         made.append(number)
         return object()
 
-    read = checkpoint.read_json_object
-    monkeypatch.setattr(
-        checkpoint, "read_json_object", lambda path: read(path) | {"dtype": "bfloat16", "eos_token_id": 1}
-    )
+    read = checkpoint.read_model_config
+    monkeypatch.setattr(checkpoint, "read_model_config", lambda path: read(path) | {"dtype": "bfloat16"})
     if expected is None:
         with pytest.raises(NoFastPath, match="does not compute in bfloat16"):
             load_fast_model(str(model_folder), None, GPU, dtype)

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from cbatch.engine.base.config import EngineConfig
+from cbatch.engine.base.config_checks.model_config import read_model_config
 from cbatch.engine.base.errors import ConfigError
 from cbatch.engine.base.model_files import (
     WEIGHTS_INDEX,
     model_folder,
-    read_json_object,
     stored_tensors,
     weight_files,
 )
@@ -101,7 +101,7 @@ def weights_size(source: str, revision: str | None, dtype: str, device: torch.de
     """
     names = ["config.json", "model.safetensors", "model-*.safetensors", WEIGHTS_INDEX]
     folder = model_folder(source, revision, names)
-    config = read_json_object(folder / "config.json")
+    config = read_model_config(folder)
     kinds = [part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype")]
     kind = choose_dtype(dtype, next(filter(None, kinds), None), device)
     tensors = [tensor for path in weight_files(folder) for tensor in stored_tensors(path).values()]

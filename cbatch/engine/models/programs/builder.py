@@ -42,6 +42,7 @@ ACTIVATIONS = {
 """Names in config files, and what they are called here."""
 
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_COLUMNS, _MOST_TOKENS = 2**10, 2**12, 2**20, 2**24
+_MOST_EXPERTS_IN_ALL = 2**17
 """Sizes that no model comes near: what a config.json says costs memory before its weights are compared with it."""
 
 
@@ -495,6 +496,7 @@ class Layer:
     ) -> None:
         """The experts of a layer, whose files hold the matrices of each by itself. They are added to the residual."""
         _check_sizes(_MOST_EXPERTS, num_experts)
+        _check_sizes(_MOST_EXPERTS_IN_ALL, num_experts * self.model.num_layers)
         hidden, up, down = self.model.hidden_size, [], []
         for number in range(num_experts):
             *first, last = (f"{prefix}{number}.{name}" for name in names)
@@ -528,6 +530,7 @@ class Layer:
         interleaved: columns of gate and up take turns
         """
         _check_sizes(_MOST_EXPERTS, num_experts)
+        _check_sizes(_MOST_EXPERTS_IN_ALL, num_experts * self.model.num_layers)
         hidden, both = self.model.hidden_size, (1 + activation.gated) * size
         _check_sizes(_MOST_COLUMNS, both)
         rows = torch.arange(both).view(-1, 2).T.flatten() if interleaved else None
