@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.driver import RowSource as RowSource
     from cbatch.engine.batch.engine_driver import EngineDriver as EngineDriver
     from cbatch.engine.batch.journal import Journal as Journal
-    from cbatch.engine.batch.journal import ResumePlan as ResumePlan
     from cbatch.engine.batch.jsonl import format_row as format_row
     from cbatch.engine.batch.jsonl import parse_line as parse_line
     from cbatch.engine.batch.line_processor import LineProcessor as LineProcessor
@@ -59,6 +58,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.pipeline import Pipeline as Pipeline
     from cbatch.engine.batch.pipeline import RunObserver as RunObserver
     from cbatch.engine.batch.pipeline import checked_lines as checked_lines
+    from cbatch.engine.batch.row_check import CHECK as CHECK
     from cbatch.engine.batch.row_options import RowOptions as RowOptions
     from cbatch.engine.batch.stored_rows import StoredRow as StoredRow
     from cbatch.engine.batch.stored_rows import StoredRows as StoredRows
@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.engine.batch.templates.jinja_template import read_template as read_template
     from cbatch.engine.batch.templates.prompt_template import ColumnTemplate as ColumnTemplate
     from cbatch.engine.batch.templates.prompt_template import PromptTemplate as PromptTemplate
+    from cbatch.engine.batch.unfinished.resume_plan import ResumePlan as ResumePlan
     from cbatch.engine.batch.unfinished.token_journal import DEFAULT_INTERVAL_S as DEFAULT_INTERVAL_S
     from cbatch.engine.batch.unfinished.token_journal import TokenJournalConfig as TokenJournalConfig
     from cbatch.engine.batch.unfinished.token_journal import is_token_journal as is_token_journal

@@ -6,7 +6,7 @@ import json
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -20,9 +20,18 @@ from cbatch.cli.run.files import open_input
 from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions
 from cbatch.cli.verify.sample import parse_sample
 
+if TYPE_CHECKING:
+    from cbatch.cli.verify.offline import FileReport
+    from cbatch.cli.verify.report import Report
+
 _OWN: list[click.Parameter] = [
     click.Argument(["output"], metavar="OUT"),
-    click.Option(["--prompts"], required=True, metavar="IN", help="The input of the run that made OUT; - is stdin."),
+    click.Option(["--prompts"], metavar="IN", help="The input of the run that made OUT; - is stdin."),
+    click.Option(
+        ["--offline"],
+        is_flag=True,
+        help="Run nothing: tell which rows are damaged, doubled and, with --prompts, missing or superfluous.",
+    ),
     click.Option(
         ["--sample"],
         default="5%",
@@ -51,10 +60,12 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
 
     OUT is what cbatch run wrote (JSON Lines, compressed or not). Give the options of that run: rows that were made
     with others are counted, and not run. A report goes to stdout as JSON. The exit code is 0 if all rows are equal, 1
-    if some differ, and 2 if some cannot be compared.
+    if some differ or are damaged, and 2 if some cannot be compared.
     """
     options = VerifyOptions.from_values(values)
     options.check_usage()
+    if options.offline:
+        return _verify_offline(options)
     from cbatch.engine import EngineDriver, StoredRows
 
     quiet = options.run.quiet
@@ -71,6 +82,22 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
                 progress=partial(show_progress, quiet=quiet),
                 while_running=lambda recomputation: handle_signals(recomputation.interrupt),
             )
+    return _show(report, quiet=quiet)
+
+
+def _verify_offline(options: VerifyOptions) -> Literal[0, 1, 2]:
+    """Reads the file, and the input if it is known. Loads no model."""
+    from cbatch.cli.verify.offline import check_file
+    from cbatch.engine import StoredRows, unit_of
+
+    run = options.run
+    with StoredRows(Path(run.output)) as stored:
+        source = open_input(run) if options.has_input else None
+        report = check_file(run.output, stored, unit_of(run.input_form), source)
+    return _show(report, quiet=run.quiet)
+
+
+def _show(report: Report | FileReport, *, quiet: bool) -> Literal[0, 1, 2]:
     for sentence in () if quiet else report.sentences():
         notice(sentence)
     emit(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-OF_THE_MOMENT = frozenset(["cached_tokens", "ttft_s", "elapsed_s", "from_cache"])
-"""Fields of --timings, which no two runs have alike."""
+from cbatch.engine import CHECK
+
+OF_THE_MOMENT = frozenset(["cached_tokens", "ttft_s", "elapsed_s", "from_cache", CHECK])
+"""Fields of --timings, which no two runs have alike, and what depends on them."""
 
 OF_AN_OUTPUT = frozenset(
     ["text", "finish_reason", "reasoning", "tool_calls", "stop_reason", "token_ids", "logprobs"]
@@ -51,7 +53,7 @@ def content_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Difference | None:
-    """None if the rows are equal but for fields of --timings."""
+    """None if the rows are equal but for fields of --timings and the check."""
     stored, made = content_of(stored), content_of(made)
     path = _first_path(stored, made)
     if path is None:

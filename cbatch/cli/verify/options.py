@@ -27,11 +27,17 @@ ROW_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """run: the options of the run that made the file; its input and output are named there"""
+    """
+    run:       the options of the run that made the file; its input and output are named there
+    offline:   whether the file is only read
+    has_input: whether the input is known
+    """
 
     run: RunOptions
     sample: Sample
     sample_seed: int
+    offline: bool = False
+    has_input: bool = True
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> VerifyOptions:
@@ -40,7 +46,7 @@ class VerifyOptions:
         No prefixes are cached: a prompt that was computed in one company would be the same in the other.
         """
         run = RunOptions(
-            input=values["prompts"],
+            input=values["prompts"] or "-",
             output=values["output"],
             quiet=values["quiet"],
             verbose=values["verbose"],
@@ -48,10 +54,14 @@ class VerifyOptions:
             engine=engine_config({**values, "prefix_cache": False}),
             **{name: values[name] for name in ROW_OPTIONS},
         )
-        return cls(run, values["sample"], values["sample_seed"])
+        return cls(run, values["sample"], values["sample_seed"], values["offline"], values["prompts"] is not None)
 
     def check_usage(self) -> None:
         """Raises ConfigError for options with which nothing can be compared."""
+        if not (self.offline or self.has_input):
+            raise ConfigError(
+                "Give the input of the run that made OUT as --prompts IN; or --offline, which only reads OUT."
+            )
         self.run.sampling.check()
         if self.run.output_form != "jsonl":
             raise ConfigError(

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from cbatch.cli.verify.compare import Difference, content_of, first_difference
@@ -50,16 +51,20 @@ class VerifiedRow:
 class Report:
     """What was found so far.
 
+    name:    of the file
     unit:    what messages call a row: line, or row of a table
     total:   rows of the file
     sampled: rows of the sample
     rows:    those that were run again, by their index
+    damaged: lines of the file that are no whole rows, by their number from 0, and why
     misfits: rows that were made with other options, by what differs, and the first of each
     """
 
     unit: str
     total: int
     sampled: int
+    name: str = ""
+    damaged: Mapping[int, str] = field(default_factory=dict)
     rows: dict[int, VerifiedRow] = field(default_factory=dict)
     left_out: Counter[LeftOut] = field(default_factory=Counter)
     misfits: Counter[str] = field(default_factory=Counter)
@@ -82,8 +87,8 @@ class Report:
 
     @property
     def exit_code(self) -> Literal[0, 1, 2]:
-        """1 if a row differs; 2 if the options are not those of the file, or nothing could be compared."""
-        if self.different:
+        """1 if a row differs or is damaged; 2 if rows have other options or no line, or nothing could be compared."""
+        if self.different or self.damaged:
             return 1
         return 2 if self.misfits or self.left_out["no line"] or not self.rows else 0
 
@@ -91,6 +96,7 @@ class Report:
         different = self.different
         return {
             "rows": self.total,
+            "damaged": len(self.damaged),
             "sampled": self.sampled,
             "compared": len(self.rows),
             "equal": len(self.rows) - len(different),
@@ -98,6 +104,9 @@ class Report:
             "depend_on_company": sum(row.depends_on_company for row in different),
             "other_options": self.misfits.total(),
             "left_out": {reason: self.left_out[reason] for reason in LEFT_OUT},
+            "first_damaged": [
+                {"line": number + 1, "reason": reason} for number, reason in islice(self.damaged.items(), MAX_SHOWN)
+            ],
             "first_differences": [_as_dict(row) for row in different[:MAX_SHOWN]],
             "first_other_options": [
                 {"index": row.index, "id": id_of(row), "rows": self.misfits[reason], "made_with": reason}
@@ -112,13 +121,14 @@ class Report:
             yield from self._sentences_of(row)
         if len(different) > MAX_SHOWN:
             more = len(different) - MAX_SHOWN
-            yield f"{format_count(more, 'more row')} {_verb(more, 'differs', 'differ')}"
+            yield f"{format_count(more, 'more row')} {verb(more, 'differs', 'differ')}"
         for reason, first in self.first_misfit.items():
             count = self.misfits[reason]
             yield (
-                f"{format_count(count, 'row')} {_verb(count, 'was', 'were')} made with {reason} "
+                f"{format_count(count, 'row')} {verb(count, 'was', 'were')} made with {reason} "
                 f"(first: {self._where(first)}), and not run; give the options of the run that made the file"
             )
+        yield from damage_sentences(self.damaged, self.name)
         for why, words in LEFT_OUT.items():
             if count := self.left_out[why]:
                 yield f"left out: {format_count(count, 'row')} {words}"
@@ -132,11 +142,11 @@ class Report:
             return f"{done}: all as in the file"
         depend = sum(row.depends_on_company for row in different)
         others = len(different) - depend
-        parts = [f"{len(different):,} {_verb(len(different), 'differs', 'differ')} from the file"]
+        parts = [f"{len(different):,} {verb(len(different), 'differs', 'differ')} from the file"]
         if depend:
-            parts.append(f"{depend:,} {_verb(depend, 'depends', 'depend')} on what runs beside")
+            parts.append(f"{depend:,} {verb(depend, 'depends', 'depend')} on what runs beside")
         if others:
-            parts.append(f"{others:,} {_verb(others, 'is', 'are')} the same in any company, and not as in the file")
+            parts.append(f"{others:,} {verb(others, 'is', 'are')} the same in any company, and not as in the file")
         return f"{done}: {'; '.join(parts)}"
 
     def _sentences_of(self, row: VerifiedRow) -> Iterator[str]:
@@ -153,7 +163,15 @@ class Report:
         return f"{self.unit} {row.index + 1}" + ("" if name is None else f" ({json.dumps(name, ensure_ascii=False)})")
 
 
-def _verb(count: int, of_one: str, of_many: str) -> str:
+def damage_sentences(damaged: Mapping[int, str], name: str) -> Iterator[str]:
+    """damaged: lines of the file with this name, by their number from 0, and what is wrong with each"""
+    for number, reason in islice(damaged.items(), MAX_SHOWN):
+        yield f"line {number + 1} of {name} is damaged: it is {reason}"
+    if (more := len(damaged) - MAX_SHOWN) > 0:
+        yield f"{format_count(more, 'more line')} {verb(more, 'is', 'are')} damaged"
+
+
+def verb(count: int, of_one: str, of_many: str) -> str:
     return of_one if count == 1 else of_many
 
 

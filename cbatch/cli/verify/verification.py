@@ -40,7 +40,7 @@ def verify_rows(
 
     while_running: a context for the time in which the run may be interrupted
 
-    Raises ConfigError if the file has no rows, RunFailed if the input cannot be read, and as `Recomputation` does.
+    Raises ConfigError if the file is empty, RunFailed if the input cannot be read, and as `Recomputation` does.
     """
     rows, report = _sampled(options, stored)
     row_options = options.run.row_options()
@@ -62,10 +62,12 @@ def verify_rows(
 
 def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, StoredRow], Report]:
     """The rows of the sample that can be run again, by their index."""
-    if not len(stored):
+    damaged = stored.journal.damaged
+    if not len(stored) and not damaged:
         raise ConfigError(f"{options.run.output} has no rows.")
     places = options.sample.choose(len(stored), options.sample_seed)
-    report = Report(unit_of(options.run.input_form), len(stored), len(places))
+    unit, name = unit_of(options.run.input_form), options.run.output
+    report = Report(unit, len(stored), len(places), name=name, damaged=damaged)
     rows = {}
     for row in stored.read(places):
         if (reason := _left_out(row)) is None:

@@ -6,7 +6,7 @@ from collections.abc import Container, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 
 from cbatch.engine.batch.driver import ReplicaStatus, StreamObserver
-from cbatch.engine.batch.jsonl import format_row
+from cbatch.engine.batch.jsonl import format_result
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.ordering.work_ahead import WorkAhead
@@ -81,7 +81,7 @@ class EngineRows:
 def output_row(row: FinishedRow, *, timings: bool = False) -> OutputRow:
     """The row of output of a finished row."""
     completion = row.completion
-    data = format_row(completion.to_dict(timings=timings))
+    data = format_result(completion.to_dict(timings=timings))
     return OutputRow(row.position, completion.index, data, outcome_of(completion), completion.timing.finished_at)
 
 

@@ -1,31 +1,33 @@
-"""The rows that an earlier run left in its output file, and which of them this run keeps."""
+"""The rows that an earlier run left in its output file."""
 
 from __future__ import annotations
 
 import json
 import re
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import IO
 
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.batch.lines import Line
-from cbatch.engine.batch.unfinished.truncated_rows import earlier_limits, known_tokens, with_key
-from cbatch.engine.requests.row_keys import KEY_LENGTH, explain_difference
+from cbatch.engine.base.units import format_count
+from cbatch.engine.batch.row_check import CHECK, fits_check
+from cbatch.engine.requests.row_keys import KEY_LENGTH
 
 KEY_BYTES = KEY_LENGTH // 2
 ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')
 SUPERSEDED = -1
-"""Stands in `indices` for a row that a later one has replaced, or will."""
+"""Stands in `indices` for a row that a later one has replaced, or will, and for a line that is no whole row."""
 
-Keyed = Callable[[Iterable[Line]], Iterator[tuple[Line, str]]]
-"""Gives lines back in their order, each with the key of its row of output; see `BatchDriver.keyed`."""
+OLDER_FIELDS = frozenset(
+    "index id text finish_reason reasoning tool_calls stop_reason token_ids logprobs choices prompt_logprobs usage key "
+    "error custom_id response tool_messages validation extra cached_tokens ttft_s elapsed_s from_cache".split()
+)
+"""Fields of rows that were written before rows had a check. A row with another field and no check is damaged."""
 
-NO_LINE = "for lines that the input does not have"
+_KEY = re.compile(rb'"key": ?"[0-9a-f]{%d}"' % KEY_LENGTH)
+_CHECK = re.compile(rb', "%s": "[0-9a-f]{8}"}\s*$' % CHECK.encode())
 
 
 @dataclass(slots=True)
@@ -37,7 +39,11 @@ class Journal:
     keys:    KEY_BYTES for each row
     failed:  whether each row is an error row
     tries:   of error rows that were validated, by their number
-    end:     offset after the last whole row; the rest of the file is a torn row
+    end:     offset after the last whole line; the rest of the file is a torn row
+    torn:    bytes of a torn row at the end
+    damaged: what is wrong with each line that is no row, or a row whose bytes have changed, by its number
+    doubled: numbers of the rows that a later one has replaced, and the index of each in `doubled_indices`
+    first_checked: number of the first row with a check; those before it are of an older version. None if none has one
     """
 
     indices: array[int] = field(default_factory=lambda: array("q"))
@@ -46,35 +52,37 @@ class Journal:
     failed: bytearray = field(default_factory=bytearray)
     tries: dict[int, int] = field(default_factory=dict)
     end: int = 0
+    torn: int = 0
+    damaged: dict[int, str] = field(default_factory=dict)
+    doubled: array[int] = field(default_factory=lambda: array("q"))
+    doubled_indices: array[int] = field(default_factory=lambda: array("q"))
+    first_checked: int | None = None
 
     @classmethod
     def read(cls, file: IO[bytes], name: str) -> Journal:
-        """Raises ConfigError if a line other than a torn last one is not a row of output."""
-        journal = cls()
-        for number, line in enumerate(file, start=1):
-            try:
-                if not line.endswith(b"\n"):
-                    _check_torn(line)
-                    break
-                index, key, is_error, tries = _row(line)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{name}, line {number}: {error}. "
-                    "The file is left as it is; --resume works once that line is removed."
-                ) from None
-            journal.keys += key
-            journal.failed.append(is_error)
-            if tries:
-                journal.tries[len(journal.failed) - 1] = tries
-            journal.append(index, len(line))
+        """Raises ConfigError if the file has lines, and nothing in them was a row of output."""
+        journal, is_ours = cls(), False
+        for line in file:
+            if not line.endswith(b"\n") and _is_torn(line):
+                journal.torn = len(line)
+                break
+            is_ours = journal._take(line) or is_ours
+        if journal.damaged and not is_ours:
+            number, reason = next(iter(journal.damaged.items()))
+            raise ConfigError(
+                f"{name} is not a file of output rows: line {number + 1} is {reason}. The file is left as it is."
+            )
         journal._drop_repeated()
         return journal
 
     def append(self, index: int, size: int) -> None:
         """Adds a row that was written at the end of the file."""
-        self.indices.append(index)
-        self.starts.append(self.end)
-        self.end += size
+        if self.first_checked is None:
+            self.first_checked = len(self.indices)
+        self._add(index, size)
+
+    def has_check(self, number: int) -> bool:
+        return self.first_checked is not None and number >= self.first_checked
 
     def span(self, number: int) -> tuple[int, int]:
         """Offsets in the file at which a row begins and ends."""
@@ -93,10 +101,43 @@ class Journal:
         return map(int, order[indices[order] != SUPERSEDED])
 
     def is_in_order(self, *, input_order: bool) -> bool:
-        """Whether the file holds the rows that are not superseded, no others, and in this order."""
-        return all(number == row for number, row in enumerate(self.rows(input_order=input_order))) and (
-            SUPERSEDED not in self.indices
+        """Whether the file holds the rows that are not superseded, no others, all with checks, and in this order."""
+        return (
+            (self.first_checked == 0 or not self.indices)
+            and all(number == row for number, row in enumerate(self.rows(input_order=input_order)))
+            and SUPERSEDED not in self.indices
         )
+
+    def damage(self) -> str:
+        """Says how many lines are damaged, and what is wrong with the first one."""
+        number, reason = next(iter(self.damaged.items()))
+        return f"{format_count(len(self.damaged), 'damaged line')} (first: line {number + 1}, which is {reason})"
+
+    def _take(self, line: bytes) -> bool:
+        """Adds the next line of the file. Returns whether it is a row of output, or was one before it was damaged."""
+        number, is_checked = len(self.indices), fits_check(line)
+        try:
+            row = _parse(line, is_checked, may_be_older=self.first_checked is None)
+        except ValueError as error:
+            self.damaged[number] = str(error)
+            if line.endswith(b"\n"):  # else it is cut off
+                self._add(SUPERSEDED, len(line))
+                self.keys += bytes(KEY_BYTES)
+                self.failed.append(False)
+            return _was_ours(line)
+        if is_checked and self.first_checked is None:
+            self.first_checked = number
+        self._add(row.index, len(line))
+        self.keys += row.key
+        self.failed.append(row.is_error)
+        if row.tries:
+            self.tries[number] = row.tries
+        return True
+
+    def _add(self, index: int, size: int) -> None:
+        self.indices.append(index)
+        self.starts.append(self.end)
+        self.end += size
 
     def _drop_repeated(self) -> None:
         """Marks all but the last row of each index as superseded."""
@@ -104,161 +145,30 @@ class Journal:
         for number in self.rows(input_order=True):
             index = self.indices[number]
             if previous != SUPERSEDED and self.indices[previous] == index:
+                self.doubled.append(previous)
+                self.doubled_indices.append(index)
                 self.indices[previous] = SUPERSEDED
             previous = number
 
 
-def _no_row(number: int) -> bytes:
-    raise NotImplementedError  # a table has no rows to go on with
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What a journal keeps of a row.  tries: of an error row that was validated; 0 of others"""
+
+    index: int
+    key: bytes
+    is_error: bool
+    tries: int
 
 
-@dataclass(slots=True)
-class ResumePlan:
-    """Which rows of a journal this run keeps. `index in plan` tells whether a line's row is kept.
+def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> _Row:
+    """Raises ValueError, with a reason, for what is not a row of output, or not as it was written.
 
-    kept:         for each index, whether its row is kept
-    rows, errors: number of kept rows, and of error rows among them
-    misfits:      number of rows that do not fit this run, by the reason
-    first_misfit: line number of the first row with each reason
-    tries:        of rows that are run again because none of them was good, by their index
-    rekeyed:      numbers of kept rows that have to be written again, with the key that is in the journal by now
-    truncated:    numbers of rows that go on with their tokens, by their index
-    restarted:    number of rows of a run with a lower limit that begin anew
-    read_row:     gives the row with a number
+    is_checked:   whether the line fits its check; None if it ends with none
+    may_be_older: whether rows without a check are taken
     """
-
-    kept: bytearray = field(default_factory=bytearray)
-    rows: int = 0
-    errors: int = 0
-    misfits: Counter[str] = field(default_factory=Counter)
-    first_misfit: dict[str, int] = field(default_factory=dict)
-    tries: dict[int, int] = field(default_factory=dict)
-    rekeyed: array[int] = field(default_factory=lambda: array("q"))
-    truncated: dict[int, int] = field(default_factory=dict)
-    restarted: int = 0
-    read_row: Callable[[int], bytes] = _no_row
-
-    @property
-    def fits(self) -> bool:
-        return not self.misfits
-
-    def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and index < len(self.kept) and bool(self.kept[index])
-
-    def keep(self, index: int, is_error: bool) -> None:
-        self.kept.extend(bytes(max(index + 1 - len(self.kept), 0)))
-        self.kept[index] = True
-        self.rows += 1
-        self.errors += is_error
-
-    def add_misfit(self, reason: str, index: int) -> None:
-        self.misfits[reason] += 1
-        self.first_misfit.setdefault(reason, index + 1)
-
-    def with_history(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """The lines, each with what earlier runs have done for its row.
-
-        That is the number of tries, so that further ones are other ones, or the tokens with which the row goes on.
-        """
-        for line in lines:
-            if line.index in self.tries:
-                yield replace(line, tries=self.tries[line.index])
-            elif line.index in self.truncated:
-                yield replace(line, known=known_tokens(self.read_row(self.truncated[line.index])))
-            else:
-                yield line
-
-    def __str__(self) -> str:
-        """Says what does not fit: changed lines first, then lines that are missing."""
-        reasons = sorted(self.misfits, key=NO_LINE.__eq__)
-        return "; ".join(f"{self.misfits[one]:,} {one} (first: line {self.first_misfit[one]})" for one in reasons)
-
-
-def plan_resume(
-    journal: Journal,
-    lines: Iterator[Line],
-    keyed: Keyed,
-    *,
-    retry_errors: bool,
-    read_row: Callable[[int], bytes] = _no_row,
-    max_tokens: int | None = None,
-) -> ResumePlan:
-    """Compares a journal with the input, and marks the rows that this run has to compute again as superseded.
-
-    lines:      read up to the last one that has a row in the journal
-    keyed:      gets the lines whose row may be kept
-    read_row:   gives the row with a number
-    max_tokens: the limit of this run, if rows of runs with a lower one are to go on
-    """
-    plan = ResumePlan(read_row=read_row)
-    limits: Sequence[int] = ()
-    if max_tokens is not None:
-        limits = earlier_limits(map(read_row, journal.rows(input_order=True)), max_tokens)
-    compared: deque[int] = deque()
-    """Rows whose lines `keyed` has taken and not yet given back: it may read ahead."""
-    keys = keyed(_lines_to_compare(journal, lines, plan, compared, limits, retry_errors=retry_errors))
-    for line, key in keys:
-        number, earlier = compared.popleft(), [other for _, other in islice(keys, len(limits))]
-        if key == journal.key(number):
-            plan.keep(line.index, bool(journal.failed[number]))
-        elif journal.key(number) in earlier:
-            _take_over(journal, plan, number, key)
-        else:
-            plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", line.index)
-            journal.indices[number] = SUPERSEDED
-    return plan
-
-
-def _take_over(journal: Journal, plan: ResumePlan, number: int, key: str) -> None:
-    """Keeps a row of a run that had a lower limit, with this key; or lets it go on; or begins it anew."""
-    index, row = journal.indices[number], plan.read_row(number)
-    if with_key(row, key) is not None:
-        journal.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] = bytes.fromhex(key)
-        plan.keep(index, is_error=False)
-        plan.rekeyed.append(number)
-        return
-    journal.indices[number] = SUPERSEDED
-    if known_tokens(row):
-        plan.truncated[index] = number
-    else:
-        plan.restarted += 1
-
-
-def _lines_to_compare(
-    journal: Journal,
-    lines: Iterator[Line],
-    plan: ResumePlan,
-    compared: deque[int],
-    limits: Sequence[int],
-    *,
-    retry_errors: bool,
-) -> Iterator[Line]:
-    """The lines whose row is kept if its key fits, each again with the limits that earlier runs may have had.
-
-    Marks rows that are not kept whatever their key is.
-    """
-    line = next(lines, None)
-    for number in journal.rows(input_order=True):
-        index = journal.indices[number]
-        while line is not None and line.index < index:
-            line = next(lines, None)
-        if line is None or line.index > index:
-            plan.add_misfit(NO_LINE, index)
-        elif not (retry_errors and journal.failed[number]):
-            compared.append(number)
-            yield line
-            yield from (replace(line, max_tokens=limit) for limit in limits)
-            continue
-        elif number in journal.tries:
-            plan.tries[index] = journal.tries[number]
-        journal.indices[number] = SUPERSEDED
-
-
-def _row(line: bytes) -> tuple[int, bytes, bool, int]:
-    """Index, key, whether it is an error row, and how many tries it has had then.
-
-    Raises ValueError, with a reason, for what is not a row of output.
-    """
+    if is_checked is False:
+        raise ValueError("not as it was written: its check does not fit")
     try:
         fields = json.loads(line.decode())  # not the strict reader: `extra` nests one level deeper than input may
     except (ValueError, RecursionError):
@@ -268,19 +178,33 @@ def _row(line: bytes) -> tuple[int, bytes, bool, int]:
     index, key = fields.get("index"), fields["key"]
     if type(index) is not int or not 0 <= index < 2**63 or not re.fullmatch(f"[0-9a-f]{{{KEY_LENGTH}}}", key):
         raise ValueError("not a row of output, its index or key is wrong")
+    if not (is_checked or (may_be_older and fields.keys() <= OLDER_FIELDS)):
+        raise ValueError("not as it was written: it does not end with a check")
     is_error, validation = fields.get("error") is not None, fields.get("validation")
     tries = validation.get("tries") if is_error and isinstance(validation, dict) else 0
-    return index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0
+    return _Row(index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0)
 
 
-def _check_torn(line: bytes) -> None:
-    """Raises ValueError if a last line without a line end is not the beginning of a row: then the file is not ours.
+def _was_ours(line: bytes) -> bool:
+    """Whether a damaged line was a row of output once: it has the end of one, or an index and a key."""
+    return _CHECK.search(line) is not None or (b'"index":' in line and _KEY.search(line) is not None)
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a last line without a line end is the beginning of a row, which a kill has left.
 
     After a power loss, there may be zeros in place of data that did not reach the disk.
     """
     with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         json.loads(line)
-        _row(line)  # valid JSON was not torn, so it must be a whole row
+        return _is_row(line + b"\n")  # valid JSON was not torn, so it must be a whole row
     written = line.rstrip(b"\0")
-    if not any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS):
-        raise ValueError("neither a row of output nor the beginning of one")
+    return any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS)
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        _parse(line, fits_check(line), may_be_older=True)
+    except ValueError:
+        return False
+    return True

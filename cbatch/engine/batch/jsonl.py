@@ -8,6 +8,7 @@ from typing import Any
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.strict_json import parse_json_object
 from cbatch.engine.batch.lines import MAX_LINE_BYTES, Line
+from cbatch.engine.batch.row_check import with_check
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.requests.row_forms import fill_row, fill_with_columns
 
@@ -54,6 +55,11 @@ def line_text(line: Line, where: str) -> str:
     except UnicodeDecodeError as error:
         reason = f"{where}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
         raise RequestError("invalid_utf8", reason) from None
+
+
+def format_result(fields: dict[str, Any]) -> bytes:
+    """A row of output, with its check."""
+    return with_check(format_row(fields))
 
 
 def format_row(fields: dict[str, Any]) -> bytes:

@@ -12,13 +12,14 @@ from typing import Any
 from cbatch.engine.base.errors import ConfigError, RunFailed
 from cbatch.engine.batch.cache.answer_cache import CacheConfig
 from cbatch.engine.batch.engine_driver import output_row
-from cbatch.engine.batch.journal import Journal, ResumePlan
+from cbatch.engine.batch.journal import Journal
 from cbatch.engine.batch.line_processor import LineProcessor
 from cbatch.engine.batch.lines import Line, LineSpool
 from cbatch.engine.batch.python_rows import RowTemplate, lines_of
 from cbatch.engine.batch.row_stream import FinishedRow, RowStream
 from cbatch.engine.batch.templates.jinja_template import read_template
 from cbatch.engine.batch.templates.prompt_template import PromptTemplate
+from cbatch.engine.batch.unfinished.resume_plan import ResumePlan
 from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.completion import Completion
@@ -110,6 +111,10 @@ class MapWriter(FileWriter):
     resume_with = "resume=True"
     if_not_empty = "resume=True continues it"
     if_changed = "Give another path, or remove the file to start again"
+    if_damaged = (
+        "Remove damaged lines, which cbatch verify --offline lists, and their rows run again; or remove the file to "
+        "start again"
+    )
 
 
 class RowMap:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import IO, Self
 
 from cbatch.engine.base.errors import ConfigError, ReaderGone, RunFailed
-from cbatch.engine.batch.journal import SUPERSEDED, Journal, Keyed, ResumePlan, plan_resume
+from cbatch.engine.batch.journal import SUPERSEDED, Journal
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.batch.row_check import with_check
+from cbatch.engine.batch.unfinished.resume_plan import Keyed, ResumePlan, plan_resume
 from cbatch.engine.batch.unfinished.token_journal import (
     is_token_journal,
     remove_token_journal,
@@ -125,6 +127,10 @@ class FileWriter(RowWriter):
     if_changed = (
         "--recompute-changed runs changed rows again and drops rows whose input line is gone; --overwrite starts again"
     )
+    if_damaged = (
+        "--recompute-changed removes damaged lines and runs their rows again; --overwrite starts again; "
+        "cbatch verify --offline lists them"
+    )
     _completes = "order"
     """What `_complete` does, for an error: order the file."""
 
@@ -180,7 +186,7 @@ class FileWriter(RowWriter):
         self._check_no_tokens()
 
     def journal(self) -> Journal:
-        """Reads what an earlier run left in the file. Raises ConfigError if it is damaged."""
+        """Reads what an earlier run left in the file. Raises ConfigError if no run has written it."""
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
             return Journal.read(file, self._name)
@@ -208,11 +214,13 @@ class FileWriter(RowWriter):
         lines:             the input; read up to the last line that has a row in the journal
         keyed:             gives each line the key that this run gives it
         retry_errors:      keep no error rows
-        recompute_changed: drop rows whose key is another one, or whose line is gone
+        recompute_changed: drop rows whose key is another one, or whose line is gone, and damaged lines
         max_tokens:        the limit of this run, if rows that a lower one has ended are to go on
 
         Raises ConfigError, and leaves the file as it is, if there are such rows and they are not to be dropped.
         """
+        if journal.damaged and not recompute_changed:
+            raise ConfigError(f"{self._name} has {journal.damage()}. The file is left as it is. {self.if_damaged}.")
         read_row = partial(self._read, journal)
         plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors, read_row=read_row, max_tokens=max_tokens)
         if not plan.fits and not recompute_changed:
@@ -323,7 +331,8 @@ class FileWriter(RowWriter):
         """The current rows in the order of the output."""
         for number in self._journal.rows(input_order=self._input_order):
             raise_if_interrupted()
-            yield self._row(number)
+            row = self._row(number)
+            yield row if self._journal.has_check(number) else with_check(row)
 
     def _row(self, number: int) -> bytes:
         return self._read(self._journal, number)

@@ -169,7 +169,7 @@ class Completion(Mapping[str, Any]):
 
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Completion:
-        """The completion that a row of `cbatch run` tells of; as a mapping, it is that row.
+        """The completion that a row of `cbatch run` tells of; as a mapping, it is that row without its `check`.
 
         A row has token ids only if --token-ids asked for them, and none beside log-probabilities (-1 stands for them).
         """
@@ -191,7 +191,7 @@ class Completion(Mapping[str, Any]):
                 prompt_logprobs=_logprobs_of(scores["content"]) if scores is not None else None,
             )
         made.validation = fields.get("validation")
-        made._fields = dict(fields)
+        made._fields = {name: value for name, value in fields.items() if name != "check"}
         return made
 
     @property

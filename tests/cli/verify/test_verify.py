@@ -19,7 +19,7 @@ from cbatch.engine import Interrupted, Line, RowOptions
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.runtime.batch import Logits
 from tests.support.model_folder import make_tokenizer, save_model
-from tests.support.rows import read_rows, write_rows
+from tests.support.rows import read_rows, write_results, write_rows
 from tests.support.tiny_models import make_network
 
 USER = {"role": "user", "content": "hi"}
@@ -74,7 +74,7 @@ def verify(
     """Verifies rows of output, or a file of them."""
 
     def call(output: list[Any] | Path, *arguments: str) -> Verified:
-        path = output if isinstance(output, Path) else write_rows(tmp_path / "out.jsonl", output)
+        path = output if isinstance(output, Path) else write_results(tmp_path / "out.jsonl", output)
         prompts = ["--prompts", str(finished / "in.jsonl"), "-m", str(model), "--sample", "100%"]
         code = run_command(["verify", str(path), *prompts, *OPTIONS, *arguments])
         printed = capsys.readouterr()
@@ -175,7 +175,7 @@ def test_what_cannot_be_run_again_is_left_out(verify: Verify, rows: list[dict[st
     [
         ("none.jsonl", None, "Cannot read"),
         ("empty.jsonl", b"", "has no rows"),
-        ("other.jsonl", b'{"text": "a"}\n', "line 1: not a row of output"),
+        ("other.jsonl", b'{"text": "a"}\n', "is not a file of output rows: line 1 is not a row of output"),
         ("out.csv", b"index,text\n", "is a table, which has only a part of each row"),
         ("torn.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-9], "cannot be read"),
     ],

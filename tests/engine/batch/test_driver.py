@@ -22,9 +22,9 @@ from cbatch.engine import (
     TemplateOptions,
 )
 from cbatch.engine.batch.driver import BatchDriver, StreamObserver
-from cbatch.engine.batch.journal import plan_resume
 from cbatch.engine.batch.jsonl import format_row
 from cbatch.engine.batch.output_row import RowOutcome
+from cbatch.engine.batch.unfinished.resume_plan import plan_resume
 from cbatch.engine.execution.stats import EngineStats, total_stats
 
 OPTIONS = RowOptions(

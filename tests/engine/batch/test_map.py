@@ -33,6 +33,7 @@ from cbatch.engine import (
     SteppingEngine,
 )
 from cbatch.engine.batch.map import MapWriter, map_rows
+from tests.support.rows import parse_rows, read_rows
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "hello", "max_tokens": 12},
@@ -82,10 +83,6 @@ def run(folder: Path, model: Path, *arguments: str, rows: Iterable[object] = ROW
     return run_command(["run", *files, "-m", str(model), "--dtype", "float32", "--device", "cpu", *arguments])
 
 
-def rows_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What `cbatch run` writes for ROWS."""
@@ -100,7 +97,7 @@ def test_results_and_file_are_those_of_run(mapped: Mapper, expected: bytes, tmp_
     path = tmp_path / "out.jsonl"
     results = list(mapped(ROWS, path=path, ordered=ordered))
     assert path.read_bytes() == expected
-    wanted = [json.loads(line) for line in expected.splitlines()]
+    wanted = parse_rows(expected)
     assert results == wanted if ordered else sorted(results, key=lambda row: row["index"]) == wanted
     assert results == wanted or [row["index"] for row in results] != sorted(row["index"] for row in results)
     assert list(mapped(ROWS)) == wanted  # without a file, too
@@ -112,10 +109,10 @@ def test_an_abandoned_map_is_continued(mapped: Mapper, expected: bytes, tmp_path
     first = mapped(ROWS, path=path)
     begun = [next(first), next(first)]
     first.close()
-    kept = rows_in(path)
+    kept = read_rows(path)
     assert all(row in kept for row in begun) and len(kept) < len(ROWS)
     results = list(mapped(iter(ROWS), path=path, resume=True))
-    assert path.read_bytes() == expected and results == rows_in(path)
+    assert path.read_bytes() == expected and results == read_rows(path)
 
 
 def test_what_finished_meanwhile_is_written_when_a_map_is_left(mapped: Mapper, tmp_path: Path) -> None:
@@ -127,7 +124,7 @@ def test_what_finished_meanwhile_is_written_when_a_map_is_left(mapped: Mapper, t
     while before != (before := steps().num_steps) or steps().num_running:  # until all of the window has finished
         time.sleep(0.2)
     results.close()
-    assert len(rows_in(tmp_path / "out.jsonl")) == 1 + 4 * 2
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1 + 4 * 2
 
 
 def test_the_file_is_in_order_before_the_last_result_is_given(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
@@ -165,7 +162,7 @@ def test_run_continues_a_map(
     results = mapped(ROWS, path=tmp_path / "out.jsonl")
     next(results)
     results.close()
-    count = len(rows_in(tmp_path / "out.jsonl"))
+    count = len(read_rows(tmp_path / "out.jsonl"))
     assert run(tmp_path, model_folder, "--resume") == 1
     assert f"resuming: {count} rows are kept" in capfd.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == expected
@@ -225,7 +222,7 @@ def test_rows_are_taken_lazily(mapped: Mapper, tmp_path: Path) -> None:
             assert taken <= count + 4 * 2 + 1
         results.close()
         assert any(thread.name == "cbatch-reader" for thread in threading.enumerate()) is False or waited()
-    assert len(rows_in(tmp_path / "out.jsonl")) >= 39
+    assert len(read_rows(tmp_path / "out.jsonl")) >= 39
 
 
 def waited() -> bool:
@@ -282,7 +279,7 @@ def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -
     assert results[1]["id"] == 3 and "line 2: the row cannot be written as JSON" in results[1]["error"]["message"]
     assert len({row["key"] for row in results}) == len(results)
     again = list(mapped([*bad, "good"], path=path, resume=True, params={"max_tokens": 1}))
-    assert again == results == rows_in(path)
+    assert again == results == read_rows(path)
 
 
 def test_what_the_rows_raise_is_raised(mapped: Mapper, tmp_path: Path) -> None:
@@ -296,7 +293,7 @@ def test_what_the_rows_raise_is_raised(mapped: Mapper, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         for result in mapped(breaking(), path=path, params={"max_tokens": 1}):
             found.append(result["index"])
-    assert found == [0, 1, 2] and len(rows_in(path)) == 3
+    assert found == [0, 1, 2] and len(read_rows(path)) == 3
 
 
 def test_a_failing_engine_is_raised(engine: SteppingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +313,7 @@ def test_a_failing_engine_is_raised(engine: SteppingEngine, tmp_path: Path, monk
             found.append(result)
     mapper.engine_thread.close()
     monkeypatch.undo()
-    assert found and all("error" not in row for row in rows_in(path)) and len(rows_in(path)) >= len(found)
+    assert found and all("error" not in row for row in read_rows(path)) and len(read_rows(path)) >= len(found)
 
 
 TEMPLATE = "Translate to {language}: {text} {{literally}}"
@@ -338,7 +335,7 @@ def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: 
         (4, {"language": "German", "text": 5, "where": None}),
     ]
     assert run(tmp_path, model_folder, "--allow-unknown", rows=rendered) == 0
-    assert rows_in(tmp_path / "out.jsonl") == results
+    assert read_rows(tmp_path / "out.jsonl") == results
 
     def by_function(row: dict[str, Any]) -> str:
         return f"Translate to {row['language']}: {row['text']} {{literally}}"
@@ -581,7 +578,7 @@ def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
             resume=True,
             **options,
         )
-        assert list(kept) == plain == rows_in(tmp_path / "out.jsonl")
+        assert list(kept) == plain == read_rows(tmp_path / "out.jsonl")
         assert next(iter(engine.map(["Say: row 0"], **{**options, "seed": 6}))).text != plain[0].text
         with pytest.raises(RequestError, match="topp"):
             engine.map(["a"], params={"topp": 1})

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from cbatch.engine.batch import writer as writer_module
-from cbatch.engine.batch.journal import Journal, ResumePlan, plan_resume
-from cbatch.engine.batch.jsonl import format_row
+from cbatch.engine.batch.journal import Journal
+from cbatch.engine.batch.jsonl import format_result
 from cbatch.engine.batch.lines import Line, read_lines
 from cbatch.engine.batch.output_row import OutputRow
+from cbatch.engine.batch.unfinished.resume_plan import ResumePlan, plan_resume
 from cbatch.engine.batch.writer import FileWriter
 from cbatch.engine.requests.row_keys import KEY_LENGTH
 
@@ -33,7 +34,7 @@ def make_key(line: Line) -> str:
 
 
 def row_of(index: int) -> bytes:
-    return format_row({"index": index, "text": f"answer {index}", "key": make_key(Line(index, b""))})
+    return format_result({"index": index, "text": f"answer {index}", "key": make_key(Line(index, b""))})
 
 
 EXPECTED = b"".join(row_of(index) for index in range(len(INPUT)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -13,13 +12,15 @@ from cbatch.engine.batch.tables.compression import READ_ERRORS, decompressed
 from cbatch.engine.batch.tables.csv_table import CsvTable
 from cbatch.engine.batch.tables.forms import OutputForm
 from cbatch.engine.batch.tables.parquet_table import ParquetTable
-from cbatch.engine.batch.tables.result_columns import is_result, split_result
+from cbatch.engine.batch.tables.result_columns import is_result
 
 
 def read_keys(path: Path, name: str, form: OutputForm) -> Journal:
     """A journal that knows which rows a table holds, and not where. Raises ConfigError if it is no table of results."""
     journal = Journal()
     with path.open("rb") as file:
+        if form == "jsonl":
+            return _read_lines(file, name)
         for columns in _rows(file, name, form):
             if not is_result(columns):
                 raise ConfigError(f"{name} is not a table of results; --overwrite replaces it.")
@@ -29,12 +30,15 @@ def read_keys(path: Path, name: str, form: OutputForm) -> Journal:
     return journal
 
 
+def _read_lines(file: IO[bytes], name: str) -> Journal:
+    try:
+        return Journal.read(decompressed(file), name)
+    except READ_ERRORS as error:
+        raise ConfigError(f"{name} cannot be read: {error}.") from error
+
+
 def _rows(file: IO[bytes], name: str, form: OutputForm) -> Iterator[Mapping[str, Any]]:
     try:
-        if form == "jsonl":
-            for line in decompressed(file):
-                yield split_result(json.loads(line))[0]
-            return
         delimiter = "\t" if form == "tsv" else ","
         table = ParquetTable(file, name) if form == "parquet" else CsvTable(decompressed(file), name, delimiter)
         for row in table.rows():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from cbatch.engine.batch.row_check import CHECK
 from cbatch.engine.requests.row_keys import KEY_LENGTH
 
 FIRST = ("index", "id")
@@ -26,6 +27,7 @@ _KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
 def split_result(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns of the answer in a row of results, and those of the input, which it has under `extra`."""
     answer = dict.fromkeys(ALWAYS) | dict(_plain(fields) if "custom_id" in fields else fields)
+    answer.pop(CHECK, None)  # of the bytes of a line, which a table does not have
     extra = answer.pop("extra", None) or {}
     usage, error = answer.pop("usage", None) or {}, answer.pop("error", None) or {}
     answer |= usage

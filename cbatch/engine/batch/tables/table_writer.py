@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.engine.base.errors import ConfigError
-from cbatch.engine.batch.journal import Journal, Keyed, ResumePlan, plan_resume
+from cbatch.engine.batch.journal import Journal
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.tables.compression import check_compression, import_pyarrow
 from cbatch.engine.batch.tables.finished_table import read_keys
 from cbatch.engine.batch.tables.forms import Compression, OutputForm
 from cbatch.engine.batch.tables.layout import TableLayout
 from cbatch.engine.batch.tables.table_files import write_parquet, write_text
+from cbatch.engine.batch.unfinished.resume_plan import Keyed, ResumePlan, plan_resume
 from cbatch.engine.batch.unfinished.token_journal import token_journal_of
 from cbatch.engine.batch.writer import FileWriter, require_file
 
@@ -96,7 +97,7 @@ class TableWriter(FileWriter):
             )
         plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors)
         if not plan.fits:
-            problem = f"It holds rows that do not fit this run: {plan}"
+            problem = f"It has {plan.damage}" if plan.damage else f"It holds rows that do not fit this run: {plan}"
         elif plan.rows < len(journal.indices):
             problem = "It holds error rows"
         elif next(lines, None) is not None:

@@ -1,1 +1,1 @@
-"""Answers that an earlier run has begun: their tokens in a journal, and in rows that `max_tokens` has ended."""
+"""What a run goes on with: rows that it keeps, tokens of unfinished answers, answers that `max_tokens` has ended."""

@@ -140,8 +140,12 @@ class TokenJournal:
         """Fills `unfinished`, and says what cannot be used."""
         damaged = 0
         with self._path.open("rb") as file:
-            if file.readline() != self._head:
-                _log.warning("%s is of another model or version of cbatch: unfinished answers begin anew.", self._path)
+            head = file.readline()
+            if head != self._head:
+                whose = (
+                    "of another model or version of cbatch" if head.startswith(MAGIC) else "damaged at its beginning"
+                )
+                _log.warning("%s is %s: unfinished answers begin anew.", self._path, whose)
                 return
             for line in file:
                 if not line.endswith(b"\n"):
@@ -208,12 +212,20 @@ def token_journal_of(output: Path) -> Path:
 
 
 def is_token_journal(path: Path) -> bool:
-    """Whether a file is there, and is one of these."""
+    """Whether a file is there, and is one of these, perhaps with a damaged beginning."""
     try:
         with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
+            return file.readline().startswith(MAGIC) or any(map(_is_record, file))
     except OSError:
         return False
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        parse_record(line)
+    except (ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def remove_token_journal(path: Path) -> None:

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from cbatch.engine.batch.jsonl import format_row
+from cbatch.engine.batch.jsonl import format_result, format_row
+from cbatch.engine.batch.row_check import CHECK
 
 MOST_LIMITS = 4
 """Limits of earlier runs that are looked for; each costs a key for each row."""
@@ -35,14 +36,15 @@ def with_key(row: bytes, key: str) -> bytes | None:
     fields = json.loads(row)
     if not _has_one_answer(fields) or any(one["finish_reason"] != "stop" for one in _outputs(fields)):
         return None
-    if format_row(fields) != row:
+    fields.pop(CHECK, None)
+    if row not in (format_result(fields), format_row(fields)):
         return None  # it was written by something else
     if "response" in fields:
         response, before = fields["response"], fields["key"]
         fields["id"] = f"batch_req_{key}"
         response["request_id"] = f"req_{key}"
         response["body"]["id"] = response["body"]["id"].replace(before, key)
-    return format_row(fields | {"key": key})
+    return format_result(fields | {"key": key})
 
 
 def known_tokens(row: bytes) -> tuple[tuple[int, ...], ...]:

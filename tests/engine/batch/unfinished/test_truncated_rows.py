@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine.batch.jsonl import format_row
+from cbatch.engine.batch.jsonl import format_result, format_row
+from cbatch.engine.batch.row_check import with_check
 from cbatch.engine.batch.unfinished.truncated_rows import earlier_limits, known_tokens, with_key
 
 OLD, NEW = "0" * 32, "1" * 32
@@ -40,12 +41,12 @@ LOST = answer() | {"error": {"code": "nan_logits", "message": "m"}, "response": 
 
 @pytest.mark.parametrize("fields", [row(), row(extra={"key": OLD, "x": 1e300}), several("stop", "stop"), answer()])
 def test_rows_that_ended_by_themselves_get_the_new_key(fields: dict[str, Any]) -> None:
-    """Guards rows that a higher limit leaves as they are: all that is made of the key changes, and nothing else."""
-    kept = with_key(format_row(fields), NEW)
+    """Guards rows that a higher limit leaves as they are: all that is made of the key changes, then the check."""
+    kept, of_older_version = with_key(format_result(fields), NEW), with_key(format_row(fields), NEW)
     expected = format_row(fields).replace(OLD.encode(), NEW.encode())
     if "extra" in fields:
         expected = expected.replace(f'"extra": {{"key": "{NEW}"'.encode(), f'"extra": {{"key": "{OLD}"'.encode())
-    assert kept == expected
+    assert kept == of_older_version == with_check(expected)
 
 
 @pytest.mark.parametrize(
