@@ -348,20 +348,22 @@ def test_an_interrupted_retry_keeps_the_last_row_of_an_index(done: Case) -> None
 def test_damage_in_the_middle_is_refused(
     done: Case, damage: bytes, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards damaged files: exit code 2, the line, and no byte changed; --recompute-changed mends the file.
-
-    A file in which no line was ever ours is left alone with that option, too.
-    """
+    """Guards damaged files: exit code 2, the line, and no byte changed; --recompute-changed mends the file."""
     whole = done.out.read_bytes()
     done.out.write_bytes(damage + whole)
     assert done.run("--resume") == 2
     assert f"1 damaged line (first: line 1, which is {message}" in capfd.readouterr().err
     assert done.out.read_bytes() == damage + whole
     assert done.run("--resume", "--recompute-changed") == 1 and done.out.read_bytes() == whole
-    done.out.write_bytes(damage)
+
+
+@pytest.mark.parametrize("content", [b'{"index": 0, "text": "from another tool"}\n', b"notes\nof mine\n", b"\n"])
+def test_files_of_others_are_left_alone(case: Case, content: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards a file in which no line was ever a row of output, whatever the options."""
+    case.out.write_bytes(content)
     for options in ([], ["--recompute-changed"]):
-        assert done.run("--resume", *options) == 2 and done.out.read_bytes() == damage
-    assert f"is not a file of output rows: line 1 is {message}" in capfd.readouterr().err
+        assert case.run("--resume", *options) == 2 and case.out.read_bytes() == content
+    assert "is not a file of output rows: line 1 is not" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}', "[" * 100_000])

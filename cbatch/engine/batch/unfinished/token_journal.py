@@ -140,12 +140,10 @@ class TokenJournal:
         """Fills `unfinished`, and says what cannot be used."""
         damaged = 0
         with self._path.open("rb") as file:
-            head = file.readline()
-            if head != self._head:
-                whose = (
-                    "of another model or version of cbatch" if head.startswith(MAGIC) else "damaged at its beginning"
-                )
-                _log.warning("%s is %s: unfinished answers begin anew.", self._path, whose)
+            if (head := file.readline()) != self._head:
+                is_whole = head.startswith(MAGIC)
+                what = "of another model or version of cbatch" if is_whole else "damaged at its beginning"
+                _log.warning("%s is %s: unfinished answers begin anew.", self._path, what)
                 return
             for line in file:
                 if not line.endswith(b"\n"):
