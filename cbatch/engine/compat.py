@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ def inner_compiler() -> Any:
 
     numba makes machine code and a Python function of every function, and again of all that it calls, which is more
     than half of the time that kernels take to compile. Private as of numba 0.68: `NativeLowering`, `_LowerResult`, the
-    flags, and that a builtin function is what a caller finds the compiled one by.
+    flags, `_finalize_final_module` of libraries, and that a builtin function is what a caller finds the compiled one
+    by.
     """
     from numba.core.compiler import CompilerBase, DefaultPassBuilder, _LowerResult
     from numba.core.compiler_machinery import register_pass
@@ -38,6 +39,8 @@ def inner_compiler() -> Any:
         def run_pass(self, state: Any) -> bool:
             flags = state.flags
             flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+            state.library = library = state.targetctx.codegen().create_library(state.func_id.func_qualname)
+            library._finalize_final_module = partial(_finalize_without_machine_code, library)
             super().run_pass(state)
             found, nothing = state["cr"], list[Any]()
             key = nothing.append
@@ -55,6 +58,13 @@ def inner_compiler() -> Any:
             return [pipeline]
 
     return InnerCompiler
+
+
+def _finalize_without_machine_code(library: Any) -> None:
+    """Ends what numba does with a function that becomes a part of others, which only need its intermediate code."""
+    library._finalize_dynamic_globals()
+    library._verify_declare_only_symbols()
+    library._finalized = True
 
 
 def keep_compiled(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +18,10 @@ def prepare() -> None:
     """Applies all patches; does nothing if kernels are not interpreted."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_loops()
+        patch_calls()
         patch_language_once()
         patch_types()
+        patch_operations()
 
 
 def patch_loops() -> None:
@@ -52,8 +56,12 @@ def patch_language_once() -> None:
     if getattr(patch, "is_once", False):
         return
     patched: set[str] = set()
+    seen: set[int] = set()
 
     def patch_once(function: Any) -> Any:
+        if id(function.__globals__) in seen:
+            return scope()
+        seen.add(id(function.__globals__))
         own = function.__globals__.values()
         used = [module for module in (interpreter.tl, interpreter.tl.core) if any(value is module for value in own)]
         if missing := {module.__name__: module for module in used if module.__name__ not in patched}:
@@ -63,6 +71,95 @@ def patch_language_once() -> None:
 
     patch_once.is_once = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch_once
+
+
+def patch_calls() -> None:
+    """Lets a call in a kernel go to the function itself: the interpreter sorts its arguments twice before."""
+    from triton.runtime import interpreter
+
+    checked = interpreter.tl.core.builtin(lambda: None).__code__
+
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **options)
+
+        if scope:
+            scope[0].set_attr(owner, name, call)
+        else:
+            setattr(owner, name, call)
+
+    interpreter._patch_attr = patch_attribute
+
+
+def patch_operations() -> None:
+    """Decides once for each pair of types how an operation converts and broadcasts its operands.
+
+    Numpy broadcasts the operands itself, so only their types say that it was done. And the interpreter adds and
+    multiplies integers twice, to find overflows of which nobody hears unless kernels are debugged.
+    """
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if hasattr(TritonSemantic, "known"):
+        return
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    make_tensor = interpreter.tl.core.tensor
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    known: dict[object, tuple[Convert, Convert]] = {}
+
+    def convert_operands(self: Any, left: Any, right: Any, *rules: Any, **named: Any) -> Any:
+        key = _kind_of(left), _kind_of(right), rules, *named.items()
+        found = known.get(key)
+        if found is None:
+            checked = check(self, left, right, *rules, **named)
+            pairs = zip((left, right), checked, strict=True)
+            found = known[key] = tuple(_conversion(make_tensor, *pair) for pair in pairs)  # type: ignore[assignment]
+        return found[0](self, left), found[1](self, right)
+
+    def broadcast_unlike(self: Any, left: Any, right: Any) -> Any:
+        dims = vars(left.type).get("dims")
+        if dims is not None and dims == vars(right.type).get("dims"):
+            return left, right
+        return broadcast(self, left, right)
+
+    TritonSemantic.known = known
+    TritonSemantic.binary_op_type_checking_impl = convert_operands
+    TritonSemantic.broadcast_impl_value = broadcast_unlike
+    interpreter.TensorHandle.__post_init__ = lambda self: None
+
+
+Convert = Callable[[Any, Any], Any]
+"""Gives what an operand becomes, of a TritonSemantic and the operand."""
+
+
+def _kind_of(operand: Any) -> object:
+    """What decides how an operand is converted: the type of a tensor, or a number."""
+    if isinstance(operand, float):
+        return operand, math.copysign(1, operand)
+    kind = getattr(operand, "type", None)
+    if kind is None:
+        return type(operand), operand
+    fields = vars(kind)
+    return fields["name"], fields.get("dims")
+
+
+def _conversion(make_tensor: Any, operand: Any, converted: Any) -> Convert:
+    """Repeats what made one tensor of another, or of a number."""
+    kind, data = converted.type, converted.handle.data
+    if not hasattr(operand, "type"):
+        converted.handle.data = data.reshape(-1)[:1]
+        return lambda semantic, operand: converted
+    scalar = kind.scalar
+    if scalar != operand.type.scalar:
+        return lambda semantic, operand: make_tensor(semantic.cast(operand, scalar).handle, kind)
+    if kind == operand.type:
+        return lambda semantic, operand: operand
+    return lambda semantic, operand: make_tensor(operand.handle, kind)
 
 
 def patch_types() -> None:
@@ -80,11 +177,14 @@ def patch_types() -> None:
     known: dict[object, dict[str, Any]] = {}
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = type(element_ty), element_ty.name, *(getattr(size, "value", size) for size in shape)
-        if key not in known:
+        dims = tuple([size if type(size) is int else getattr(size, "value", size) for size in shape])
+        key = type(element_ty), element_ty.name, dims
+        found = known.get(key)
+        if found is None:
             make_block(self, element_ty, shape)
-            known[key] = vars(self)
-        self.__dict__ = known[key]
+            found = known[key] = vars(self)
+            found["dims"] = dims
+        self.__dict__ = found
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         taken = vars(type).get("taken")
