@@ -39,6 +39,7 @@ from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.runtime.device import choose_device, is_accelerator, pins_memory
 from cbatch.engine.runtime.memory import release_memory
+from cbatch.engine.runtime.numba_setup import require_compiler
 from cbatch.engine.runtime.transfer import synchronize
 from cbatch.engine.sampling.processors import counts_for
 from cbatch.engine.scheduler.block_pool import BlockPool
@@ -72,6 +73,8 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """`loaded`: a model that is in memory already, instead of `config.model`."""
         self.config = config = config or EngineConfig()
         device = choose_device(config.device)
+        if not is_accelerator(device):
+            require_compiler()
         check_attention(config.attention, device, config.block_size)
         if config.kv_cache_memory is not None:
             parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded

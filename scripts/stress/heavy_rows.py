@@ -83,6 +83,10 @@ CASES: dict[str, Rows] = {
     "10 rows of 2,000,000 token ids": repeated(json.dumps({"prompt_token_ids": [300] * 1_990_000}), 10),
     "10 rows of 100 tools of 10 kB": repeated(row(tools=[tool(10_000)] * 100), 10),
     "10 rows of 14 tools of 1 MB": repeated(row(tools=[tool(MB)] * 14), 10),
+    "10 rows of 300,000 stop strings": repeated(row(stop=[f"stop {number}" for number in range(300_000)]), 10),
+    "10 rows of 300,000 bad words": repeated(row(bad_words=[f"word {number}" for number in range(300_000)]), 10),
+    "10 rows of a regex of 1 MB": repeated(row(regex="(a|b)" * 200_000), 10),
+    "10 rows of a JSON schema of 1 MB": repeated(row(json_schema=small_schema(20_000)["function"]["parameters"]), 10),
     "100 rows with a schema of 20,000 properties": repeated(row(tools=[small_schema(20_000)]), 100),
 }
 

@@ -20,7 +20,7 @@ MAX_TEMPERATURE = 1000.0
 """Above this every token is about equally likely, and float32 soon overflows."""
 
 MAX_BIAS = 100.0
-MAX_BIASED = MAX_BAD_WORDS = 1024
+MAX_BIASED = MAX_STRINGS = 1024
 """Every step goes through all of them."""
 
 MAX_TOKEN_ID = 2**31
@@ -143,10 +143,9 @@ class SamplingParams:
         lists = {"stop": str, "stop_token_ids": int, "bad_words": str} | ({"choice": str} if self.choice else {})
         for name, kind in lists.items():
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name), kind))
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise RequestError(
-                "invalid_row", f"bad_words has {len(self.bad_words):,} words; at most {MAX_BAD_WORDS:,} are allowed."
-            )
+        for name in ("stop", "bad_words"):
+            if (count := len(getattr(self, name))) > MAX_STRINGS:
+                raise RequestError("invalid_row", f"{name} has {count:,} strings; at most {MAX_STRINGS:,} are allowed.")
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))

@@ -100,7 +100,8 @@ def test_parameters_that_ask_for_nothing_are_fine() -> None:
     [
         ({"logit_bias": {" 1_0 ": 1}}, "logit_bias must be"),
         ({"logit_bias": {str(n): 1 for n in range(2000)}}, "up to 1,024 token ids"),
-        ({"bad_words": ["x"] * 2000}, "bad_words has 2,000 words"),
+        ({"bad_words": ["x"] * 2000}, "bad_words has 2,000 strings"),
+        ({"stop": ["x"] * 2000}, "stop has 2,000 strings"),
         ({"stop_token_ids": [10**4000]}, "stop_token_ids must be"),
         ({"logprobs": 21}, "from 0 to 20"),
         ({"n": 2, "max_tokens": 0, "echo": True}, "n must be 1"),

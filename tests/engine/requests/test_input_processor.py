@@ -344,6 +344,16 @@ def test_parameters_come_in_layers() -> None:
         assert isinstance(wrong, Completion) and "n must be a whole number" in str(wrong.error)
 
 
+def test_a_prompt_that_does_not_fit_does_not_wait_for_the_engine() -> None:
+    """Guards memory: rows whose prompts are too long are finished at once, and keep none of their tokens."""
+    fields = {"prompt_token_ids": [300] * (1 << 20), "max_tokens": 1}
+    assert isinstance(processor().process(Line(0, json.dumps(fields).encode())), EncodedRequest)
+    fields["prompt_token_ids"] = [300] * ((1 << 20) + 1)
+    refused = processor().process(Line(0, json.dumps(fields).encode()))
+    assert isinstance(refused, Completion) and refused.error is not None
+    assert refused.error.code == "prompt_too_long" and str(refused.error).startswith("line 1: The prompt has 1048577 ")
+
+
 @pytest.mark.parametrize("broken", ["encode_chat", "compile"])
 def test_what_nobody_foresaw_fails_its_row_only(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the other rows against a template, a tokenizer or a compiler that raises anything."""

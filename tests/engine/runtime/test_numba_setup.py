@@ -15,15 +15,15 @@ from cbatch.engine.runtime.numba_setup import require_compiler
 
 def test_a_compiler_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards NUMBA_DISABLE_JIT, with which kernels are Python functions that nobody can call by an address."""
-    require_compiler.__wrapped__()
+    require_compiler()
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     with pytest.raises(ConfigError, match="NUMBA_DISABLE_JIT is set; unset it"):
-        require_compiler.__wrapped__()
+        require_compiler()
 
 
 def test_variables_that_numba_cannot_read() -> None:
     """Guards stderr against the traceback that numba prints for each of them, and the user against silence."""
-    program = "from cbatch.engine.runtime.numba_setup import require_compiler; require_compiler()"
+    program = "from cbatch.engine.runtime.numba_setup import prepare_numba; prepare_numba()"
     environment = os.environ | {"NUMBA_OPT": "nine"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0

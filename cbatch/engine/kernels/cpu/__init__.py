@@ -4,6 +4,6 @@
 `linear`, `attention` and `decoder` are the parts of a step, `sampling` and `argmax` choose its tokens.
 """
 
-from cbatch.engine.runtime.numba_setup import require_compiler
+from cbatch.engine.runtime.numba_setup import prepare_numba
 
-require_compiler()
+prepare_numba()
