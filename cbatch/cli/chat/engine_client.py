@@ -259,13 +259,17 @@ class EngineClient:
             return processor.encode(replace(asked, params=params, seed=request.seed, priority=PRIORITY))
 
         def fits(num_dropped: int) -> bool:
-            return _fits(engine, encoded(num_dropped).prompt_ids, params)
+            try:
+                return _fits(engine, encoded(num_dropped).prompt_ids, params)
+            except RequestError as error:
+                if error.code != "prompt_too_long":
+                    raise
+                return False
 
-        num_dropped, whole = 0, encoded(0)
-        num_droppable = len(request.message_groups) - 1
-        if request.may_trim and num_droppable and not _fits(engine, whole.prompt_ids, params):
+        num_dropped, num_droppable = 0, len(request.message_groups) - 1
+        if request.may_trim and num_droppable and not fits(0):
             num_dropped = 1 + bisect_left(range(1, num_droppable), True, key=fits)
-            whole = encoded(num_dropped)
+        whole = encoded(num_dropped)
         engine.core.max_new_tokens(whole.prompt_ids, params)
         return whole, num_dropped
 
