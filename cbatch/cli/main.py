@@ -46,6 +46,9 @@ def cli() -> None:
 
 def run_command(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code. Every error becomes a sentence on stderr."""
+    if not _has_working_folder():
+        notice("The working folder does not exist any more; change to another one.")
+        return EXIT_USAGE
     try:
         result: Any = cli.main(arguments, prog_name="cbatch", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -72,9 +75,17 @@ def run_command(arguments: list[str] | None = None) -> int:
         return EXIT_FATAL
 
 
+def _has_working_folder() -> bool:
+    """Libraries end the process if there is none."""
+    try:
+        return bool(os.getcwd())  # noqa: PTH109
+    except OSError:
+        return False
+
+
 def _reason(error: Exception) -> str:
     """What ended the command, without a full stop."""
-    text = str(error).partition("\n")[0].rstrip(".")
+    text = str(error).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, MemoryError):
         return "There is not enough memory"
     if isinstance(error, RuntimeError) and "start new thread" in text:

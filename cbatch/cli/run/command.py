@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -171,9 +171,9 @@ def run(**values: Any) -> Literal[0, 1]:
 
     options = make_options(RunOptions, values)
     stats = RunStats()
-    with stats_file(options, stats):
+    with stats_file(options, stats), ExitStack() as opened:
         options.check_usage()
-        source = open_input(options)
+        source = opened.enter_context(closing(open_input(options)))
         if options.check:
             return _check(options, source, stats)
         others = {"the input": options.input, "the output": options.output, "the file of --stats": options.stats}

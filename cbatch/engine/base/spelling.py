@@ -10,6 +10,14 @@ def similar_name(name: str, known: Iterable[str]) -> str | None:
     return next((other for other in sorted(known) if one_edit_apart(name, other)), None)
 
 
+def shortened(name: str) -> set[str]:
+    """The name, and what is left of it without one of its letters.
+
+    Names that are one edit apart have one of these in common, so most others are told from them by a look into a set.
+    """
+    return {name, *(name[:place] + name[place + 1 :] for place in range(len(name)))}
+
+
 def one_edit_apart(a: Sequence[str], b: Sequence[str]) -> bool:
     """Whether one insertion, deletion, replacement or swap of neighbours makes a of b (optimal string alignment)."""
     if abs(len(a) - len(b)) > 1 or a == b:

@@ -16,8 +16,11 @@ MAX_DEPTH = 100
 MAX_CONTAINERS = 100_000
 """Lists and objects of a value. Each takes up to a hundred times the memory of its brackets."""
 
+MAX_NAMES = 300_000
+"""Names in objects, each of which takes as much time as several values."""
+
 MAX_VALUES = 2_000_000
-"""Values and names of a value, more than the token ids that fit in any context."""
+"""Values in lists and objects, more than the token ids that fit in any context."""
 
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
@@ -78,24 +81,25 @@ def _check_size(text: str) -> None:
     """Raises TooManyValues for text of which too many objects would be made, before they are."""
     if len(text) <= MAX_CONTAINERS:
         return
-    if _containers(text, 0, len(text)) <= MAX_CONTAINERS and _separators(text, 0, len(text)) <= MAX_VALUES:
+    containers, names, values = _counts(text, 0, len(text))
+    if containers <= MAX_CONTAINERS and names <= MAX_NAMES and values <= MAX_VALUES:
         return  # nearly always, even if strings count
-    containers = separators = 0
+    containers = names = values = 0
     for start, stop in _outside_of_strings(text):
-        containers += _containers(text, start, stop)
-        separators += _separators(text, start, stop)
+        more = _counts(text, start, stop)
+        containers, names, values = containers + more[0], names + more[1], values + more[2]
         if containers > MAX_CONTAINERS:
             raise TooManyValues(f"more than {MAX_CONTAINERS:,} lists and objects, the most that it may have")
-        if separators > MAX_VALUES:
-            raise TooManyValues(f"more than {MAX_VALUES:,} values and names, the most that it may have")
+        if names > MAX_NAMES:
+            raise TooManyValues(f"more than {MAX_NAMES:,} names, the most that it may have")
+        if values > MAX_VALUES:
+            raise TooManyValues(f"more than {MAX_VALUES:,} values, the most that it may have")
 
 
-def _containers(text: str, start: int, stop: int) -> int:
-    return text.count("[", start, stop) + text.count("{", start, stop)
-
-
-def _separators(text: str, start: int, stop: int) -> int:
-    return text.count(",", start, stop) + text.count(":", start, stop)
+def _counts(text: str, start: int, stop: int) -> tuple[int, int, int]:
+    """Numbers of lists and objects, of names, and of values, in a part of JSON text."""
+    containers = text.count("[", start, stop) + text.count("{", start, stop)
+    return containers, text.count(":", start, stop), text.count(",", start, stop)
 
 
 def _outside_of_strings(text: str) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import PARAM_NAMES
-from cbatch.engine.base.spelling import similar_name
+from cbatch.engine.base.spelling import shortened, similar_name
 from cbatch.engine.base.strict_json import json_type
 
 REST_OF_CONTEXT = 2**31 - 1
@@ -440,9 +440,33 @@ def _intended(name: str, known: frozenset[str]) -> str | None:
     plain = _plain(name)
     if plain in _MEANT:
         return _MEANT[plain]
-    names = sorted(known)
-    same = next((other for other in names if "_" in other and _plain(other) == plain and other != name), None)
-    return same or similar_name(name, [other for other in names if len(other) >= 5])
+    spellings = _Spellings.of(known)
+    same = next((other for other in spellings.by_plain.get(plain, ()) if other != name), None)
+    if same is not None or spellings.near.isdisjoint(shortened(name)):
+        return same
+    return similar_name(name, spellings.long)
+
+
+class _Spellings(NamedTuple):
+    """What names of parameters are told by.
+
+    by_plain: those with an underscore, by what `_plain` makes of them
+    long:     those of five letters and more; `near`, what `shortened` makes of these
+    """
+
+    by_plain: Mapping[str, Sequence[str]]
+    long: Sequence[str]
+    near: frozenset[str]
+
+    @classmethod
+    @lru_cache(maxsize=16)
+    def of(cls, known: frozenset[str]) -> _Spellings:
+        by_plain: dict[str, list[str]] = {}
+        for name in sorted(known):
+            if "_" in name:
+                by_plain.setdefault(_plain(name), []).append(name)
+        long = [name for name in known if len(name) >= 5]
+        return cls(by_plain, long, frozenset[str]().union(*map(shortened, long)))
 
 
 def _plain(name: str) -> str:

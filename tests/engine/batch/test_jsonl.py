@@ -53,6 +53,7 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
         ('{"prompt": "a", "k": [' + "[]," * 100_000 + "[]]}", "invalid_row", "more than 100,000 lists and objects"),
         ('{"prompt": "a", "k": [' + "{}," * 200_000, "invalid_row", "more than 100,000 lists and objects"),
         ('{"prompt": "a", "k": [' + "1," * 2_000_000 + "1]}", "invalid_row", "more than 2,000,000 values"),
+        ('{"prompt": "a", "k": {' + '"a":1,' * 300_000 + '"a":1}}', "invalid_row", "more than 300,000 names"),
         (b'{"prompt": "\xff"}', "invalid_utf8", "byte 13"),
         ("[1]", "invalid_row", "not a list"),
         ("{}", "invalid_row", "has none of messages"),

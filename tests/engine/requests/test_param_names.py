@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine import RequestError, SamplingParams, own_params
+from cbatch.engine.base.spelling import one_edit_apart, shortened
 from cbatch.engine.batch.jsonl import parse_line
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.requests import param_names
@@ -357,3 +358,19 @@ def test_no_value_breaks_a_row_or_is_lost(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         is_column = name in REFUSED or not is_param(name, value)
         assert (name in row.extra) == is_column or row.error is not None
+
+
+@settings(deadline=None)
+@given(st.text("ab_", max_size=6), st.text("ab_", max_size=6))
+def test_names_one_edit_apart_share_a_shortened_one(one: str, other: str) -> None:
+    """Guards misspelt parameters: the look into a set that comes before the comparison misses none."""
+    if one_edit_apart(one, other):
+        assert not shortened(one).isdisjoint(shortened(other))
+
+
+def test_columns_are_not_compared_with_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time that a row of many columns takes: 100,000 of them held up a run for half a minute."""
+    compared: list[str] = []
+    monkeypatch.setattr(param_names, "similar_name", lambda name, known: compared.append(name))
+    row = parse_line(Line(0, json.dumps({"prompt": "a", **{f"column{n}": 0 for n in range(5000)}}).encode()))
+    assert row.error is None and len(row.extra) == 5000 and len(compared) < 10
