@@ -26,7 +26,8 @@ OLDER_FIELDS = frozenset(
 )
 """Fields of rows that were written before rows had a check. A row with another field and no check is damaged."""
 
-_KEY = re.compile(rb'"key": ?"[0-9a-f]{%d}"' % KEY_LENGTH)
+_KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
+_KEY_FIELD = re.compile(rb'"key": ?"[0-9a-f]{%d}"' % KEY_LENGTH)
 _CHECK = re.compile(rb', "%s": "[0-9a-f]{8}"}\s*$' % CHECK.encode())
 
 
@@ -117,7 +118,7 @@ class Journal:
         """Adds the next line of the file. Returns whether it is a row of output, or was one before it was damaged."""
         number, is_checked = len(self.indices), fits_check(line)
         try:
-            row = _parse(line, is_checked, may_be_older=self.first_checked is None)
+            index, key, is_error, tries = _parse(line, is_checked, may_be_older=self.first_checked is None)
         except ValueError as error:
             self.damaged[number] = str(error)
             if line.endswith(b"\n"):  # else it is cut off
@@ -127,11 +128,11 @@ class Journal:
             return _was_ours(line)
         if is_checked and self.first_checked is None:
             self.first_checked = number
-        self._add(row.index, len(line))
-        self.keys += row.key
-        self.failed.append(row.is_error)
-        if row.tries:
-            self.tries[number] = row.tries
+        self._add(index, len(line))
+        self.keys += key
+        self.failed.append(is_error)
+        if tries:
+            self.tries[number] = tries
         return True
 
     def _add(self, index: int, size: int) -> None:
@@ -151,18 +152,10 @@ class Journal:
             previous = number
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """What a journal keeps of a row.  tries: of an error row that was validated; 0 of others"""
+def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple[int, bytes, bool, int]:
+    """Index, key, whether it is an error row, and how many tries it has had then.
 
-    index: int
-    key: bytes
-    is_error: bool
-    tries: int
-
-
-def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> _Row:
-    """Raises ValueError, with a reason, for what is not a row of output, or not as it was written.
+    Raises ValueError, with a reason, for what is not a row of output, or not as it was written.
 
     is_checked:   whether the line fits its check; None if it ends with none
     may_be_older: whether rows without a check are taken
@@ -176,18 +169,18 @@ def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> _Row:
     if not isinstance(fields, dict) or not isinstance(fields.get("key"), str):
         raise ValueError("not a row of output, which has a key")
     index, key = fields.get("index"), fields["key"]
-    if type(index) is not int or not 0 <= index < 2**63 or not re.fullmatch(f"[0-9a-f]{{{KEY_LENGTH}}}", key):
+    if type(index) is not int or not 0 <= index < 2**63 or not _KEY.fullmatch(key):
         raise ValueError("not a row of output, its index or key is wrong")
     if not (is_checked or (may_be_older and fields.keys() <= OLDER_FIELDS)):
         raise ValueError("not as it was written: it does not end with a check")
     is_error, validation = fields.get("error") is not None, fields.get("validation")
     tries = validation.get("tries") if is_error and isinstance(validation, dict) else 0
-    return _Row(index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0)
+    return index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0
 
 
 def _was_ours(line: bytes) -> bool:
     """Whether a damaged line was a row of output once: it has the end of one, or an index and a key."""
-    return _CHECK.search(line) is not None or (b'"index":' in line and _KEY.search(line) is not None)
+    return _CHECK.search(line) is not None or (b'"index":' in line and _KEY_FIELD.search(line) is not None)
 
 
 def _is_torn(line: bytes) -> bool:

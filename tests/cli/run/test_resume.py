@@ -16,6 +16,7 @@ import pytest
 from cbatch.cli.main import run_command
 from cbatch.engine.batch import writer as writer_module
 from cbatch.engine.batch.journal import Journal
+from cbatch.engine.batch.jsonl import format_result
 from cbatch.engine.batch.writer import FileWriter
 from tests.support.model_folder import save_model
 
@@ -364,6 +365,34 @@ def test_files_of_others_are_left_alone(case: Case, content: bytes, capfd: pytes
     for options in ([], ["--recompute-changed"]):
         assert case.run("--resume", *options) == 2 and case.out.read_bytes() == content
     assert "is not a file of output rows: line 1 is not" in capfd.readouterr().err
+
+
+def without_checks(rows: list[bytes]) -> bytes:
+    """Rows as a version wrote them that had no checks."""
+    return b"".join(row[: -len(b', "check": "01234567"}\n')] + b"}\n" for row in rows)
+
+
+@pytest.mark.parametrize("left", [2, 6])
+def test_rows_of_older_versions_get_a_check(done: Case, left: int) -> None:
+    """Guards files that were begun, or finished, before rows had a check: nothing is computed again."""
+    whole = done.out.read_bytes()
+    done.out.write_bytes(without_checks(whole.splitlines(keepends=True)[:left]))
+    assert done.run("--resume") == 1
+    assert (done.kept(), done.ran()) == (left, 6 - left) and done.out.read_bytes() == whole
+
+
+def test_a_damaged_row_may_have_replaced_an_error_row(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards a row that --retry-errors had run again: if its bytes have changed, the old error row does not count."""
+    whole = done.out.read_bytes()
+    rows = whole.splitlines(keepends=True)
+    first = json.loads(rows[0])
+    error = {"code": "nan_logits", "message": "m"}
+    failed = format_result({"index": 0, "id": "a", "error": error, "key": first["key"]})
+    done.out.write_bytes(failed + b"".join(rows[1:]) + rows[0].replace(b'"text": "', b'"text": "#'))
+    assert done.run("--resume") == 2
+    assert done.run("--resume", "--recompute-changed") == 1 and done.out.read_bytes() == whole
+    assert (done.kept(), done.ran()) == (3, 3)
+    assert "not kept: 1 damaged line (first: line 7, which is not as it was written" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}', "[" * 100_000])

@@ -158,6 +158,16 @@ def test_rows_of_other_options_are_not_compared(verify: Verify, rows: list[dict[
     assert verify(rows[:1], "--seed", "1").sentences.endswith("none of 1 sampled row could be run again\n")
 
 
+def test_damaged_lines_are_told(verify: Verify, finished: Path, tmp_path: Path) -> None:
+    """Guards rows whose bytes have changed in the file: they are named and not run, the others are."""
+    data = (finished / "out.jsonl").read_bytes()
+    (tmp_path / "changed.jsonl").write_bytes(data.replace(b"temperatur", b"temperatua", 1))
+    found = verify(tmp_path / "changed.jsonl")
+    assert (found.code, found.report["damaged"], found.report["compared"], found.report["equal"]) == (1, 1, 4, 4)
+    assert found.report["first_damaged"] == [{"line": 4, "reason": "not as it was written: its check does not fit"}]
+    assert "line 4 of " in found.sentences and "is damaged: it is not as it was written" in found.sentences
+
+
 def test_what_cannot_be_run_again_is_left_out(verify: Verify, rows: list[dict[str, Any]]) -> None:
     """Guards answers of tools and commands, rows without a line, rows that a later one replaces, and a torn end."""
     rows[0] |= {"validation": {"valid": True, "tries": 2, "errors": ["short"]}}

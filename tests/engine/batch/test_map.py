@@ -168,6 +168,18 @@ def test_run_continues_a_map(
     assert (tmp_path / "out.jsonl").read_bytes() == expected
 
 
+def test_a_damaged_file_is_refused_in_the_words_of_python(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+    """Guards against giving a result whose text has changed in the file; what to do needs no option of a command."""
+    path = tmp_path / "out.jsonl"
+    changed = expected.replace(b'"text": "', b'"text": "#', 1)
+    path.write_bytes(changed)
+    with pytest.raises(ConfigError, match=r"has 1 damaged line \(first: line 1.* Remove damaged lines, which"):
+        next(mapped(ROWS, path=path, resume=True))
+    assert path.read_bytes() == changed
+    path.write_bytes(changed.split(b"\n", 1)[1])
+    assert list(mapped(ROWS, path=path, resume=True)) == parse_rows(expected) and path.read_bytes() == expected
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_map_continues_a_run(
     mapped: Mapper, expected: bytes, tmp_path: Path, model_folder: Path, ordered: bool

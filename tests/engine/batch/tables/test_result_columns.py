@@ -19,7 +19,8 @@ ROW = {
     "finish_reason": "stop",
     "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
     "key": KEY,
-    "extra": {"text": "Where?", "city": "x"},
+    "extra": {"text": "Where?", "city": "x", "check": "mine"},
+    "check": "01234567",
 }
 FAILED = {"index": 3, "id": None, "error": {"code": "invalid_row", "message": "why"}, "key": KEY}
 
@@ -50,7 +51,7 @@ def test_a_row_as_columns() -> None:
 def test_a_chained_run_carries_columns_and_not_the_run() -> None:
     """Guards chains: from JSON Lines and from a table, a second run sees the same flat columns."""
     assert is_result(ROW) and not is_result({"index": 3, "key": "k"}) and not is_result({"index": "x", "key": KEY})
-    wanted = {"id": "a", "text": "Paris", "input_text": "Where?", "city": "x"}
+    wanted = {"id": "a", "text": "Paris", "input_text": "Where?", "city": "x", "check": "mine"}
     assert carried_columns(ROW) == wanted
     answer, columns = split_result(ROW)
     names = input_names(columns, answer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from cbatch.engine.base.errors import ConfigError, Interrupted, RunFailed
 from cbatch.engine.batch.journal import Journal
+from cbatch.engine.batch.jsonl import format_result
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.output_row import OutputRow
 from cbatch.engine.batch.tables.forms import Compression, OutputForm
@@ -25,8 +25,7 @@ KEYS = [f"{number:032x}" for number in range(9)]
 def row(index: int, *, error: bool = False, **extra: Any) -> OutputRow:
     fields: dict[str, Any] = {"index": index, "id": None}
     fields |= {"error": {"code": "c", "message": "m"}} if error else {"text": f"t{index}", "finish_reason": "stop"}
-    data = json.dumps(fields | {"key": KEYS[index], "extra": extra}).encode() + b"\n"
-    return OutputRow(index, index, data)
+    return OutputRow(index, index, format_result(fields | {"key": KEYS[index], "extra": extra}))
 
 
 def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
@@ -112,6 +111,25 @@ def test_an_interrupted_run_leaves_its_journal(tmp_path: Path) -> None:
         writer.write(ROWS[2:])
         writer.finish(lambda: None)
     assert len(read(path)) == 3 and path.stat().st_mode & 0o777 == 0o640 and not journal_of(path).exists()
+
+
+def test_a_damaged_row_is_noticed(tmp_path: Path) -> None:
+    """Guards the journal of a table, and finished files of compressed JSON Lines, against bytes that have changed."""
+    path = tmp_path / "out.jsonl.gz"
+    write(path, ROWS, "jsonl", "gz")
+    data = gzip.decompress(path.read_bytes()).replace(b"mine", b"mice")
+    path.write_bytes(gzip.compress(data))
+    with TableWriter(path, "jsonl", "gz") as writer, pytest.raises(ConfigError, match=r"It has 1 damaged line \(first"):
+        writer.resume(writer.journal(), lines(3), keyed, recompute_changed=True)
+    journal_of(path).write_bytes(data)
+    with TableWriter(path, "jsonl", "gz") as writer:
+        with pytest.raises(ConfigError, match=r"journal.jsonl has 1 damaged line .*--recompute-changed removes"):
+            writer.resume(writer.journal(), lines(3), keyed)
+        plan = writer.resume(writer.journal(), lines(3), keyed, recompute_changed=True)
+        assert plan.rows == 2 and 0 not in plan
+        writer.write(ROWS[1:2])
+        writer.finish(lambda: None)
+    assert gzip.decompress(path.read_bytes()) == data.replace(b"mice", b"mine")
 
 
 def test_error_rows_keep_the_journal(tmp_path: Path) -> None:

@@ -120,6 +120,13 @@ def test_another_model_is_not_gone_on_with(path: Path, caplog: pytest.LogCapture
     assert tokens(opened(path, model="other")) == {(0, "first", 0): [1]}
 
 
+def test_a_damaged_beginning_is_told_from_a_file_of_others(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a run against being refused because of a few bytes: the records tell whose file it is."""
+    path.write_bytes(b"#" + path.read_bytes()[9:])
+    assert is_token_journal(path)
+    assert tokens(opened(path)) == {} and "is damaged at its beginning" in caplog.text and not path.exists()
+
+
 def test_a_new_run_begins_a_new_file(path: Path) -> None:
     """Guards --overwrite: what is left is removed, also where nothing is written afterwards."""
     opened(path, resume=False)

@@ -1,0 +1,37 @@
+"""Outputs with random damage: refused, run again, and in the end as if nothing had happened to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cbatch.engine import Engine
+from cbatch.engine.batch import journal
+from tests.support.damaged_outputs import DamageTest, make_engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with make_engine(tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(("kind", "count"), [("rows", 90), ("table", 30), ("tokens", 25), ("tries", 5)])
+def test_damaged_outputs_become_whole(engine: Engine, tmp_path: Path, kind: str, count: int) -> None:
+    """Guards every byte of a finished row, of a journal of rows, and of tokens, against flips, cuts and doublings."""
+    counts = DamageTest(engine, tmp_path, kind).damage_many(count)
+    assert not counts.differing and not counts.not_ours, counts
+    assert counts.kinds.total() == count and counts.computed > count / 2
+    assert counts.resumed == count if kind == "tokens" else counts.refused > count / 2
+
+
+def test_the_damage_is_such_that_checks_are_needed(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the test above: if checks are ignored, it finds outputs that differ."""
+    fits = journal.fits_check
+    monkeypatch.setattr(journal, "fits_check", lambda line: fits(line) is not None or None)
+    counts = DamageTest(engine, tmp_path, "rows").damage_many(36)
+    assert len(counts.differing) >= 2
