@@ -19,6 +19,7 @@ from cbatch.cli.run.files import open_input, open_output
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine import ConfigError, Engine, EngineDriver
+from cbatch.engine.batch.cache.answer_cache import FILE_NAME
 from cbatch.engine.batch.jsonl import format_result
 from tests.support.model_folder import save_model
 
@@ -65,8 +66,9 @@ LONG: list[Any] = [
 ]
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.001")
 
-KINDS = {"rows": 0.55, "table": 0.2, "tokens": 0.2, "tries": 0.05}
-"""What is damaged: rows of all forms; the journal of a table; tokens of unfinished answers; rows of tools and tries.
+KINDS = {"rows": 0.55, "table": 0.2, "tokens": 0.15, "tries": 0.05, "cache": 0.05}
+"""What is damaged: rows of all forms; the journal of a table; tokens of unfinished answers; rows of tools and tries; a
+cache of answers.
 
 Each with its share of the damages: tools and checks of answers run in processes, which take long to start.
 """
@@ -131,7 +133,7 @@ _DAMAGES: dict[str, Callable[[bytes, int, int, random.Random], bytes]] = {
 class DamageCounts:
     """What became of damaged outputs.
 
-    refused:    left as they were without --recompute-changed, and run to their end with it
+    refused:    left as they were without --recompute-changed, and run to their end with it; of caches, without them
     resumed:    run to their end at once, because what was damaged was no whole row, or is only missing
     not_ours:   refused with either option, since nothing in them was left of a row; run to their end with --overwrite
     computed:   rows that were computed again
@@ -165,16 +167,23 @@ class DamageTest:
         self._out = folder / ("out.csv" if kind == "table" else "out.jsonl")
         self._tokens = folder / f"{self._out.name}.tokens"
         self._journal = folder / f"{self._out.name}.journal.jsonl" if kind == "table" else self._out
-        self._damaged = self._tokens if kind == "tokens" else self._journal
+        self._cache = folder / "cache" / FILE_NAME
+        self._damaged = {"tokens": self._tokens, "cache": self._cache}.get(kind, self._journal)
         rows = {"tries": CALLING, "tokens": LONG}.get(kind, ROWS)
         self._source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
         (folder / "tools.json").write_text(json.dumps(TOOL))
         tools = ("--tools", str(folder / "tools.json"), *TRIES)
-        self._options: Sequence[str] = {"tries": tools, "tokens": JOURNAL, "table": ()}.get(kind, ("--token-ids",))
+        self._options: Sequence[str] = {
+            "tries": tools,
+            "tokens": JOURNAL,
+            "table": (),
+            "cache": ("--cache", str(self._cache.parent)),
+        }.get(kind, ("--token-ids",))
         self._run(self._parsed("--overwrite"))
         # Among the rows may be some that --retry-errors has replaced.
         resume = ("--resume", *(("--retry-errors",) if kind in ("rows", "table") else ()))
         self._resume, self._recompute = self._parsed(*resume), self._parsed(*resume, "--recompute-changed")
+        self._answers = self._cache.read_bytes() if kind == "cache" else b""
         self.whole = self._out.read_bytes()
         self._rows = self._finished_rows()
         self._unfinished_tokens = self._broken_off() if kind == "tokens" else b""
@@ -192,6 +201,8 @@ class DamageTest:
         else:
             self._out.unlink(missing_ok=True)
             self._tokens.unlink(missing_ok=True)
+            for rest in ("-wal", "-shm"):
+                self._cache.with_name(f"{self._cache.name}{rest}").unlink(missing_ok=True)
         made = damage(self._state(chance), chance)
         self._damaged.write_bytes(made.data)
         self.counts.kinds[made.kind] += 1
@@ -204,6 +215,8 @@ class DamageTest:
             self.counts.resumed += 1
             return True
         is_untouched = self._damaged.read_bytes() == damaged
+        if self._kind == "cache":  # as the refusal says
+            self._cache.unlink()
         if self._succeeds(self._recompute):
             self.counts.refused += 1
             return is_untouched
@@ -257,8 +270,8 @@ class DamageTest:
 
     def _state(self, chance: random.Random) -> bytes:
         """What is damaged: a finished file, or one at some moment of a run."""
-        if self._kind == "tokens":
-            return self._unfinished_tokens
+        if self._kind in ("tokens", "cache"):
+            return self._unfinished_tokens or self._answers
         if self._kind == "rows" and chance.random() < 0.4:
             return self.whole
         rows = chance.sample(self._rows, chance.randint(2, len(self._rows)))
