@@ -56,6 +56,25 @@ class RequestError(CbatchError):
         return type(self), (self.code, str(self))  # so that it can be sent to another process
 
 
+class NativePanic(Exception):
+    """Native code has panicked. The text says why, without a full stop."""
+
+
+def as_error(raised: BaseException) -> Exception:
+    """What was raised, as an Exception, so that a panic is handled as any other error.
+
+    Extensions in Rust each have a PanicException of their own, a BaseException that cannot be named here.
+    Raises what asks to end, such as KeyboardInterrupt.
+    """
+    if isinstance(raised, Exception):
+        return raised
+    if isinstance(raised, (KeyboardInterrupt, SystemExit, GeneratorExit, Interrupted)):
+        raise raised
+    error = NativePanic(str(raised).rstrip(". ") or type(raised).__name__)
+    error.__cause__ = raised
+    return error
+
+
 def in_short(error: BaseException) -> str:
     """What an error of a library or a driver says has happened, without a full stop, for use in a sentence.
 

@@ -42,7 +42,7 @@ from cbatch.engine.models.hf.placement import Placement, placement_of
 from cbatch.engine.models.hf.weights_fit import check_weights_fit
 from cbatch.engine.models.weight_cache import WeightCache
 from cbatch.engine.runtime.device import is_accelerator
-from cbatch.engine.text.fast_loader import TransformersTokenizer, from_folder
+from cbatch.engine.text.loading import load_tokenizer
 from cbatch.engine.text.template_sandbox import template_check
 from cbatch.engine.text.tokenizer import ChatTokenizer
 
@@ -166,7 +166,8 @@ def _load(
     _check_folder(source)
     source = reachable_source(source, revision)
     folder, settings, defaults = _checked_settings(source, revision)
-    tokenizer = _load_tokenizer(source, revision)
+    text_tokenizer = load_tokenizer(source, revision)
+    tokenizer = ChatTokenizer(text_tokenizer) if text_tokenizer else None
     template = tokenizer.chat_template if tokenizer else None
     if device_map is not None:
         device = device_map.device
@@ -385,25 +386,6 @@ def _check_folder(source: str) -> None:
         raise ModelError(f"{source} is a file; a model is a folder or a hub id such as Qwen/Qwen3-0.6B.")
     elif looks_like_path(source):
         raise ModelNotFound(f"There is no model folder {source}.")
-
-
-def _load_tokenizer(source: str, revision: str | None) -> ChatTokenizer | None:
-    folder = Path(source)
-    if folder.is_dir():
-        if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "merges.txt", "*.model")):
-            return None
-        if tokenizer := from_folder(folder):
-            return ChatTokenizer(tokenizer)
-    _silence_libraries()
-    from transformers import AutoTokenizer
-
-    try:
-        original = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except Exception as error:
-        raise ModelError(f"Cannot load the tokenizer of {source}: {_first_sentence(error)}") from error
-    if not getattr(original, "is_fast", False):
-        raise ModelError(f"The tokenizer of {source} has no tokenizer.json, which is needed for streaming text.")
-    return ChatTokenizer(TransformersTokenizer(original))
 
 
 def _sampling_defaults(settings: dict[str, Any]) -> SamplingParams:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Sequence
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
-
-from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.errors import RequestError, as_error
 from cbatch.engine.base.outputs import TokenEvent
+from cbatch.engine.text.backend.base import TokenizerBackend
 
 NUM_CONTEXT_TOKENS = 8
 """Last tokens of the prompt that are decoded together with the output, since they decide its leading space."""
@@ -51,9 +49,12 @@ class OutputDetokenizer:
         try:
             text = self._text = self._text or make()
             ends = finish_reason is not None and finish_reason != "error"
-            return "".join([text.push(token) for token in token_ids]) + (text.flush() if ends else "")
-        except Exception as error:
-            raise RequestError("internal_error", f"The output cannot be turned into text: {error!r}") from error
+            return text.push_all(token_ids) + (text.flush() if ends else "")
+        except RequestError:
+            raise
+        except BaseException as raised:
+            error = as_error(raised)
+            raise RequestError("internal_error", f"The output cannot be turned into text: {error!r}") from raised
 
 
 class IncrementalDetokenizer:
@@ -64,21 +65,19 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = (), hidden: Container[int] = ()
+        self,
+        backend: TokenizerBackend,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        hidden: Container[int] = (),
     ) -> None:
         """
         prompt: the tokens before the output, whose end decides how a leading space is decoded
         stop:   strings that end the output
         hidden: tokens that are left out of the text
         """
-        self._tokenizer = tokenizer
         self._hidden = hidden
-        context = [token for token in prompt[-NUM_CONTEXT_TOKENS:] if token not in hidden]
-        # A prompt that ends inside a character would lend its last bytes to the output.
-        if self._decode(context).endswith("\ufffd"):
-            context = []
-        self._stream = DecodeStream(ids=context, skip_special_tokens=False)
-        self._undecoded: list[int] = []
+        self._stream = backend.stream([token for token in prompt[-NUM_CONTEXT_TOKENS:] if token not in hidden])
         self._held_back = ""
         self._stop = tuple(stop)
         self.stop_reason: str | None = None
@@ -87,25 +86,18 @@ class IncrementalDetokenizer:
         """The delta after one more token. When a stop string is found, the text before it is the last delta."""
         if token_id in self._hidden:
             return ""
-        try:
-            chunk = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises plain Exception if invalid bytes rewrite earlier text
-            chunk = self._decode([*self._undecoded, token_id])
-            self._stream = DecodeStream(skip_special_tokens=False)
-        if chunk is None:
-            self._undecoded.append(token_id)
-            return ""
-        self._undecoded.clear()
-        return self._release(chunk, may_stop)
+        chunk = self._stream.push([token_id])
+        return self._release(chunk, may_stop) if chunk else ""
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The same for several tokens, among which no stop string is looked for."""
+        return self._stream.push([token_id for token_id in token_ids if token_id not in self._hidden])
 
     def flush(self) -> str:
         """What was held back, at the end of the output. An unfinished character becomes U+FFFD."""
-        text = self._held_back + (self._decode(self._undecoded) if self._undecoded else "")
-        self._held_back, self._undecoded = "", []
+        text = self._held_back + self._stream.flush()
+        self._held_back = ""
         return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _release(self, chunk: str, may_stop: bool) -> str:
         if not self._stop:
@@ -129,15 +121,15 @@ def partial_match_length(text: str, whole: str) -> int:
 class TokenBytes:
     """The bytes that tokens stand for, in byte-level tokenizers and in those of pieces with a fallback to bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        decoder = str(tokenizer.decoder)
+    def __init__(self, backend: TokenizerBackend) -> None:
+        self._backend = backend
+        decoder = str(backend.decoder)
         self._is_byte_level = "ByteLevel" in decoder
         self._has_fallback = "ByteFallback" in decoder
 
     def bytes_of(self, token_id: int) -> bytes:
         """What a token adds to a text, perhaps part of a character: the name of a special token, nothing if unknown."""
-        piece: str | None = self._tokenizer.id_to_token(token_id)
+        piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
         if self._is_byte_level:

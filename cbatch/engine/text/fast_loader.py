@@ -8,17 +8,19 @@ of older versions. This module knows the simple cases and leaves the others to t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Encoding, Regex, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
 from cbatch.engine.base.model_files import read_json_object
+from cbatch.engine.text.backend.base import Encoded, TokenizerBackend
+from cbatch.engine.text.backend.local import LocalBackend, call
+from cbatch.engine.text.backend.patterns import QWEN2
 
 VERBATIM_CLASSES = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
 """Classes of transformers that use `tokenizer.json` as it is: the new and the old name of one class."""
@@ -29,11 +31,6 @@ VERBATIM_MODEL_TYPES = frozenset(("granite", "llama", "mistral", "olmo2", "smoll
 QWEN2_CLASSES = VERBATIM_CLASSES | {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
 QWEN2_MODEL_TYPES = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))
 """For these, transformers may use Qwen2Tokenizer whatever the folder says. It builds all but the vocabulary itself."""
-
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""How Qwen's models split text into words (https://huggingface.co/Qwen/Qwen3-0.6B, `tokenizer.json`)."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
@@ -50,37 +47,43 @@ IGNORED_KEYS = frozenset(
 KNOWN_KEYS = IGNORED_KEYS.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
 
 
-@dataclass(slots=True)
 class TextTokenizer:
     """The parts of a model's tokenizer that the engine uses.
 
-    backend:        the tokenizer of `tokenizers`, without truncation and padding
+    backend:        without truncation and padding
     bos_id:         the token that a text begins with; None if the model has none
     chat_template:  Jinja source, or several by name, with `default` among them
     special_tokens: by the names that templates may use, such as `bos_token`
     """
 
-    backend: Tokenizer
-    bos_id: int | None
-    chat_template: str | dict[str, str] | None
-    special_tokens: Mapping[str, str]
+    def __init__(
+        self,
+        backend: TokenizerBackend,
+        bos_id: int | None,
+        chat_template: str | dict[str, str] | None,
+        special_tokens: Mapping[str, str],
+    ) -> None:
+        self.backend = backend
+        self.bos_id = bos_id
+        self.chat_template = chat_template
+        self.special_tokens = special_tokens
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
         """Token ids of a text, with the characters that each of them stands for."""
-        # A batch of one, because `encode` holds the GIL and `encode_batch` does not.
-        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
 
 class TransformersTokenizer(TextTokenizer):
     """A fast tokenizer of transformers, which may do more to a text than its backend does."""
 
     def __init__(self, fast: Any) -> None:
-        super().__init__(fast.backend_tokenizer, fast.bos_token_id, fast.chat_template, fast.special_tokens_map)
+        backend = LocalBackend(fast.backend_tokenizer)
+        super().__init__(backend, fast.bos_token_id, fast.chat_template, fast.special_tokens_map)
         self._fast = fast
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
-        encoding: Encoding = self._fast(text, add_special_tokens=add_special_tokens).encodings[0]
-        return encoding
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+        encoded: Encoded = call(self._fast, text, add_special_tokens=add_special_tokens).encodings[0]
+        return encoded
 
 
 def from_folder(folder: Path) -> TextTokenizer | None:
@@ -102,7 +105,8 @@ def from_folder(folder: Path) -> TextTokenizer | None:
     except Exception:  # tokenizers raises plain Exception, and the files may hold values of any type
         return None
     bos = special_tokens.get("bos_token")
-    return TextTokenizer(backend, None if bos is None else backend.token_to_id(bos), template, special_tokens)
+    bos_id = None if bos is None else backend.token_to_id(bos)
+    return TextTokenizer(LocalBackend(backend), bos_id, template, special_tokens)
 
 
 def _content(token: Any) -> str:
@@ -140,7 +144,7 @@ def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:
     affixes = model.continuing_subword_prefix or model.end_of_word_suffix
     if affixes or model.fuse_unk or model.byte_fallback or model.ignore_merges:
         return False
-    split = Split(Regex(QWEN2_PATTERN), behavior="isolated", invert=False)
+    split = Split(Regex(QWEN2), behavior="isolated", invert=False)
     expected = PreTokenizers([split, ByteLevel(add_prefix_space=False, use_regex=False)])
     return (
         _as_json(backend.normalizer) == _as_json(NFC())

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, from the metadata that llama.cpp reads it from.
 
 A file has tokens, their types and scores or merges, and a name for how text is split into words (`tokenizer.ggml.pre`).
-What the name stands for is not in the file: the patterns below are those of the models' own `tokenizer.json`.
+What the name stands for is not in the file: the patterns are those of the models' own `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from cbatch.engine.base.errors import ModelError
-from cbatch.engine.text.fast_loader import QWEN2_PATTERN, TextTokenizer
+from cbatch.engine.text.backend.local import LocalBackend
+from cbatch.engine.text.backend.patterns import GPT4O, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
+from cbatch.engine.text.fast_loader import TextTokenizer
 
 _TOKENS = "tokenizer.ggml.tokens"
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
@@ -21,28 +23,6 @@ _MAX_TOKEN_CHARACTERS = 2**12
 _MAX_MERGED_CHARACTERS = 256
 """A longer piece of a vocabulary without merges is not cut into all of its pairs."""
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN35 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SEED = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _GPT2, _DIGITS = "gpt2", "digits"
 
 _SPLITS = {
@@ -50,13 +30,13 @@ _SPLITS = {
     "smollm": _DIGITS, "refact": _DIGITS, "starcoder": _DIGITS, "codeshell": _DIGITS,
     "command-r": _DIGITS, "exaone": _DIGITS, "minerva-7b": _DIGITS,
     "exaone4": _GPT2, "trillion": _GPT2, "granite-docling": _GPT2,
-    "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
-    "stablelm2": QWEN2_PATTERN, "hunyuan": QWEN2_PATTERN, "seed-coder": _SEED,
-    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "falcon-h1": _LLAMA3,
-    "pixtral": _LLAMA3, "midm-2.0": _LLAMA3, "lfm2": _LLAMA3, "dbrx": _LLAMA3, "smaug-bpe": _LLAMA3,
-    "tekken": _TEKKEN, "qwen2": QWEN2_PATTERN, "deepseek-r1-qwen": QWEN2_PATTERN, "kormo": QWEN2_PATTERN,
-    "megrez": QWEN2_PATTERN, "qwen35": _QWEN35, "gpt-4o": _GPT4O, "llama4": _GPT4O,
-    "kanana2": _GPT4O, "minimax-m2": _GPT4O,
+    "glm4": LLAMA3, "chatglm-bpe": LLAMA3,
+    "stablelm2": QWEN2, "hunyuan": QWEN2, "seed-coder": SEED,
+    "llama3": LLAMA3, "llama-v3": LLAMA3, "llama-bpe": LLAMA3, "falcon3": LLAMA3, "falcon-h1": LLAMA3,
+    "pixtral": LLAMA3, "midm-2.0": LLAMA3, "lfm2": LLAMA3, "dbrx": LLAMA3, "smaug-bpe": LLAMA3,
+    "tekken": TEKKEN, "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2, "kormo": QWEN2,
+    "megrez": QWEN2, "qwen35": QWEN35, "gpt-4o": GPT4O, "llama4": GPT4O,
+    "kanana2": GPT4O, "minimax-m2": GPT4O,
 }  # fmt: skip
 """What a text is cut into before merges, by the names that llama.cpp has for it."""
 
@@ -120,7 +100,7 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
     }
     template = metadata.get("tokenizer.chat_template")
     _check(template is None or isinstance(template, str), "its chat template is not a text")
-    return TextTokenizer(backend, bos, template, special_tokens)
+    return TextTokenizer(LocalBackend(backend), bos, template, special_tokens)
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:

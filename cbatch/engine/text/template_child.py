@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import pickle
 import signal
-import struct
 import sys
 from contextlib import suppress
 from typing import Any
 
 from cbatch.engine.text.chat_template import render_chat
-
-HEADER = struct.Struct("<?Q")
-"""Whether a text was rendered, or else what went wrong; and the number of its bytes."""
+from cbatch.engine.text.worker_process import HEADER
 
 MAX_ERROR_CHARACTERS = 500
 TOO_LONG = "it writes too much"

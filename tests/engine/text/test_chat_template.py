@@ -9,6 +9,7 @@ import pytest
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.template_options import TemplateOptions
+from cbatch.engine.text.backend.local import LocalBackend
 from cbatch.engine.text.chat_template import render_chat
 from cbatch.engine.text.fast_loader import TextTokenizer, TransformersTokenizer
 from cbatch.engine.text.tokenizer import ChatTokenizer
@@ -173,7 +174,9 @@ def test_a_template_is_told_the_date(make: Any) -> None:
 
 
 def plain(theirs: Any) -> TextTokenizer:
-    return TextTokenizer(theirs.backend_tokenizer, theirs.bos_token_id, theirs.chat_template, theirs.special_tokens_map)
+    return TextTokenizer(
+        LocalBackend(theirs.backend_tokenizer), theirs.bos_token_id, theirs.chat_template, theirs.special_tokens_map
+    )
 
 
 def test_a_model_with_templates_but_no_default_has_none() -> None:

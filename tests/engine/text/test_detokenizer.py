@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.outputs import FinishReason, TokenEvent
+from cbatch.engine.text.backend.local import LocalBackend
 from cbatch.engine.text.detokenizer import IncrementalDetokenizer, OutputDetokenizer
 
 
@@ -25,7 +26,7 @@ def tokenizer() -> Tokenizer:
 
 def stream_all(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    stream = IncrementalDetokenizer(tokenizer, stop=stop, hidden=special)
+    stream = IncrementalDetokenizer(LocalBackend(tokenizer), stop=stop, hidden=special)
     deltas = []
     for token in ids:
         deltas.append(stream.push(token))
@@ -96,14 +97,14 @@ def test_a_prompt_that_ends_in_no_character_stays_out(tokenizer: Tokenizer, prom
     """Guards the output against text of the prompt, if that ends inside a character or in U+FFFD."""
     before = tokenizer.encode(prompt).ids
     for cut in (len(before), len(before) - 1):
-        stream = IncrementalDetokenizer(tokenizer, before[:cut])
+        stream = IncrementalDetokenizer(LocalBackend(tokenizer), before[:cut])
         text = "".join(stream.push(token) for token in tokenizer.encode("answer").ids)
         assert text + stream.flush() == "answer"
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     """Guards min_tokens against a stop string that comes too early."""
-    stream = IncrementalDetokenizer(tokenizer, stop=("b",))
+    stream = IncrementalDetokenizer(LocalBackend(tokenizer), stop=("b",))
     early = "".join(stream.push(token, may_stop=False) for token in tokenizer.encode("abc").ids)
     assert early == "abc" and stream.stop_reason is None
     assert stream.push(tokenizer.encode("b").ids[0]) == "" and stream.stop_reason == "b"
@@ -121,7 +122,7 @@ def test_a_tag_may_be_text_between_words() -> None:
     made.decoder = decoders.Metaspace()
     made.add_special_tokens(["</think>", "<|end|>"])
     ids = [0, made.token_to_id("</think>"), made.token_to_id("<|end|>"), 1]
-    stream = IncrementalDetokenizer(made, hidden={made.token_to_id("<|end|>")})
+    stream = IncrementalDetokenizer(LocalBackend(made), hidden={made.token_to_id("<|end|>")})
     text = "".join(map(stream.push, ids)) + stream.flush()
     assert text == made.decode([ids[0], ids[1], ids[3]], skip_special_tokens=False) and text.endswith("</think> b")
 
@@ -139,7 +140,7 @@ def test_events_become_the_deltas_that_a_stream_gives(tokenizer: Tokenizer, text
     made: list[IncrementalDetokenizer] = []
 
     def make() -> IncrementalDetokenizer:
-        made.append(IncrementalDetokenizer(tokenizer))
+        made.append(IncrementalDetokenizer(LocalBackend(tokenizer)))
         return made[-1]
 
     *deltas, last, flushed = stream_all(tokenizer, ids)[0]
@@ -154,7 +155,7 @@ def test_events_become_the_deltas_that_a_stream_gives(tokenizer: Tokenizer, text
 def test_an_end_token_is_no_text(tokenizer: Tokenizer, reason: FinishReason, text: str) -> None:
     """Guards end tokens that are text elsewhere: they count as text only if something else ended the output."""
     ids = tokenizer.encode("abc").ids
-    detokenizer = OutputDetokenizer(lambda: IncrementalDetokenizer(tokenizer), stop_ids={ids[-1]})
+    detokenizer = OutputDetokenizer(lambda: IncrementalDetokenizer(LocalBackend(tokenizer)), stop_ids={ids[-1]})
     assert "".join(map(detokenizer.update, events_of(ids, reason))) == text
     assert detokenizer.text_of(ids, reason) == text
 

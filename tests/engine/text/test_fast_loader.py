@@ -14,16 +14,18 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from cbatch.engine.base.errors import ModelError
-from cbatch.engine.models.loader import DEMO_MODEL, _load_tokenizer
+from cbatch.engine.models.loader import DEMO_MODEL
+from cbatch.engine.text.backend.patterns import QWEN2
 from cbatch.engine.text.fast_loader import (
     QWEN2_CLASSES,
     QWEN2_MODEL_TYPES,
-    QWEN2_PATTERN,
     VERBATIM_CLASSES,
     VERBATIM_MODEL_TYPES,
     TransformersTokenizer,
     from_folder,
 )
+from cbatch.engine.text.loading import load_tokenizer
+from cbatch.engine.text.tokenizer import ChatTokenizer
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
 PLAIN_ADDED = AddedToken("<tool>", special=False, normalized=False)
@@ -65,7 +67,7 @@ def with_bos() -> Tokenizer:
     return backend
 
 
-def qwen2(pattern: str = QWEN2_PATTERN, **options: Any) -> Tokenizer:
+def qwen2(pattern: str = QWEN2, **options: Any) -> Tokenizer:
     before = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     model = models.BPE(continuing_subword_prefix="", end_of_word_suffix="", **options)
     backend = byte_level(before, normalizers.NFC(), model)
@@ -220,8 +222,9 @@ def test_odd_folders_are_left_to_transformers(name: str, tmp_path: Path) -> None
     assert from_folder(folder) is not None
     ODD[name](folder)
     assert from_folder(folder) is None
-    loaded, theirs = _load_tokenizer(str(folder), None), theirs_of(folder)
-    assert loaded is not None
+    found, theirs = load_tokenizer(str(folder), None), theirs_of(folder)
+    assert found is not None
+    loaded = ChatTokenizer(found)
     for text in TEXTS[:-1]:  # BOS twice is what is put right above
         assert loaded.encode(text) == theirs(text)["input_ids"]
 
@@ -260,15 +263,16 @@ def test_broken_files_are_said(name: str, content: str, tmp_path: Path) -> None:
     folder = save(tmp_path, byte_level(), "llama", NAMED | {"tokenizer_class": "TokenizersBackend"})
     (folder / name).write_text(content)
     with pytest.raises(ModelError, match=r"^Cannot load the tokenizer of .*\.$"):
-        _load_tokenizer(str(folder), None)
+        load_tokenizer(str(folder), None)
 
 
 @pytest.mark.slow
 def test_transformers_stays_out() -> None:
     """Guards the second that importing transformers takes, from a command to a chat that is ready as tokens."""
     code = (
-        "import sys; from cbatch.engine.models.loader import DEMO_MODEL, _load_tokenizer; "
-        "ids = _load_tokenizer(str(DEMO_MODEL), None).encode_chat([{'role': 'user', 'content': 'hi'}]); "
+        "import sys; from cbatch.engine.models.loader import DEMO_MODEL; "
+        "from cbatch.engine.text.loading import load_tokenizer; "
+        "ids = load_tokenizer(str(DEMO_MODEL), None).encode('hi').ids; "
         "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
         "sys.exit(f'loads {heavy}' if heavy or not ids else 0)"
     )

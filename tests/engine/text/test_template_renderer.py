@@ -53,7 +53,7 @@ def test_a_template_that_is_bad_for_real_conversations_harms_only_them(
 
 def test_arguments_of_filters_are_bounded_too(worker: TemplateWorker) -> None:
     """Guards against native code that gets a width from a template or a row."""
-    with pytest.raises(TemplateFailed, match=r"it writes too much|it does not end within 1 s"):  # as fast as it writes
+    with pytest.raises(TemplateFailed, match=r"writes too much|does not end|too much memory"):  # as fast as it writes
         render(worker, "{{ messages | tojson(indent=width) }}", MESSAGES, width=99_999_999)
 
 
@@ -78,11 +78,11 @@ def test_a_process_that_is_killed_fails_one_row() -> None:
     worker = TemplateWorker()
     template = "{% macro f() %}{% endmacro %}{{ messages[0].content }}"
     assert render(worker, template, [{"role": "user", "content": "one"}]) == "one"
-    assert worker._child is not None
-    os.kill(worker._child.pid, signal.SIGSTOP)  # so that the request is still there when it dies
-    first, pid = worker._child, worker._child.pid
-    os.kill(pid, signal.SIGKILL)
-    first.wait()
+    assert worker._process is not None
+    child = worker._process._child
+    os.kill(child.pid, signal.SIGSTOP)  # so that the request is still there when it dies
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
     assert render(worker, template, [{"role": "user", "content": "two"}]) == "two"
 
 

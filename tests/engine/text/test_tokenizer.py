@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from cbatch.engine.base.errors import ModelError, RequestError
 from cbatch.engine.base.template_options import TemplateOptions
 from cbatch.engine.models.loader import DEMO_MODEL
+from cbatch.engine.text.backend.local import LocalBackend
 from cbatch.engine.text.fast_loader import TextTokenizer, TransformersTokenizer
 from cbatch.engine.text.template_sandbox import TemplateSandbox
 from cbatch.engine.text.tokenizer import ChatTokenizer
@@ -233,7 +234,7 @@ def test_the_models_own_tokens_cannot_be_variables() -> None:
     """Guards against a special token of one model only that a row replaces by text of its own."""
     made = make_tokenizer()
     special = {"image_token": "<|im_start|>"}
-    tokenizer = ChatTokenizer(TextTokenizer(made.backend_tokenizer, None, "{{ image_token }}", special))
+    tokenizer = ChatTokenizer(TextTokenizer(LocalBackend(made.backend_tokenizer), None, "{{ image_token }}", special))
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.encode_chat(messages) == [START]
     with pytest.raises(RequestError, match="cannot set image_token"):
