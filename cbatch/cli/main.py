@@ -15,6 +15,7 @@ from cbatch import __version__
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
 from cbatch.engine import CbatchError, EngineError, Interrupted, ReaderGone, RunFailed
+from cbatch.engine.base.errors import as_error
 
 COMMANDS = {
     "run": "cbatch.cli.run.command",
@@ -70,8 +71,8 @@ def run_command(arguments: list[str] | None = None) -> int:
     except CbatchError as error:
         notice(str(error))
         return EXIT_USAGE
-    except Exception as error:  # the disk, the device, out of memory, or a bug: a sentence, and never exit code 1
-        notice(f"{_reason(error)}; finished rows are written.")
+    except BaseException as raised:  # the disk, the device, out of memory, or a bug: a sentence, and never exit code 1
+        notice(f"{_reason(as_error(raised))}; finished rows are written.")
         return EXIT_FATAL
 
 

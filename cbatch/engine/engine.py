@@ -235,7 +235,7 @@ class Engine(AbstractContextManager["Engine"]):
                 if isinstance(request, EncodedRequest)
             }
             for _ in submitted:
-                await mailbox.get()
+                await mailbox.get(group)
         made = await asyncio.to_thread(lambda: {number: outputs.completion() for number, outputs in submitted.items()})
         refused = {number: request for number, request in enumerate(requests) if isinstance(request, Completion)}
         results = [refused[number] if number in refused else made[number] for number in range(len(requests))]
@@ -501,7 +501,7 @@ class Engine(AbstractContextManager["Engine"]):
             if bar is not None:
                 bar.update(len(results) - submitted)
             for _ in range(submitted):
-                finished.get()
+                group.next_of(finished)
                 if bar is not None:
                     bar.update()
         return [result if isinstance(result, Completion) else result.completion() for result in results]

@@ -107,6 +107,11 @@ class EngineThread:
         """Whether the engine has failed or is closed, so that unfinished requests get no further token."""
         return self.failure is not None or self._is_closed
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing can come any more, not even errors of requests that were unfinished."""
+        return self.failure is not None or not self._thread.is_alive()
+
     def submit(self, handle: RequestHandle) -> None:
         """Queues a request. Its events go to the handle's `on_event`, also the error if it is refused."""
         self._send(partial(self._add, handle))
@@ -151,7 +156,7 @@ class EngineThread:
             self._empty_inbox()
 
     def _run(self) -> None:
-        with suppress(Exception):  # what fails here fails in a step, too, which is retried
+        with suppress(BaseException):  # what fails here fails in a step, too, which is retried
             self.engine.warm_up_thread()
         is_open = True
         while is_open:
@@ -174,8 +179,8 @@ class EngineThread:
         """Ends what is unfinished."""
         handles, self._handles = self._handles, {}
         self._is_over = True
-        self._empty_inbox()
         try:
+            self._empty_inbox()
             for request_id in (*handles, *self._orphaned):
                 self.engine.cancel(request_id)
         finally:
@@ -267,7 +272,7 @@ class EngineThread:
             handle.request_id = self.engine.add_request(handle.request)
         except RequestError as error:
             self._reject(handle, error)
-        except Exception as error:  # an unforeseen failure of one request harms no other
+        except BaseException as error:  # an unforeseen failure of one request harms no other
             self._reject(handle, RequestError("internal_error", f"The request failed: {error!r}"))
         else:
             self._handles[handle.request_id] = handle
@@ -292,7 +297,7 @@ class EngineThread:
         self.num_tokens += event.token_id is not None and not event.is_known
         try:
             handle.on_event(event)
-        except Exception as error:  # a reader that fails harms no other
+        except BaseException as error:  # a reader that fails harms no other
             unfinished = {event.sample_index, *handle.unfinished}
             self._cancel(handle)
             handle.unfinished = unfinished
@@ -303,12 +308,12 @@ class EngineThread:
         unfinished, handle.unfinished = sorted(handle.unfinished), set()
         for sample_index in unfinished:
             event = TokenEvent(handle.request_id, None, finish_reason="error", error=error, sample_index=sample_index)
-            with suppress(Exception):  # there is nobody left to tell
+            with suppress(BaseException):  # there is nobody left to tell
                 handle.on_event(event)
 
     def _fail(self, error: BaseException) -> None:
         clear_frames(error)
-        with suppress(Exception):  # deliver what is computed, unless a callback is what failed
+        with suppress(BaseException):  # deliver what is computed, unless a callback is what failed
             for event in self.engine.flush():
                 self._deliver(event)
         self.failure = error

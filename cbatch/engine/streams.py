@@ -8,13 +8,19 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from typing import TypeVar
 
+from cbatch.engine.base.errors import EngineError, in_short
 from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.engine_thread import CLOSED, EngineThread
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.output_processor import OutputProcessor, StreamEvent
 from cbatch.engine.requests.request import EncodedRequest, RequestHandle
 
+POLL_SECONDS = 1.0
+"""How often somebody who waits looks whether the engine's thread has ended."""
+
+T = TypeVar("T")
 Received = tuple[OutputProcessor, TokenEvent]
 
 
@@ -24,18 +30,45 @@ class RequestGroup:
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
         self._handles: dict[OutputProcessor, RequestHandle] = {}
+        self._failure: BaseException | None = None
+        """What kept an event from being taken, after which its request may never end."""
 
     def submit(self, request: EncodedRequest, on_event: Callable[[Received], None]) -> OutputProcessor:
         """Submits a request. `on_event` runs on the engine's thread, after the request's OutputProcessor."""
         outputs = self._thread.engine.output_processor(request)
 
         def take(event: TokenEvent) -> None:
-            outputs.take(event)
-            on_event((outputs, event))
+            try:
+                outputs.take(event)
+                on_event((outputs, event))
+            except BaseException as error:
+                self._failure = error
+                raise
 
         handle = self._handles[outputs] = RequestHandle(request, take)
         self._thread.submit(handle)
         return outputs
+
+    def next_of(self, received: queue.SimpleQueue[T]) -> T:
+        """Waits for what `on_event` puts into a queue. Raises EngineError if nothing can come any more."""
+        while True:
+            is_over = self.is_over
+            with suppress(queue.Empty):
+                return received.get(timeout=POLL_SECONDS)
+            if is_over:
+                raise self.error()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no event may come any more, after those that are there."""
+        return self._thread.is_dead or self._failure is not None
+
+    def error(self) -> EngineError:
+        """Why nothing comes any more."""
+        reason = self._failure or self._thread.failure
+        error = EngineError(f"The engine failed: {in_short(reason)}." if reason else CLOSED)
+        error.__cause__ = reason
+        return error
 
     def cancel(self, outputs: OutputProcessor) -> None:
         """Cancels a request, unless it is finished."""
@@ -97,10 +130,15 @@ class Mailbox:
         if received[0].is_finished:
             self.put(received)
 
-    async def get(self) -> Received | None:
+    async def get(self, group: RequestGroup) -> Received | None:
+        """Raises EngineError if nothing of these requests can come any more."""
         while not self._received:
             self._ready.clear()
-            await self._ready.wait()
+            is_over = group.is_over
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), POLL_SECONDS)
+            if is_over and not self._received:
+                raise group.error()
         return self._received.popleft()
 
     def _wake(self) -> None:
@@ -159,7 +197,7 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         if self._refused and not self._is_closed:
             return self._refused.popleft()
         while self._reader.num_unfinished and not self._is_closed:
-            received = self._received.get()
+            received = self._group.next_of(self._received)
             if received is not None and (event := self._reader.read(received)) is not None:
                 return event
         return None
@@ -228,7 +266,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         if self._refused and not self._is_closed:
             return self._refused.popleft()
         while self._reader.num_unfinished and not self._is_closed:
-            received = await self._mailbox.get()
+            received = await self._mailbox.get(self._group)
             if received is not None and (event := self._reader.read(received)) is not None:
                 return event
         return None

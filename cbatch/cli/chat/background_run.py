@@ -89,7 +89,7 @@ class BackgroundRun:
             notice(f"{name}: {error}")
         except OSError as error:
             notice(f"{name}: {error.strerror or error!r}; finished rows are on disk.")
-        except Exception as error:  # a bug ends the batch with a sentence, but not the chat
+        except BaseException as error:  # a bug ends the batch with a sentence, but not the chat
             notice(f"{name}: {error!r}; finished rows are on disk.")
         finally:
             self.progress = []

@@ -204,7 +204,7 @@ class EngineClient:
         self._post(partial(on_open, None))
         while (request := self._requests.get()) is not None:
             if isinstance(request, CountRequest):
-                with suppress(Exception):  # a number that is missing harms nobody
+                with suppress(BaseException):  # a number that is missing harms nobody
                     self._post(partial(request.on_count, request.count(engine)))
                 continue
             if request.is_cancelled:
@@ -213,7 +213,7 @@ class EngineClient:
                 self._submit_to_engine(request, engine)
             except RequestError as error:
                 self._fail(request, error)
-            except Exception as error:  # a message that breaks something must not end the chat
+            except BaseException as error:  # a message that breaks something must not end the chat
                 self._fail(request, RequestError("internal_error", f"The message cannot be encoded: {error!r}"))
 
     def _refuse_all(self, error: BaseException) -> None:
@@ -231,7 +231,11 @@ class EngineClient:
         outputs = engine.core.output_processor(encoded)
 
         def on_event(event: TokenEvent) -> None:
-            outputs.take(event)
+            try:
+                outputs.take(event)
+            except BaseException as error:
+                self._fail(request, RequestError("internal_error", f"The reply cannot be taken: {error!r}"))
+                raise
             self._post_unless_cancelled(request, partial(self._report, request, outputs, event, time.monotonic()))
 
         request.handle = RequestHandle(encoded, on_event)

@@ -77,7 +77,10 @@ class ToolBox:
         each, tool = self._open[reply], self.tools[use.name]
 
         def run() -> None:
-            result = tool.run(use.arguments, each.stopped)
+            try:
+                result = tool.run(use.arguments, each.stopped)
+            except BaseException as error:  # the reply waits for a result
+                result = f"The tool {use.name} failed: {error!r}"
             each.post(lambda: self._finish(reply, use, result))
 
         self._threads.submit(run)

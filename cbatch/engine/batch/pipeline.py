@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import closing
 
-from cbatch.engine.base.errors import CbatchError, EngineError, Interrupted, RunFailed
+from cbatch.engine.base.errors import CbatchError, EngineError, Interrupted, RunFailed, as_error, in_short
 from cbatch.engine.batch.driver import RowSource, StreamObserver
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.batch.output_row import OutputRow
@@ -86,6 +86,10 @@ class Pipeline:
             yield from self._source.finished(checked_lines(lines), kept)
         except (EngineError, RunFailed) as error:
             raise self._ended_early(type(error), str(error)) from error
+        except GeneratorExit:
+            raise
+        except BaseException as raised:  # a bug, or a library that panics
+            raise self._ended_early(RunFailed, f"The run failed: {in_short(as_error(raised))}.") from raised
 
     def _write(self, rows: list[OutputRow]) -> None:
         """Writes finished rows in one write, and counts them."""
@@ -112,8 +116,11 @@ def checked_lines(lines: Iterable[Line]) -> Iterator[Line]:
     """The lines. Raises RunFailed, with a sentence, for what reading them raises."""
     try:
         yield from lines
-    except Exception as error:
-        raise RunFailed(f"Cannot read the input: {str(error).rstrip('.')}.") from error
+    except GeneratorExit:
+        raise
+    except BaseException as raised:
+        error = as_error(raised)
+        raise RunFailed(f"Cannot read the input: {str(error).rstrip('.')}.") from raised
 
 
 def _up_to_error(rows: list[OutputRow], errors_left: int) -> list[OutputRow]:

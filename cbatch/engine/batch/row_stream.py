@@ -18,12 +18,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Container, Generator, Iterable
-from contextlib import suppress
+from collections.abc import Container, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cbatch.engine.base.errors import EngineError
+from cbatch.engine.base.errors import EngineError, in_short
 from cbatch.engine.base.outputs import TokenEvent
 from cbatch.engine.batch.cache.cached_outputs import WaitingRow
 from cbatch.engine.batch.driver import StreamObserver
@@ -85,7 +85,14 @@ class StopRequested:
     """Somebody asks the stream to end. Rows that were finished before it are still given."""
 
 
-Message = EndOfRow | RowCancelled | EndOfInput | StopRequested
+@dataclass(frozen=True, slots=True)
+class ThreadFailed:
+    """A thread could not do its part, so that rows would be waited for in vain."""
+
+    error: BaseException
+
+
+Message = ThreadFailed | EndOfRow | RowCancelled | EndOfInput | StopRequested
 
 
 class RowStream:
@@ -146,6 +153,8 @@ class RowStream:
                 end = next((message for message in messages if isinstance(message, EndOfInput)), end)
                 self.has_given_all = end is not None and end.error is None and num_given == end.rows
                 yield finished
+                if failure := next((message for message in messages if isinstance(message, ThreadFailed)), None):
+                    raise EngineError(f"The run failed: {in_short(failure.error)}.") from failure.error
                 if StopRequested() in messages:  # only now: what was finished before it has been given
                     return
                 if not messages and self._engine_thread.has_ended:  # and the reader may wait for its source
@@ -205,8 +214,18 @@ class RowStream:
                 position += 1
         except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
             error = raised
-        self._feed.end_input()
+        with self._reporting():
+            self._feed.end_input()
         self._inbox.put(EndOfInput(position, error))
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Tells the consumer what goes wrong on another thread."""
+        try:
+            yield
+        except BaseException as error:
+            self._inbox.put(ThreadFailed(error))
+            raise
 
     def _most_of_prompt(self, line: Line) -> int:
         """Bytes of memory that the tokens of a line's prompt take at most: no token is shorter than a byte."""
@@ -240,14 +259,11 @@ class RowStream:
 
         def on_event(event: TokenEvent) -> None:
             """Runs on the engine's thread."""
-            outputs.take(event)
-            if event.token_id is not None and not event.is_known:
-                self._observer.output_tokens += 1
-            if event.finish_reason is not None:
-                self._feed.output_ended(position)  # before anybody can go on with the row
-            if outputs.is_finished:
-                is_lost = event.error is not None and self._engine_thread.has_ended
-                self._inbox.put(EndOfRow(position, outputs, is_lost))
+            try:
+                self._take_event(position, outputs, event)
+            except BaseException as error:
+                self._inbox.put(ThreadFailed(error))
+                raise
 
         limit = output_limit(self._engine_thread.engine.scheduler.sequence_limits, request)
         likely = self._forecast.remaining(request, limit)
@@ -259,6 +275,16 @@ class RowStream:
         self._feed.put(queued, goes_on=goes_on)
         if request.index in self._cancelled and not self._is_stopping:  # `cancel` may have run before it was there
             self._cancel(queued)
+
+    def _take_event(self, position: int, outputs: OutputProcessor, event: TokenEvent) -> None:
+        outputs.take(event)
+        if event.token_id is not None and not event.is_known:
+            self._observer.output_tokens += 1
+        if event.finish_reason is not None:
+            self._feed.output_ended(position)  # before anybody can go on with the row
+        if outputs.is_finished:
+            is_lost = event.error is not None and self._engine_thread.has_ended
+            self._inbox.put(EndOfRow(position, outputs, is_lost))
 
     def _cancel(self, request: QueuedRequest) -> None:
         self._feed.cancel(request)
@@ -337,10 +363,11 @@ class RowStream:
 
     def _ask_again(self, position: int, request: EncodedRequest | Completion, taken_at: float) -> None:
         """Goes on with a row, or ends it, after its tools have run or its answer was checked; on threads of those."""
-        if isinstance(request, Completion):
-            self._inbox.put(EndOfRow(position, request))
-        else:
-            self._submit(position, request, taken_at, goes_on=True)
+        with self._reporting():
+            if isinstance(request, Completion):
+                self._inbox.put(EndOfRow(position, request))
+            else:
+                self._submit(position, request, taken_at, goes_on=True)
 
     def _engine_error(self) -> EngineError:
         failure = self._engine_thread.failure

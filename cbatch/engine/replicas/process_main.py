@@ -119,7 +119,7 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> Answer:
         return Answer("returned", function(*arguments))
     except CbatchError as error:
         return Answer("raised", error)
-    except Exception as error:
+    except BaseException as error:
         return Answer("failed", _sentence(error))
 
 

@@ -186,9 +186,12 @@ class ReplicaStream:
                 position += 1
         except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
             error = raised
-        with self._shared.lock:
-            self._dispatcher.end_input()
-            self._rows_came.notify_all()
+        try:
+            with self._shared.lock:
+                self._dispatcher.end_input()
+                self._rows_came.notify_all()
+        except BaseException as raised:
+            error = error or raised
         self._inbox.put(EndOfInput(position, error))
 
     def _add(self, position: int, line: Line, now: float) -> None:

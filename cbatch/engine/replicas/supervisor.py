@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import CbatchError, ConfigError, EngineError, ModelError
+from cbatch.engine.base.errors import CbatchError, ConfigError, EngineError, ModelError, in_short
 from cbatch.engine.batch.driver import ReplicaState, ReplicaStatus
 from cbatch.engine.batch.lines import Line
 from cbatch.engine.execution.stats import EngineStats, total_stats
@@ -217,10 +217,13 @@ class Supervisor:
         return self._past
 
     def _run(self) -> None:
-        while not self._shared.is_closing and self._state != "gone":
-            problem = self._live()
-            if problem is not None and not self._shared.is_closing:
-                self._after_death(problem)
+        try:
+            while not self._shared.is_closing and self._state != "gone":
+                problem = self._live()
+                if problem is not None and not self._shared.is_closing:
+                    self._after_death(problem)
+        except BaseException as error:  # nobody looks after the replica any more
+            self._give_up(f"cannot be kept alive: {in_short(error)}")
 
     def _live(self) -> str | None:
         """One life. Returns why it ended, and None if there is to be no other."""
@@ -244,7 +247,7 @@ class Supervisor:
                 self._give_up(f"cannot be started: {problem}")
                 return None
             return f"cannot be started: {problem}"
-        except Exception as unforeseen:  # the others go on, whatever it is
+        except BaseException as unforeseen:  # the others go on, whatever it is
             return f"died: {unforeseen!r}"
         finally:
             self._end_life()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.errors import RequestError, as_error
 from cbatch.engine.base.params import SamplingParams, derive_seed
 from cbatch.engine.base.request_defaults import RequestDefaults
 from cbatch.engine.base.template_options import TemplateOptions
@@ -89,7 +89,8 @@ class InputProcessor:
             return self._request(row, params)
         except RequestError as error:
             raise row.located(error) from error
-        except Exception as unforeseen:  # one row that breaks something harms no other
+        except BaseException as raised:  # one row that breaks something harms no other
+            unforeseen = as_error(raised)
             raise row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error") from unforeseen
 
     def encode(self, request: GenerationRequest) -> EncodedRequest:
@@ -98,7 +99,8 @@ class InputProcessor:
             return self._encode(request)
         except RequestError as error:
             raise request.source.located(error) from error
-        except Exception as unforeseen:  # one prompt that breaks something harms no other
+        except BaseException as raised:  # one prompt that breaks something harms no other
+            unforeseen = as_error(raised)
             raise request.source.invalid(
                 f"the prompt cannot be encoded: {unforeseen!r}", "internal_error"
             ) from unforeseen

@@ -8,7 +8,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.errors import RequestError, as_error
 from cbatch.engine.base.outputs import FinishReason, Sample, TokenEvent, TokenLogprobs
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.scheduler.state_slots import Snapshot
@@ -226,8 +226,8 @@ class Request:
             return self._accept(sample)
         except RequestError as error:
             return self.fail(error)
-        except Exception as error:
-            return self.fail(RequestError("internal_error", f"The request failed: {error!r}"))
+        except BaseException as raised:
+            return self.fail(RequestError("internal_error", f"The request failed: {as_error(raised)!r}"))
 
     def _accept(self, sample: Sample) -> TokenEvent:
         if sample.error is not None:

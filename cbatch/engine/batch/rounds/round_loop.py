@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.errors import RequestError, as_error
 from cbatch.engine.requests.completion import Completion
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.request import EncodedRequest
@@ -49,7 +49,8 @@ class RoundLoop:
             following = self._next(position, request, completion)
         except RequestError as raised:
             error = raised
-        except Exception as unforeseen:  # a row that breaks something still ends
+        except BaseException as raised:  # a row that breaks something still ends
+            unforeseen = as_error(raised)
             error = request.source.invalid(f"{self._problem}: {unforeseen!r}", "internal_error")
         if error is not None:
             following = Completion(request.source, key=request.key, error=error, timing=completion.timing)

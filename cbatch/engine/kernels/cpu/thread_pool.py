@@ -65,7 +65,7 @@ def _work(inbox: SimpleQueue[_Job | None]) -> None:
     while (job := inbox.get()) is not None:
         function, worker, args = job
         del job  # keep nothing of a step while waiting for the next
-        with suppress(Exception):  # if it cannot be compiled, the caller gets the same error
+        with suppress(BaseException):  # if it cannot be compiled, the caller gets the same error
             function(worker, *args)
         del function, worker, args
 

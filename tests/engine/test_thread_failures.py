@@ -1,0 +1,173 @@
+"""No thread that fails leaves another waiting: whatever it raises, the run ends with a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.cli.main import LazyGroup, run_command
+from cbatch.engine import Engine, EngineConfig, EngineError, Line, LineProcessor, RequestDefaults, streams
+from cbatch.engine.batch.engine_driver import EngineRows
+from cbatch.engine.batch.pipeline import Pipeline, RunObserver
+from cbatch.engine.batch.rounds.round_loop import RoundLoop
+from cbatch.engine.batch.row_stream import RowStream
+from cbatch.engine.engine_thread import EngineThread
+from cbatch.engine.requests.completion import Completion
+from cbatch.engine.requests.input_processor import InputProcessor
+from cbatch.engine.requests.output_processor import OutputProcessor
+from cbatch.engine.requests.request import EncodedRequest
+from cbatch.engine.requests.row import InputRow
+from cbatch.engine.stepping_engine import SteppingEngine
+
+TIMEOUT_S = 60
+
+
+class Panic(BaseException):
+    """What native code raises: no Exception."""
+
+
+FAULTS = [Panic("boom"), MemoryError("boom"), ValueError("boom")]
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+        yield made
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """What work gives or raises, on a thread of its own, so that one that hangs is a failure."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert results, "it hangs"
+    return results[0]
+
+
+class Fault:
+    """Replaces a method; the call with this number, and all later ones if `always`, raise."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException, at: int = 1, always: bool = False
+    ) -> None:
+        original, calls = getattr(owner, name), iter(range(1, 10**9))
+
+        def broken(*arguments: Any, **options: Any) -> Any:
+            number = next(calls)
+            if number == at or (always and number > at):
+                raise error
+            return original(*arguments, **options)
+
+        patch.setattr(owner, name, broken)
+
+
+PLACES: dict[str, tuple[type, str, bool]] = {
+    "the reader, encoding": (InputProcessor, "_encode", False),
+    "the reader, before the row": (LineProcessor, "process", False),
+    "the reader, submitting": (RowStream, "_submit", False),
+    "the engine's thread, adding": (SteppingEngine, "add_request", False),
+    "the engine's thread, stepping": (SteppingEngine, "step", True),
+    "the engine's thread, at its start": (SteppingEngine, "warm_up_thread", True),
+    "the engine's thread, delivering": (EngineThread, "_deliver", False),
+    "the engine's callback": (OutputProcessor, "take", False),
+    "the engine's callback, always": (OutputProcessor, "take", True),
+    "the consumer": (OutputProcessor, "completion", False),
+}
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_ends_whatever_a_thread_raises(
+    place: str, error: BaseException, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards every thread of a batch: each row has its outcome, or the run ends with an error that can be told."""
+    owner, name, always = PLACES[place]
+    Fault(monkeypatch, owner, name, error, always=always)
+    written: list[int] = []
+
+    class Output:
+        resume_hint = ""
+
+        def write(self, rows: list[Any]) -> list[int]:
+            written.extend(row.index for row in rows)
+            return [row.position for row in rows]
+
+        def tick(self) -> None: ...
+
+        def flush_held(self) -> None: ...
+
+        def finish(self, check: Callable[[], None]) -> None: ...
+
+    defaults = RequestDefaults(params={"max_tokens": 2, "ignore_eos": True})
+    stream = RowStream(engine.thread, LineProcessor(engine.core.input_processor(defaults)), window=4)
+    pipeline = Pipeline(EngineRows(stream, timings=False), Output(), RunObserver())  # type: ignore[arg-type]
+    lines = [Line(index, b'{"prompt": "a"}') for index in range(6)]
+    ended = in_time(lambda: pipeline.run(lines, lambda: None))
+    assert ended is None or (isinstance(ended, EngineError | Exception) and "boom" in str(ended))
+    assert ended is not None or sorted(written) == list(range(6))
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["the engine's thread, stepping", "the engine's callback, always"])
+def test_the_callers_of_an_engine_are_told(
+    place: str, error: BaseException, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards programs: what fails on the engine's thread reaches whoever waits, in each way of waiting."""
+    owner, name, always = PLACES[place]
+    monkeypatch.setattr(streams, "POLL_SECONDS", 0.05)
+    Fault(monkeypatch, owner, name, error, always=always)
+
+    async def generate() -> Any:
+        return await engine.agenerate("a", {"max_tokens": 2})
+
+    ways: list[Callable[[], Any]] = [
+        lambda: engine.generate("a", {"max_tokens": 2}),
+        lambda: [event.completion for event in engine.stream("a", {"max_tokens": 2})][-1],
+        lambda: asyncio.run(generate()),
+    ]
+    for way in ways:
+        ended = in_time(way)
+        assert "boom" in str(ended if isinstance(ended, EngineError) else ended.error)
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_round_that_breaks_ends_its_row(error: BaseException) -> None:
+    """Guards rows whose tools run or whose answers are checked, on threads whose errors nobody sees otherwise."""
+    asked: list[Any] = []
+    done = threading.Event()
+
+    class Broken(RoundLoop):
+        def _next(self, position: int, request: Any, completion: Any) -> Any:
+            raise error
+
+    def ask(*arguments: Any) -> None:
+        asked.append(arguments[1])
+        done.set()
+
+    loop = Broken(None, ask, "test", 1)  # type: ignore[arg-type]
+    request = EncodedRequest(prompt_ids=[1], source=InputRow(0, "line 1"))
+    loop._start(0, request, Completion(request.source, key=""))
+    assert done.wait(TIMEOUT_S) and asked[0].error.code == "internal_error" and "boom" in str(asked[0].error)
+    loop.close()
+
+
+def test_a_panic_of_the_main_thread_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the exit code and stderr against a BaseException that is no interruption."""
+    Fault(monkeypatch, LazyGroup, "main", Panic("boom"))
+    assert run_command(["info"]) == 3
+    assert "boom" in (said := capsys.readouterr().err) and "Traceback" not in said
