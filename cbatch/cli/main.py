@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from typing import Any
 
 import click
@@ -98,12 +99,19 @@ def _reason(error: Exception) -> str:
     return f"This should not have happened: {type(error).__name__}{text and ': '}{text}"
 
 
+def hide_warnings() -> None:
+    """Keeps warnings of libraries from stderr, unless the user has asked Python for them."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
 def main() -> None:
     """Runs the command and ends the process at once, even if threads still wait for input or for the device."""
     gc.disable()  # until `open_engine`: imports leave no garbage, but collections would walk over them
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # stdin, stdout or stderr may be closed; no file that we open may get its number
     os.close(fd)
+    hide_warnings()
     for signum in SIGNALS:
         signal.signal(signum, raise_interrupted)
     code = run_command()

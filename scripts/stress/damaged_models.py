@@ -1,57 +1,102 @@
-"""Loads many models with random damage: each is loaded or refused with a sentence, quickly and in little memory.
+"""Runs the whole command on models with random damage: each is refused with a sentence, or gives every row an outcome.
 
-    python -m scripts.stress.damaged_models --models 10000
+    python -m scripts.stress.damaged_models --folders 50000
 
-So many GGUF files, and as many folders of quantized weights of all kinds together. The limits are a second of the
-processor's time, and 100 MiB beyond what the process had before. Exits with 1 at the end if a model was beyond them or
-raised another error, and prints how to repeat it.
+Folders and GGUF files are damaged in their settings, tokenizers, templates, weights and bytes, in LoRA adapters and
+in the cache of packed weights (`tests/support/model_fuzzer`). A run may take 20 s and a gibibyte, and must not print a
+traceback, a panic or a control character. Exits with 1 at the end if one did, and prints how to repeat it.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import json
 import sys
 import tempfile
-import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.damaged_models import FOLDERS, Outcome, outcomes
+from tests.support.model_fuzzer.kinds import AREAS
+from tests.support.model_fuzzer.runs import Judged, LimitedRuns, limited_runs
+
+TEMPLATE_SECONDS = 2.0
 
 
-def summary(kind: str, found: Sequence[Outcome]) -> str:
-    refused = sum(outcome.sentence is not None for outcome in found)
-    slowest, largest = max(outcome.seconds for outcome in found), max(outcome.bytes for outcome in found)
-    return (
-        f"{kind}: {len(found):,} models, {refused:,} refused, {len(found) - refused:,} loaded; "
-        f"at most {slowest:.2f} s and {largest / 2**20:.1f} MiB"
-    )
+@dataclass
+class Summary:
+    """What became of the models of an area."""
+
+    codes: Counter[int | None] = field(default_factory=Counter)
+    violations: int = 0
+    cpu: float = 0.0
+    slowest: float = 0.0
+    largest: int = 0
+
+    def add(self, judged: Judged) -> None:
+        self.codes[judged.outcome.code] += 1
+        self.violations += bool(judged.violations)
+        self.cpu += judged.outcome.cpu
+        self.slowest = max(self.slowest, judged.outcome.seconds)
+        self.largest = max(self.largest, judged.outcome.bytes)
+
+    def __str__(self) -> str:
+        count = self.codes.total()
+        rows, refused = self.codes[0] + self.codes[1], self.codes[2]
+        return (
+            f"{count:,} models, {refused:,} refused, {rows:,} with all rows, {self.violations:,} violations; "
+            f"{1000 * self.cpu / max(count, 1):.0f} ms of CPU each, at most {self.slowest:.1f} s and "
+            f"{self.largest / 2**20:.0f} MiB"
+        )
+
+
+def judged_models(runs: LimitedRuns, arguments: argparse.Namespace, area: str) -> Iterator[Judged]:
+    count = -(-arguments.folders // len(arguments.kind or AREAS))
+    numbers: Sequence[int] = arguments.number or range(arguments.first, arguments.first + count)
+    for number in numbers:
+        yield runs.judge(area, arguments.seed, number)
+
+
+def report(judged: Judged) -> str:
+    lines = [f"  {violation}" for violation in judged.violations]
+    repeat = f'--kind "{judged.area}" --seed {judged.seed} --number {judged.number}'
+    return "\n".join([f"{repeat}: {ascii(judged.damaged.words)[:300]}", *lines])
+
+
+def finding(judged: Judged) -> str:
+    """A line of JSON."""
+    return json.dumps({
+        "area": judged.area, "seed": judged.seed, "number": judged.number, "damage": judged.damaged.words,
+        "code": judged.outcome.code, "violations": judged.violations,
+        "stderr": judged.outcome.errors[:2000].decode("utf-8", "replace"),
+    })  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=10_000, help="GGUF files, and folders in all (%(default)s)")
-    parser.add_argument("--kind", choices=["GGUF", *FOLDERS], action="append", help="all by default")
+    parser.add_argument("--folders", type=int, default=5_000, help="in all (%(default)s)")
+    parser.add_argument("--kind", choices=AREAS, action="append", help="what is damaged; all by default")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first model (%(default)s)")
+    parser.add_argument("--number", type=int, action="append", help="only the model of this number")
+    parser.add_argument("--findings", type=Path, help="a file to which violations are added as lines of JSON")
+    parser.add_argument("--template-seconds", type=float, default=TEMPLATE_SECONDS, help="%(default)s")
     arguments = parser.parse_args()
-    logging.disable()  # what becomes of formats that no kernel reads
+    areas = tuple(arguments.kind or AREAS)
     violations = 0
-    for kind in arguments.kind or ["GGUF", *FOLDERS]:
-        count = arguments.models if kind == "GGUF" else -(-arguments.models // len(FOLDERS))
-        found: list[Outcome] = []
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                for number, outcome in outcomes(kind, Path(folder), count, arguments.seed):
-                    found.append(outcome)
-                    if outcome.violation is not None:
-                        violations += 1
-                        print(f"model {number} of {kind}, seed {arguments.seed}: {outcome.violation}", flush=True)
-            except AssertionError:
-                violations += 1
-                traceback.print_exc()
-        if found:
-            print(summary(kind, found), flush=True)
+    with tempfile.TemporaryDirectory() as folder, limited_runs(Path(folder), areas, arguments.template_seconds) as runs:
+        for area in areas:
+            summary = Summary()
+            for judged in judged_models(runs, arguments, area):
+                summary.add(judged)
+                if judged.violations:
+                    print(report(judged), flush=True)
+                if judged.violations and arguments.findings:
+                    with arguments.findings.open("a") as file:
+                        file.write(finding(judged) + "\n")
+            violations += summary.violations
+            print(f"{area}: {summary}", flush=True)
     print(f"violations: {violations}")
     sys.exit(1 if violations else 0)
 

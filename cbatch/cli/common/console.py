@@ -18,14 +18,14 @@ from cbatch.engine import ReaderGone, format_count
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+MOST_CHARACTERS = 1000
+"""Of a notice. What a file holds may be part of one, and have any length."""
+
 _BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that change the direction of text, or end a line invisibly."""
 
 BAR_SECONDS, LINE_SECONDS = 0.2, 10.0
 """Time between two updates of a progress bar, and between two lines of progress."""
-
-MOST_CHARACTERS = 1000
-"""Of a message."""
 
 ProgressState = Callable[[], tuple[int, str]]
 """Returns the number of rows that are done, and the text that follows it in a display."""
@@ -60,7 +60,10 @@ def safe_json(data: bytes) -> bytes:
 
 
 def notice(text: str) -> None:
-    """Prints one line on stderr. Does not raise if nobody can read it: a message must never end a run."""
+    """Prints one line on stderr, without the middle of a very long text.
+
+    Does not raise if nobody can read it: a message must never end a run.
+    """
     if sys.stderr is not None:
         with suppress(OSError), _without_bar():
             print(f"cbatch: {safe(' '.join(shortened(text).splitlines()))}", file=sys.stderr, flush=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -311,7 +313,8 @@ def _load_network(
             trust_remote_code=False,
             output_loading_info=True,
         )
-        network, report = load() if device_map is None else _load_spread(load, device_map)
+        with _without_bars(config):
+            network, report = load() if device_map is None else _load_spread(load, device_map)
         if not report["missing_keys"] and not report["mismatched_keys"]:
             return (network.to(device) if device_map is None else network).eval()
     except CbatchError:
@@ -367,6 +370,11 @@ def _silence_libraries() -> None:
     transformers_logging.set_verbosity_error()
     for name in ("huggingface_hub", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _without_bars(config: Any) -> AbstractContextManager[object]:
+    """Hides the progress bars that libraries of quantized formats draw on stderr, terminal or not."""
+    return redirect_stderr(io.StringIO()) if getattr(config, "quantization_config", None) else nullcontext()
 
 
 def _check_folder(source: str) -> None:

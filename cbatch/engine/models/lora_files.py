@@ -26,6 +26,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
+_MOST_PATTERN = 500
+_REPEATED, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]|\\\d")
+"""What makes a pattern slow on text that it does not fit: several repetitions, or one in another."""
+
 _READ = frozenset("peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights".split())
 _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode "
@@ -116,7 +120,7 @@ def _read(name: str, place: str) -> Adapter:
         return Adapter(name, _modules(config, load_file(folder / WEIGHTS)))
     except ModelError as error:
         raise _refused(name, str(error).rstrip(".")) from error
-    except (OSError, SafetensorError, ValueError, TypeError) as error:  # what damaged files cause
+    except (OSError, SafetensorError, ValueError, TypeError, MemoryError, re.error, ArithmeticError) as error:
         raise _refused(name, f"{place} cannot be read ({error})") from error
 
 
@@ -187,8 +191,15 @@ def _low_rank(config: Mapping[str, Any], module: str, halves: Mapping[str, Tenso
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """A setting of a module. A pattern fits the end of its name, from a dot on, as in PEFT's `get_pattern_key`."""
+    """A setting of a module. A pattern fits the end of its name, from a dot on, as in PEFT's `get_pattern_key`.
+
+    Raises ModelError for a pattern that could take forever, and re.error for what is no pattern.
+    """
+    if not isinstance(patterns or {}, dict):
+        raise ModelError(f"its {CONFIG} has patterns that are no object")
     for pattern, value in (patterns or {}).items():
+        if len(pattern) > _MOST_PATTERN or len(_REPEATED.findall(pattern)) > 3 or _REPEATED_GROUP.search(pattern):
+            raise ModelError(f"its {CONFIG} has the pattern {pattern[:60]!r}, which may take too long to compare")
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
     return default

@@ -206,7 +206,7 @@ def _try_template(template: str) -> None:
 
     with suppress(OSError, ValueError):  # a system without these limits
         resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
-        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
     messages: list[dict[str, Any]] = [{"role": role, "content": "hello"} for role in ("user", "assistant", "user")]
     place = {"place": {"type": "string", "description": "where"}}
     schema = {"type": "object", "properties": place, "required": ["place"]}

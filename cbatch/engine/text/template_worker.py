@@ -9,7 +9,7 @@ from typing import Any
 from cbatch.engine.text.template_child import TOO_LARGE
 from cbatch.engine.text.worker_process import MEMORY, WorkerProcess
 
-CPU_SECONDS = 5
+CPU_SECONDS = 2
 """For one conversation. A real template takes a millisecond."""
 
 MOST_CHARACTERS = 1 << 20

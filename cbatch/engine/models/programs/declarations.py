@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from cbatch.engine.models.programs.program import Layout, Program
 from cbatch.engine.models.programs.stored import StoredWeights
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+_NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 __all__ = ["check_weights", "declared_kinds", "read_program", "resolved", "text_config"]
 
@@ -160,10 +163,18 @@ def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
         odd.discard(head)
     if odd:
         raise UnsupportedConfig(f"one of its weights is missing, or unknown in its family: {min(odd)}")
-    shape_of = tensors.shape if isinstance(tensors, StoredWeights) else lambda name: tuple(tensors[name].shape)
+    shape_of = tensors.shape if isinstance(tensors, StoredWeights) else partial(_shape_of_numbers, tensors)
     wrong = [name for name, shape in shapes.items() if shape_of(name) != shape]
     if wrong:
         raise UnsupportedConfig(f"the shape of {wrong[0]} does not match its config")
     if program.is_tied and head in tensors and not torch.equal(tensors[head], tensors[table]):
         raise UnsupportedConfig("its head is tied to its embedding, but in its files the two differ")
     return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _shape_of_numbers(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Raises UnsupportedConfig for a weight that is not stored as numbers."""
+    tensor = tensors[name]
+    if tensor.dtype not in _NUMBERS:
+        raise UnsupportedConfig(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
+    return tuple(tensor.shape)

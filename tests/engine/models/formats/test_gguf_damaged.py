@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +14,17 @@ from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.gguf_source import gguf_paths, hub_file, is_gguf, split_names
 from cbatch.engine.models.formats.gguf import GgufModel
 from cbatch.engine.models.formats.gguf_file import MAX_STRINGS, read_gguf
-from tests.support.damaged_models import MOST_BYTES, outcomes, write_gguf
+from tests.support.model_fuzzer.kinds import WholeModels
 
 pytestmark = pytest.mark.kernels
+
+MOST_BYTES = 100 * 2**20
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file of a model with a tokenizer."""
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf").read_bytes()
+    return WholeModels(tmp_path_factory.mktemp("whole")).content("gguf", "model.gguf")
 
 
 def refusal(path: Path) -> str | None:
@@ -152,15 +153,6 @@ def test_a_damaged_file_gets_one_sentence(name: str, whole: bytes, tmp_path: Pat
     found = refusal(path)
     assert found is not None and expected in found
     assert found.count(". ") == 0 and found.endswith(".") and len(found) < 400 + len(str(path)), found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="The peak of memory is read from /proc.")
-def test_random_damage(tmp_path: Path) -> None:
-    """Guards what nobody thought of: files with random damage, each of which loads or is refused within its limits."""
-    found = [outcome for _, outcome in outcomes("GGUF", tmp_path, 300)]
-    assert [outcome.violation for outcome in found if outcome.violation] == []
-    sentences = [outcome.sentence for outcome in found if outcome.sentence is not None]
-    assert 100 < len(sentences) < 300 and all(sentence.endswith(".") for sentence in sentences)
 
 
 def test_many_texts_are_refused_before_they_are_read(whole: bytes, tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +13,20 @@ import torch
 
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.model_files import WEIGHTS_INDEX
+from cbatch.engine.models.checkpoint import NoFastPath, load_fast_model
 from cbatch.engine.models.loader import load_model
-from tests.support.damaged_folders import Folder
-from tests.support.damaged_models import FOLDERS, load_folder, outcome_of, outcomes, write_quantized_folder
+from tests.support.model_fuzzer.kinds import WholeModels
+from tests.support.model_fuzzer.weight_damage import Folder
 from tests.support.quantized_folders import awq_settings
 
 pytestmark = pytest.mark.kernels
 
 CPU = torch.device("cpu")
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="The peak of memory is read from /proc.")
 
 
-@ON_LINUX
-@pytest.mark.parametrize("name", FOLDERS)
-def test_random_damage(name: str, tmp_path: Path) -> None:
-    """Guards what nobody thought of: settings, headers, tensors, indices and bytes that are not what they should be."""
-    found = [outcome for _, outcome in outcomes(name, tmp_path, 60)]
-    assert [outcome.violation for outcome in found if outcome.violation] == []
-    sentences = [outcome.sentence for outcome in found if outcome.sentence is not None]
-    assert 30 < len(sentences) < 60 and not [sentence for sentence in sentences if "memory" in sentence]
-
-
-@ON_LINUX
-def test_limits_are_noticed() -> None:
-    """Guards the measurement: time, memory, and sentences that are none."""
-
-    def wait() -> None:
-        while time.process_time() < end:
-            pass
-
-    def complain() -> None:
-        raise ModelError("It is damaged.\nIt really is.")
-
-    end = time.process_time() + 1.1
-    found = [outcome_of(load).violation for load in (wait, lambda: b"x" * 150 * 2**20, complain)]
-    for violation, expected in zip(found, ("it took 1.", " MiB", "more than a sentence"), strict=True):
-        assert violation is not None and expected in violation
-    assert outcome_of(lambda: b"x" * 2**20).violation is None
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WholeModels(tmp_path_factory.mktemp("whole")).path("awq")
 
 
 def change_config(path: Path, **values: Any) -> None:
@@ -115,19 +91,22 @@ def put(path: Path, name: str, kind: str, shape: list[int]) -> None:
         (path / file).write_bytes(content)
 
 
-@ON_LINUX
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_damaged_folder_gets_one_sentence(name: str, tmp_path: Path) -> None:
+def test_a_damaged_folder_gets_one_sentence(name: str, whole: Path, tmp_path: Path) -> None:
     """Guards sizes, types and names that cost memory or raised other errors, or were waited for."""
     change, expected = FAULTS[name]
-    change(write_quantized_folder("awq", tmp_path / "model"))
-    found = outcome_of(lambda: load_folder(tmp_path / "model"))
-    assert found.violation is None and found.sentence is not None and expected in found.sentence
+    path = Path(shutil.copytree(whole, tmp_path / "model"))
+    change(path)
+    with pytest.raises((ModelError, NoFastPath)) as caught:
+        load_fast_model(str(path), None, CPU, "auto")
+    sentence = str(caught.value)
+    assert expected in sentence and "\n" not in sentence and len(sentence) < 700
 
 
-def test_both_reasons_are_told(tmp_path: Path) -> None:
+def test_both_reasons_are_told(whole: Path, tmp_path: Path) -> None:
     """Guards a sentence that says to install a package, though the files are damaged."""
-    set_config(num_hidden_layers=3)(write_quantized_folder("awq", tmp_path / "model"))
+    path = Path(shutil.copytree(whole, tmp_path / "model"))
+    set_config(num_hidden_layers=3)(path)
     with pytest.raises(ModelError, match="without transformers one of its weights is missing") as caught:
-        load_model(str(tmp_path / "model"), None, CPU, "auto", fast=True)
+        load_model(str(path), None, CPU, "auto", fast=True)
     assert "\n" not in str(caught.value)

@@ -118,6 +118,25 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         read(save_adapter(tmp_path, given))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alpha_pattern": {"[": 4}},
+        {"alpha_pattern": {r"(\w+)*!": 4}},
+        {"alpha_pattern": {r".*.*.*.*.*.*!": 4}},
+        {"alpha_pattern": {"a" * 100_000: 4}},
+        {"rank_pattern": [4]},
+        {"lora_alpha": 10**400},
+    ],
+    ids=["no pattern", "repeated group", "many repetitions", "long", "a list", "overflow"],
+)
+def test_settings_of_a_damaged_adapter(tmp_path: Path, settings: dict[str, object]) -> None:
+    """Guards patterns that are none or take forever, and numbers that overflow: each was another error, or hung."""
+    with pytest.raises(ModelError, match=r"^The LoRA adapter sql cannot be used: ") as raised:
+        read(save_adapter(tmp_path, tensors(), **settings))
+    assert len(str(raised.value)) < 400 + len(str(tmp_path))
+
+
 def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
     """Guards pickled weights, damaged files, and folders that are not there."""
     folder = save_adapter(tmp_path / "a", tensors())

@@ -1,29 +1,20 @@
-"""Folders of quantized models with random damage: in their settings, their tensors, their index, and their bytes."""
+"""Damage to weights: to the settings of quantization, to tensors, to the index, and to bytes."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cbatch.engine.base.model_files import WEIGHTS_INDEX
+from tests.support.model_fuzzer.documents import ODD, Generator, pick, to_bytes
 
 WEIGHTS = "model.safetensors"
-
-_DEEP = "a value 100,000 lists deep"
-_ODD: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 3, 7, 48, 2**31, 2**40, 2**63, 10**30, -(10**30), 0.5, 1e308, math.nan, math.inf,
-    "", "x", "128", "\ud800", [], [0], [1, 2], [2**40, 2**40], [-1, 10**30], [None, "x"], [[1], [2]], {}, {"a": 1},
-    {"format": ["x"]}, _DEEP,
-]  # fmt: skip
-"""What a file may say instead of what it should."""
 
 _TYPES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "F16": 2, "BF16": 2, "U16": 2,
@@ -72,127 +63,120 @@ class Folder:
             self.data += content
 
     def files(self) -> dict[str, bytes]:
-        header = _json(self.header)
-        return {"config.json": _json(self.config), WEIGHTS: struct.pack("<Q", len(header)) + header + self.data}
+        header = to_bytes(self.header)
+        return {"config.json": to_bytes(self.config), WEIGHTS: struct.pack("<Q", len(header)) + header + self.data}
 
 
-def _json(value: Any) -> bytes:
-    text = json.dumps(value)
-    return text.replace(json.dumps(_DEEP), "[" * 100_000 + "]" * 100_000).encode()
+def damaged_weights(folder: Folder, generator: Generator) -> tuple[dict[str, bytes], str]:
+    """The files of a damaged copy of a folder by name, and what was done to it."""
+    changed, words = deepcopy(folder), []
+    for _ in range(int(generator.integers(1, 3))):
+        change = pick(generator, _CHANGES)
+        change(changed, generator)
+        words.append(change.__name__.strip("_").replace("_", " "))
+    files = changed.files()
+    match int(generator.integers(8)):
+        case 0:
+            files[WEIGHTS] = _with_damaged_bytes(files[WEIGHTS], generator)
+            words.append("changed bytes")
+        case 1:
+            split_weights(files, changed, generator)
+            words.append("in parts")
+    return files, "; ".join(words)
 
 
-def damaged(folder: Folder, count: int, seed: int) -> Iterator[dict[str, bytes]]:
-    """So many folders, as files by name."""
-    for number in range(count):
-        generator = np.random.default_rng([seed, number])
-        changed = deepcopy(folder)
-        for _ in range(int(generator.integers(1, 3))):
-            _CHANGES[int(generator.integers(len(_CHANGES)))](changed, generator)
-        files = changed.files()
-        match int(generator.integers(8)):
-            case 0:
-                files[WEIGHTS] = _with_damaged_bytes(files[WEIGHTS], generator)
-            case 1:
-                _split(files, changed, generator)
-        yield files
-
-
-def _pick(generator: np.random.Generator, values: list[Any]) -> Any:
-    return values[int(generator.integers(len(values)))]
-
-
-def _change_settings(folder: Folder, generator: np.random.Generator) -> None:
+def _change_settings(folder: Folder, generator: Generator) -> None:
     """A value anywhere in the settings of the quantization becomes another one."""
     inner: Any = folder.config
-    keys = ["quantization_config"]
+    keys = ["quantization_config"] if "quantization_config" in folder.config else list(folder.config)
     while True:
-        key = _pick(generator, keys)
+        key = pick(generator, keys)
         if not isinstance(inner[key], dict) or not inner[key] or generator.random() < 0.1:
-            inner[key] = _pick(generator, _ODD)
+            inner[key] = pick(generator, ODD)
             return
         inner, keys = inner[key], list(inner[key])
 
 
-def _change_config(folder: Folder, generator: np.random.Generator) -> None:
-    folder.config[_pick(generator, list(folder.config))] = _pick(generator, _ODD)
+def _change_config(folder: Folder, generator: Generator) -> None:
+    folder.config[pick(generator, list(folder.config))] = pick(generator, ODD)
 
 
-def _change_entry(folder: Folder, generator: np.random.Generator) -> None:
+def _change_entry(folder: Folder, generator: Generator) -> None:
     """An entry of the header says something else than its tensor is."""
     if not folder.names:
         return
-    name = _pick(generator, folder.names)
+    name = pick(generator, folder.names)
     if not isinstance(folder.header[name], dict) or not isinstance(folder.header[name].get("shape"), list):
         return
     entry = folder.header[name] = dict(folder.header[name])
     match int(generator.integers(6)):
         case 0:
-            entry["dtype"] = _pick(generator, [*_TYPES, "F4", "F6_E2M3", *_ODD])
+            entry["dtype"] = pick(generator, [*_TYPES, "F4", "F6_E2M3", *ODD])
         case 1:
-            entry["shape"] = _pick(generator, _ODD)
+            entry["shape"] = pick(generator, ODD)
         case 2 if entry["shape"]:
             entry["shape"] = list(entry["shape"])
-            entry["shape"][int(generator.integers(len(entry["shape"])))] = _pick(generator, _ODD)
+            entry["shape"][int(generator.integers(len(entry["shape"])))] = pick(generator, ODD)
         case 3:
-            other = folder.header[_pick(generator, folder.names)]
-            entry["data_offsets"] = _pick(generator, [*_ODD, other["data_offsets"] if _is_whole(folder) else None])
+            other = folder.header[pick(generator, folder.names)]
+            entry["data_offsets"] = pick(generator, [*ODD, other["data_offsets"] if _is_whole(folder) else None])
         case 4:
             place = list(entry["data_offsets"]) if _is_whole(folder) else [0, 1]
-            place[int(generator.integers(2))] = _pick(generator, _ODD)
+            place[int(generator.integers(2))] = pick(generator, ODD)
             entry["data_offsets"] = place
         case _:
-            folder.header[name] = _pick(generator, _ODD)
+            folder.header[name] = pick(generator, ODD)
 
 
-def _change_tensor(folder: Folder, generator: np.random.Generator) -> None:
+def _change_tensor(folder: Folder, generator: Generator) -> None:
     """A tensor has another type and shape, which its file says as they are."""
     if not _is_whole(folder):
         return
-    name = _pick(generator, folder.names)
+    name = pick(generator, folder.names)
     kind, shape = folder.header[name]["dtype"], list(folder.header[name]["shape"])
     match int(generator.integers(5)):
         case 0:
-            kind = _pick(generator, list(_TYPES))
+            kind = pick(generator, list(_TYPES))
         case 1 if shape:
-            shape[int(generator.integers(len(shape)))] = _pick(generator, [0, 1, 2, 31, 64, 128])
+            shape[int(generator.integers(len(shape)))] = pick(generator, [0, 1, 2, 31, 64, 128])
         case 2:
             shape = shape[::-1]
         case 3:
-            shape = _pick(generator, [[], [1], [1, 1], [0], [0, 2**62], [64], [2, 64], [64, 64], [1] * 70])
+            shape = pick(generator, [[], [1], [1, 1], [0], [0, 2**62], [64], [2, 64], [64, 64], [1] * 70])
         case _:
-            other = folder.header[_pick(generator, folder.names)]
+            other = folder.header[pick(generator, folder.names)]
             kind, shape = other["dtype"], other["shape"]
     size = math.prod(shape) * _TYPES.get(kind, 1)
     folder.put(name, kind, shape, generator.bytes(size) if generator.random() < 0.5 else bytes(size))
 
 
-def _add_tensor(folder: Folder, generator: np.random.Generator) -> None:
+def _add_tensor(folder: Folder, generator: Generator) -> None:
     """A module has a tensor more, as others have it or of anything."""
     if not _is_whole(folder):
         return
     ends = sorted({name.rpartition(".")[2] for name in folder.names})
     ends += ["g_idx", "weight_zero_point", "weight_g_idx", "bias", "input_scale", "qzeros", "weight_scale_inv", "x"]
-    other = _pick(generator, folder.names)
-    name = f"{_pick(generator, folder.names).rpartition('.')[0]}.{_pick(generator, ends)}"
+    other = pick(generator, folder.names)
+    name = f"{pick(generator, folder.names).rpartition('.')[0]}.{pick(generator, ends)}"
     folder.put(name, folder.header[other]["dtype"], folder.header[other]["shape"], folder.tensor(other))
 
 
-def _remove_tensor(folder: Folder, generator: np.random.Generator) -> None:
+def _remove_tensor(folder: Folder, generator: Generator) -> None:
     if _is_whole(folder):
-        folder.remove(_pick(generator, folder.names))
+        folder.remove(pick(generator, folder.names))
 
 
-def _change_numbers(folder: Folder, generator: np.random.Generator) -> None:
+def _change_numbers(folder: Folder, generator: Generator) -> None:
     """Numbers of a tensor become others, of which some are neither numbers nor groups that there are."""
     if not _is_whole(folder):
         return
-    name = _pick(generator, folder.names)
+    name = pick(generator, folder.names)
     size = len(folder.tensor(name))
-    content = _pick(generator, [generator.bytes(size), b"\xff" * size, b"\x7f" * size, bytes(size)])
+    content = pick(generator, [generator.bytes(size), b"\xff" * size, b"\x7f" * size, bytes(size)])
     folder.put(name, folder.header[name]["dtype"], folder.header[name]["shape"], content)
 
 
-_CHANGES: list[Callable[[Folder, np.random.Generator], None]] = [
+_CHANGES: list[Callable[[Folder, Generator], None]] = [
     _change_settings, _change_settings, _change_config, _change_entry, _change_tensor, _change_tensor, _add_tensor,
     _remove_tensor, _change_numbers,
 ]  # fmt: skip
@@ -207,14 +191,14 @@ def _is_whole(folder: Folder) -> bool:
     return true and len(lists) == len(places) > 0 and all(isinstance(entry.get("shape"), list) for entry in entries)
 
 
-def _with_damaged_bytes(content: bytes, generator: np.random.Generator) -> bytes:
+def _with_damaged_bytes(content: bytes, generator: Generator) -> bytes:
     data = bytearray(content)
     header = 8 + min(struct.unpack_from("<Q", content)[0], len(content) - 16)
     place = int(generator.integers(0, header))
     lengths = [0, 1, 2**31, 2**40, 2**63, 2**64 - 1, header, header - 9]
     match int(generator.integers(6)):
         case 0:
-            struct.pack_into("<Q", data, 0, _pick(generator, lengths))
+            struct.pack_into("<Q", data, 0, pick(generator, lengths))
         case 1:
             data[place] = int(generator.integers(256))
         case 2:
@@ -228,19 +212,19 @@ def _with_damaged_bytes(content: bytes, generator: np.random.Generator) -> bytes
     return bytes(data)
 
 
-def _split(files: dict[str, bytes], folder: Folder, generator: np.random.Generator) -> None:
+def split_weights(files: dict[str, bytes], folder: Folder, generator: Generator) -> None:
     """Gives the weights another name, which an index tells, or something else."""
     parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     files[parts[0]] = files.pop(WEIGHTS)
     if generator.random() < 0.5:
-        files[parts[1]] = _pick(generator, [files[parts[0]], files[parts[0]][:50], b"", b"\2" + bytes(7) + b"{}"])
-    index: Any = {"metadata": {}, "weight_map": {name: _pick(generator, parts) for name in folder.names}}
+        files[parts[1]] = pick(generator, [files[parts[0]], files[parts[0]][:50], b"", b"\2" + bytes(7) + b"{}"])
+    index: Any = {"metadata": {}, "weight_map": {name: pick(generator, parts) for name in folder.names}}
     match int(generator.integers(4)):
         case 0:
             others = ["../x.safetensors", "/dev/zero", "/dev/null", ".", "config.json"]
-            index["weight_map"]["x"] = _pick(generator, [*_ODD, *others])
+            index["weight_map"]["x"] = pick(generator, [*ODD, *others])
         case 1:
-            index["weight_map"] = _pick(generator, _ODD)
+            index["weight_map"] = pick(generator, ODD)
         case 2:
-            index = _pick(generator, _ODD)
-    files[WEIGHTS_INDEX] = _json(index)
+            index = pick(generator, ODD)
+    files[WEIGHTS_INDEX] = to_bytes(index)
