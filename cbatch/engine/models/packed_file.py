@@ -261,7 +261,7 @@ def _read_record(name: str, folder: int) -> dict[str, Any]:
     try:
         with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)) as opened:
             record = json.loads(opened.read(_HEADER_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

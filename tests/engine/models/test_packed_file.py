@@ -31,7 +31,7 @@ from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.loader import DEMO_MODEL
 from cbatch.engine.models.packed_file import Arrays, ArrayShape, PackedFile
 from cbatch.engine.models.packing import PACKING
-from cbatch.engine.models.weight_cache import WeightCache
+from cbatch.engine.models.weight_cache import RECORD, WeightCache
 from cbatch.engine.runtime.memory import device_memory
 from tests.support.tiny_models import draw_weights, make_network
 
@@ -247,7 +247,13 @@ def replace_by_folder(file: Path) -> None:
     file.symlink_to("/")
 
 
-@pytest.mark.parametrize("damage", [cut, change_header, open_to_others, replace_by_link, replace_by_folder])
+def nest_the_record(file: Path) -> None:
+    file.with_name(file.name + RECORD).write_text("[" * 5000)
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, change_header, open_to_others, replace_by_link, replace_by_folder, nest_the_record]
+)
 def test_a_file_that_is_not_ours_is_replaced(damage: Callable[[Path], None], tmp_path: Path) -> None:
     """Guards against weights that are torn, or that somebody else could write."""
     packed_file_in(tmp_path, {}).arrays(SHAPES, fill)

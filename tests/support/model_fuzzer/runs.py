@@ -67,6 +67,7 @@ class LimitedRuns:
             env=environment,
         )
         self._answers = bytearray()
+        self._whole_outputs: dict[str, bytes] = {}
         self._pid = 0
 
     def warm_up(self, areas: tuple[str, ...] = AREAS) -> None:
@@ -89,6 +90,7 @@ class LimitedRuns:
         outcome = _outcome(answer)
         outcome.seconds = 0.0  # kernels may have to be compiled
         assert not violations(outcome, rows) and outcome.code in (0, 1), outcome
+        self._whole_outputs[area] = outcome.output
 
     def judge(self, area: str, seed: int, number: int) -> Judged:
         """Damages a model and runs the command with it."""
@@ -100,7 +102,10 @@ class LimitedRuns:
             outcome = self._run(order)
         finally:
             shutil.rmtree(folder)
-        return Judged(area, seed, number, damaged, outcome, violations(outcome, rows))
+        found = violations(outcome, rows)
+        if area == "packed weights" and outcome.output != self._whole_outputs[area]:
+            found.append("its rows are not those of the whole model")
+        return Judged(area, seed, number, damaged, outcome, found)
 
     def _order(self, folder: Path, base: str, area: str) -> tuple[dict[str, Any], int]:
         """How the command is called, and how many rows it gets."""
