@@ -25,7 +25,8 @@ Generator = np.random.Generator
 
 
 def pick(generator: Generator, values: Any) -> Any:
-    return values[int(generator.integers(len(values)))]
+    """A copy of one of the values: what changes it must not change what the next model gets."""
+    return deepcopy(values[int(generator.integers(len(values)))])
 
 
 def brief(value: Any) -> str:
