@@ -31,6 +31,7 @@ from cbatch.engine.models.programs.stored import StoredWeights
 from cbatch.engine.runtime.batch import Logits, RaggedBatch
 from cbatch.engine.runtime.device import gpu_name, has_bfloat16
 from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
+from cbatch.engine.runtime.memory import check_room
 from cbatch.engine.runtime.transfer import to_device
 
 
@@ -83,6 +84,8 @@ class CudaModel:
         tensors = resolved(program, tensors)
         self.num_parameters = check_weights(program, tensors)
         self.stored = ""
+        least_bits = 2 if isinstance(tensors, StoredWeights) else 4 if quantize is not None else 8 * dtype.itemsize
+        check_room("The weights", self.num_parameters * least_bits // 8, device)
         if isinstance(tensors, StoredWeights):
             self.stored, quantize = tensors.description, quantize or Quantization(STORED)
         asks = quantize is not None and quantize.activations == "fp8"

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cbatch.engine.base.config_checks.kinds import Flag, Kind, Number, Patterns, Text, Whole, check_settings
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.base.hub import looks_like_path, reachable_source
 from cbatch.engine.base.model_files import check_files, check_source, model_folder, read_json_object
@@ -37,6 +38,17 @@ _WITHOUT_EFFECT = frozenset(
     "runtime_config target_modules task_type".split()
 )
 """Keys that say how an adapter was trained, or what its tensors say themselves."""
+
+_KINDS: dict[str, Kind] = {
+    "peft_type": Text(),
+    "bias": Text(),
+    "r": Whole(1, 2**16),
+    "lora_alpha": Number(-(2**16), 2**16),
+    "use_rslora": Flag(),
+    "rank_pattern": Patterns(Whole(1, 2**16)),
+    "alpha_pattern": Patterns(Number(-(2**16), 2**16)),
+}
+"""What settings that are read may be."""
 
 _REASONS = {
     "use_dora": "it is a DoRA adapter, which also scales the model's own weights",
@@ -116,6 +128,7 @@ def _read(name: str, place: str) -> Adapter:
         folder = _folder(place)
         check_files(folder)
         config = read_json_object(folder / CONFIG)
+        check_settings(config, _KINDS, folder / CONFIG)
         _check_settings(config)
         return Adapter(name, _modules(config, load_file(folder / WEIGHTS)))
     except ModelError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ from cbatch.engine.base.model_files import InvalidFile
 
 _MOST_SHOWN, _LONGEST = 60, 2**14
 """Characters of a value that a sentence repeats, and numbers of a list that layers have one each of."""
+
+
+_PATTERN = re.compile(r"[^*+?{}]{0,256}(?:[^*+?{})][*+?][^*+?{}]{0,256}){0,2}")
+"""Repeats two characters or sets, and no groups: others take time without end on a name of a hundred characters."""
 
 
 class Kind(Protocol):
@@ -103,6 +108,21 @@ class Object:
 
     def __str__(self) -> str:
         return "an object"
+
+
+@dataclass(frozen=True, slots=True)
+class Patterns:
+    """An object with a value for each pattern of names, which are regular expressions with few repetitions."""
+
+    value: Kind
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            _PATTERN.fullmatch(name) and self.value.accepts(one) for name, one in value.items()
+        )
+
+    def __str__(self) -> str:
+        return f"an object that has {self.value} for each pattern, which repeats two characters at most"
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,22 @@ def test_settings_that_ask_for_more(tmp_path: Path, settings: dict[str, Any], re
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"r": 10**30}, {"r": "4"}, {"lora_alpha": "x"}, {"lora_alpha": float("nan")}, {"use_rslora": "x"},
+        {"rank_pattern": 5}, {"rank_pattern": {"q_proj": -1}}, {"rank_pattern": {"(a+)+$": 4}},
+        {"alpha_pattern": {".*.*.*.*.*b": 4}}, {"alpha_pattern": {"(": 4}}, {"alpha_pattern": {"q": "x"}}, {"bias": 5},
+        {"peft_type": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_cannot_be(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Guards against errors of other kinds, and patterns that never end, from an adapter that means harm."""
+    with pytest.raises(ModelError, match=r"^The LoRA adapter sql cannot be used: [^\n]*\.$"):
+        read(save_adapter(tmp_path, tensors(), **settings))
+
+
+@pytest.mark.parametrize(
     ("name", "tensor", "reason"),
     [
         (f"{Q}.lora_magnitude_vector", torch.ones(8), "it has more than matrices of linears"),
@@ -159,5 +175,5 @@ def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
         read(tmp_path / "nowhere")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": "many"}))
     weights.write_bytes(data)
-    with pytest.raises(ModelError, match="has ranks 4 and 4"):
+    with pytest.raises(ModelError, match=r"r must be a whole number from 1 to 65536, not 'many'"):
         read(folder)
