@@ -18,13 +18,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize(("kind", "count"), [("rows", 90), ("table", 30), ("tokens", 25), ("tries", 5)])
+@pytest.mark.parametrize(("kind", "count"), [("rows", 90), ("table", 30), ("tokens", 20), ("cache", 5), ("tries", 5)])
 def test_damaged_outputs_become_whole(engine: Engine, tmp_path: Path, kind: str, count: int) -> None:
-    """Guards every byte of a finished row, of a journal of rows, and of tokens, against flips, cuts and doublings."""
+    """Guards every byte of rows, journals, tokens and cached answers against flips, cuts, doublings and insertions."""
     counts = DamageTest(engine, tmp_path, kind).damage_many(count)
     assert not counts.differing and not counts.not_ours, counts
     assert counts.kinds.total() == count and counts.computed > count / 2
-    assert counts.resumed == count if kind == "tokens" else counts.refused > count / 2
+    if kind != "cache":  # of which few bytes matter
+        assert counts.resumed == count if kind == "tokens" else counts.refused > count / 2
 
 
 def test_the_damage_is_such_that_checks_are_needed(
