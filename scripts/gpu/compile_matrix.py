@@ -24,9 +24,10 @@ CHIPS = {75: "T4", 80: "A100", 86: "RTX 3090", 89: "RTX 4090", 90: "H100", 100: 
 HEAD_SIZES, GROUPS = (64, 80, 96, 128, 256, 512), (1, 2, 4, 8)
 VOCABULARY, HIDDEN, INNER, KV_HEADS = 151936, 4096, 12288, 8
 BLOCK_SIZE = 16
+SHAPES, ROUTED = ((4096, 4096), (1000, 2880)), (3, 400, 2000)
+"""Columns and depths of quantized matrices, and numbers of tokens that go to experts."""
 
-
-PARTS = ("attention", "forms", "rest", "families", "recurrence", "quantized", "deterministic")
+PARTS = ("attention", "forms", "rest", "families", "recurrence", "quantized", "quantized_rest", "deterministic")
 KV_DTYPES = ("auto", "fp8")
 SPILLS = {
     ("_prefill_kernel", 100, 256): 8, ("_gated_delta_tile_kernel", 120, 0): 48,
@@ -44,7 +45,7 @@ class Case(NamedTuple):
 
     part:       "attention", which depends on heads; "forms", all that attention can be asked for; "families", what
                 only some models need; "recurrence", recurrent layers; "quantized", weights of 8 and 4 bits;
-                "deterministic", what `--deterministic` takes instead; or "rest"
+                "quantized_rest", these in other sizes; "deterministic", what `--deterministic` takes instead; or "rest"
     head_size:  0 unless the part is attention, as is
     group:      the number of query heads that share a KV head
     kv_dtype:   type of the KV cache, as `--kv-dtype` has it
@@ -84,7 +85,7 @@ def all_cases(options: argparse.Namespace) -> list[Case]:
     from cbatch.engine.attention.triton import LARGEST_HEAD_BELOW_80
 
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
-    parts = "rest", "families", "recurrence", "quantized", "deterministic", "forms"
+    parts = "rest", "families", "recurrence", "quantized", "quantized_rest", "deterministic", "forms"
     cases = [Case(chip, dtype, part) for chip, dtype in dtypes.items() for part in parts]
     cases += [
         Case(chip, dtype, "attention", head, group, kv_dtype)
@@ -111,6 +112,7 @@ def compile_case(case: Case) -> list[Kernel]:
         "families": launch_families,
         "recurrence": launch_recurrence,
         "quantized": launch_quantized,
+        "quantized_rest": launch_quantized_rest,
         "deterministic": launch_deterministic,
     }
     with stub_driver(case.capability, compiles=True) as stub, torch.inference_mode():
@@ -310,31 +312,55 @@ def launch_recurrence(case: Case, dtype: Any) -> None:
 
 
 def launch_quantized(case: Case, dtype: Any) -> None:
-    """Products of every format with few rows, some and many, for depths that parts divide and others; embeddings; rows
-    that are rounded to FP8."""
+    """Products of every format for a depth that parts divide, or another, in turn; rows that are rounded to FP8."""
+    import torch
+
+    from cbatch.engine.kernels.quantized_matrix import KINDS
+    from cbatch.engine.kernels.triton.products.float8 import round_rows
+
+    for depth in (4096, 14336):
+        round_rows(torch.empty(3, depth, dtype=dtype))
+    for number, kind in enumerate(KINDS):
+        multiply(case, dtype, kind, *SHAPES[number % 2])
+        multiply_experts(case, dtype, kind, ROUTED[number % 3])
+
+
+def launch_quantized_rest(case: Case, dtype: Any) -> None:
+    """The depths and numbers of tokens that `launch_quantized` leaves out."""
+    from cbatch.engine.kernels.quantized_matrix import KINDS
+
+    for number, kind in enumerate(KINDS):
+        multiply(case, dtype, kind, *SHAPES[(number + 1) % 2])
+        for further in (1, 2):
+            multiply_experts(case, dtype, kind, ROUTED[(number + further) % 3])
+
+
+def multiply(case: Case, dtype: Any, kind: str, columns: int, depth: int) -> None:
+    """Products with few rows, some and many, and an embedding."""
+    import torch
+
+    from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
+
+    ops, matrix = layer_ops(case), QuantizedMatrix.empty(kind, columns, depth, torch.device("cpu"))
+    for rows in (3, 40, 300):
+        source, out = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
+        ops.quantized_linear(source, matrix, None, out)
+    ops.quantized_linear(source[:3], matrix, out[0], out[:3])
+    ops.logits(source[:3], matrix)
+    ops.look_up(matrix, torch.zeros(3, dtype=torch.int64), torch.empty(3, depth))
+
+
+def multiply_experts(case: Case, dtype: Any, kind: str, tokens: int) -> None:
     import torch
 
     from cbatch.engine.kernels.layer_ops import ExpertWeights, Router
-    from cbatch.engine.kernels.quantized_matrix import KINDS, QuantizedMatrix
-    from cbatch.engine.kernels.triton.products.float8 import round_rows
+    from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
 
-    ops, cpu = layer_ops(case), torch.device("cpu")
-    for depth in (4096, 14336):
-        round_rows(torch.empty(3, depth, dtype=dtype))
-    for kind in KINDS:
-        for columns, depth in ((4096, 4096), (1000, 2880)):
-            matrix = QuantizedMatrix.empty(kind, columns, depth, cpu)
-            for rows in (3, 40, 300):
-                source, out = torch.empty(rows, depth, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
-                ops.quantized_linear(source, matrix, None, out)
-            ops.quantized_linear(source[:3], matrix, out[0], out[:3])
-            ops.logits(source[:3], matrix)
-            ops.look_up(matrix, torch.zeros(3, dtype=torch.int64), torch.empty(3, depth))
-        matrices = ExpertWeights(QuantizedMatrix.empty(kind, 1440, 720, cpu, 32), torch.empty(32, 1440, dtype=dtype))
-        for tokens in (3, 400, 2000):
-            routing = ops.route(torch.empty(tokens, 32), Router(4, "softmax"))
-            source, out = torch.empty(tokens, 720, dtype=dtype), torch.empty(tokens * 4, 1440, dtype=dtype)
-            ops.expert_linear(source, routing, matrices, out, gathers=True, weighs=False)
+    ops, matrix = layer_ops(case), QuantizedMatrix.empty(kind, 1440, 720, torch.device("cpu"), 32)
+    weights = ExpertWeights(matrix, torch.empty(32, 1440, dtype=dtype))
+    routing = ops.route(torch.empty(tokens, 32), Router(4, "softmax"))
+    source, out = torch.empty(tokens, 720, dtype=dtype), torch.empty(tokens * 4, 1440, dtype=dtype)
+    ops.expert_linear(source, routing, weights, out, gathers=True, weighs=False)
 
 
 def launch_deterministic(case: Case, dtype: Any) -> None:

@@ -101,7 +101,7 @@ def test_programs_end_quietly(model_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", START, str(model_folder), json.dumps(sources), str(tmp_path)]
     programs = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
     try:
-        codes = json.loads(programs.communicate(timeout=50)[0])
+        codes = json.loads(programs.communicate(timeout=150)[0])
     finally:
         with suppress(ProcessLookupError):
             os.killpg(programs.pid, signal.SIGKILL)

@@ -479,7 +479,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_any_order_of_streams_and_calls(engine: Engine, examples: int) -> None:
     """Guards each result against whatever else is asked for meanwhile, and in which order it is read."""
     before = alive(*PER_REQUEST)

@@ -58,6 +58,7 @@ SIZES: list[tuple[str, Any]] = [
     (r"first_k_dense_replace|num_dense_layers", 1),
     (r"depth|moe_latent_size", 1),
     (r"mamba_(n|num)_heads", 8),
+    (r"linear_num_heads", 4),
     (r"mamba_d_ssm", 128),
     (r"zero_expert_num", 2),
     (r"(shape|pronunciation)_embed_dim|encoder_hash_byte_group_vocab", 32),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion
 
 from cbatch.cli.main import run_command
 from tests.support.model_folder import TEMPLATE, save_model
@@ -20,6 +19,13 @@ CALLS = (
     + THINKS
 )
 OPENED = CALLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+def read_completion(body: dict[str, Any]) -> Any:
+    """As the `openai` package reads it."""
+    from openai.types.chat import ChatCompletion  # takes a second, which not every worker needs to spend
+
+    return ChatCompletion.model_validate(body)
 
 
 def run(folder: Path, rows: list[dict[str, Any]], template: str = THINKS, *options: str) -> list[dict[str, Any]]:
@@ -96,7 +102,7 @@ def test_reasoning_has_a_field_of_its_own(tmp_path: Path) -> None:
     assert "reasoning" not in done[2] and done[2]["text"] == "4"
     assert done[3]["text"].startswith("<think>") and "reasoning" not in done[3]
     body = done[4]["response"]["body"]
-    ChatCompletion.model_validate(body)
+    read_completion(body)
     assert body["choices"][0]["message"]["reasoning"] == "hm" and body["choices"][0]["message"]["content"].isdigit()
 
 
@@ -126,7 +132,7 @@ def test_tool_calls_come_back(tmp_path: Path) -> None:
     (found,) = done[0]["tool_calls"]
     assert found["type"] == "function" and found["function"]["name"] == "add" and len(found["id"]) == 9
     assert json.loads(found["function"]["arguments"]).keys() == {"a"}
-    message = ChatCompletion.model_validate(done[1]["response"]["body"]).choices[0].message
+    message = read_completion(done[1]["response"]["body"]).choices[0].message
     assert message.content is None and message.tool_calls is not None and message.tool_calls[0].type == "function"
     assert done[2]["text"].startswith("<tool_call>") and done[2]["finish_reason"] == "stop"
     assert done[3]["text"] == "fine" and done[3]["finish_reason"] == "stop"
@@ -179,7 +185,7 @@ def test_tools_are_run(tmp_path: Path) -> None:
     once = done[2]["usage"]
     assert done[2]["finish_reason"] == "tool_calls" and "tool_messages" not in done[2]
     assert done[0]["usage"]["completion_tokens"] == 3 * once["completion_tokens"]
-    body = ChatCompletion.model_validate(done[1]["response"]["body"])
+    body = read_completion(done[1]["response"]["body"])
     assert body.choices[0].message.content == call and len(done[1]["tool_messages"]) == 4
     assert done[3]["text"] == "fine" and "tool_messages" not in done[3] and done[4]["text"]
     assert [choice["finish_reason"] for choice in done[5]["choices"]] == ["tool_calls"] * 2

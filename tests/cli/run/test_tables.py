@@ -9,7 +9,6 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,9 @@ import pytest
 
 from cbatch.cli.main import run_command
 from cbatch.engine.batch.tables import compression
-from tests.support.fork_server import ForkServer, KillPoint, fork_server
+from tests.support.fork_server import ForkServer, KillPoint
 
 TEXTS = ["täxt", 'a "quote"', "two\nlines", "", "comma, x", "🎉"]
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkServer]:
-    with fork_server() as server:
-        yield server
 
 
 def write_csv(path: Path, rows: int) -> Path:

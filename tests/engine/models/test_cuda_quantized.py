@@ -136,7 +136,7 @@ def test_gguf_equals_generate(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "model.gguf"
     network = write_model(path, gguf_model(kind), mixed)
     engine = engine_around(monkeypatch, load_file(path), max_batch_tokens=24, block_size=16)
-    outputs = generate(engine, PROMPTS[:3], SamplingParams(max_tokens=8, ignore_eos=True))
+    outputs = generate(engine, PROMPTS[:3], SamplingParams(max_tokens=4, ignore_eos=True))
     assert all(
         is_greedy_output(network, prompt, list(out.token_ids)) for prompt, out in zip(PROMPTS, outputs, strict=False)
     )
@@ -165,14 +165,17 @@ FOLDERS: dict[str, tuple[dict[str, Any], Encoder, set[str], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folders(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards checkpoints of every kind: what a GPU gets is what the files have, or what they are rounded to."""
+    """Guards checkpoints of every kind: what a GPU gets is what the files have, or what they are rounded to.
+
+    Kernels run those formats of which there are no GGUF files (see above); torch multiplies with the others.
+    """
     settings, encode, expected_kinds, kind = FOLDERS[name]
     network = write_folder(tmp_path / "model", tiny_model(kind), settings, encode)
     model = load_folder(tmp_path / "model")
     assert kinds_of(model) == expected_kinds and "bits a weight" in model.stored
     assert ("are rounded to int8" in caplog.text) == ("order" in name)
-    error = error_of(logits_of(model), expected_of(network))
-    assert error < (0.2 if "order" in name else 2e-4)
+    found = logits_of(model) if name in ("fp8", "mxfp4") else logits_by_torch(model)
+    assert error_of(found, expected_of(network)) < (0.2 if "order" in name else 2e-4)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

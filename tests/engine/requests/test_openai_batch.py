@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai._models import construct_type
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
 
 from cbatch.cli.main import run_command
 from cbatch.engine import Engine, EngineConfig, LineProcessor, RequestDefaults, RequestError, SamplingParams
@@ -118,6 +115,9 @@ def test_what_is_not_the_fault_of_a_request_has_another_status() -> None:
 
 def test_bodies_are_what_the_openai_package_reads(results: list[dict[str, Any]]) -> None:
     """Guards every field of a body against the package's own types, strictly."""
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
     bodies = [row["response"]["body"] for row in results if not row["error"]]
     for body in bodies:
         kind = ChatCompletion if body["object"] == "chat.completion" else Completion
@@ -137,6 +137,9 @@ def test_bodies_are_what_the_openai_package_reads(results: list[dict[str, Any]])
 
 def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
     """Guards n, both forms of logprobs, and the scoring of a prompt by echo with max_tokens 0."""
+    from openai._models import construct_type
+    from openai.types import Completion
+
     chatted, told, scored = (row["response"]["body"] for row in results[-3:])
     assert [choice["index"] for choice in chatted["choices"]] == [0, 1] and chatted["usage"]["completion_tokens"] == 6
     for choice in chatted["choices"]:

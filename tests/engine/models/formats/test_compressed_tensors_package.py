@@ -28,18 +28,13 @@ from tests.support.model_checks import PROMPTS
 from tests.support.quantized_folders import tiny_model
 from tests.support.tiny_models import generate_alone
 
-pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-
-from compressed_tensors.compressors import BaseCompressor, ModelCompressor
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationConfig,
-    QuantizationScheme,
-    apply_quantization_config,
-)
-from compressed_tensors.quantization.utils import calculate_qparams
-
 pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture(autouse=True)
+def package() -> None:
+    """Imported here and not above: the package takes seconds, and every worker imports all modules of tests."""
+    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
 
 
 class Case(NamedTuple):
@@ -74,8 +69,16 @@ CASES = {
 }  # fmt: skip
 
 
-def write_folder(folder: Path, case: Case) -> QuantizationScheme:
-    """Writes a tiny model as tools over the package do, whose own part is to find the scales."""
+def write_folder(folder: Path, case: Case) -> Any:
+    """Writes a tiny model as tools over the package do, whose own part is to find the scales. Returns its scheme."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
     saved = tiny_model()
     network = network_of(folder.with_name("plain"), saved.config, saved.tensors).bfloat16()
     inputs = QuantizationArgs(**case.activations) if case.activations is not None else None
@@ -94,8 +97,10 @@ def write_folder(folder: Path, case: Case) -> QuantizationScheme:
     return scheme
 
 
-def _scales(weight: Tensor, arguments: QuantizationArgs) -> tuple[Tensor, Tensor]:
+def _scales(weight: Tensor, arguments: Any) -> tuple[Tensor, Tensor]:
     """Scales and zero points of a matrix, from the smallest and largest of the numbers that share one."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     rows, depth = weight.shape
     high, wide = {
         "tensor": (rows, depth), "channel": (1, depth), "group": (1, arguments.group_size),
@@ -106,8 +111,10 @@ def _scales(weight: Tensor, arguments: QuantizationArgs) -> tuple[Tensor, Tensor
     return scales, zeros
 
 
-def unpacked(folder: Path, scheme: QuantizationScheme) -> dict[str, Tensor]:
+def unpacked(folder: Path, scheme: Any) -> dict[str, Tensor]:
     """The numbers of a folder in float32, as the package unpacks them."""
+    from compressed_tensors.compressors import BaseCompressor
+
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     compressor = BaseCompressor.get_value_from_registry(config["format"])
     tensors = load_file(folder / "model.safetensors")
