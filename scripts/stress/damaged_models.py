@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.support.model_fuzzer.kinds import AREAS
 from tests.support.model_fuzzer.runs import Judged, LimitedRuns, limited_runs
 
-TEMPLATE_SECONDS = 2.0
+CHILD_SECONDS = 2.0
 
 
 @dataclass
@@ -81,11 +81,16 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first model (%(default)s)")
     parser.add_argument("--number", type=int, action="append", help="only the model of this number")
     parser.add_argument("--findings", type=Path, help="a file to which violations are added as lines of JSON")
-    parser.add_argument("--template-seconds", type=float, default=TEMPLATE_SECONDS, help="%(default)s")
+    parser.add_argument(
+        "--child-seconds",
+        type=float,
+        default=CHILD_SECONDS,
+        help="that processes for chat templates and tokenizers may take (%(default)s)",
+    )
     arguments = parser.parse_args()
     areas = tuple(arguments.kind or AREAS)
     violations = 0
-    with tempfile.TemporaryDirectory() as folder, limited_runs(Path(folder), areas, arguments.template_seconds) as runs:
+    with tempfile.TemporaryDirectory() as folder, limited_runs(Path(folder), areas, arguments.child_seconds) as runs:
         for area in areas:
             summary = Summary()
             for judged in judged_models(runs, arguments, area):

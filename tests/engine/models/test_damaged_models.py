@@ -1,6 +1,6 @@
 """Models with random damage of every kind: one sentence, or an outcome for every row; see `tests.support.model_fuzzer`.
 
-`python -m scripts.stress.damaged_models` runs more of them, with the real limits for chat templates.
+`python -m scripts.stress.damaged_models` runs more of them, with other limits for chat templates.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_damaged_models(counts: dict[str, int], tmp_path: Path) -> None:
     """Guards what nobody thought of: a hang, a traceback, a panic, a control character, or a gibibyte of memory."""
     areas = tuple(area for area in counts if area not in _NOT_YET)
     codes, found = [], []
-    with limited_runs(tmp_path, areas, template_seconds=0.2) as runs:
+    with limited_runs(tmp_path, areas, child_seconds=0.2) as runs:
         for area in areas:
             for number in range(counts[area]):
                 judged = runs.judge(area, SEED, number)

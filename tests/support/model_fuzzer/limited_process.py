@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,13 +33,13 @@ LEFT_THREADS = 99
 """Exit code of a process that cannot be used again."""
 
 
-def main(template_seconds: float) -> None:
+def main(child_seconds: float) -> None:
     answers, own_errors = os.fdopen(os.dup(1), "w", buffering=1), os.fdopen(os.dup(2), "w")
     streams = [os.memfd_create(name) for name in ("output", "errors")]
     for number, stream in enumerate(streams, 1):
         os.dup2(stream, number)
     sys.excepthook = lambda kind, error, trace: traceback.print_exception(kind, error, trace, file=own_errors)
-    _prepare(template_seconds)
+    _prepare(child_seconds)
     while line := _read_line():
         order = json.loads(line)
         if order["do"] == "warm up":
@@ -47,7 +49,7 @@ def main(template_seconds: float) -> None:
         return
 
 
-def _prepare(template_seconds: float) -> None:
+def _prepare(child_seconds: float) -> None:
     preload()
     from cbatch.cli.main import hide_warnings
     from cbatch.engine.models import weight_cache
@@ -56,8 +58,10 @@ def _prepare(template_seconds: float) -> None:
     hide_warnings()
     weight_cache.LEAST_BYTES = 0
     sandbox, worker = template_sandbox.TemplateSandbox, template_renderer.TemplateWorker
-    template_sandbox.TemplateSandbox = partial(sandbox, timeout=template_seconds)  # type: ignore[misc,assignment]
-    template_renderer.TemplateWorker = partial(worker, cpu_seconds=template_seconds)  # type: ignore[misc,assignment]
+    template_sandbox.TemplateSandbox = partial(sandbox, timeout=child_seconds)  # type: ignore[misc,assignment]
+    with suppress(ModuleNotFoundError):
+        vars(import_module("cbatch.engine.text.backend.worker"))["CPU_SECONDS"] = child_seconds
+    template_renderer.TemplateWorker = partial(worker, cpu_seconds=child_seconds)  # type: ignore[misc,assignment]
 
 
 def _serve(answers: Any, streams: list[int]) -> None:

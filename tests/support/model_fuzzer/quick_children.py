@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-_PRELOADED = ("cbatch.engine.text.chat_template", "cbatch.engine.text.template_child")
+_PRELOADED = ("cbatch.engine.text.chat_template", "cbatch.engine.text.template_child", "tokenizers")
 
 _SUBREAPER = 36
 """Of `prctl`: the process becomes the parent of orphans among its descendants."""

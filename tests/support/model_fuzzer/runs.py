@@ -46,10 +46,10 @@ class LimitedRuns:
     """Runs the command for one damaged model after the other.
 
     folder:           for the models
-    template_seconds: that a chat template may take, in place of the usual limits
+    child_seconds: that processes for chat templates and tokenizers may take, in place of the usual limits
     """
 
-    def __init__(self, folder: Path, template_seconds: float) -> None:
+    def __init__(self, folder: Path, child_seconds: float) -> None:
         self.folder = folder
         self.whole = WholeModels(folder / "whole")
         self.whole.folder.mkdir()
@@ -60,7 +60,7 @@ class LimitedRuns:
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CBATCH_DEVICE": "cpu",
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.model_fuzzer.limited_process", str(template_seconds)],
+            [sys.executable, "-m", "tests.support.model_fuzzer.limited_process", str(child_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -166,8 +166,8 @@ def _outcome(answer: dict[str, Any]) -> Outcome:
 
 
 @contextmanager
-def limited_runs(folder: Path, areas: tuple[str, ...] = AREAS, template_seconds: float = 0.5) -> Iterator[LimitedRuns]:
-    runs = LimitedRuns(folder, template_seconds)
+def limited_runs(folder: Path, areas: tuple[str, ...] = AREAS, child_seconds: float = 0.5) -> Iterator[LimitedRuns]:
+    runs = LimitedRuns(folder, child_seconds)
     try:
         runs.warm_up(areas)
         yield runs
