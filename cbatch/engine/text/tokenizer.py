@@ -8,12 +8,11 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
 
-from tokenizers import Encoding
-
 from cbatch.engine.base.errors import RequestError
 from cbatch.engine.base.params import SamplingParams
 from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.engine.scheduler.limits import too_long_for
+from cbatch.engine.text.backend.base import Encoded
 from cbatch.engine.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
 from cbatch.engine.text.fast_loader import TextTokenizer
 from cbatch.engine.text.output_parser import OutputParser
@@ -166,7 +165,7 @@ class ChatTokenizer:
     def _end_of(self, token_ids: Sequence[int]) -> str:
         return self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
 
-    def _encode(self, text: str, context: int | None, *, add_special_tokens: bool = True) -> Encoding:
+    def _encode(self, text: str, context: int | None, *, add_special_tokens: bool = True) -> Encoded:
         """Encodes a text; first its beginning, if it is long for the context, since an encoding is large.
 
         What follows a text can change its last tokens, but not make a quarter of them disappear.
@@ -175,7 +174,7 @@ class ChatTokenizer:
             length = CHARACTERS_PER_TOKEN * context + SPARE_CHARACTERS
             while length < len(text):
                 beginning = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)
-                if len(beginning) > 1.25 * context + SPARE_TOKENS:
+                if len(beginning.ids) > 1.25 * context + SPARE_TOKENS:
                     raise too_long_for(context, f"more than {context}")
                 length *= 2
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
