@@ -9,6 +9,7 @@ import pytest
 
 from cbatch.engine import Engine
 from cbatch.engine.batch import journal
+from cbatch.engine.batch.row_check import fits_check
 from tests.support.damaged_outputs import DamageTest, make_engine
 
 
@@ -32,7 +33,6 @@ def test_the_damage_is_such_that_checks_are_needed(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the test above: if checks are ignored, it finds outputs that differ."""
-    fits = journal.fits_check
-    monkeypatch.setattr(journal, "fits_check", lambda line: fits(line) is not None or None)
+    monkeypatch.setattr(journal, "fits_check", lambda line: fits_check(line) is not None or None)
     counts = DamageTest(engine, tmp_path, "rows").damage_many(36)
     assert len(counts.differing) >= 2
