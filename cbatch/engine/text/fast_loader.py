@@ -17,8 +17,8 @@ from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
-from cbatch.engine.base.model_files import read_json_object
-from cbatch.engine.text.backend.base import Encoded, TokenizerBackend
+from cbatch.engine.base.model_files import InvalidFile, read_json_object
+from cbatch.engine.text.backend.base import Encoded, TokenizerBackend, printable
 from cbatch.engine.text.backend.local import LocalBackend, call
 from cbatch.engine.text.backend.patterns import QWEN2
 
@@ -45,6 +45,10 @@ IGNORED_KEYS = frozenset(
 """Keys of `tokenizer_config.json` that change neither tokens nor templates if there is a `tokenizer.json`."""
 
 KNOWN_KEYS = IGNORED_KEYS.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
+
+
+class InvalidTokenizer(InvalidFile):
+    """A `tokenizer.json` that the library cannot read."""
 
 
 class TextTokenizer:
@@ -89,7 +93,8 @@ class TransformersTokenizer(TextTokenizer):
 def from_folder(folder: Path) -> TextTokenizer | None:
     """The tokenizer that transformers would make of a model folder.
 
-    None if that is not certain, or if something is wrong with the files; then transformers reports it.
+    None if that is not certain, or if something is wrong with the settings; then transformers reports it.
+    Raises InvalidTokenizer if the library cannot read `tokenizer.json`.
     """
     try:
         config, settings = (read_json_object(folder / name) for name in ("config.json", "tokenizer_config.json"))
@@ -97,16 +102,25 @@ def from_folder(folder: Path) -> TextTokenizer | None:
             return None
         template = _chat_template(folder, settings.get("chat_template"))
         special_tokens = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend = _read(folder / "tokenizer.json")
         if not _is_read_verbatim(config.get("model_type"), settings, backend):
             return None
         if not _has_all_special_tokens(settings, special_tokens.values(), backend):
             return None
-    except Exception:  # tokenizers raises plain Exception, and the files may hold values of any type
+    except InvalidTokenizer:
+        raise
+    except Exception:  # the files may hold values of any type
         return None
     bos = special_tokens.get("bos_token")
     bos_id = None if bos is None else backend.token_to_id(bos)
     return TextTokenizer(LocalBackend(backend), bos_id, template, special_tokens)
+
+
+def _read(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise InvalidTokenizer(f"Cannot load the tokenizer of {path.parent}: {printable(str(error))}.") from error
 
 
 def _content(token: Any) -> str:

@@ -82,7 +82,7 @@ def _check_file(file: Any) -> None:
     _check_model(file["model"])
     _check_parts(*(file.get(name) for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor")))
     for token in file.get("added_tokens", ()):
-        _check(isinstance(token["content"], str) and token["content"] != "" and type(token["id"]) is int)
+        _check(isinstance(token["content"], str) and token["content"] != "" and 0 <= token["id"] < 2**32)
 
 
 def _check_parts(normalizer: Any, pre_tokenizer: Any, decoder: Any, post_processor: Any) -> None:

@@ -100,7 +100,7 @@ class WorkerBackend:
         """Calls a method of `TokenizerServer`. Raises TokenizerFailed if it cannot."""
         try:
             with self._lock:
-                if self._process is None:
+                if self._process is None or not self._process.is_running():
                     self._load()
                 return self._ask(method, *arguments)
         except _Failed as failed:
