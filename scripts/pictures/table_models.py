@@ -46,6 +46,26 @@ transformers; on a GPU it has not been measured. A model whose `config.json` say
 not know, or whose files hold other weights than it expects, is computed by transformers; `-v` and `cbatch info` say
 why.
 
+## What is checked before a model is loaded
+
+A folder that means harm, or is merely damaged, is refused in one sentence, with exit code 2, before anything is made of
+it:
+
+- **Files.** What is no regular file (a pipe, a device, a socket, also by a link) is not opened. Files of settings have
+  64 MiB and 100 levels of nesting at most, tokenizers 512 MiB. JSON that is wrong is named with its line and column.
+- **Settings.** Those that models share, in `config.json` and the parts of it, in `generation_config.json` and in the
+  `adapter_config.json` of [LoRA](lora.md), have a type and a range (`cbatch/engine/base/config_checks/`): 1024 layers,
+  2²⁰ columns, 2²⁴ tokens in the vocabulary, 2³¹ - 1 positions. null counts as absent, and unknown settings are left to
+  the family of the model.
+- **Weights.** On the fast path, the shapes of all tensors must be those that the settings ask for. For transformers,
+  what the settings ask for may be twice what the files hold, since tied weights are stored once. Anything larger would
+  be made at random.
+- **Memory.** Weights are counted before they are made. If they need more than is free on the device, or within the
+  limit of the container, the sentence has both figures. Packed weights that are mapped from a
+  [file](cpu.md) are not counted.
+
+## The table
+
 For this table, a tiny random model of each type is built. Every window, chunk and threshold in it is shorter than the
 prompts, and its weights are such that the first token of a prompt decides the output.
 

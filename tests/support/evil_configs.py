@@ -104,7 +104,7 @@ EVIL: dict[str, Change] = _changes(
         "head_dim": [-1, 10**9, 10**30, 0.5, "x", [1, 2]],
         "intermediate_size": [-1, 10**9, 10**30, "x", {}],
         "max_position_embeddings": [0, -1, 10**30, "long", [1], 0.5],
-        "sliding_window": [-1, 10**30, "x", [{}], 0.5],
+        "sliding_window": [-1, 10**9, 10**30, "x", [{}], 0.5],
         "num_experts": [-1, 10**9, "x"],
         "num_experts_per_tok": [-1, 10**9, "x"],
         "rope_theta": [0, -1.0, "x", _NAN, _INF, [], 10**400],

@@ -27,7 +27,7 @@ from cbatch.engine.base.config_checks.kinds import (
 from cbatch.engine.base.model_files import InvalidFile, read_json_object
 
 _LAYERS, _HEADS, _EXPERTS, _COLUMNS, _VOCABULARY = 2**10, 2**14, 2**15, 2**20, 2**24
-_TOKENS = 2**31 - 1
+_TOKENS, _WINDOW = 2**31 - 1, 2**24
 _TOKEN_IDS = Whole(-(2**31), 2**31 - 1, is_listed=True)
 _POSITIONS = Number(1, _TOKENS)
 """Some files have them as 4096.0."""
@@ -57,7 +57,7 @@ FIELDS: dict[str, Kind] = {
     ),
     **_named(_POSITIONS, "max_position_embeddings n_positions original_max_position_embeddings"),
     **_named(
-        Whole(0, _TOKENS, is_listed=True), "sliding_window sliding_window_size attention_chunk_size attention_window"
+        Whole(0, _WINDOW, is_listed=True), "sliding_window sliding_window_size attention_chunk_size attention_window"
     ),
     **_named(_BASE, "rope_theta rotary_emb_base rope_local_base_freq global_rope_theta local_rope_theta"),
     **_named(Number(0, 16), "partial_rotary_factor rotary_pct rope_pct"),

@@ -40,7 +40,7 @@ def check_weights_fit(
         raise ModelError(
             f"{folder / 'config.json'} asks for {layers} layers, and the files of {source} hold {len(stored)} tensors."
         )
-    numbers = _num_parameters(config)
+    numbers, buffer_bytes = _sizes(config)
     found, is_quantized = sum(one.num_elements for one in stored), hasattr(config, "quantization_config")
     if numbers > found * (_PACKED if is_quantized else _MOST_TIMES):
         raise ModelError(
@@ -49,20 +49,24 @@ def check_weights_fit(
         )
     if device is not None:
         needed = _num_bytes(stored) if is_quantized else numbers * dtype.itemsize
-        check_room(f"The weights of {source}", needed, device)
+        check_room(f"The weights of {source}", needed + buffer_bytes, device)
 
 
 def _num_bytes(tensors: list[StoredTensor]) -> int:
     return sum(tensor.num_bytes for tensor in tensors)
 
 
-def _num_parameters(config: Any) -> int:
-    """Of the network of a config, which is made without memory; 0 if it cannot be made so, and loading it says why."""
+def _sizes(config: Any) -> tuple[int, int]:
+    """Numbers of all parameters, and bytes of all buffers, of the network of a config, which is made without memory.
+
+    Both are 0 if it cannot be made so, and loading it says why.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
     except Exception:
-        return 0
-    return sum(parameter.numel() for parameter in parameters_once(network))
+        return 0, 0
+    numbers = sum(parameter.numel() for parameter in parameters_once(network))
+    return numbers, sum(buffer.numel() * buffer.element_size() for buffer in network.buffers())

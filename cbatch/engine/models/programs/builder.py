@@ -42,7 +42,7 @@ ACTIVATIONS = {
 """Names in config files, and what they are called here."""
 
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_COLUMNS, _MOST_TOKENS = 2**10, 2**12, 2**20, 2**24
-_MOST_EXPERTS_IN_ALL = 2**16
+_MOST_EXPERTS_IN_ALL = 2**15
 """Sizes that no model comes near: what a config.json says costs memory before its weights are compared with it."""
 
 
