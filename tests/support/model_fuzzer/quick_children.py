@@ -17,7 +17,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-_PRELOADED = ("cbatch.engine.text.chat_template", "cbatch.engine.text.template_child", "tokenizers")
+_PRELOADED = ("text.chat_template", "text.template_child", "text.tokenizer_child")
+"""Modules of the engine that commands run, of those that there are."""
 
 _SUBREAPER = 36
 """Of `prctl`: the process becomes the parent of orphans among its descendants."""
@@ -60,7 +61,8 @@ def _start_helper() -> socket.socket:
 
 def serve(orders: socket.socket) -> None:
     for name in _PRELOADED:
-        import_module(name)
+        with suppress(ModuleNotFoundError):
+            import_module(f"cbatch.engine.{name}")
     while True:
         command, streams, _, _ = socket.recv_fds(orders, 2**16, 3)
         if not command:
