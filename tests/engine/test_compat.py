@@ -142,6 +142,8 @@ def test_inner_functions_are_compiled_as_a_part_of_others() -> None:
     assert outer(3) == 15
     (overload,) = inner.overloads.values()
     assert overload.entry_point.__name__ == "append", "it was compiled by itself"
+    engine = overload.library._codegen._engine
+    assert not engine.is_symbol_defined(overload.fndesc.llvm_func_name), "its machine code is kept"
 
 
 COMPILES = """
