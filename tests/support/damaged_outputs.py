@@ -60,7 +60,7 @@ CALLING: list[Any] = [
 TRIES = ("--validate", "regex=(?s).*[aeiou].*|.*tool_call.*", "--tries", "2", "--max-tool-rounds", "1")
 
 LONG: list[Any] = [
-    *({"prompt": f"long {number}", "max_tokens": 30, "ignore_eos": True, "temperature": 1.0} for number in range(3)),
+    *({"prompt": f"long {number}", "max_tokens": 150, "ignore_eos": True, "temperature": 1.0} for number in range(3)),
     *({"prompt": f"short {number}", "max_tokens": 2} for number in range(9)),
     "{bad",
 ]
