@@ -16,7 +16,6 @@ from cbatch import __version__
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
 from cbatch.engine import CbatchError, EngineError, Interrupted, ReaderGone, RunFailed
-from cbatch.engine.base.errors import as_error
 
 COMMANDS = {
     "run": "cbatch.cli.run.command",

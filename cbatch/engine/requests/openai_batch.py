@@ -13,7 +13,7 @@ from cbatch.engine.requests.param_names import IGNORED, REFUSED, TEMPLATE_FIELDS
 from cbatch.engine.requests.row import PROMPT_FIELDS, ApiCall, InputRow
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SERVER_ERRORS = ("internal_error", "nan_logits", "cancelled", "invalid_answer")
+SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled", "invalid_answer")
 """Codes of errors that are not the request's fault."""
 
 REQUEST_FIELDS = ("custom_id", "method", "url", "body")

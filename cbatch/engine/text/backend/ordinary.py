@@ -27,8 +27,11 @@ _MAX_PARTS, _MAX_TEXT, _MAX_GROWTH = 32, 64, 64
 _MAX_WORD_CHARACTERS = 1000
 """Of a word that WordPiece cuts up, in quadratic time."""
 
-_RISKY = re.compile(rb'"(?:continuing_subword_prefix|precompiled_charsmap)"|(?<!\\)\\u00(?:[2-6]|7[0-9a-eA-E])')
-"""What may not stand in or behind a vocabulary: keys that can make loading panic, and letters that could hide one."""
+_RISKY_KEYS = (b"continuing_subword_prefix", b"precompiled_charsmap")
+"""What may not stand behind the vocabulary, because it can make loading panic."""
+
+_HIDDEN_LETTER = re.compile(rb"(?<!\\)\\u00(?:[2-6]|7[0-9a-eA-E])")
+"""A letter that is written as an escape, as in a key that is not to be found."""
 
 _Part = Mapping[str, Any]
 
@@ -41,7 +44,7 @@ def is_ordinary_file(path: Path) -> bool:
     """Whether loading a `tokenizer.json` can do no harm, and what it makes is probably ordinary."""
     try:
         data = path.read_bytes()
-        _check(data.count(b'"') <= MAX_QUOTES)
+        _check(len(data) < MAX_QUOTES * 4 or data.count(b'"') <= MAX_QUOTES)
         _check_file(_skeleton(data))
     except Exception:  # whatever a file has that is none
         return False
@@ -61,15 +64,21 @@ def is_ordinary(tokenizer: Tokenizer) -> bool:
 
 def _skeleton(data: bytes) -> Any:
     """The file without its vocabulary, if that is the end of it; else all of it, if it is small."""
-    head, key, rest = data.partition(b'"vocab"')
-    if len(head) <= MAX_PARSED_BYTES and not _RISKY.search(rest):
+    end = data.find(b'"vocab"')
+    if 0 <= end <= MAX_PARSED_BYTES and not _is_risky(data, end):
         try:
-            return json.loads(head + b'"vocab": {}}}')
+            return json.loads(data[:end] + b'"vocab": {}}}')
         except ValueError:
             pass
-    if not key or len(data) > MAX_PARSED_BYTES:
+    if len(data) > MAX_PARSED_BYTES:
         raise _Unknown
     return json.loads(data)
+
+
+def _is_risky(data: bytes, start: int) -> bool:
+    if any(data.find(key, start) >= 0 for key in _RISKY_KEYS):
+        return True
+    return data.find(rb"\u00", start) >= 0 and _HIDDEN_LETTER.search(data, start) is not None
 
 
 def _check(is_known: bool) -> None:
