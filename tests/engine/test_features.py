@@ -300,13 +300,18 @@ def test_steps_make_no_text_but_to_find_stop_strings(monkeypatch: pytest.MonkeyP
     """Guards the time of a step, which is everybody's: text is made by whoever reads the events."""
     engine = SteppingEngine(EngineConfig(device="cpu"), demo().loaded)
     detokenized: list[int] = []
-    push = IncrementalDetokenizer.push
+    push, push_all = IncrementalDetokenizer.push, IncrementalDetokenizer.push_all
 
     def counted(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
         detokenized.append(token_id)
         return push(self, token_id, may_stop=may_stop)
 
+    def counted_all(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
+        detokenized.extend(token_ids)
+        return push_all(self, token_ids)
+
     monkeypatch.setattr(IncrementalDetokenizer, "push", counted)
+    monkeypatch.setattr(IncrementalDetokenizer, "push_all", counted_all)
     prompt, params = engine.encode("Tell me a story."), SamplingParams(max_tokens=9, ignore_eos=True)
     engine.add(prompt, params)
     while engine.has_work:
@@ -322,17 +327,17 @@ def test_steps_make_no_text_but_to_find_stop_strings(monkeypatch: pytest.MonkeyP
 
 def test_an_output_whose_text_cannot_be_made_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the other outputs of a program, as they come and as a whole."""
-    engine, push = demo(), IncrementalDetokenizer.push
+    engine, push = demo(), IncrementalDetokenizer.push_all
     prompts, params = ["Tell me a story.", "What is 2 plus 3?"], SamplingParams(max_tokens=9, ignore_eos=True)
     broken, fine = engine.generate(prompts, params)
     victim = next(token for token in broken.token_ids if token not in fine.token_ids)
 
-    def failing(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
-        if token_id == victim:
+    def failing(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
+        if victim in token_ids:
             raise RuntimeError("no such byte")
-        return push(self, token_id, may_stop=may_stop)
+        return push(self, token_ids)
 
-    monkeypatch.setattr(IncrementalDetokenizer, "push", failing)
+    monkeypatch.setattr(IncrementalDetokenizer, "push_all", failing)
     failed, same = engine.generate(prompts, params)
     assert same.text == fine.text and failed.finish_reason == "error" and failed.error is not None
     assert failed.error.code == "internal_error" and "no such byte" in str(failed.error)

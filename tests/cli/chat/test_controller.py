@@ -81,16 +81,16 @@ def test_a_stopped_and_continued_reply_is_the_whole_reply(harness: ChatHarness, 
 
 def test_a_text_that_cannot_be_made_ends_its_reply_only(harness: ChatHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the chat's thread, on which text is made: the reply ends with its error, and its request with it."""
-    push, broken = IncrementalDetokenizer.push, list[IncrementalDetokenizer]()
+    push, broken = IncrementalDetokenizer.push_all, list[IncrementalDetokenizer]()
 
-    def failing(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
+    def failing(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
         if not broken:
             broken.append(self)
         if self is broken[0]:
             raise RuntimeError("no such byte")
-        return push(self, token_id, may_stop=may_stop)
+        return push(self, token_ids)
 
-    monkeypatch.setattr(IncrementalDetokenizer, "push", failing)
+    monkeypatch.setattr(IncrementalDetokenizer, "push_all", failing)
     controller = harness.make(params=LONG)
     controller.send(controller.current, "Tell me a story about a cat named Tom.")
     harness.settle(controller)

@@ -519,14 +519,14 @@ def test_a_text_that_cannot_be_made_is_its_row_s_error(run: Any, monkeypatch: py
     """Guards the other rows: texts are made on the writer's thread, and one that fails is one error row."""
     rows = [{"prompt": "a", "max_tokens": 6, "temperature": 1.0, "seed": n} for n in range(8)]
     _, expected = run(rows, "--token-ids")
-    push, victim = IncrementalDetokenizer.push, expected[0]["token_ids"][2]
+    push, victim = IncrementalDetokenizer.push_all, expected[0]["token_ids"][2]
 
-    def failing(self: IncrementalDetokenizer, token_id: int, *, may_stop: bool = True) -> str:
-        if token_id == victim:
+    def failing(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
+        if victim in token_ids:
             raise RuntimeError("no such byte")
-        return push(self, token_id, may_stop=may_stop)
+        return push(self, token_ids)
 
-    monkeypatch.setattr(IncrementalDetokenizer, "push", failing)
+    monkeypatch.setattr(IncrementalDetokenizer, "push_all", failing)
     code, found = run(rows, "--token-ids")
     assert code == 1 and {"error" in row for row in found} == {True, False}
     for row, wanted in zip(found, expected, strict=True):
