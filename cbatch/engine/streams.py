@@ -135,8 +135,11 @@ class Mailbox:
         while not self._received:
             self._ready.clear()
             is_over = group.is_over
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._ready.wait(), POLL_SECONDS)
+            timer = self._loop.call_later(POLL_SECONDS, self._ready.set)  # `wait_for` may swallow a cancellation
+            try:
+                await self._ready.wait()
+            finally:
+                timer.cancel()
             if is_over and not self._received:
                 raise group.error()
         return self._received.popleft()
