@@ -71,8 +71,10 @@ def run_command(arguments: list[str] | None = None) -> int:
     except CbatchError as error:
         notice(str(error))
         return EXIT_USAGE
-    except BaseException as raised:  # the disk, the device, out of memory, or a bug: a sentence, and never exit code 1
-        notice(f"{_reason(as_error(raised))}; finished rows are written.")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the disk, the device, memory, a bug or a panic: a sentence, and never exit code 1
+        notice(f"{_reason(error)}; finished rows are written.")
         return EXIT_FATAL
 
 
@@ -84,7 +86,7 @@ def _has_working_folder() -> bool:
         return False
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """What ended the command, without a full stop."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, MemoryError):

@@ -34,6 +34,9 @@ KEEP_SHARE = 0.9
 VACUUM_SHARE = 1.25
 """Pages that are free are given back if the file is larger than this share of what it may take."""
 
+DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What a damaged database raises: the message of an error may hold bytes of it that are no UTF-8."""
+
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
     key BLOB PRIMARY KEY, used INTEGER NOT NULL, checksum BLOB NOT NULL, data BLOB NOT NULL
@@ -82,7 +85,7 @@ class AnswerCache:
             self._database = self._open()
         except OSError as error:
             raise ConfigError(f"Cannot use {self._path} as a cache: {error.strerror}.") from error
-        except sqlite3.Error as error:
+        except DATABASE_ERRORS as error:
             raise ConfigError(f"Cannot use {self._path} as a cache: {error}. Remove it to start a new one.") from error
 
     @property
@@ -103,7 +106,7 @@ class AnswerCache:
                 if not isinstance(data, bytes) or checksum != _checksum(key, data):
                     self._remove(key)
                     return None
-            except sqlite3.Error as error:
+            except DATABASE_ERRORS as error:
                 self._give_up(error)
                 return None
             self._used.add(key)
@@ -124,7 +127,7 @@ class AnswerCache:
                     self._make_room()
                 if self._pages()[0] > self._max_bytes * VACUUM_SHARE:  # the size was set to less than it was
                     self._database.executescript("PRAGMA incremental_vacuum")  # which `execute` would do in part
-            except sqlite3.Error as error:
+            except DATABASE_ERRORS as error:
                 self._give_up(error)
 
     def remove(self, key: bytes) -> None:
@@ -133,7 +136,7 @@ class AnswerCache:
             if self._database is not None:
                 try:
                     self._remove(key)
-                except sqlite3.Error as error:
+                except DATABASE_ERRORS as error:
                     self._give_up(error)
 
     def close(self) -> None:
@@ -141,7 +144,7 @@ class AnswerCache:
         self.put({})
         with self._lock:
             if self._database is not None:
-                with suppress(sqlite3.Error):
+                with suppress(*DATABASE_ERRORS):
                     self._database.close()
             self._database = None
 
@@ -152,7 +155,7 @@ class AnswerCache:
             try:
                 _prepare(database)
                 return database
-            except sqlite3.Error as error:
+            except DATABASE_ERRORS as error:
                 database.close()
                 if not _is_busy(error) or time.monotonic() > deadline:
                     raise
@@ -190,12 +193,12 @@ class AnswerCache:
         assert self._database is not None
         self._database.execute("DELETE FROM answers WHERE key = ?", (key,))
 
-    def _give_up(self, error: sqlite3.Error) -> None:
+    def _give_up(self, error: Exception) -> None:
         if _is_busy(error):  # the next write may find it free
             return
         _log.warning("The cache %s is not used any more: %s.", self._path, error)
         assert self._database is not None
-        with suppress(sqlite3.Error):
+        with suppress(*DATABASE_ERRORS):
             self._database.close()
         self._database = None
 
@@ -214,7 +217,7 @@ def _prepare(database: sqlite3.Connection) -> None:
         database.executescript(_TABLES)
 
 
-def _is_busy(error: sqlite3.Error) -> bool:
+def _is_busy(error: Exception) -> bool:
     """Whether another process has locked the database."""
     return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
