@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=list(CASES), metavar="NAME", help="all by default")
     parser.add_argument("--form", choices=["jsonl", "json"], default="jsonl", help="of the input (%(default)s)")
     parser.add_argument("--limit", type=float, default=700, help="MiB beyond those of one short row (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=60, help="for each input (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=300, help="for each input (%(default)s)")
     parser.add_argument("--list", action="store_true", help="print the names of the inputs")
     arguments, options = parser.parse_known_args()
     if arguments.list:
