@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from cbatch.engine.base.config_checks.model_config import read_model_config
 from cbatch.engine.base.errors import ModelError
 from cbatch.engine.models.cpu import CpuModel
 from cbatch.engine.models.hf.weights_fit import check_weights_fit
+from cbatch.engine.models.loader import DEMO_MODEL
 from cbatch.engine.models.tensor_files import Tensors
 from cbatch.engine.runtime import cgroup, memory
 
@@ -51,9 +53,8 @@ def test_weights_that_memory_does_not_hold(model_folder: Path) -> None:
     with pytest.raises(ModelError, match=r"^The weights of .* need 234\.2 KiB, and 100\.0 KiB are free on cpu"):
         check(model_folder)
     check(model_folder, None)  # spread over devices
-    config = AutoConfig.from_pretrained(model_folder).to_dict()
-    with pytest.raises(ModelError, match=r"^The weights need [\d.]+ KiB, and 100\.0 KiB are free on cpu"):
-        CpuModel(config, Tensors(model_folder), torch.float32)
+    with pytest.raises(ModelError, match=r"^The weights need [\d.]+ MiB, and 100\.0 KiB are free on cpu"):
+        CpuModel(read_model_config(DEMO_MODEL), Tensors(DEMO_MODEL), torch.float32)
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from cbatch.engine.base.config_checks.kinds import (
 from cbatch.engine.base.model_files import InvalidFile, read_json_object
 
 _LAYERS, _HEADS, _EXPERTS, _COLUMNS, _VOCABULARY = 2**10, 2**14, 2**15, 2**20, 2**24
-_TOKENS, _WINDOW = 2**31 - 1, 2**24
+_TOKENS, _WINDOW = 2**31 - 1, 2**20
 _TOKEN_IDS = Whole(-(2**31), 2**31 - 1, is_listed=True)
 _POSITIONS = Number(1, _TOKENS)
 """Some files have them as 4096.0."""

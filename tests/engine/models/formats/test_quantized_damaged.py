@@ -59,14 +59,14 @@ def nested(path: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
-    "layers": (set_config(num_hidden_layers=2**31), "a size of 2147483648, and 1024 are the most"),
-    "width": (set_config(hidden_size=2**40), "a size of 1099511627776"),
-    "heads": (set_config(num_attention_heads=2**30), "a size of"),
-    "vocabulary": (set_config(vocab_size=2**40), "a size of 1099511627776"),
-    "epsilon": (set_config(rms_norm_eps=[]), "the epsilon of its norms is []"),
+    "layers": (set_config(num_hidden_layers=2**31), "num_hidden_layers must be a whole number from 1 to 1024"),
+    "width": (set_config(hidden_size=2**40), "hidden_size must be a whole number from 1 to 1048576"),
+    "heads": (set_config(num_attention_heads=2**30), "num_attention_heads must be a whole number"),
+    "vocabulary": (set_config(vocab_size=2**40), "vocab_size must be a whole number"),
+    "epsilon": (set_config(rms_norm_eps=[]), "rms_norm_eps must be a number from 0 to 1, not []"),
     "nested": (nested, "is nested too deep"),
     "group": (set_config(quantization_config=awq_settings(10**30)), "should be F16 or BF16 or F32 [1, 64]"),
-    "index is a list": (set_index([1]), "names [1], which is no file"),
+    "index is a list": (set_index([1]), "has no weight_map that names a file"),
     "index names a number": (set_index({"x": 1}), "names 1, which is no file"),
     "index names a device": (set_index({"x": "/dev/zero"}), "names '/dev/zero', which is no file of its folder"),
     "index leaves the folder": (set_index({"x": "../part.safetensors"}), "which is no file of its folder"),
