@@ -85,6 +85,15 @@ def test_a_damaged_answer_is_removed(tmp_path: Path) -> None:
             assert database.execute("SELECT count(*) FROM answers").fetchone() == (0,)
 
 
+def test_damage_that_sqlite_cannot_name_is_refused(tmp_path: Path) -> None:
+    """Guards a run against the message of an error with damaged bytes in it, which Python cannot decode."""
+    AnswerCache(CacheConfig(str(tmp_path))).close()
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes().replace(b"INTEGER NOT NULL", b"INTEGER NOT \xc2ULL"))
+    with pytest.raises(ConfigError, match="Remove it to start a new one"):
+        AnswerCache(CacheConfig(str(tmp_path)))
+
+
 def test_what_is_no_cache_is_refused_and_left_alone(tmp_path: Path) -> None:
     """Guards files of others, and a cache that cannot be read, against being overwritten or taken silently."""
     path = tmp_path / FILE_NAME
