@@ -117,8 +117,7 @@ def patch_operations() -> None:
         found = known.get(key)
         if found is None:
             checked = check(self, left, right, *rules, **named)
-            pairs = zip((left, right), checked, strict=True)
-            found = known[key] = tuple(_conversion(make_tensor, *pair) for pair in pairs)  # type: ignore[assignment]
+            found = known[key] = _conversion(make_tensor, left, checked[0]), _conversion(make_tensor, right, checked[1])
         return found[0](self, left), found[1](self, right)
 
     def broadcast_unlike(self: Any, left: Any, right: Any) -> Any:

@@ -451,7 +451,7 @@ def test_refusals_are_sentences(
         "is the input": [str(source), "-o", str(source)],
         "Cannot write": [str(source), "-o", str(tmp_path / "no" / "such" / "folder.jsonl")],
         "no config.json": [str(source), "-m", str(tmp_path / "empty")],
-        "Cannot load": [str(source), "-m", str(broken)],
+        "config.json is not valid JSON": [str(source), "-m", str(broken)],
         "no model folder": [str(source), "-m", "./nowhere"],
         "no-such/model": [str(source), "-m", "no-such/model"],
         "--top-p must be": [str(source), "--top-p", "7"],

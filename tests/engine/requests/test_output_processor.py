@@ -167,7 +167,7 @@ def test_ids_of_calls() -> None:
 def test_random_tokens(name: str, skip_special_tokens: bool) -> None:
     """Guards streams of random models: parts of characters, and tags in places where no model writes them."""
     tokenizer = tokenizer_of(name)
-    size, order = tokenizer.backend.get_vocab_size(), random.Random(name)
+    size, order = tokenizer.backend.tokenizer.get_vocab_size(), random.Random(name)
     tags = [size - 1 - number for number in range(9)]
     for seed in range(25):
         request = make_request(name, n=2, skip_special_tokens=skip_special_tokens)
@@ -311,14 +311,14 @@ def test_the_error_of_the_first_output_counts() -> None:
 
 def test_text_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards readers against what a tokenizer raises: both get the request's error, and the stream ends with it."""
-    push = IncrementalDetokenizer.push
+    push_all = IncrementalDetokenizer.push_all
 
-    def broken(self: IncrementalDetokenizer, token_id: int) -> str:
-        if token_id == 9:
+    def broken(self: IncrementalDetokenizer, token_ids: Sequence[int]) -> str:
+        if 9 in token_ids:
             raise ValueError("no such token")
-        return push(self, token_id)
+        return push_all(self, token_ids)
 
-    monkeypatch.setattr(IncrementalDetokenizer, "push", broken)
+    monkeypatch.setattr(IncrementalDetokenizer, "push_all", broken)
     name = "Qwen"
     first, second = events_of([5, 5, 5, EOS]), events_of([5, 9, 5, EOS], 1)
     events = [event for pair in zip(first, second, strict=True) for event in pair]

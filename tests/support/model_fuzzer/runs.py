@@ -28,7 +28,7 @@ ROWS: list[dict[str, Any]] = [
     {"prompt_token_ids": [5, 6, 7]},
 ]  # fmt: skip
 
-_TOKENS_ONLY = [{"prompt_token_ids": [5, 6, 7]}, {"prompt": "hello"}]
+_TOKENS_ONLY: list[dict[str, Any]] = [{"prompt_token_ids": [5, 6, 7]}, {"prompt": "hello"}]
 
 
 class Judged(NamedTuple):

@@ -113,9 +113,9 @@ def damaged_tokenizer(document: dict[str, Any], generator: Generator) -> tuple[b
         case 6:
             part = pick(generator, ["normalizer", "pre_tokenizer", "decoder", "post_processor", "added_tokens"])
             inner = changed[part] if changed[part] is not None else deepcopy(pick(generator, _NORMALIZERS))
-            changed[part], words = "here", ""
-            content, words = damaged_document(inner, generator)
-            return to_bytes(changed).replace(b'"here"', content), f"{part}: {words}"
+            changed[part] = "here"
+            content, said = damaged_document(inner, generator)
+            return to_bytes(changed).replace(b'"here"', content), f"{part}: {said}"
         case _:
             return damaged_document(document, generator)
 
