@@ -23,13 +23,7 @@ from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.requests.request import EncodedRequest
 from cbatch.engine.requests.row import InputRow
 from cbatch.engine.stepping_engine import SteppingEngine
-
-TIMEOUT_S = 60
-
-
-class Panic(BaseException):
-    """What native code raises: no Exception."""
-
+from tests.support.faults import TIMEOUT_S, Fault, Panic, in_time
 
 FAULTS = [Panic("boom"), MemoryError("boom"), ValueError("boom")]
 
@@ -38,40 +32,6 @@ FAULTS = [Panic("boom"), MemoryError("boom"), ValueError("boom")]
 def engine(model_folder: Path) -> Iterator[Engine]:
     with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
         yield made
-
-
-def in_time(work: Callable[[], Any]) -> Any:
-    """What work gives or raises, on a thread of its own, so that one that hangs is a failure."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_S)
-    assert results, "it hangs"
-    return results[0]
-
-
-class Fault:
-    """Replaces a method; the call with this number, and all later ones if `always`, raise."""
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException, at: int = 1, always: bool = False
-    ) -> None:
-        original, calls = getattr(owner, name), iter(range(1, 10**9))
-
-        def broken(*arguments: Any, **options: Any) -> Any:
-            number = next(calls)
-            if number == at or (always and number > at):
-                raise error
-            return original(*arguments, **options)
-
-        patch.setattr(owner, name, broken)
 
 
 PLACES: dict[str, tuple[type, str, bool]] = {

@@ -214,7 +214,11 @@ class _Messages:
                 if line := "".join(filter(str.isprintable, text)).strip():
                     num_lines += 1
                     self._last.append(line)
-                    if num_lines < MAX_LINES:
-                        _log.warning("%s: %s", self._name, line)
-                    elif num_lines == MAX_LINES:
-                        _log.warning("%s: %s (what follows is not shown)", self._name, line)
+                    with suppress(BaseException):  # a process whose pipe nobody reads would wait for ever
+                        self._show(line, num_lines)
+
+    def _show(self, line: str, number: int) -> None:
+        if number < MAX_LINES:
+            _log.warning("%s: %s", self._name, line)
+        elif number == MAX_LINES:
+            _log.warning("%s: %s (what follows is not shown)", self._name, line)

@@ -124,7 +124,12 @@ class Life:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Raises ReplicaDied, and the CbatchError that the replica raises."""
-        return self._connection.call(method, *arguments, timeout_s=self._timeout_s)
+        try:
+            return self._connection.call(method, *arguments, timeout_s=self._timeout_s)
+        except (CbatchError, ReplicaDied):
+            raise
+        except BaseException as unforeseen:  # the others go on, whatever it is
+            raise ReplicaDied(in_short(unforeseen)) from unforeseen
 
     def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = 0.0) -> Reply:
         """See `Replica.exchange`."""
@@ -222,8 +227,9 @@ class Supervisor:
                 problem = self._live()
                 if problem is not None and not self._shared.is_closing:
                     self._after_death(problem)
-        except BaseException as error:  # nobody looks after the replica any more
-            self._give_up(f"cannot be kept alive: {in_short(error)}")
+        except BaseException as error:  # rows that it had may be in nobody's hands now
+            self._give_up(problem := f"cannot be kept alive: {in_short(error)}")
+            self._shared.fail(EngineError(f"{self.name} {problem}."))
 
     def _live(self) -> str | None:
         """One life. Returns why it ended, and None if there is to be no other."""
@@ -247,8 +253,10 @@ class Supervisor:
                 self._give_up(f"cannot be started: {problem}")
                 return None
             return f"cannot be started: {problem}"
-        except BaseException as unforeseen:  # the others go on, whatever it is
-            return f"died: {unforeseen!r}"
+        except BaseException as unforeseen:
+            if self._life is not None:
+                raise
+            return f"cannot be started: {in_short(unforeseen)}"
         finally:
             self._end_life()
 

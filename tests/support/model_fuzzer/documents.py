@@ -106,7 +106,7 @@ def _change_value(document: Any, generator: Generator) -> str:
         case 4 if isinstance(place, dict):
             place[TWICE + key] = value = pick(generator, ODD)
             return f"{path} twice, then {brief(value)}"
-        case 5 if isinstance(inner, int | float) and not isinstance(inner, bool):
+        case 5 if isinstance(inner, int | float) and not isinstance(inner, bool) and abs(inner) < 1e300:
             place[key] = value = pick(generator, [-inner, inner + 1, inner * 2, inner * 10**9, inner * 0.5, str(inner)])
             return f"{path} = {brief(value)}"
         case 6:

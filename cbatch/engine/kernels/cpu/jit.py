@@ -16,6 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+from cbatch.engine import compat
 from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
 from cbatch.engine.runtime.trusted_folder import why_not_trusted
 
@@ -132,8 +133,8 @@ def _why_not_trusted(folder: Path) -> str | None:
 
 @cache
 def _sources() -> str:
-    """A hash of all kernels: each consists of functions from several of their files."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    """A hash of all kernels, each of which consists of functions from several files, and of what compiles them."""
+    files = [*sorted(Path(__file__).parent.rglob("*.py")), Path(compat.__file__)]
     return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
 
 

@@ -1,0 +1,49 @@
+"""Faults that tests plant in threads, and work that must not hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 15
+
+
+class Panic(BaseException):
+    """What native code raises: no Exception."""
+
+
+class Fault:
+    """Replaces a method; the call with this number, and all later ones if `always`, raise."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException, at: int = 1, always: bool = False
+    ) -> None:
+        original, calls = getattr(owner, name), iter(range(1, 10**9))
+
+        def broken(*arguments: Any, **options: Any) -> Any:
+            number = next(calls)
+            if number == at or (always and number > at):
+                raise error
+            return original(*arguments, **options)
+
+        patch.setattr(owner, name, broken)
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """What work gives or raises, on a thread of its own, so that one that hangs is a failure."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert results, "it hangs"
+    return results[0]
