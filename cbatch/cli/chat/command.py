@@ -229,7 +229,9 @@ def _make_controller(
 
     def load(config: EngineConfig, trace: StepTracer | None = None) -> Engine:
         shows_model = options.verbose or options.question is None
-        engine = open_engine(config, quiet=options.quiet, verbose=options.verbose, trace=trace, shows_model=shows_model)
+        engine = open_engine(
+            config, quiet=options.quiet, verbose=options.verbose, trace=trace, shows_model=shows_model, in_chat=True
+        )
         if options.tools and not (engine.tokenizer is not None and engine.tokenizer.takes_tools):
             notice(f"the chat template of {engine.loaded.name} takes no tools, so --tool has no effect")
         return engine

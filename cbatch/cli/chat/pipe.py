@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.common.console import notice, safe
+from cbatch.cli.common.stdout import without_library_output
 from cbatch.engine import MAX_LINE_BYTES, EngineError, Line, ReaderGone, RunFailed
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Pipe:
         """
         if not self._as_json:
             controller.on_token = lambda session, reply, text: self._write(text)
-        controller.client.open_here(self._callbacks)
+        with without_library_output():
+            controller.client.open_here(self._callbacks)
         num_failures = 0
         for index, message in enumerate(messages):
             problem = message.problem or self._reply_to(controller, message.text, index)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.local_models import suggest_models
+from cbatch.cli.common.stdout import without_library_output
 from cbatch.engine import ModelNotFound, check_hub_model, tune_process
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ def open_engine(
     verbose: bool = False,
     trace: StepTracer | None = None,
     shows_model: bool = True,
+    in_chat: bool = False,
 ) -> Engine:
     """Loads an engine, and prints on stderr what it is and how much memory it takes.
 
     trace:       records some of the engine's steps
     shows_model: whether it says what was loaded, unless `quiet`
+    in_chat:     whether a chat has captured stdout and may give it back meanwhile
 
     Raises ModelNotFound, with models that may be meant, if there is no such model.
     """
@@ -42,7 +45,7 @@ def open_engine(
     print_notices(quiet=quiet)
     gc.freeze()  # imported modules stay
     gc.enable()
-    with suggesting_models(config):
+    with suggesting_models(config), nullcontext() if in_chat else without_library_output():
         engine = Engine(config, trace=trace)
     tune_process()
     if shows_model and not quiet:

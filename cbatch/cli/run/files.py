@@ -7,12 +7,13 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from cbatch.cli.common.console import OutputStream, emit, notice, safe_json
 from cbatch.cli.common.options import check_distinct_file
+from cbatch.cli.common.stdout import own_stdout, without_library_output
 from cbatch.cli.run.options import RunOptions
 from cbatch.engine import ConfigError
 
@@ -58,7 +59,8 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"Cannot write {options.output}: {reason}.") from error
-    with opened as output:
+    is_file = options.output != "-" and Path(options.output).is_file()
+    with opened as output, nullcontext() if is_file else without_library_output():
         if not (options.resume or options.overwrite):
             output.check_empty()
         yield output
@@ -80,7 +82,7 @@ def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
             raise ConfigError("There is no output: stdout is closed.")
         if options.output_format not in (None, "jsonl"):
             raise ConfigError(f"--output-format {options.output_format} needs a file, and {name} is none.")
-        stream = OutputStream(sys.stdout.fileno() if name == "-" else name, "wb", closefd=name != "-")
+        stream = OutputStream(own_stdout() if name == "-" else name, "wb")
         _check_not_input(source.stream, os.fstat(stream.fileno()), "stdout" if name == "-" else name)
         return StreamWriter(stream, input_order=input_order, escape=safe_json if stream.isatty() else None)
     form, kind = options.output_form, compression(name)

@@ -298,6 +298,7 @@ def _load_network(
     _silence_libraries()
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config: Any = None
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         number = choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device)
@@ -325,7 +326,7 @@ def _load_network(
                 f"Cannot load {source}: the disk of {device_map.folder or gettempdir()} is full, where weights are "
                 "rewritten that are to stay on disk; name a folder with more room by --offload-folder."
             ) from error
-        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+        raise ModelError(f"Cannot load {source}: {_unknown_name(error, config) or _first_sentence(error)}") from error
     for name, found, wanted in sorted(report["mismatched_keys"]):
         raise ModelError(
             f"Cannot load {source}: {name} is {list(found)} in its files, and {list(wanted)} by its config.json."
@@ -413,6 +414,16 @@ def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozense
         given = config.get("eos_token_id")
     ids = [given] if isinstance(given, int) else given or []
     return frozenset(token for token in ids if 0 <= token < config["vocab_size"])
+
+
+def _unknown_name(error: Exception, config: Any) -> str:
+    """A sentence about a name in a config of transformers, if it looked that up and did not find it; else ""."""
+    if not isinstance(error, KeyError) or config is None:
+        return ""
+    settings: dict[str, Any] = config.get_text_config().to_dict()
+    settings |= settings.get("rope_parameters") or {}
+    keys = [key for key, value in settings.items() if isinstance(value, str) and error.args == (value,)]
+    return f"transformers does not know the {keys[0]} {error}, which its config.json names." if keys else ""
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -126,6 +126,7 @@ def test_poison_row_fails_alone(batch: Batch, two: Replicas, tmp_path: Path) -> 
 def test_replica_that_hangs_is_replaced(batch: Batch, two: Replicas, tmp_path: Path) -> None:
     """A driver of a GPU may hang for ever, and its process with it."""
     output, before, observer = tmp_path / "out.jsonl", two.deaths, RowCounter()
+    wait_until(lambda: all(status.state == "running" for status in two.driver.each()))  # loading may take an hour
 
     def stop_one() -> None:
         while observer.rows < 10:
@@ -138,9 +139,9 @@ def test_replica_that_hangs_is_replaced(batch: Batch, two: Replicas, tmp_path: P
     thread.join()
     assert output.read_bytes() == b"".join(batch.expected[:FEW_ROWS])
     deadline = time.monotonic() + 20
-    while two.deaths == before:  # it had no rows left, or copies of them were quicker than the end of its time
+    while two.deaths == before:  # copies of its rows may have been quicker than the end of its time
         assert time.monotonic() < deadline
-        run_to_file(two.driver, batch.few, output)
+        time.sleep(0.01)
     assert f"no answer for {HANGS_AFTER_S:g} s" in two.driver.each()[0].problem
 
 

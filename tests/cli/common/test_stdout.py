@@ -1,0 +1,50 @@
+"""What libraries print on stdout stays out of the output of a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cbatch.cli.common.stdout import without_library_output
+from tests.support.fork_server import ForkServer
+from tests.support.rows import write_rows
+
+
+@pytest.fixture
+def talking_model(model_folder: Path, tmp_path: Path) -> Path:
+    """The tokenizers library prints a line on stdout, from Rust, for each option of a token that it does not know."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "special_tokens_map.json").write_text('{"": {"": {"": []}}}')
+    return folder
+
+
+@pytest.mark.parametrize("command", ["run", "info", "chat"])
+def test_stdout_holds_only_what_the_command_writes(
+    command: str, runs: ForkServer, talking_model: Path, tmp_path: Path
+) -> None:
+    """Guards `cbatch run IN | jq` against a library that prints while the model is loaded."""
+    source, stdout, stderr = (
+        write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}]),
+        tmp_path / "stdout",
+        tmp_path / "stderr",
+    )
+    given = {"run": [source], "info": ["--json"], "chat": ["--json", "hello"]}[command]
+    run = runs.start(command, *given, "-m", talking_model, stdout=str(stdout), stderr=str(stderr))
+    assert run.code() == 0, stderr.read_text()
+    assert json.loads(stdout.read_text())
+    assert "kwarg" in stderr.read_text()  # else the library does not print any more, and the test needs another
+
+
+def test_stdout_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards what a command prints after it has loaded a model, also if two are loaded at once."""
+    with without_library_output():
+        with without_library_output():
+            os.write(1, b"library\n")
+        os.write(1, b"library\n")
+    os.write(1, b"command\n")
+    read = capfd.readouterr()
+    assert read.out == "command\n" and read.err == "library\n" * 2
