@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _lock = threading.Lock()
 _num_users = 0
@@ -15,7 +16,7 @@ _kept = -1
 
 @contextmanager
 def without_library_output() -> Iterator[None]:
-    """Sends what native code prints to stdout to stderr instead, as tokenizers does for options that it does not know.
+    """Drops what native code prints on stdout, as tokenizers does for options of tokens that it does not know.
 
     Whoever writes rows meanwhile has a descriptor of its own, see `own_stdout`. Several threads may be in here.
     """
@@ -24,7 +25,8 @@ def without_library_output() -> Iterator[None]:
         if _num_users == 0:
             _flush()
             _kept = os.dup(1)
-            os.dup2(2, 1)
+            with Path(os.devnull).open("wb") as nothing:
+                os.dup2(nothing.fileno(), 1)
         _num_users += 1
     try:
         yield
