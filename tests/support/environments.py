@@ -24,6 +24,9 @@ NOT_A_SENTENCE = re.compile(
     r"Traceback|panicked|core dumped|\w+(?:Error|Exception)\(|^\w*Error: |[\x00-\x08\x0b-\x1f]", re.M
 )
 
+NAMES = ("cbatch: ", "libgomp: ")
+"""What lines on stderr begin with."""
+
 MOST_STDERR = 2000
 """Characters of stderr that still are sentences."""
 
@@ -262,6 +265,9 @@ def judge(case: Case, outcome: Outcome) -> str | None:
         return f"it ended with {outcome.status}, and {case.codes} would be right"
     if found := NOT_A_SENTENCE.search(outcome.stderr):
         return f"{found[0]!r} is no sentence"
+    for line in outcome.stderr.splitlines():
+        if not line.startswith(NAMES):
+            return f"{line!r} does not say who says it"
     if len(outcome.stderr) > MOST_STDERR:
         return f"it says {len(outcome.stderr):,} characters"
     if outcome.status in (2, 3) and 2 not in case.closed and not outcome.stderr.strip():

@@ -230,10 +230,16 @@ class EngineClient:
         self._post_unless_cancelled(request, partial(request.on_start, prompt))
         outputs = engine.core.output_processor(encoded)
 
+        has_failed = False
+
         def on_event(event: TokenEvent) -> None:
+            nonlocal has_failed
+            if has_failed:
+                return
             try:
                 outputs.take(event)
-            except BaseException as error:
+            except BaseException as error:  # the engine ends the request, and says so by another event
+                has_failed = True
                 self._fail(request, RequestError("internal_error", f"The reply cannot be taken: {error!r}"))
                 raise
             self._post_unless_cancelled(request, partial(self._report, request, outputs, event, time.monotonic()))
@@ -245,7 +251,13 @@ class EngineClient:
 
     def _report(self, request: ReplyRequest, outputs: OutputProcessor, event: TokenEvent, when: float) -> None:
         """Hands on an event with its text, which is made here, on the front end's thread."""
-        read = outputs.read(event)
+        from cbatch.engine import StreamEvent
+
+        try:
+            read = outputs.read(event)
+        except BaseException as error:
+            problem = RequestError("internal_error", f"The reply cannot be read: {error!r}")
+            read = StreamEvent(finish_reason="error", error=problem)
         if read.error is not None and event.error is None:  # its text could not be made
             self.cancel(request)
         request.on_event(read, when)

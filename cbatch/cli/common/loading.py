@@ -40,9 +40,9 @@ def open_engine(
     Raises ModelNotFound, with models that may be meant, if there is no such model.
     """
     check_model(config)
+    print_notices(quiet=quiet)
     from cbatch.engine import Engine
 
-    print_notices(quiet=quiet)
     gc.freeze()  # imported modules stay
     gc.enable()
     with suggesting_models(config), nullcontext() if in_chat else without_library_output():
