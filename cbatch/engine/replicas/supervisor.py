@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -202,7 +203,8 @@ class Supervisor:
     def kill(self) -> None:
         """Ends the life that goes on, if there is one. Called when the driver closes, on another thread."""
         if (connection := self._connection) is not None:
-            connection.kill()
+            with suppress(BaseException):  # the process ends with this one in any case
+                connection.kill()
 
     def status(self) -> ReplicaStatus:
         life = self._life
