@@ -266,7 +266,7 @@ def judge(case: Case, outcome: Outcome) -> str | None:
     if found := NOT_A_SENTENCE.search(outcome.stderr):
         return f"{found[0]!r} is no sentence"
     for line in outcome.stderr.splitlines():
-        if not line.startswith(NAMES):
+        if line and not line.startswith(NAMES):
             return f"{line!r} does not say who says it"
     if len(outcome.stderr) > MOST_STDERR:
         return f"it says {len(outcome.stderr):,} characters"

@@ -71,7 +71,10 @@ class RowWriter:
 
 
 class StreamWriter(RowWriter):
-    """Writes each row to an unbuffered stream as soon as its turn has come. Raises ReaderGone if nobody reads it."""
+    """Writes each row to an unbuffered stream as soon as its turn has come, and closes the stream in the end.
+
+    Raises ReaderGone if nobody reads it.
+    """
 
     stop_timeout_s = 2.0
 
@@ -99,6 +102,9 @@ class StreamWriter(RowWriter):
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         self._stream.flush()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
 
     def _write(self, rows: list[bytes]) -> None:
         data = b"".join(rows)

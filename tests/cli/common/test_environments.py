@@ -15,6 +15,7 @@ SAMPLE = (
     "all streams closed",
     "300 MiB of address space",
     "NUMBA_NUM_THREADS=0",
+    "PYTHONWARNINGS=error",
     "the working folder is gone",
 )
 """A few, of those that no other test reaches; `scripts/stress/environments.py` runs all."""
