@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-TIMEOUT_S = 15
+TIMEOUT_S = 60
 
 
 class Panic(BaseException):

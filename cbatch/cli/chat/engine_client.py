@@ -251,13 +251,7 @@ class EngineClient:
 
     def _report(self, request: ReplyRequest, outputs: OutputProcessor, event: TokenEvent, when: float) -> None:
         """Hands on an event with its text, which is made here, on the front end's thread."""
-        from cbatch.engine import StreamEvent
-
-        try:
-            read = outputs.read(event)
-        except BaseException as error:
-            problem = RequestError("internal_error", f"The reply cannot be read: {error!r}")
-            read = StreamEvent(finish_reason="error", error=problem)
+        read = outputs.read(event)
         if read.error is not None and event.error is None:  # its text could not be made
             self.cancel(request)
         request.on_event(read, when)

@@ -54,13 +54,14 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
     Anything but a regular file (a pipe, a device) is treated like stdout.
     """
+    from cbatch.engine import StreamWriter
+
     try:
         opened = _open_writer(options, source)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"Cannot write {options.output}: {reason}.") from error
-    is_file = options.output != "-" and Path(options.output).is_file()
-    with opened as output, nullcontext() if is_file else without_library_output():
+    with opened as output, without_library_output() if isinstance(opened, StreamWriter) else nullcontext():
         if not (options.resume or options.overwrite):
             output.check_empty()
         yield output

@@ -230,8 +230,9 @@ class Supervisor:
                 if problem is not None and not self._shared.is_closing:
                     self._after_death(problem)
         except BaseException as error:  # rows that it had may be in nobody's hands now
-            self._give_up(problem := f"cannot be kept alive: {in_short(error)}")
+            problem = f"cannot be kept alive: {in_short(error)}"
             self._shared.fail(EngineError(f"{self.name} {problem}."))
+            self._give_up(problem)
 
     def _live(self) -> str | None:
         """One life. Returns why it ended, and None if there is to be no other."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cbatch.engine.base.errors import RequestError
+from cbatch.engine.base.errors import RequestError, as_error
 from cbatch.engine.base.outputs import FinishReason, TokenEvent, TokenLogprobs, ToolCall
 from cbatch.engine.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
 from cbatch.engine.requests.request import EncodedRequest
@@ -157,7 +157,8 @@ class OutputProcessor:
             if finish_reason is not None and error is None:
                 new, calls = output.stream.finish()
                 text, reasoning = text + new.text, reasoning + new.reasoning
-        except RequestError as failed:
+        except BaseException as raised:
+            failed = raised if isinstance(raised, RequestError) else _unreadable(as_error(raised))
             finish_reason, error = "error", failed
             self.fail(failed, event.sample_index)
         if calls and finish_reason == "stop":
@@ -268,3 +269,7 @@ class OutputProcessor:
 def _call_id(key: str, sample_index: int, number: int) -> str:
     """An id of nine letters and digits, because Mistral's templates take no others."""
     return hashlib.blake2b(f"{key}/{sample_index}/{number}".encode()).hexdigest()[:9]
+
+
+def _unreadable(error: Exception) -> RequestError:
+    return RequestError("internal_error", f"The output cannot be read: {error!r}")

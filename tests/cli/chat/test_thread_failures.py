@@ -13,6 +13,8 @@ from cbatch.engine.engine_thread import EngineThread
 from cbatch.engine.requests.input_processor import InputProcessor
 from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.text.detokenizer import IncrementalDetokenizer
+from cbatch.engine.text.output_parser import OutputStream
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.faults import Fault, Panic
 
@@ -23,7 +25,8 @@ PLACES: list[tuple[type, str]] = [
     (EngineThread, "submit"),
     (EngineThread, "_deliver"),
     (OutputProcessor, "take"),
-    (OutputProcessor, "read"),
+    (IncrementalDetokenizer, "push_all"),
+    (OutputStream, "push"),
     (SteppingEngine, "add_request"),
     (SteppingEngine, "step"),
 ]

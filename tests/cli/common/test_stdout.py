@@ -28,11 +28,8 @@ def test_stdout_holds_only_what_the_command_writes(
     command: str, runs: ForkServer, talking_model: Path, tmp_path: Path
 ) -> None:
     """Guards `cbatch run IN | jq` against a library that prints while the model is loaded."""
-    source, stdout, stderr = (
-        write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}]),
-        tmp_path / "stdout",
-        tmp_path / "stderr",
-    )
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
     given = {"run": [source], "info": ["--json"], "chat": ["--json", "hello"]}[command]
     run = runs.start(command, *given, "-m", talking_model, stdout=str(stdout), stderr=str(stderr))
     assert run.code() == 0, stderr.read_text()

@@ -62,9 +62,7 @@ PLACES: list[tuple[type, str]] = [
 def test_a_batch_ends_whatever_fails(owner: type, name: str, always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica dies in the middle, so that what comes after a death is reached too."""
     monkeypatch.setattr(supervisor_module, "IDLE_SECONDS", 0.05)
-    Fault(
-        monkeypatch, owner, name, Panic("boom"), at=2 if not always and name in ("call", "take") else 1, always=always
-    )
+    Fault(monkeypatch, owner, name, Panic("boom"), always=always)
     found: list[OutputRow] = []
 
     def dies(connection: FakeConnection, method: str, after: bool) -> bool:
