@@ -10,26 +10,28 @@ from typing import TYPE_CHECKING
 from cbatch.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
-    from cbatch.engine import AsyncStream as AsyncStream
-    from cbatch.engine import CbatchError as CbatchError
-    from cbatch.engine import Choice as Choice
-    from cbatch.engine import Completion as Completion
-    from cbatch.engine import ConfigError as ConfigError
-    from cbatch.engine import Engine as Engine
-    from cbatch.engine import EngineConfig as EngineConfig
-    from cbatch.engine import EngineError as EngineError
-    from cbatch.engine import ModelError as ModelError
-    from cbatch.engine import RequestError as RequestError
-    from cbatch.engine import SamplingParams as SamplingParams
-    from cbatch.engine import Score as Score
-    from cbatch.engine import SteppingEngine as SteppingEngine
-    from cbatch.engine import Stream as Stream
-    from cbatch.engine import StreamEvent as StreamEvent
-    from cbatch.engine import TemplateOptions as TemplateOptions
-    from cbatch.engine import TokenEvent as TokenEvent
-    from cbatch.engine import TokenLogprob as TokenLogprob
-    from cbatch.engine import ToolCall as ToolCall
-    from cbatch.engine import Usage as Usage
+    from cbatch.api import Engine as Engine
+    from cbatch.base.config import EngineConfig as EngineConfig
+    from cbatch.base.errors import CbatchError as CbatchError
+    from cbatch.base.errors import ConfigError as ConfigError
+    from cbatch.base.errors import EngineError as EngineError
+    from cbatch.base.errors import ModelError as ModelError
+    from cbatch.base.errors import RequestError as RequestError
+    from cbatch.base.outputs import TokenEvent as TokenEvent
+    from cbatch.base.outputs import ToolCall as ToolCall
+    from cbatch.base.params import SamplingParams as SamplingParams
+    from cbatch.base.template_options import TemplateOptions as TemplateOptions
+    from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
+    from cbatch.engine.streams import AsyncStream as AsyncStream
+    from cbatch.engine.streams import Stream as Stream
+    from cbatch.requests.completion import Choice as Choice
+    from cbatch.requests.completion import Completion as Completion
+    from cbatch.requests.completion import Score as Score
+    from cbatch.requests.completion import TokenLogprob as TokenLogprob
+    from cbatch.requests.completion import Usage as Usage
+    from cbatch.requests.output_processor import StreamEvent as StreamEvent
+    from cbatch.requests.request import EncodedRequest as EncodedRequest
+    from cbatch.runtime.tracing.trace import StepTracer as StepTracer
 else:
     __getattr__, __all__ = lazy_exports(__name__)
     __all__ += ["__version__"]

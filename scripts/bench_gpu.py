@@ -176,7 +176,7 @@ def describe(report: Report, device: Any, name: str, options: argparse.Namespace
     import triton
 
     from cbatch.cli.bench.roofline import measure_rates
-    from cbatch.engine.runtime.device import describe_gpus
+    from cbatch.runtime.device import describe_gpus
 
     rates = options.rates = measure_rates(device, torch.bfloat16)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}, "
@@ -219,7 +219,7 @@ def parts_of(
 
 
 def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace) -> Iterator[Any]:
-    from cbatch.engine.models.cuda import CudaModel
+    from cbatch.model.cuda import CudaModel
     from scripts.benchmarks.models import load_random
     from scripts.benchmarks.shapes import with_layers
     from scripts.gpu import checks
@@ -238,7 +238,7 @@ def check_lines(shapes: dict[str, Any], device: Any, options: argparse.Namespace
 
 
 def quantization(options: argparse.Namespace) -> Any:
-    from cbatch.engine.base.quantization import STORED, Quantization
+    from cbatch.base.quantization import STORED, Quantization
 
     if options.quantize == "fp8":
         return Quantization(STORED, options.activations)
@@ -263,7 +263,7 @@ def model_lines(name: str, config: Any, device: Any, options: argparse.Namespace
     """Steps and whole runs of one model."""
     import torch
 
-    from cbatch.engine.models.cuda import CudaModel
+    from cbatch.model.cuda import CudaModel
     from scripts.benchmarks.models import random_tensors
     from scripts.gpu import runs, speed
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine.runtime.device import choose_device
+from cbatch.runtime.device import choose_device
 from tests import conftest
-from tests.engine.attention import test_triton_attention
-from tests.engine.execution import test_cuda_graphs
-from tests.engine.runtime import test_device
-from tests.engine.scheduler import test_scheduler
+from tests.attention import test_triton_attention
+from tests.engine import test_cuda_graphs
+from tests.runtime import test_device
+from tests.schedule import test_scheduler
 
 TESTS = Path(__file__).parent
 

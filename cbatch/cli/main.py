@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from cbatch import __version__
+from cbatch.base.errors import CbatchError, EngineError, Interrupted, ReaderGone, RunFailed
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import EXIT_FATAL, EXIT_PIPE, EXIT_USAGE, SIGNALS, raise_interrupted
-from cbatch.engine import CbatchError, EngineError, Interrupted, ReaderGone, RunFailed
 
 COMMANDS = {
     "run": "cbatch.cli.run.command",

@@ -9,54 +9,54 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.engine.attention.registry import (
+from cbatch.attention.registry import (
     check_attention,
     check_kv_dtype,
     check_quantize,
     has_fast_path,
 )
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import EngineError, RequestError
-from cbatch.engine.base.outputs import KnownOutput, TokenEvent
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.base.request_defaults import RequestDefaults
-from cbatch.engine.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.engine.base.units import format_bytes, format_count, parse_memory
-from cbatch.engine.execution.fallback import choose_execution, configured_backends, configured_model
-from cbatch.engine.execution.kv_cache_sizing import make_runner
-from cbatch.engine.execution.loop import EngineCore
-from cbatch.engine.execution.stats import EngineStats, StepRecord
-from cbatch.engine.models.base import Model
-from cbatch.engine.models.checkpoint import check_adapters
-from cbatch.engine.models.float8 import tell_float8
-from cbatch.engine.models.hf.device_map import choose_device_map
-from cbatch.engine.models.hf.self_check import checked_model
-from cbatch.engine.models.loader import DEMO_MODEL, LoadedModel, load_model
-from cbatch.engine.models.lora_files import read_adapters
-from cbatch.engine.models.weight_cache import WeightCache
-from cbatch.engine.requests.input_processor import InputProcessor, ModelInfo, check_adapter
-from cbatch.engine.requests.output_processor import OutputProcessor
-from cbatch.engine.requests.request import EncodedRequest
-from cbatch.engine.runtime.device import choose_device, is_accelerator, pins_memory
-from cbatch.engine.runtime.memory import release_memory
-from cbatch.engine.runtime.numba_setup import require_compiler
-from cbatch.engine.runtime.transfer import synchronize
-from cbatch.engine.sampling.processors import counts_for
-from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.limits import EngineLimits, StepLimits
-from cbatch.engine.scheduler.request import Request
-from cbatch.engine.scheduler.scheduler import Scheduler
-from cbatch.engine.scheduler.state_slots import StateSlots
-from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
-from cbatch.engine.structured.compiler import ConstraintCompiler
-from cbatch.engine.structured.grammar import CompiledGrammar, GrammarState
-from cbatch.engine.structured.tool_choice import request_constraint
-from cbatch.engine.text.detokenizer import IncrementalDetokenizer
-from cbatch.engine.text.tokenizer import Prompt, encode_prompt
-from cbatch.engine.text.tool_calls import ToolChoice
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import EngineError, RequestError
+from cbatch.base.outputs import KnownOutput, TokenEvent
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
+from cbatch.base.units import format_bytes, format_count, parse_memory
+from cbatch.engine.fallback import choose_execution, configured_backends, configured_model
+from cbatch.engine.kv_cache_sizing import make_runner
+from cbatch.engine.loop import EngineCore
+from cbatch.engine.stats import EngineStats, StepRecord
+from cbatch.model.base import Model
+from cbatch.model.checkpoint import check_adapters
+from cbatch.model.float8 import tell_float8
+from cbatch.model.hf.device_map import choose_device_map
+from cbatch.model.hf.self_check import checked_model
+from cbatch.model.loader import DEMO_MODEL, LoadedModel, load_model
+from cbatch.model.lora_files import read_adapters
+from cbatch.model.weight_cache import WeightCache
+from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.requests.request import EncodedRequest
+from cbatch.runtime.device import choose_device, is_accelerator, pins_memory
+from cbatch.runtime.memory import release_memory
+from cbatch.runtime.numba_setup import require_compiler
+from cbatch.runtime.transfer import synchronize
+from cbatch.sample.processors import counts_for
+from cbatch.sample.structured.compiler import ConstraintCompiler
+from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
+from cbatch.sample.structured.tool_choice import request_constraint
+from cbatch.schedule.block_pool import BlockPool
+from cbatch.schedule.limits import EngineLimits, StepLimits
+from cbatch.schedule.request import Request
+from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.state_slots import StateSlots
+from cbatch.schedule.step_time import MIN_PREFILL_TOKENS, StepTimeController
+from cbatch.text.detokenizer import IncrementalDetokenizer
+from cbatch.text.tokenizer import Prompt, encode_prompt
+from cbatch.text.tool_calls import ToolChoice
 
 if TYPE_CHECKING:
-    from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck
+    from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 
 
 class SteppingEngine(AbstractContextManager["SteppingEngine"]):
@@ -445,7 +445,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         Kernels that the engine does not use because they failed are among them. Only while no request runs; it takes
         seconds. No check is made if torch computes everything.
         """
-        from cbatch.engine.execution.kernel_checks.every_kernel import check_all
+        from cbatch.engine.kernel_checks.every_kernel import check_all
 
         config, loaded = self.config, self.loaded
         model = configured_model(config, self.model if loaded.fast_model is None else loaded.fast_model)

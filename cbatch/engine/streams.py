@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from typing import TypeVar
 
-from cbatch.engine.base.errors import EngineError, in_short
-from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.engine_thread import CLOSED, EngineThread
-from cbatch.engine.requests.completion import Completion
-from cbatch.engine.requests.output_processor import OutputProcessor, StreamEvent
-from cbatch.engine.requests.request import EncodedRequest, RequestHandle
+from cbatch.base.errors import EngineError, in_short
+from cbatch.base.outputs import TokenEvent
+from cbatch.engine.thread import CLOSED, EngineThread
+from cbatch.requests.completion import Completion
+from cbatch.requests.output_processor import OutputProcessor, StreamEvent
+from cbatch.requests.request import EncodedRequest, RequestHandle
 
 POLL_SECONDS = 1.0
 """How often somebody who waits looks whether the engine's thread has ended."""

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from cbatch import Engine, EngineConfig, SamplingParams
+from cbatch.base.outputs import TokenEvent
 from cbatch.cli.chat.engine_client import PRIORITY
-from cbatch.engine import EncodedRequest, EngineThread, RequestHandle, TokenEvent, tune_process
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.request import EncodedRequest, RequestHandle
+from cbatch.runtime.interpreter import tune_process
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.terminal import Terminal
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
-from cbatch.engine.kernels.cpu.thread_pool import shared_thread_pool
-from cbatch.engine.tracing import phases
+from cbatch.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.runtime.tracing import phases
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import FreeModel, load_random
 from scripts.benchmarks.peers.work import make_work

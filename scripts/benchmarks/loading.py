@@ -38,7 +38,7 @@ _SECONDS_BETWEEN_SAMPLES = 0.002
 
 _PROGRAM = """
 import json, sys, time
-from cbatch.engine import Engine, EngineConfig, SamplingParams
+from cbatch import Engine, EngineConfig, SamplingParams
 print("ready", flush=True)
 sys.stdin.readline()
 start = time.perf_counter()

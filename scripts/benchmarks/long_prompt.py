@@ -18,8 +18,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from cbatch.engine import EngineConfig, LoadedModel, SamplingParams, SteppingEngine
-from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.loader import LoadedModel
+from cbatch.schedule.step_time import MIN_PREFILL_TOKENS
 from scripts.benchmarks.harness import cpu_seconds_elsewhere
 
 Target = float | Literal["auto"] | None

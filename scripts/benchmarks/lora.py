@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save_file
 
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
-from cbatch.engine.models.programs.declarations import read_program
-from cbatch.engine.models.programs.program import Linear
+from cbatch.model.programs.declarations import read_program
+from cbatch.model.programs.program import Linear
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.models import load_random
 from scripts.benchmarks.shapes import FAMILY_SHAPES, SHAPES, Config

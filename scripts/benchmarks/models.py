@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.engine import LoadedModel, SamplingParams
-from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.base.quantization import Quantization
-from cbatch.engine.kernels.float8_matrix import rounded_rows
-from cbatch.engine.models.base import LinearCost, Model
-from cbatch.engine.models.lora_files import Adapter
-from cbatch.engine.models.programs.declarations import read_program
-from cbatch.engine.models.programs.program import Weight
-from cbatch.engine.models.programs.stored import StoredWeights
-from cbatch.engine.runtime.batch import Logits, RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
-from cbatch.engine.runtime.state_pool import StateShape
+from cbatch.attention.base import AttentionBackend
+from cbatch.base.params import SamplingParams
+from cbatch.base.quantization import Quantization
+from cbatch.kernels.float8_matrix import rounded_rows
+from cbatch.model.base import LinearCost, Model
+from cbatch.model.loader import LoadedModel
+from cbatch.model.lora_files import Adapter
+from cbatch.model.programs.declarations import read_program
+from cbatch.model.programs.program import Weight
+from cbatch.model.programs.stored import StoredWeights
+from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.kv_cache import KVCache, LayerShape
+from cbatch.runtime.state_pool import StateShape
 from scripts.benchmarks.shapes import Config
 
 
@@ -144,10 +145,10 @@ def _make_fast_model(
     config: Config, tensors: Mapping[str, Tensor], device: torch.device, quantize: Quantization | None
 ) -> Model:
     if device.type == "cuda":
-        from cbatch.engine.models.cuda import CudaModel  # which needs Triton
+        from cbatch.model.cuda import CudaModel  # which needs Triton
 
         return CudaModel(config, tensors, torch.bfloat16, device, quantize=quantize)
-    from cbatch.engine.models.cpu import CpuModel  # which needs numba
+    from cbatch.model.cpu import CpuModel  # which needs numba
 
     return CpuModel(config, tensors, torch.bfloat16, quantize=quantize)
 

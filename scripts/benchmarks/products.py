@@ -23,14 +23,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cbatch.engine.kernels.cpu.activation import ActivationParams
-from cbatch.engine.kernels.cpu.jit import HAS_BFLOAT16, HAS_VNNI, entry
-from cbatch.engine.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT4_ZEROS, is_quantized, matrix_bytes
-from cbatch.engine.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
-from cbatch.engine.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter, prefetch
-from cbatch.engine.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
-from cbatch.engine.kernels.cpu.work_queue import Worker, claim, next_task
-from cbatch.engine.runtime.cpu import empty, num_threads
+from cbatch.kernels.cpu.activation import ActivationParams
+from cbatch.kernels.cpu.jit import HAS_BFLOAT16, HAS_VNNI, entry
+from cbatch.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT4_ZEROS, is_quantized, matrix_bytes
+from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
+from cbatch.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter, prefetch
+from cbatch.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
+from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.runtime.cpu import empty, num_threads
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 
 SHAPES = {"135M Llama": (576, 1536), "Qwen3-0.6B": (1024, 3072), "Llama 3B": (3072, 8192)}

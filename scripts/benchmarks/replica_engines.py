@@ -22,9 +22,14 @@ from statistics import median
 from typing import Any
 
 from cbatch import Engine, EngineConfig
-from cbatch.engine import BatchDriver, EngineDriver, Line, LocalLauncher, ReplicaDriver, RowOptions, find_places
-from cbatch.engine.batch.driver import StreamObserver
-from cbatch.engine.replicas.launcher import ReplicaConnection
+from cbatch.batch.driver import BatchDriver, StreamObserver
+from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.lines import Line
+from cbatch.batch.row_options import RowOptions
+from cbatch.replicas.driver import ReplicaDriver
+from cbatch.replicas.launcher import ReplicaConnection
+from cbatch.replicas.placement import find_places
+from cbatch.replicas.process import LocalLauncher
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 
 

@@ -25,30 +25,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from cbatch.base.config import EngineConfig
+from cbatch.batch.driver import StreamObserver
+from cbatch.batch.journal import Journal
+from cbatch.batch.lines import Line, read_lines
+from cbatch.batch.output_row import RowOutcome
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import (
-    EngineConfig,
-    FileWriter,
-    Journal,
-    Line,
-    Pipeline,
-    RowOptions,
-    RowOutcome,
-    read_lines,
-    tune_process,
-)
-from cbatch.engine.batch.driver import StreamObserver
-from cbatch.engine.execution.stats import total_stats
-from cbatch.engine.replicas.dispatcher import Dispatcher
-from cbatch.engine.replicas.driver import ReplicaDriver
-from cbatch.engine.replicas.messages import MAX_REPLY_ROWS, ReplicaInfo, Reply
-from cbatch.engine.replicas.placement import Place
-from cbatch.engine.replicas.process import LocalLauncher
-from cbatch.engine.scheduler.limits import EngineLimits
+from cbatch.engine.stats import total_stats
+from cbatch.replicas.dispatcher import Dispatcher
+from cbatch.replicas.driver import ReplicaDriver
+from cbatch.replicas.messages import MAX_REPLY_ROWS, ReplicaInfo, Reply
+from cbatch.replicas.placement import Place
+from cbatch.replicas.process import LocalLauncher
+from cbatch.runtime.interpreter import tune_process
+from cbatch.schedule.limits import EngineLimits
 from scripts.benchmarks.harness import Report, at_least_one
 
 if TYPE_CHECKING:
-    from cbatch.engine.replicas.messages import FinishedRow
+    from cbatch.replicas.messages import FinishedRow
 
 RATE_VARIABLE = "CBATCH_BENCHMARK_ROWS_PER_S"
 LIMITS = EngineLimits(

@@ -29,19 +29,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.engine import Engine
-from cbatch.engine.attention.cpu import CpuAttention
-from cbatch.engine.base.model_files import read_json_object
-from cbatch.engine.base.quantization import Quantization
-from cbatch.engine.kernels.float8_matrix import rounded_rows
-from cbatch.engine.models.checkpoint import load_fast_model
-from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.models.formats.gguf import GgufModel
-from cbatch.engine.models.loader import DEMO_MODEL
-from cbatch.engine.models.tensor_files import Tensors
-from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.cpu import num_threads
-from cbatch.engine.runtime.kv_cache import U8, KVCache, as_numbers, as_stored
+from cbatch.api import Engine
+from cbatch.attention.cpu import CpuAttention
+from cbatch.base.model_files import read_json_object
+from cbatch.base.quantization import Quantization
+from cbatch.kernels.float8_matrix import rounded_rows
+from cbatch.model.checkpoint import load_fast_model
+from cbatch.model.cpu import CpuModel
+from cbatch.model.formats.gguf import GgufModel
+from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.tensor_files import Tensors
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu import num_threads
+from cbatch.runtime.kv_cache import U8, KVCache, as_numbers, as_stored
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import RandomTensors, make_network
 from scripts.benchmarks.peers.benchmark import call, interpreter

@@ -20,16 +20,14 @@ from pathlib import Path
 import torch
 
 from cbatch import Engine, EngineConfig
+from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.journal import Journal
+from cbatch.batch.lines import read_lines
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import (
-    EngineDriver,
-    FileWriter,
-    Journal,
-    Pipeline,
-    RowOptions,
-    read_lines,
-    tune_process,
-)
+from cbatch.runtime.interpreter import tune_process
 from scripts.benchmarks.harness import ROOT, Report
 from scripts.benchmarks.models import FreeModel
 

@@ -21,8 +21,9 @@ from statistics import median
 import torch
 
 from cbatch import Engine, EngineConfig, SamplingParams, SteppingEngine
-from cbatch.engine import EncodedRequest, LoadedModel, OutputProcessor
-from cbatch.engine.models.loader import load_model
+from cbatch.model.loader import LoadedModel, load_model
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.requests.request import EncodedRequest
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.models import load_random
 from scripts.benchmarks.shapes import PEER_SHAPES, SHAPES

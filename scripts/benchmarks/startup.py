@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cbatch.engine.runtime.cpu import num_threads
+from cbatch.runtime.cpu import num_threads
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, median_by_name
 from scripts.benchmarks.peers.benchmark import interpreter
 
@@ -33,7 +33,7 @@ LOAD = "load the model and its kernels"
 PARTS = {
     "import torch": "import torch",
     "import the compiler of the kernels": "import numba",
-    "import the engine": "from cbatch.engine import Engine, EngineConfig, SamplingParams; Engine",
+    "import the engine": "from cbatch import Engine, EngineConfig, SamplingParams; Engine",
     LOAD: "gc.freeze(); gc.enable(); "
     "engine = Engine(EngineConfig(model={model!r}, quantize={quantize!r}, device='cpu'))",
     "first token": "engine.generate([[1]], SamplingParams(max_tokens=1, ignore_eos=True))",

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from cbatch.engine.base.params import Constraint
-from cbatch.engine.structured.lark import to_lark
-from cbatch.engine.structured.sandbox import LIMITS, Vocabulary
+from cbatch.base.params import Constraint
+from cbatch.sample.structured.lark import to_lark
+from cbatch.sample.structured.sandbox import LIMITS, Vocabulary
 from scripts.benchmarks.harness import Report
 
 STEPS = 200

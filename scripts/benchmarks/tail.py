@@ -20,8 +20,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from cbatch import Engine, EngineConfig
-from cbatch.engine import EngineDriver, Line, RowOptions, StepRecord
-from cbatch.engine.batch.driver import StreamObserver
+from cbatch.batch.driver import StreamObserver
+from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.lines import Line
+from cbatch.batch.row_options import RowOptions
+from cbatch.engine.stats import StepRecord
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import FreeModel
 

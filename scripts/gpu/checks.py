@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from cbatch.base.config import EngineConfig
 from cbatch.cli.bench.roofline import DeviceRates, best_time
-from cbatch.engine import EngineConfig, KernelCheck, LoadedModel, SteppingEngine
+from cbatch.engine.kernel_checks.kernel_check import KernelCheck
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.loader import LoadedModel
 
 BLOCKS = 64
 """Blocks of the cache of an engine that computes nothing."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cbatch.engine.runtime.batch import RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
 
 
 def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10, rounds: int = 3) -> float:

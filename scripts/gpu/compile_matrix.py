@@ -82,7 +82,7 @@ class Kernel(NamedTuple):
 
 def all_cases(options: argparse.Namespace) -> list[Case]:
     """Those of the matrix that are wanted; slow ones first."""
-    from cbatch.engine.attention.triton import LARGEST_HEAD_BELOW_80
+    from cbatch.attention.triton import LARGEST_HEAD_BELOW_80
 
     dtypes = {capability: "float16" if capability < 80 else "bfloat16" for capability in options.arch}
     parts = "rest", "families", "recurrence", "quantized", "quantized_rest", "deterministic", "forms"
@@ -122,9 +122,9 @@ def compile_case(case: Case) -> list[Kernel]:
 
 def describe(case: Case, name: str, compiled: Any) -> Kernel:
     """What a compiled kernel takes, and what is wrong with it."""
-    from cbatch.engine.kernels.triton.attention_tile import load_kv
-    from cbatch.engine.kernels.triton.occupancy import CHIPS as LIMITS
-    from cbatch.engine.kernels.triton.occupancy import resident_programs
+    from cbatch.kernels.triton.attention_tile import load_kv
+    from cbatch.kernels.triton.occupancy import CHIPS as LIMITS
+    from cbatch.kernels.triton.occupancy import resident_programs
     from tests.support.triton_compiler import copies_in_flight, read_sizes, resources_of
 
     limits, shared, warps = LIMITS[case.capability], compiled.metadata.shared, compiled.metadata.num_warps
@@ -151,7 +151,7 @@ def launch_attention(case: Case, dtype: Any) -> None:
     """A mixed step and its rotation, for heads of one size."""
     import torch
 
-    from cbatch.engine.kernels.layer_ops import Heads, NormWeights, Positions
+    from cbatch.kernels.layer_ops import Heads, NormWeights, Positions
 
     heads, dim = KV_HEADS * case.group, case.head_size
     attend(case, dtype, heads, KV_HEADS, dim)
@@ -178,9 +178,9 @@ def attend(
     import numpy as np
     import torch
 
-    from cbatch.engine.attention.triton import TritonAttention
-    from cbatch.engine.kernels.triton.occupancy import CHIPS as LIMITS
-    from cbatch.engine.runtime.batch import RaggedBatch
+    from cbatch.attention.triton import TritonAttention
+    from cbatch.kernels.triton.occupancy import CHIPS as LIMITS
+    from cbatch.runtime.batch import RaggedBatch
 
     cpu = torch.device("cpu")
     limits = LIMITS[case.capability]._replace(multiprocessors=100)
@@ -197,7 +197,7 @@ def attend(
 
 
 def cache_dtype(case: Case, dtype: Any) -> Any:
-    from cbatch.engine.runtime.kv_cache import FP8
+    from cbatch.runtime.kv_cache import FP8
 
     return FP8 if case.kv_dtype == "fp8" else dtype
 
@@ -206,8 +206,8 @@ def launch_rest(case: Case, dtype: Any) -> None:
     """What does not depend on heads: norms, the gate, and sampling, also from the logits of a transformers model."""
     import torch
 
-    from cbatch.engine.kernels.layer_ops import ActivationSettings, Addend, Embedding, NormWeights
-    from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
+    from cbatch.kernels.layer_ops import ActivationSettings, Addend, Embedding, NormWeights
+    from cbatch.sample.sampler import PARAM_WORDS, Sampler
 
     residual, added, ids = (
         torch.empty(3, HIDDEN),
@@ -230,7 +230,7 @@ def launch_families(case: Case, dtype: Any) -> None:
     """What only some models need: norms of every kind, heads that are rotated in part, gates, mixtures of experts."""
     import torch
 
-    from cbatch.engine.kernels.layer_ops import (
+    from cbatch.kernels.layer_ops import (
         ActivationSettings,
         Addend,
         Embedding,
@@ -285,7 +285,7 @@ def launch_recurrence(case: Case, dtype: Any) -> None:
     """Recurrent layers of Qwen3-Next, Mamba 2 and LFM2, and of odd sizes; a step that decodes, and one with chunks."""
     import torch
 
-    from cbatch.engine.kernels.layer_ops import Convolution, DeltaHeads, NormWeights, Recurrence, ScanHeads
+    from cbatch.kernels.layer_ops import Convolution, DeltaHeads, NormWeights, Recurrence, ScanHeads
 
     ops, numbers = layer_ops(case), torch.empty(128)
     for longest in (1, 100):
@@ -315,8 +315,8 @@ def launch_quantized(case: Case, dtype: Any) -> None:
     """Products of every format for a depth that parts divide, or another, in turn; rows that are rounded to FP8."""
     import torch
 
-    from cbatch.engine.kernels.quantized_matrix import KINDS
-    from cbatch.engine.kernels.triton.products.float8 import round_rows
+    from cbatch.kernels.quantized_matrix import KINDS
+    from cbatch.kernels.triton.products.float8 import round_rows
 
     for depth in (4096, 14336):
         round_rows(torch.empty(3, depth, dtype=dtype))
@@ -327,7 +327,7 @@ def launch_quantized(case: Case, dtype: Any) -> None:
 
 def launch_quantized_rest(case: Case, dtype: Any) -> None:
     """The depths and numbers of tokens that `launch_quantized` leaves out."""
-    from cbatch.engine.kernels.quantized_matrix import KINDS
+    from cbatch.kernels.quantized_matrix import KINDS
 
     for number, kind in enumerate(KINDS):
         multiply(case, dtype, kind, *SHAPES[(number + 1) % 2])
@@ -339,7 +339,7 @@ def multiply(case: Case, dtype: Any, kind: str, columns: int, depth: int) -> Non
     """Products with few rows, some and many, and an embedding."""
     import torch
 
-    from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
+    from cbatch.kernels.quantized_matrix import QuantizedMatrix
 
     ops, matrix = layer_ops(case), QuantizedMatrix.empty(kind, columns, depth, torch.device("cpu"))
     for rows in (3, 40, 300):
@@ -353,8 +353,8 @@ def multiply(case: Case, dtype: Any, kind: str, columns: int, depth: int) -> Non
 def multiply_experts(case: Case, dtype: Any, kind: str, tokens: int) -> None:
     import torch
 
-    from cbatch.engine.kernels.layer_ops import ExpertWeights, Router
-    from cbatch.engine.kernels.quantized_matrix import QuantizedMatrix
+    from cbatch.kernels.layer_ops import ExpertWeights, Router
+    from cbatch.kernels.quantized_matrix import QuantizedMatrix
 
     ops, matrix = layer_ops(case), QuantizedMatrix.empty(kind, 1440, 720, torch.device("cpu"), 32)
     weights = ExpertWeights(matrix, torch.empty(32, 1440, dtype=dtype))
@@ -367,7 +367,7 @@ def launch_deterministic(case: Case, dtype: Any) -> None:
     """Products in tiles of one size, also with float32, and the one kernel that attention has then."""
     import torch
 
-    from cbatch.engine.kernels.triton.layer import TritonLayerOps
+    from cbatch.kernels.triton.layer import TritonLayerOps
 
     ops = TritonLayerOps(case.capability, batch_invariant=True)
     for columns, depth in ((HIDDEN, HIDDEN), (1000, 2880)):
@@ -381,7 +381,7 @@ def launch_deterministic(case: Case, dtype: Any) -> None:
 
 
 def layer_ops(case: Case) -> Any:
-    from cbatch.engine.kernels.triton.layer import TritonLayerOps
+    from cbatch.kernels.triton.layer import TritonLayerOps
 
     return TritonLayerOps(case.capability)
 

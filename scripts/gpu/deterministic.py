@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.workload import Workload
-from cbatch.engine import Completion, Engine, EngineConfig, SamplingParams
+from cbatch.requests.completion import Completion
 from scripts.gpu.runs import Run, Setup, first_of, free
 
 TOKENS = 64

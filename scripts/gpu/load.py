@@ -12,22 +12,19 @@ from queue import SimpleQueue
 
 import torch
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.load.generator import run_load
 from cbatch.cli.bench.load.measure import find_capacity
 from cbatch.cli.bench.load.results import Capacity, LoadResult
 from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.workload import LengthDistribution
-from cbatch.engine import (
-    EncodedRequest,
-    EngineConfig,
-    EngineThread,
-    RequestHandle,
-    SamplingParams,
-    SteppingEngine,
-    StepTracer,
-    TokenEvent,
-)
-from cbatch.engine.models.loader import LoadedModel
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+from cbatch.model.loader import LoadedModel
+from cbatch.requests.request import EncodedRequest, RequestHandle
+from cbatch.runtime.tracing.trace import StepTracer
 from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
 

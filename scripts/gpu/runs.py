@@ -12,11 +12,13 @@ from importlib.util import find_spec
 
 import torch
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, generate_continuous, run_peer
 from cbatch.cli.bench.roofline import DeviceRates, ModelCost, roofline_bound
 from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
-from cbatch.engine import Engine, EngineConfig, SamplingParams
-from cbatch.engine.models.loader import LoadedModel
+from cbatch.model.loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from cbatch.attention.triton import TritonAttention
 from cbatch.cli.bench.roofline import DeviceRates
-from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
-from cbatch.engine.kernels.triton.attention_decode import DecodeTuning
-from cbatch.engine.kernels.triton.attention_prefill import PrefillTuning
-from cbatch.engine.models.cuda import CudaModel
-from cbatch.engine.runtime.kv_cache import KVCache, LayerShape
-from cbatch.engine.runtime.state_pool import StatePool, StepStates
-from cbatch.engine.sampling.sampler import Sampler
+from cbatch.engine.cuda_graphs import GraphSizes, StepGraphs, StepParts
+from cbatch.kernels.triton.attention_decode import DecodeTuning
+from cbatch.kernels.triton.attention_prefill import PrefillTuning
+from cbatch.model.cuda import CudaModel
+from cbatch.runtime.kv_cache import KVCache, LayerShape
+from cbatch.runtime.state_pool import StatePool, StepStates
+from cbatch.sample.sampler import Sampler
 from scripts.benchmarks.shapes import Config
 from scripts.gpu.clock import make_batch, seconds
 

@@ -18,8 +18,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
-from cbatch.engine.batch import journal
-from cbatch.engine.batch.row_check import fits_check
+from cbatch.batch import journal
+from cbatch.batch.row_check import fits_check
 from tests.support.damaged_outputs import KINDS, DamageTest, make_engine
 
 MEMORY = Path("/dev/shm")

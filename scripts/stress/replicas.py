@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from cbatch.engine import Engine, EngineDriver
-from cbatch.engine.replicas.driver import ReplicaDriver
+from cbatch.api import Engine
+from cbatch.batch.engine_driver import EngineDriver
+from cbatch.replicas.driver import ReplicaDriver
 from tests.support.forked_replicas import forked_replicas
 from tests.support.replica_runs import (
     CONFIG,

@@ -12,7 +12,7 @@ import pytest
 from cbatch.cli.bench import roofline
 from cbatch.cli.main import run_command
 from cbatch.engine import stepping_engine
-from cbatch.engine.execution.kernel_checks.kernel_check import KernelCheck, Workload
+from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload
 from tests.support.gpu_machine import Machine
 
 

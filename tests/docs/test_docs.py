@@ -31,14 +31,14 @@ from cbatch import (
     ToolCall,
     Usage,
 )
+from cbatch.api import ChatOptions
 from cbatch.cli.chat.commands import file_commands, session_commands
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine.engine import ChatOptions
-from cbatch.engine.execution.stats import EngineStats
-from cbatch.engine.requests import openai_batch, row_forms
-from cbatch.engine.scheduler.limits import EngineLimits
+from cbatch.engine.stats import EngineStats
+from cbatch.requests import openai_batch, row_forms
+from cbatch.schedule.limits import EngineLimits
 from scripts.benchmarks.harness import BENCHMARKS
 
 assert file_commands and session_commands  # they put themselves into the table

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numba import njit, types
 
-from cbatch.engine.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
+from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, keep_compiled, new_callback
 
 
 def add_up(numbers: Any, total: Any) -> None:
@@ -149,7 +149,7 @@ def test_inner_functions_are_compiled_as_a_part_of_others() -> None:
 COMPILES = """
 import sys
 from numba import njit
-from cbatch.engine.compat import keep_compiled
+from cbatch.compat import keep_compiled
 def add_up(numbers, total):
     for number in numbers:
         total[0] += number

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
-from cbatch.engine.execution.stats import StepRecord
-from cbatch.engine.runtime.batch import Logits
-from cbatch.engine.scheduler.step_time import MIN_PREFILL_TOKENS, StepTimeController
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.runtime.batch import Logits
+from cbatch.schedule.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from tests.support.generation import generate
 from tests.support.tiny_models import VOCABULARY, loaded, make_engine, make_network, make_prompts
 
@@ -200,7 +200,7 @@ def test_limits_and_stats() -> None:
 def test_each_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards measurements: one record for each run of the model, with its chunks and its time."""
     ticks = count()
-    monkeypatch.setattr("cbatch.engine.execution.loop.clock", lambda: float(next(ticks)))
+    monkeypatch.setattr("cbatch.engine.loop.clock", lambda: float(next(ticks)))
     engine = make_engine(network(), block_size=4, max_batch_tokens=8)
     records: list[StepRecord] = []
     engine.on_step = records.append

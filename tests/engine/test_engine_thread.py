@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.requests.request import EncodedRequest, RequestHandle
-from cbatch.engine.sampling.output import PendingSample
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.request import EncodedRequest, RequestHandle
+from cbatch.sample.output import PendingSample
 from tests.support.generation import generate
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
 

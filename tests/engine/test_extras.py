@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from cbatch import Engine, EngineConfig
-from cbatch.engine import extras
-from cbatch.engine.base.errors import ConfigError
+from cbatch import Engine, EngineConfig, extras
+from cbatch.base.errors import ConfigError
 from tests.support.tiny_models import loaded, make_network
 
 REGISTRY = "pip install 'cbatch[plot]'"

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
-from cbatch.engine.requests.completion import Completion
-from cbatch.engine.runtime.batch import Logits
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.text.detokenizer import IncrementalDetokenizer
+from cbatch.requests.completion import Completion
+from cbatch.runtime.batch import Logits
+from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.generation import generate
 from tests.support.model_folder import save_model
 from tests.support.tiny_models import make_engine, make_network, make_prompts

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine.base.outputs import KnownOutput, Sample, TokenEvent
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.requests.request import EncodedRequest
-from cbatch.engine.scheduler.request import Request
-from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.base.outputs import KnownOutput, Sample, TokenEvent
+from cbatch.base.params import SamplingParams
+from cbatch.requests.request import EncodedRequest
+from cbatch.schedule.request import Request
+from cbatch.schedule.scheduler import Scheduler
 from tests.support.all_features import ASKED, expected, make, run
 
 PLACES = {"first": 0.0, "middle": 0.5, "last but one": 0.95, "end": 1.0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine.base.params import SamplingParams
+from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from tests.support.generation import generate
 from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import ConfigError, ModelError
-from cbatch.engine.base.outputs import KnownOutput
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.hf import recurrent
-from cbatch.engine.models.hf.self_check import checked_model
-from cbatch.engine.requests.request import EncodedRequest
-from cbatch.engine.runtime.state_pool import StatePool, StateShape
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError, ModelError
+from cbatch.base.outputs import KnownOutput
+from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.hf import recurrent
+from cbatch.model.hf.self_check import checked_model
+from cbatch.requests.request import EncodedRequest
+from cbatch.runtime.state_pool import StatePool, StateShape
 from tests.support.architectures import make_architecture
 from tests.support.generation import generate
 from tests.support.tiny_models import loaded, make_engine, make_prompts

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from cbatch import Completion, Engine
+from cbatch.base.template_options import FIXED_DATE
+from cbatch.batch.jsonl import format_result
 from cbatch.cli.main import run_command
-from cbatch.engine.base.template_options import FIXED_DATE
-from cbatch.engine.batch.jsonl import format_result
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, QWEN3
 from tests.support.model_folder import make_tokenizer, save_model

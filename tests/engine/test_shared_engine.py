@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import EngineError
-from cbatch.engine.base.outputs import TokenEvent
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
-from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.execution.stats import StepRecord
-from cbatch.engine.requests.completion import Completion
-from cbatch.engine.requests.request import EncodedRequest, RequestHandle
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import EngineError
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.completion import Completion
+from cbatch.requests.request import EncodedRequest, RequestHandle
 from tests.support.generation import generate
 from tests.support.shared_engine import SharedEngineStress, check_idle
 from tests.support.tiny_models import loaded, make_network, make_prompts
@@ -434,7 +434,7 @@ def test_an_engine_may_be_made_of_anothers_model(engine: Engine) -> None:
 
 def test_calls_start_no_threads_but_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards programs that never ask for concurrency: one thread, and only from the first request on."""
-    monkeypatch.setattr("cbatch.engine.engine.tqdm", None)  # it starts a thread of its own, also if it is disabled
+    monkeypatch.setattr("cbatch.api.tqdm", None)  # it starts a thread of its own, also if it is disabled
     before = set(threading.enumerate())
     with new_engine() as other:
         assert set(threading.enumerate()) == before

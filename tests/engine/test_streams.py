@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.engine import Engine
-from cbatch.engine.requests.output_processor import StreamEvent
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.engine.streams import AsyncStream, Stream
+from cbatch.requests.output_processor import StreamEvent
 from tests.support.shared_engine import (
     PER_REQUEST,
     Outcome,

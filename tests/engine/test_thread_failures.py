@@ -10,19 +10,25 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import EngineError
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.engine_driver import EngineRows
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line
+from cbatch.batch.pipeline import Pipeline, RunObserver
+from cbatch.batch.rounds.round_loop import RoundLoop
+from cbatch.batch.row_stream import RowStream
 from cbatch.cli.main import LazyGroup, run_command
-from cbatch.engine import Engine, EngineConfig, EngineError, Line, LineProcessor, RequestDefaults, streams
-from cbatch.engine.batch.engine_driver import EngineRows
-from cbatch.engine.batch.pipeline import Pipeline, RunObserver
-from cbatch.engine.batch.rounds.round_loop import RoundLoop
-from cbatch.engine.batch.row_stream import RowStream
-from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.requests.completion import Completion
-from cbatch.engine.requests.input_processor import InputProcessor
-from cbatch.engine.requests.output_processor import OutputProcessor
-from cbatch.engine.requests.request import EncodedRequest
-from cbatch.engine.requests.row import InputRow
+from cbatch.engine import streams
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.completion import Completion
+from cbatch.requests.input_processor import InputProcessor
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.requests.request import EncodedRequest
+from cbatch.requests.row import InputRow
 from tests.support.faults import TIMEOUT_S, Fault, Panic, in_time
 
 FAULTS = [Panic("boom"), MemoryError("boom"), ValueError("boom")]

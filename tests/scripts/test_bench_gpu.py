@@ -151,7 +151,7 @@ def test_failing_tests_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
     for reason in ("pytest ended with exit code 1.", "The tests were not finished after 450 s."):
         with pytest.raises(RuntimeError, match=f"^{re.escape(reason)}$"):
             list(suite.test_lines(on_gpu=False, few=True))
-    assert commands[1][-2:] == ["kernels", "tests/engine/kernels/test_triton_layer.py"]
+    assert commands[1][-2:] == ["kernels", "tests/kernels/test_triton_layer.py"]
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="The tests need pytest"):
         next(suite.test_lines(on_gpu=True, few=False))

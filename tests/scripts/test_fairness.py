@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.base.config import EngineConfig
+from cbatch.base.config import EngineConfig
 from scripts.benchmarks import long_prompt
 from scripts.benchmarks.harness import main
 from scripts.benchmarks.long_prompt import Clients, Gap, Pause, Sizes, ratio_of

@@ -7,12 +7,12 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.outputs import KnownOutput, TokenEvent
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.loader import LoadedModel
-from cbatch.engine.requests.request import EncodedRequest
+from cbatch.base.config import EngineConfig
+from cbatch.base.outputs import KnownOutput, TokenEvent
+from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.loader import LoadedModel
+from cbatch.requests.request import EncodedRequest
 
 QUESTION = "Tell me a story about a dog and a cat in a garden."
 

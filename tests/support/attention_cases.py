@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbatch.engine.runtime.kv_cache import LayerShape
+from cbatch.runtime.kv_cache import LayerShape
 
 
 @dataclass(frozen=True)

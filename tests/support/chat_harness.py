@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from cbatch.api import Engine
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.session import Reply, Session
-from cbatch.engine.engine import Engine
 
 TIMEOUT_S = 60
 

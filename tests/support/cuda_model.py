@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.loader import LoadedModel
-from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.attention.base import AttentionBackend
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.loader import LoadedModel
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.kv_cache import KVCache
 from tests.support.device import DEVICE
 from tests.support.generation import generate
 from tests.support.tiny_models import draw_weights, generate_alone, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.models.cuda import CudaModel
+from cbatch.attention.triton import TritonAttention
+from cbatch.model.cuda import CudaModel
 
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,7 +69,7 @@ def engine_around(
     """
     chosen = attention or TritonAttention(DEVICE)
     monkeypatch.setattr("cbatch.engine.stepping_engine.has_fast_path", lambda *_: True)
-    monkeypatch.setattr("cbatch.engine.execution.fallback.select_attention", lambda *_: chosen)
+    monkeypatch.setattr("cbatch.engine.fallback.select_attention", lambda *_: chosen)
     loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config
     return SteppingEngine(EngineConfig(**settings), loaded)

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cbatch.api import Engine
+from cbatch.base.errors import ConfigError
+from cbatch.batch.cache.answer_cache import FILE_NAME
+from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.jsonl import format_result
 from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.common.console import show_progress
 from cbatch.cli.run.batch_run import run_batch
 from cbatch.cli.run.files import open_input, open_output
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import ConfigError, Engine, EngineDriver
-from cbatch.engine.batch.cache.answer_cache import FILE_NAME
-from cbatch.engine.batch.jsonl import format_result
 from tests.support.model_folder import save_model
 
 TEMPLATE = (

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cbatch.engine.scheduler.draft_policy import DraftPolicy
-from cbatch.engine.scheduler.drafts import Drafts
-from cbatch.engine.scheduler.output import SchedulerOutput
-from cbatch.engine.scheduler.request import Request
-from cbatch.engine.speculation.drafter import Proposal
+from cbatch.schedule.draft_policy import DraftPolicy
+from cbatch.schedule.drafts import Drafts
+from cbatch.schedule.output import SchedulerOutput
+from cbatch.schedule.request import Request
+from cbatch.schedule.speculation.drafter import Proposal
 
 Propose = Callable[[Request, int], Proposal | None]
 

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from cbatch.engine.base.model_files import WEIGHTS_INDEX
+from cbatch.base.model_files import WEIGHTS_INDEX
 
 Change = Callable[[Path], None]
 """Changes a model's folder."""

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cbatch.engine.execution import fallback
-from cbatch.engine.runtime.transfer import HostCopy
+from cbatch.engine import fallback
+from cbatch.runtime.transfer import HostCopy
 
 CUDA = torch.device("cuda:0")
 aten = torch.ops.aten

@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cbatch.engine import EngineConfig, Line, RequestError, RowOptions, RowOutcome
-from cbatch.engine.execution.stats import EngineStats, total_stats
-from cbatch.engine.replicas.launcher import ReplicaDied
-from cbatch.engine.replicas.messages import FinishedRow, ReplicaInfo, Reply
-from cbatch.engine.scheduler.limits import EngineLimits
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import RequestError
+from cbatch.batch.lines import Line
+from cbatch.batch.output_row import RowOutcome
+from cbatch.batch.row_options import RowOptions
+from cbatch.engine.stats import EngineStats, total_stats
+from cbatch.replicas.launcher import ReplicaDied
+from cbatch.replicas.messages import FinishedRow, ReplicaInfo, Reply
+from cbatch.schedule.limits import EngineLimits
 
 LIMITS = EngineLimits(
     max_seqs=4, max_batch_tokens=64, max_model_len=100, block_size=10, num_blocks=50, kv_bytes_per_token=1

@@ -171,10 +171,10 @@ def arm(point: KillPoint) -> None:
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
-    "cbatch.engine.batch.map",
-    "cbatch.engine.engine",
-    "cbatch.engine.engine_thread",
-    "cbatch.engine.models.cpu",
+    "cbatch.batch.map",
+    "cbatch.api",
+    "cbatch.engine.thread",
+    "cbatch.model.cpu",
     "cbatch.cli.run.batch_run",
     "cbatch.cli.chat.tui.terminal",
 )

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cbatch.engine.replicas import process, process_main
+from cbatch.replicas import process, process_main
 
 
 class ForkedProcess(subprocess.Popen[bytes]):

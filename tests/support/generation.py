@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cbatch.engine.base.errors import RequestError
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.base.request_defaults import RequestDefaults
-from cbatch.engine.requests.completion import Completion
-from cbatch.engine.requests.output_processor import OutputProcessor
-from cbatch.engine.requests.prompts import PromptLike, read_prompt
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import RequestDefaults
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.requests.completion import Completion
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.requests.prompts import PromptLike, read_prompt
 
 
 def generate(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cbatch.engine.runtime import gpu_absence
+from cbatch.runtime import gpu_absence
 
 ONES = torch.ones
 

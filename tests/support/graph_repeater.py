@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from cbatch.engine.execution.cuda_graphs import Run
+from cbatch.engine.cuda_graphs import Run
 
 
 class Repeater:

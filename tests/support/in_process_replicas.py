@@ -6,9 +6,10 @@ import threading
 from collections import Counter
 from typing import Any
 
-from cbatch.engine import Engine, EngineConfig
-from cbatch.engine.replicas.launcher import ReplicaDied
-from cbatch.engine.replicas.replica import InProcessConnection
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.replicas.launcher import ReplicaDied
+from cbatch.replicas.replica import InProcessConnection
 
 
 class InProcessLauncher:

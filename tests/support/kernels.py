@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import njit
 
-from cbatch.engine.kernels.cpu.jit import OPTIONS
+from cbatch.kernels.cpu.jit import OPTIONS
 
 
 @cache

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.base.errors import ModelError
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.execution.stats import StepRecord
-from cbatch.engine.models.programs.declarations import declared_kinds
+from cbatch.base.errors import ModelError
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.programs.declarations import declared_kinds
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate
 from tests.support.planted_faults import (

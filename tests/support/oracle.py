@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.engine.base.outputs import FinishReason
-from cbatch.engine.scheduler.request import Request
+from cbatch.base.outputs import FinishReason
+from cbatch.schedule.request import Request
 
 Stamps = NDArray[np.int64]
 

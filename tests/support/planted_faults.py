@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.engine.attention import reference
-from cbatch.engine.models.hf import indexed, recurrent
-from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.state_pool import StatePool, StepStates
-from cbatch.engine.scheduler.recurrent_states import RecurrentStates
+from cbatch.attention import reference
+from cbatch.model.hf import indexed, recurrent
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.state_pool import StatePool, StepStates
+from cbatch.schedule.recurrent_states import RecurrentStates
 
 
 def shift_positions(patch: pytest.MonkeyPatch) -> None:

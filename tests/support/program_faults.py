@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cbatch.engine.models.programs.program import (
+from cbatch.model.programs.program import (
     Attend,
     Embed,
     Experts,

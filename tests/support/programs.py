@@ -16,11 +16,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.models.base import Model
-from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import U8, KVCache
-from cbatch.engine.runtime.state_pool import StatePool, StepStates
+from cbatch.attention.base import AttentionBackend
+from cbatch.model.base import Model
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.kv_cache import U8, KVCache
+from cbatch.runtime.state_pool import StatePool, StepStates
 from tests.support.architectures import draw, make_architecture
 from tests.support.model_checks import GAINS, depends_on_context, reference_logits
 from tests.support.tiny_models import make_prompts

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cbatch.engine.attention import reference
-from cbatch.engine.attention.base import AttendOptions
-from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.kernels.reference.layer import TorchLayerOps, store_in_blocks
-from cbatch.engine.kernels.triton.attention_metadata import AttentionMetadata
-from cbatch.engine.sampling import sampler
-from cbatch.engine.sampling.sampler import SamplingMetadata
+from cbatch.attention import reference
+from cbatch.attention.base import AttendOptions
+from cbatch.attention.triton import TritonAttention
+from cbatch.kernels.reference.layer import TorchLayerOps, store_in_blocks
+from cbatch.kernels.triton.attention_metadata import AttentionMetadata
+from cbatch.sample import sampler
+from cbatch.sample.sampler import SamplingMetadata
 from tests.support.fake_cuda import DeviceTensor, mapped_numbers
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cbatch.engine import EncodedRequest, OutputProcessor, RequestHandle, SamplingParams
-from cbatch.engine.batch.ordering.work_order import QueuedRequest
+from cbatch.base.params import SamplingParams
+from cbatch.batch.ordering.work_order import QueuedRequest
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.requests.request import EncodedRequest, RequestHandle
 
 
 def encoded(prompt: int | Sequence[int] = 4, priority: int = 0, **params: Any) -> EncodedRequest:

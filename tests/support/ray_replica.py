@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import ConfigError, RequestError
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError, RequestError
 
 
 class FakeReplica:

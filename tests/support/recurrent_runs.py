@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.models.base import Model
-from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache
-from cbatch.engine.runtime.state_pool import StatePool, StateShape, StepStates
+from cbatch.attention.base import AttentionBackend
+from cbatch.model.base import Model
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.state_pool import StatePool, StateShape, StepStates
 from tests.support.programs import BLOCK_SIZE
 
 _BLOCKS = 8

@@ -15,25 +15,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cbatch.engine import (
-    Engine,
-    EngineConfig,
-    FileWriter,
-    Journal,
-    Line,
-    Pipeline,
-    RequestDefaults,
-    RowOptions,
-    RunObserver,
-    read_lines,
-)
-from cbatch.engine.batch.driver import BatchDriver
-from cbatch.engine.batch.output_row import OutputRow
-from cbatch.engine.replicas.messages import LINGER_SECONDS, Reply
-from cbatch.engine.replicas.placement import find_places
-from cbatch.engine.replicas.process import LocalLauncher, ProcessConnection
-from cbatch.engine.replicas.replica import Replica
-from cbatch.engine.replicas.stream import FAILED
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.driver import BatchDriver
+from cbatch.batch.journal import Journal
+from cbatch.batch.lines import Line, read_lines
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.pipeline import Pipeline, RunObserver
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.writer import FileWriter
+from cbatch.replicas.messages import LINGER_SECONDS, Reply
+from cbatch.replicas.placement import find_places
+from cbatch.replicas.process import LocalLauncher, ProcessConnection
+from cbatch.replicas.replica import Replica
+from cbatch.replicas.stream import FAILED
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_seqs=4)
 OPTIONS = RowOptions(RequestDefaults(seed=5))

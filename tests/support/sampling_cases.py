@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.sampling import sampler
-from cbatch.engine.sampling.row_masks import RowMasks
-from cbatch.engine.sampling.sampler import SampledTokens, Sampler, SamplingMetadata, gumbel_noise
-from cbatch.engine.scheduler.request import Request
+from cbatch.base.params import SamplingParams
+from cbatch.sample import sampler
+from cbatch.sample.row_masks import RowMasks
+from cbatch.sample.sampler import SampledTokens, Sampler, SamplingMetadata, gumbel_noise
+from cbatch.schedule.request import Request
 
 LOGIT_SHAPES = ["normal", "peaked", "flat", "masked", "equal", "one left"]
 

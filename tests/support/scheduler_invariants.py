@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cbatch.engine.scheduler.admission import priority_key
-from cbatch.engine.scheduler.output import SchedulerOutput
-from cbatch.engine.scheduler.recurrent_states import RecurrentStates
-from cbatch.engine.scheduler.request import Request
-from cbatch.engine.scheduler.scheduler import Scheduler
+from cbatch.schedule.admission import priority_key
+from cbatch.schedule.output import SchedulerOutput
+from cbatch.schedule.recurrent_states import RecurrentStates
+from cbatch.schedule.request import Request
+from cbatch.schedule.scheduler import Scheduler
 
 
 class Violation(AssertionError):

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cbatch.engine.base.outputs import Sample, TokenEvent
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
-from cbatch.engine.sampling.output import NAN
-from cbatch.engine.scheduler.admission import MAX_PREEMPTIONS
-from cbatch.engine.scheduler.block_pool import BlockPool
-from cbatch.engine.scheduler.limits import StepLimits
-from cbatch.engine.scheduler.output import ScheduledChunk, SchedulerOutput, StepResult
-from cbatch.engine.scheduler.recurrent_states import RecurrentStates
-from cbatch.engine.scheduler.request import Request
-from cbatch.engine.scheduler.scheduler import Scheduler
-from cbatch.engine.scheduler.state_slots import ZERO, StateSlots
+from cbatch.base.outputs import Sample, TokenEvent
+from cbatch.base.params import SamplingParams
+from cbatch.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
+from cbatch.sample.output import NAN
+from cbatch.schedule.admission import MAX_PREEMPTIONS
+from cbatch.schedule.block_pool import BlockPool
+from cbatch.schedule.limits import StepLimits
+from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
+from cbatch.schedule.recurrent_states import RecurrentStates
+from cbatch.schedule.request import Request
+from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.state_slots import ZERO, StateSlots
 from tests.support.oracle import CollidingToken, OracleRequest, Stamps, make_request, next_token
 from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_scheduled, require
 

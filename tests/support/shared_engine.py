@@ -14,11 +14,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from cbatch.engine.engine import Engine
-from cbatch.engine.requests.completion import Completion
-from cbatch.engine.requests.output_processor import OutputProcessor, StreamEvent
-from cbatch.engine.requests.request import RequestHandle
+from cbatch.api import Engine
 from cbatch.engine.streams import AsyncStream, Mailbox, Stream
+from cbatch.requests.completion import Completion
+from cbatch.requests.output_processor import OutputProcessor, StreamEvent
+from cbatch.requests.request import RequestHandle
 
 Row = dict[str, Any]
 

@@ -18,18 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.engine.attention.triton import TritonAttention
-from cbatch.engine.base.quantization import Quantization
-from cbatch.engine.execution.cuda_graphs import GraphSizes, StepGraphs, StepParts
-from cbatch.engine.models.cuda import CudaModel
-from cbatch.engine.models.programs.declarations import read_program
-from cbatch.engine.runtime import transfer
-from cbatch.engine.runtime.batch import RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache
-from cbatch.engine.runtime.state_pool import StatePool, StepStates
-from cbatch.engine.sampling.sampler import PARAM_WORDS, Sampler
-from cbatch.engine.scheduler.limits import StepLimits
-from cbatch.engine.structured.token_bitmask import bitmask_size
+from cbatch.attention.triton import TritonAttention
+from cbatch.base.quantization import Quantization
+from cbatch.engine.cuda_graphs import GraphSizes, StepGraphs, StepParts
+from cbatch.model.cuda import CudaModel
+from cbatch.model.programs.declarations import read_program
+from cbatch.runtime import transfer
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.state_pool import StatePool, StepStates
+from cbatch.sample.sampler import PARAM_WORDS, Sampler
+from cbatch.sample.structured.token_bitmask import bitmask_size
+from cbatch.schedule.limits import StepLimits
 from tests.support.triton_driver import stub_driver
 
 BLOCK_SIZE = 16

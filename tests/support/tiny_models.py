@@ -15,11 +15,11 @@ import torch
 import transformers
 from torch import nn
 
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.params import SamplingParams
-from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.models.loader import LoadedModel
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.cpu import CpuModel
+from cbatch.model.loader import LoadedModel
 
 VOCABULARY = 89
 COMMON = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.engine.text.fast_loader import TransformersTokenizer
-from cbatch.engine.text.tokenizer import ChatTokenizer
-from cbatch.engine.text.tool_calls import TOOL_TAGS
+from cbatch.text.fast_loader import TransformersTokenizer
+from cbatch.text.tokenizer import ChatTokenizer
+from cbatch.text.tool_calls import TOOL_TAGS
 from tests.support.chat_templates import LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
 from tests.support.model_folder import make_tokenizer
 

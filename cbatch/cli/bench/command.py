@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, TypeVar
 import click
 from click.core import ParameterSource
 
+from cbatch.batch.tables.forms import INPUT_FORMS
 from cbatch.cli.bench.options import ABLATIONS, PEERS, STRATEGIES, BenchOptions, parse_skews, parse_users
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.options import NameListOption, engine_options, make_options, model_options, replica_options
-from cbatch.engine import INPUT_FORMS
 
 PRESETS: dict[str, dict[str, Any]] = {
     "article": {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4},

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
 from cbatch.cli.bench import results
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.peers import PeerError, PeerResult, PeerSetup, run_peer
@@ -16,7 +18,7 @@ from cbatch.cli.bench.strategies import Experiment, measure_interleaved
 from cbatch.cli.bench.techniques import measure_techniques
 from cbatch.cli.bench.workload import Outputs, Workload, read_workload, skewed_workload, synthetic_workload
 from cbatch.cli.common.loading import open_engine
-from cbatch.engine import Engine, EngineConfig, release_memory
+from cbatch.runtime.memory import release_memory
 
 OnProgress = Callable[[str], None]
 

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.batch.tables.forms import InputForm
 from cbatch.cli.bench.workload import DistributionName, LengthDistribution, open_prompts
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.engine import ConfigError, EngineConfig, InputForm, require_package
+from cbatch.extras import require_package
 
 if TYPE_CHECKING:
     from cbatch.cli.bench.strategies import Strategy

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from cbatch.base.errors import ConfigError
+from cbatch.base.units import format_count
 from cbatch.cli.bench.load.results import Capacity, LoadReport
 from cbatch.cli.bench.render import tables
 from cbatch.cli.bench.render.report import comparison, load
@@ -16,7 +18,6 @@ from cbatch.cli.bench.render.tables import markdown_lines, seconds
 from cbatch.cli.bench.render.timeline import draw_timeline, side_by_side
 from cbatch.cli.bench.results import ComparisonReport
 from cbatch.cli.common.console import emit, notice, safe
-from cbatch.engine import ConfigError, format_count
 
 Report = ComparisonReport | LoadReport
 

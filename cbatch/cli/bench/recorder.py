@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.workload import Outputs
-from cbatch.engine import SamplingParams, SteppingEngine, StepRecord
+from cbatch.engine.stats import StepRecord
+from cbatch.engine.stepping_engine import SteppingEngine
 
 TokenKind = Literal["prefill", "decode", "padding", "idle"]
 """prefill: of a prompt; decode: wanted output; padding: fills up a prompt; idle: output past a request's end."""

@@ -9,14 +9,18 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cbatch.base.errors import ConfigError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.lines import Line
+from cbatch.batch.row_options import RowOptions
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.cli.common.replicas import open_replicas
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import ConfigError, Line, RequestDefaults, RowOptions, SamplingParams
 
 if TYPE_CHECKING:
-    from cbatch.engine import BatchDriver
+    from cbatch.batch.driver import BatchDriver
 
 
 POLL_SECONDS = 0.05

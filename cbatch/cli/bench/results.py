@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from cbatch import __version__
+from cbatch.api import Engine
 from cbatch.cli.bench.gain import Gain
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.recorder import RunRecord
@@ -23,7 +24,6 @@ from cbatch.cli.bench.techniques import Techniques
 from cbatch.cli.bench.workload import Outputs, Workload
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.run.stats import ReplicaFigures
-from cbatch.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)

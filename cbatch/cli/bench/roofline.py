@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from cbatch.api import Engine
 from cbatch.cli.bench.workload import Workload
-from cbatch.engine import Engine
 
 ROWS_PER_STEP = 256
 """Output tokens that share one reading of the weights. A run's own batch size would make small batches look good."""

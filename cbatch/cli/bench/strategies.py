@@ -6,10 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
 from cbatch.cli.bench.peak_memory import PeakMemory
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.workload import Workload
-from cbatch.engine import ConfigError, EngineConfig, LoadedModel, SteppingEngine
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.loader import LoadedModel
 
 Run = Callable[[RunRecorder, Workload, int], None]
 """Does the work on a recorder's engine, with this many slots."""

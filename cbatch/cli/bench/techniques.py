@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.peak_memory import PeakMemory, release_free_memory
 from cbatch.cli.bench.strategies import Experiment
-from cbatch.engine import ConfigError, RequestError, SamplingParams, SteppingEngine
+from cbatch.engine.stepping_engine import SteppingEngine
 
 LONG_PROMPT = 10_000
 CHUNK_SHARES = (1 / 16, 1 / 4, 1)

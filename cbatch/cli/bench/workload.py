@@ -12,10 +12,14 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.engine import ConfigError, SamplingParams, input_form, unit_of
+from cbatch.base.errors import ConfigError
+from cbatch.base.params import SamplingParams
+from cbatch.batch.tables.forms import input_form, unit_of
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, InputForm, RowInput
+    from cbatch.api import Engine
+    from cbatch.batch.tables.forms import InputForm
+    from cbatch.batch.tables.row_input import RowInput
 
 Outputs = list[list[int]]
 """Output tokens of each request."""
@@ -157,7 +161,7 @@ def open_prompts(path: str, form: InputForm | None = None) -> Iterator[RowInput]
 
     Raises ConfigError if it cannot be read, or is of another form.
     """
-    from cbatch.engine import RowInput
+    from cbatch.batch.tables.row_input import RowInput
 
     try:
         with Path(path).open("rb") as file:
@@ -171,7 +175,12 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
 
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
-    from cbatch.engine import TABLES, Completion, LineProcessor, RequestDefaults, RowOptions, checked_lines
+    from cbatch.base.request_defaults import RequestDefaults
+    from cbatch.batch.line_processor import LineProcessor
+    from cbatch.batch.pipeline import checked_lines
+    from cbatch.batch.row_options import RowOptions
+    from cbatch.batch.tables.forms import TABLES
+    from cbatch.requests.completion import Completion
 
     form = asked_form or input_form(path)
     row_options = RowOptions(

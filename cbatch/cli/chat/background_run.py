@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import CbatchError, ConfigError, Interrupted, ReaderGone
 from cbatch.cli.chat.batch_engines import BatchEngines
 from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.common.console import Details, ProgressState, notice
@@ -22,10 +24,10 @@ from cbatch.cli.common.replica_options import REPLICA_FIELDS
 from cbatch.cli.run.command import run
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import CbatchError, ConfigError, EngineConfig, Interrupted, ReaderGone
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, Pipeline
+    from cbatch.api import Engine
+    from cbatch.batch.pipeline import Pipeline
 
 CLOSE_SECONDS = 10.0
 """How long leaving the chat waits for a batch to write its finished rows."""

@@ -6,11 +6,15 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cbatch.base.config import EngineConfig
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.engine import EngineConfig
 
 if TYPE_CHECKING:
-    from cbatch.engine import BatchDriver, Engine, Place, ReplicaDriver, ReplicaLauncher
+    from cbatch.api import Engine
+    from cbatch.batch.driver import BatchDriver
+    from cbatch.replicas.driver import ReplicaDriver
+    from cbatch.replicas.launcher import ReplicaLauncher
+    from cbatch.replicas.placement import Place
 
 
 class BatchEngines:
@@ -31,7 +35,7 @@ class BatchEngines:
         self._others: list[Place] = []
         self._driver: ReplicaDriver | None = None
         if self._options.are_given and self._options.ray is None:
-            from cbatch.engine import find_places
+            from cbatch.replicas.placement import find_places
 
             own, *self._others = find_places(config, self._options.wanted)
             self.config = own.applied_to(config)
@@ -44,7 +48,9 @@ class BatchEngines:
 
         Raises ConfigError if they cannot be started.
         """
-        from cbatch.engine import TIMEOUT_S, EngineDriver, EngineLauncher, ReplicaDriver
+        from cbatch.batch.engine_driver import EngineDriver
+        from cbatch.replicas.driver import TIMEOUT_S, ReplicaDriver
+        from cbatch.replicas.replica import EngineLauncher
 
         if not self._options.are_given:
             return EngineDriver(engine.thread)
@@ -67,10 +73,10 @@ class BatchEngines:
         if options.wanted == 1:
             return None
         if options.ray is None:
-            from cbatch.engine import LocalLauncher
+            from cbatch.replicas.process import LocalLauncher
 
             return LocalLauncher(self._others)
-        from cbatch.engine import RayLauncher
+        from cbatch.replicas.ray_cluster import RayLauncher
 
         others = options.wanted - 1 if options.wanted is not None else None
         return RayLauncher(options.ray, others, options.resources)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from cbatch.base.params import with_overrides
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
@@ -29,17 +30,18 @@ from cbatch.cli.common.options import (
 )
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.common.tracing import tracing
-from cbatch.engine import with_overrides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cbatch.api import Engine
+    from cbatch.base.config import EngineConfig
     from cbatch.cli.chat.background_run import BackgroundRun
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.pipe import PipeMessage
     from cbatch.cli.chat.session.store import SessionStore
     from cbatch.cli.common.options import SamplingOptions
-    from cbatch.engine import Engine, EngineConfig, StepTracer
+    from cbatch.runtime.tracing.trace import StepTracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +181,8 @@ def _run_full_screen(
 
 
 def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1]:
+    from cbatch.batch.lines import MAX_LINE_BYTES, read_lines
     from cbatch.cli.chat.pipe import Pipe, read_document, read_messages
-    from cbatch.engine import MAX_LINE_BYTES, read_lines
 
     if options.replicas.are_given:
         raise UserError("--replicas and --ray are for /run, which needs a terminal; cbatch run takes them, too.")
@@ -223,7 +225,7 @@ def _make_controller(
     from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.model_pool import ModelPool
     from cbatch.cli.chat.toolbox import ToolBox
-    from cbatch.engine import load_tools
+    from cbatch.tools.loader import load_tools
 
     sampling = options.sampling
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cbatch.base.params import derive_seed
 from cbatch.cli.chat.engine_client import EncodedPrompt, EngineClient, ReplyRequest
 from cbatch.cli.chat.model_pool import ModelPool
 from cbatch.cli.chat.session.reply import CONTEXT_FULL, Reply
@@ -17,10 +18,10 @@ from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.session.tool_round import round_messages
 from cbatch.cli.chat.toolbox import ToolBox
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import derive_seed
 
 if TYPE_CHECKING:
-    from cbatch.engine import StreamEvent, ToolCall
+    from cbatch.base.outputs import ToolCall
+    from cbatch.requests.output_processor import StreamEvent
 
 
 RETRY_TEMPERATURE = 0.7

@@ -18,12 +18,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from cbatch.base.errors import RequestError
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
 from cbatch.cli.chat.session.prompt import as_plain_text, reply_request, takes_messages
 from cbatch.cli.chat.session.session import Message
-from cbatch.engine import RequestError, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
-    from cbatch.engine import EncodedRequest, Engine, OutputProcessor, RequestHandle, StreamEvent
+    from cbatch.api import Engine
+    from cbatch.requests.output_processor import OutputProcessor, StreamEvent
+    from cbatch.requests.request import EncodedRequest, RequestHandle
 
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
@@ -223,7 +227,7 @@ class EngineClient:
                 self._fail(request, RequestError("internal_error", f"The model could not be loaded: {error}"))
 
     def _submit_to_engine(self, request: ReplyRequest, engine: Engine) -> None:
-        from cbatch.engine import RequestHandle
+        from cbatch.requests.request import RequestHandle
 
         encoded, num_dropped = self._encode(request, engine, self.params(request.params))
         prompt = EncodedPrompt(encoded.prompt_ids, num_dropped)
@@ -284,7 +288,7 @@ class EngineClient:
         return whole, num_dropped
 
     def _fail(self, request: ReplyRequest, error: RequestError) -> None:
-        from cbatch.engine import StreamEvent
+        from cbatch.requests.output_processor import StreamEvent
 
         event = StreamEvent(finish_reason="error", error=error)
         self._post_unless_cancelled(request, partial(request.on_event, event, time.monotonic()))

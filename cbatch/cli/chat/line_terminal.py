@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from cbatch.base.errors import CbatchError
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController
@@ -18,7 +19,6 @@ from cbatch.cli.chat.session.tool_round import ToolUse
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.console import emit, notice, safe
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import CbatchError
 
 WELCOME = "This terminal shows lines only. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves."
 

@@ -10,7 +10,7 @@ from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.common.exits import UserError
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine
+    from cbatch.api import Engine
 
 OpenModel = Callable[[str], "Engine"]
 """Loads a model by its hub id or folder, with the chat's other options."""

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from cbatch.base.errors import EngineError, ReaderGone, RunFailed
+from cbatch.batch.lines import MAX_LINE_BYTES, Line
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.common.console import notice, safe
 from cbatch.cli.common.stdout import without_library_output
-from cbatch.engine import MAX_LINE_BYTES, EngineError, Line, ReaderGone, RunFailed
 
 if TYPE_CHECKING:
     from cbatch.cli.chat.session.reply import Reply

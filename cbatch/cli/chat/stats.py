@@ -6,10 +6,10 @@ import time
 from collections import deque
 from dataclasses import asdict
 
+from cbatch.base.units import format_count
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import format_count
 
 SPEED_SECONDS = 3.0
 """Time over which the speed is measured."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from cbatch.cli.chat.engine_client import Post
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.tool_round import REFUSED, ToolRound, ToolUse
-from cbatch.engine import MAX_TOOL_ROUNDS
+from cbatch.tools.tool import MAX_TOOL_ROUNDS
 
 if TYPE_CHECKING:
-    from cbatch.engine import Tool, ToolCall
+    from cbatch.base.outputs import ToolCall
+    from cbatch.tools.tool import Tool
 
 
 class ToolBox:

@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.engine import ReaderGone, format_count
+from cbatch.base.errors import ReaderGone
+from cbatch.base.units import format_count
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

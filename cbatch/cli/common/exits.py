@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from cbatch.engine import CbatchError, Interrupted
+from cbatch.base.errors import CbatchError, Interrupted
 
 EXIT_USAGE, EXIT_FATAL, EXIT_PIPE = 2, 3, 141
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

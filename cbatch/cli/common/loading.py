@@ -8,13 +8,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from cbatch.base.errors import ModelNotFound
+from cbatch.base.hub import check_hub_model
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.local_models import suggest_models
 from cbatch.cli.common.stdout import without_library_output
-from cbatch.engine import ModelNotFound, check_hub_model, tune_process
+from cbatch.runtime.interpreter import tune_process
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, EngineConfig, StepTracer
+    from cbatch.api import Engine
+    from cbatch.base.config import EngineConfig
+    from cbatch.runtime.tracing.trace import StepTracer
 
 DEMO_NOTICE = (
     "this is the bundled demo model, a toy of a few million parameters; "
@@ -41,7 +45,7 @@ def open_engine(
     """
     check_model(config)
     print_notices(quiet=quiet)
-    from cbatch.engine import Engine
+    from cbatch.api import Engine
 
     gc.freeze()  # imported modules stay
     gc.enable()

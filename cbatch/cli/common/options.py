@@ -15,6 +15,10 @@ import click
 from click import option
 from click.shell_completion import CompletionItem
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.params import PARAM_NAMES, SamplingParams
+from cbatch.base.template_options import TemplateOptions
 from cbatch.cli.common.replica_options import (
     ReplicaOptions,
     parse_address,
@@ -22,16 +26,8 @@ from cbatch.cli.common.replica_options import (
     parse_resources,
     parse_timeout,
 )
-from cbatch.engine import (
-    PARAM_NAMES,
-    ConfigError,
-    EngineConfig,
-    RequestError,
-    SamplingParams,
-    TemplateOptions,
-    own_params,
-    require_package,
-)
+from cbatch.extras import require_package
+from cbatch.requests.param_names import own_params
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import click
 
-from cbatch.engine import ConfigError, EngineConfig
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
 
 REPLICA_FIELDS = ("replicas", "ray", "ray_resources", "replica_timeout")
 """The names of these options."""

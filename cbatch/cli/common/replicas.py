@@ -12,7 +12,9 @@ from cbatch.cli.common.loading import check_model, print_notices, show_loaded
 from cbatch.cli.common.replica_options import ReplicaOptions
 
 if TYPE_CHECKING:
-    from cbatch.engine import EngineConfig, ReplicaDriver, ReplicaLauncher
+    from cbatch.base.config import EngineConfig
+    from cbatch.replicas.driver import ReplicaDriver
+    from cbatch.replicas.launcher import ReplicaLauncher
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def open_replicas(
     Raises ConfigError or ModelError if the options cannot be met, and EngineError if no replica lives to load.
     """
     check_model(config)
-    from cbatch.engine import TIMEOUT_S, ReplicaDriver
+    from cbatch.replicas.driver import TIMEOUT_S, ReplicaDriver
 
     print_notices(quiet=quiet)
     gc.freeze()  # imported modules stay
@@ -41,9 +43,10 @@ def open_replicas(
 def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLauncher:
     """What starts the replicas. Raises ConfigError if there is no room for them, or no cluster."""
     if options.ray is not None:
-        from cbatch.engine import RayLauncher
+        from cbatch.replicas.ray_cluster import RayLauncher
 
         return RayLauncher(options.ray, options.wanted, options.resources)
-    from cbatch.engine import LocalLauncher, find_places
+    from cbatch.replicas.placement import find_places
+    from cbatch.replicas.process import LocalLauncher
 
     return LocalLauncher(find_places(config, options.wanted))

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from cbatch.base.errors import ReaderGone
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.options import check_distinct_file
-from cbatch.engine import ReaderGone, StepTracer
+from cbatch.runtime.tracing.trace import StepTracer
 
 
 @contextmanager

@@ -11,13 +11,15 @@ from typing import Any
 import click
 
 from cbatch import __version__
+from cbatch.base.config import EngineConfig
+from cbatch.base.units import format_bytes, format_count
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_config, engine_options, model_options
 from cbatch.cli.info.kernels import show_kernels
 from cbatch.cli.info.models import show_models
-from cbatch.engine import EngineConfig, WeightCache, format_bytes, format_count
+from cbatch.model.weight_cache import WeightCache
 
 _BLOCKS = 16
 """Blocks of the KV cache of an engine that computes nothing."""
@@ -65,7 +67,7 @@ def _about_machine(config: EngineConfig) -> dict[str, str]:
     import torch
     import transformers
 
-    from cbatch.engine import describe_gpus
+    from cbatch.runtime.device import describe_gpus
 
     about = {
         "cbatch": __version__,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from cbatch.cli.common.console import emit, safe
 
 if TYPE_CHECKING:
+    from cbatch.api import Engine
     from cbatch.cli.bench.roofline import DeviceRates
-    from cbatch.engine import Engine, KernelCheck
+    from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 
 _WIDTH = 48
 """Columns of the names of kernels."""

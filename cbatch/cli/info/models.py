@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from cbatch.base.units import format_bytes
 from cbatch.cli.common.config_file import display_path
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.local_models import LocalModel, gguf_folders, hub_cache, local_models
-from cbatch.engine import format_bytes
 
 
 def show_models() -> None:

@@ -8,24 +8,20 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
+from cbatch.base.errors import ConfigError, ReaderGone
+from cbatch.base.units import format_count
+from cbatch.batch.driver import BatchDriver
+from cbatch.batch.journal import Journal
+from cbatch.batch.lines import Line
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.tables.row_input import RowInput
+from cbatch.batch.unfinished.resume_plan import ResumePlan
+from cbatch.batch.writer import FileWriter, RowWriter
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.progress import RunProgress
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import (
-    BatchDriver,
-    ConfigError,
-    FileWriter,
-    Journal,
-    Line,
-    Pipeline,
-    ReaderGone,
-    ResumePlan,
-    RowInput,
-    RowOptions,
-    RowWriter,
-    format_count,
-)
 
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""

@@ -7,8 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from cbatch.api import Engine
+from cbatch.base.errors import RequestError
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line
 from cbatch.cli.run.estimate.sample_run import RowSample, SampledRow
-from cbatch.engine import Completion, Engine, Line, LineProcessor, RequestError
+from cbatch.requests.completion import Completion
 
 MAX_SHOWN, MAX_ID_CHARACTERS = 20, 200
 MAX_BLOCKS = 1_000_000

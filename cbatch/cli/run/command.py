@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click import option
 
+from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE
+from cbatch.batch.tables.forms import INPUT_FORMS, OUTPUT_FORMS
+from cbatch.batch.unfinished.token_journal import DEFAULT_INTERVAL_S
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import emit, notice, show_progress
 from cbatch.cli.common.exits import handle_signals
@@ -30,18 +33,15 @@ from cbatch.cli.common.options import (
 from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import (
-    CHECK_TIMEOUT_S,
-    DEFAULT_CACHE_SIZE,
-    DEFAULT_INTERVAL_S,
-    INPUT_FORMS,
-    MAX_TOOL_ROUNDS,
-    OUTPUT_FORMS,
-)
+from cbatch.tools.tool import MAX_TOOL_ROUNDS
+from cbatch.validation.validation import CHECK_TIMEOUT_S
 
 if TYPE_CHECKING:
+    from cbatch.api import Engine
+    from cbatch.batch.driver import BatchDriver
+    from cbatch.batch.tables.row_input import RowInput
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import BatchDriver, Engine, RowInput, StepTracer
+    from cbatch.runtime.tracing.trace import StepTracer
 
 
 @click.command("run", cls=ConfiguredCommand)
@@ -196,10 +196,11 @@ def run(**values: Any) -> Literal[0, 1]:
 def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0, 1]:
     engine = _load(options, stats)
 
+    from cbatch.batch.line_processor import LineProcessor
+    from cbatch.batch.pipeline import checked_lines
     from cbatch.cli.run.check import InputCheck
     from cbatch.cli.run.estimate.estimate import estimate_run
     from cbatch.cli.run.estimate.sample_run import ROWS_PER_SLOT, RowSample
-    from cbatch.engine import LineProcessor, checked_lines
 
     sample = RowSample(ROWS_PER_SLOT * engine.limits.max_seqs) if options.estimate else None
     check = InputCheck(engine, LineProcessor.of(engine.core, options.row_options()), sample)
@@ -228,7 +229,7 @@ def _open_driver(options: RunOptions, stats: RunStats, trace: StepTracer | None)
             yield driver
         return
     with _load(options, stats, trace) as engine:
-        from cbatch.engine import EngineDriver
+        from cbatch.batch.engine_driver import EngineDriver
 
         yield EngineDriver(engine.thread)
 

@@ -11,20 +11,22 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from cbatch.base.errors import ConfigError
 from cbatch.cli.common.console import OutputStream, emit, notice, safe_json
 from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.common.stdout import own_stdout, without_library_output
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import ConfigError
 
 if TYPE_CHECKING:
+    from cbatch.batch.tables.row_input import RowInput
+    from cbatch.batch.writer import RowWriter
     from cbatch.cli.run.stats import RunStats
-    from cbatch.engine import RowInput, RowWriter
 
 
 def open_input(options: RunOptions) -> RowInput:
     """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
-    from cbatch.engine import WHOLE, RowInput, Shard
+    from cbatch.batch.tables.row_input import RowInput
+    from cbatch.batch.tables.shard import WHOLE, Shard
 
     template = options.row_template()
     shard = Shard.parse(options.shard) if options.shard is not None else WHOLE
@@ -54,7 +56,7 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
     Anything but a regular file (a pipe, a device) is treated like stdout.
     """
-    from cbatch.engine import StreamWriter
+    from cbatch.batch.writer import StreamWriter
 
     try:
         opened = _open_writer(options, source)
@@ -68,7 +70,9 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
 
 def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
-    from cbatch.engine import FileWriter, StreamWriter, TableWriter, compression, journal_of
+    from cbatch.batch.tables.forms import compression
+    from cbatch.batch.tables.table_writer import TableWriter, journal_of
+    from cbatch.batch.writer import FileWriter, StreamWriter
 
     name, path = options.output, Path(options.output)
     input_order = options.order == "input"

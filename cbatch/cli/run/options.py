@@ -7,36 +7,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.template_options import FIXED_DATE, TemplateOptions
+from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.tables.forms import TABLES, InputForm, OutputForm, input_form, output_form, unit_of
+from cbatch.batch.unfinished.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.engine import (
-    CHECK_TIMEOUT_S,
-    DEFAULT_CACHE_SIZE,
-    DEFAULT_INTERVAL_S,
-    FIXED_DATE,
-    MAX_TOOL_ROUNDS,
-    TABLES,
-    AnswerCache,
-    CacheConfig,
-    ConfigError,
-    EngineConfig,
-    InputForm,
-    OutputForm,
-    RequestDefaults,
-    RowOptions,
-    TemplateOptions,
-    TokenJournalConfig,
-    Validation,
-    input_form,
-    is_token_journal,
-    load_tools,
-    output_form,
-    own_params,
-    unit_of,
-)
+from cbatch.requests.param_names import own_params
+from cbatch.tools.loader import load_tools
+from cbatch.tools.tool import MAX_TOOL_ROUNDS
+from cbatch.validation.validation import CHECK_TIMEOUT_S, Validation
 
 if TYPE_CHECKING:
-    from cbatch.engine import ColumnTemplate
+    from cbatch.batch.templates.prompt_template import ColumnTemplate
 
 TEMPLATE_ENDINGS = (".jinja", ".jinja2", ".j2")
 """A template with such an ending is the name of a file."""
@@ -100,7 +87,8 @@ class RunOptions:
         """What makes the prompts. Raises ConfigError if it cannot be read."""
         if self.template is None:
             return None
-        from cbatch.engine import PromptTemplate, read_template
+        from cbatch.batch.templates.jinja_template import read_template
+        from cbatch.batch.templates.prompt_template import PromptTemplate
 
         is_file = self.template.endswith(TEMPLATE_ENDINGS)
         return read_template(Path(self.template)) if is_file else PromptTemplate(self.template)

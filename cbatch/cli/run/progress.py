@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
+from cbatch.base.units import format_count
+from cbatch.batch.ordering.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN
 from cbatch.cli.common.console import notice
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import PROMPT_TOKENS_PER_OUTPUT_TOKEN, format_count
 
 if TYPE_CHECKING:
-    from cbatch.engine import BatchDriver, EngineStats, RowSource, WorkAhead
+    from cbatch.batch.driver import BatchDriver, RowSource
+    from cbatch.batch.ordering.work_ahead import WorkAhead
+    from cbatch.engine.stats import EngineStats
 
 RECENT_SECONDS = 5.0
 """Steps that are no older than this tell how long a step takes now."""

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from cbatch.base.units import format_count, rounded_s
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.pipeline import RunObserver
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import OutputRow, RunObserver, format_count, rounded_s
 
 if TYPE_CHECKING:
-    from cbatch.engine import BatchDriver, EngineStats, ReplicaStatus
+    from cbatch.batch.driver import BatchDriver, ReplicaStatus
+    from cbatch.engine.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,8 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
     options.check_usage()
     if options.offline:
         return _verify_offline(options)
-    from cbatch.engine import EngineDriver, StoredRows
+    from cbatch.batch.engine_driver import EngineDriver
+    from cbatch.batch.stored_rows import StoredRows
 
     quiet = options.run.quiet
     with StoredRows(Path(options.run.output)) as stored:
@@ -87,8 +88,9 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
 
 def _verify_offline(options: VerifyOptions) -> Literal[0, 1, 2]:
     """Reads the file, and the input if it is known. Loads no model."""
+    from cbatch.batch.stored_rows import StoredRows
+    from cbatch.batch.tables.forms import unit_of
     from cbatch.cli.verify.offline import check_file
-    from cbatch.engine import StoredRows, unit_of
 
     run = options.run
     with StoredRows(Path(run.output)) as stored:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cbatch.engine import CHECK
+from cbatch.batch.row_check import CHECK
 
 OF_THE_MOMENT = frozenset(["cached_tokens", "ttft_s", "elapsed_s", "from_cache", CHECK])
 """Fields of --timings, which no two runs have alike, and what depends on them."""

@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cbatch.base.errors import ConfigError
+from cbatch.base.units import format_count
+from cbatch.batch.journal import Journal
+from cbatch.batch.pipeline import checked_lines
+from cbatch.batch.stored_rows import StoredRows
+from cbatch.batch.tables.row_input import RowInput
 from cbatch.cli.verify.report import MAX_SHOWN, damage_sentences, verb
-from cbatch.engine import ConfigError, Journal, RowInput, StoredRows, checked_lines, format_count
 
 Ranges = list[list[int]]
 """Numbers from 1 on, ascending, as pairs of a first and a last one."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cbatch.base.errors import ConfigError
 from cbatch.cli.common.options import SamplingOptions, engine_config
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.verify.sample import Sample
-from cbatch.engine import ConfigError
 
 ROW_OPTIONS = (
     "format",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from cbatch.engine import BatchDriver, Interrupted, Line, OutputRow, RowOptions, RowSource, RunObserver
+from cbatch.base.errors import Interrupted
+from cbatch.batch.driver import BatchDriver, RowSource
+from cbatch.batch.lines import Line
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.pipeline import RunObserver
+from cbatch.batch.row_options import RowOptions
 
 
 class Recomputation:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
+from cbatch.base.units import format_count
+from cbatch.batch.stored_rows import StoredRow
 from cbatch.cli.verify.compare import Difference, content_of, first_difference
-from cbatch.engine import StoredRow, format_count
 
 MAX_SHOWN = 20
 COMPANIES = ("alone", "together")

@@ -7,22 +7,19 @@ import random
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
+from cbatch.base.errors import ConfigError
+from cbatch.batch.driver import BatchDriver
+from cbatch.batch.lines import Line
+from cbatch.batch.pipeline import checked_lines
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.stored_rows import StoredRow, StoredRows
+from cbatch.batch.tables.forms import unit_of
+from cbatch.batch.tables.row_input import RowInput
 from cbatch.cli.common.console import ProgressState
 from cbatch.cli.verify.options import VerifyOptions
 from cbatch.cli.verify.recompute import Recomputation
 from cbatch.cli.verify.report import COMPANIES, LeftOut, Report
-from cbatch.engine import (
-    BatchDriver,
-    ConfigError,
-    Line,
-    RowInput,
-    RowOptions,
-    StoredRow,
-    StoredRows,
-    checked_lines,
-    explain_difference,
-    unit_of,
-)
+from cbatch.requests.row_keys import explain_difference
 
 ShowProgress = Callable[[int, ProgressState], AbstractContextManager[Callable[[], None]]]
 

@@ -28,8 +28,7 @@ from typing import Any, Literal, cast
 import torch
 
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
-from cbatch.engine import LoadedModel
-from cbatch.engine.models.loader import load_model
+from cbatch.model.loader import LoadedModel, load_model
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, cpu_seconds_elsewhere
 from scripts.benchmarks.peers.benchmark import machine_facts
 from scripts.benchmarks.shapes import PEER_SHAPES, SHAPES

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from cbatch import SteppingEngine
-from cbatch.engine.scheduler.draft_policy import DraftPolicy
-from cbatch.engine.scheduler.draft_sources import DraftSources
-from cbatch.engine.scheduler.drafts import Drafts
-from cbatch.engine.scheduler.output import SchedulerOutput
-from cbatch.engine.scheduler.request import Request
-from cbatch.engine.speculation.drafter import Proposal
+from cbatch.schedule.draft_policy import DraftPolicy
+from cbatch.schedule.draft_sources import DraftSources
+from cbatch.schedule.drafts import Drafts
+from cbatch.schedule.output import SchedulerOutput
+from cbatch.schedule.request import Request
+from cbatch.schedule.speculation.drafter import Proposal
 
 
 class ForesightedSources(DraftSources):

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cbatch.engine import LoadedModel
-from cbatch.engine.attention.base import AttentionBackend
-from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.runtime.batch import Argmax, Logits, RaggedBatch
-from cbatch.engine.runtime.kv_cache import KVCache
+from cbatch.attention.base import AttentionBackend
+from cbatch.model.cpu import CpuModel
+from cbatch.model.loader import LoadedModel
+from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
+from cbatch.runtime.kv_cache import KVCache
 from scripts.benchmarks.models import RandomTensors, load_random
 from scripts.benchmarks.shapes import Config
 

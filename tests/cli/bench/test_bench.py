@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import compare, techniques
 from cbatch.cli.bench.compare import median_run
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
@@ -34,8 +37,6 @@ from cbatch.cli.bench.workload import (
 from cbatch.cli.common import replicas
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
-from cbatch.engine import ConfigError, Engine
-from cbatch.engine.base.config import EngineConfig
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.tiny_models import generate_alone, loaded, make_engine, make_network, make_prompts
 
@@ -121,7 +122,7 @@ def test_what_each_technique_saves() -> None:
 def test_times_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards all times, on a clock that moves one second whenever it is read."""
     ticks = count()
-    monkeypatch.setattr("cbatch.engine.execution.loop.clock", lambda: float(next(ticks)))
+    monkeypatch.setattr("cbatch.engine.loop.clock", lambda: float(next(ticks)))
     engine = make_engine(network(), max_batch_tokens=64)
     recorder = RunRecorder(engine, [2, 1], 2, clock=lambda: float(next(ticks)))
     for index, prompt in enumerate(make_prompts([5, 6])):
@@ -172,7 +173,7 @@ def test_wrong_ranges_are_refused(text: str) -> None:
 def test_without_peers_transformers_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards time and memory: only peers need a second copy of a model that is on the fast path."""
     loads: list[Any] = []
-    monkeypatch.setattr("cbatch.engine.models.loader._load_network", lambda *arguments: loads.append(arguments))
+    monkeypatch.setattr("cbatch.model.loader._load_network", lambda *arguments: loads.append(arguments))
     lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
     assert run_command(["bench", *lengths]) == 0 and not loads
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench import techniques
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.results import run_metrics
 from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment
 from cbatch.cli.bench.workload import Workload
 from cbatch.cli.main import run_command
-from cbatch.engine import SamplingParams
-from cbatch.engine.base.config import EngineConfig
 from tests.support.tiny_models import generate_alone, loaded, make_engine, make_network
 
 ALL = STRATEGIES | ABLATIONS
@@ -73,7 +73,7 @@ def test_the_ablation_drafts_nothing() -> None:
 def test_tokens_of_one_step_have_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards times on a clock that moves one second whenever it is read, and the figures of the engine itself."""
     ticks = count()
-    monkeypatch.setattr("cbatch.engine.execution.loop.clock", lambda: float(next(ticks)))
+    monkeypatch.setattr("cbatch.engine.loop.clock", lambda: float(next(ticks)))
     engine = make_engine(network(), speculate=4)
     recorder = RunRecorder(engine, [30], 1, clock=lambda: float(next(ticks)))
     recorder.add(0, WORK.prompts[0], 30)

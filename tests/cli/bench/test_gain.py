@@ -11,6 +11,8 @@ from typing import Any
 import click
 import pytest
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import command
 from cbatch.cli.bench.gain import ExpectedGain, Gain, WorkCount, count_continuous, count_static
 from cbatch.cli.bench.options import MAX_SKEW, BenchOptions
@@ -19,8 +21,6 @@ from cbatch.cli.bench.skew.curve import SkewPoint, SkewRound
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment
 from cbatch.cli.bench.workload import Workload, skewed_lengths, skewed_workload
 from cbatch.cli.main import run_command
-from cbatch.engine import ConfigError
-from cbatch.engine.base.config import EngineConfig
 from tests.support.tiny_models import VOCABULARY, loaded, make_network, make_prompts
 
 LENGTHS = ["--input-len", "5", "--output-len", "6", "--requests", "12"]

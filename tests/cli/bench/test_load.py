@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.load.generator import run_load
 from cbatch.cli.bench.load.measure import Runs, find_capacity, most_served
 from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
@@ -21,16 +24,9 @@ from cbatch.cli.bench.options import parse_duration
 from cbatch.cli.bench.results import Machine
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import (
-    ConfigError,
-    EncodedRequest,
-    EngineThread,
-    RequestError,
-    RequestHandle,
-    SamplingParams,
-    SteppingEngine,
-    TokenEvent,
-)
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.request import EncodedRequest, RequestHandle
 from tests.support.tiny_models import VOCABULARY, generate_alone, make_engine, make_network
 
 Submission = SimpleNamespace

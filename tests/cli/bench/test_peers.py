@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, run_peer
 from cbatch.cli.bench.results import OutputDifference, TokenPosition, compare_outputs
 from cbatch.cli.bench.workload import Workload
-from cbatch.engine import Engine, SamplingParams
 from tests.support.tiny_models import loaded, make_network, make_prompts
 
 LENGTHS = [3, 9, 20, 1, 12]

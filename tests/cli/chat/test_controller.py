@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import EngineError
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController, Variant
@@ -28,10 +31,7 @@ from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.base.errors import EngineError
-from cbatch.engine.engine import Engine
-from cbatch.engine.text.detokenizer import IncrementalDetokenizer
+from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.chat_harness import ChatHarness, reply_of
 
 PATIENCE = 60

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
 from cbatch.cli.chat.commands.settings_commands import do_set
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import to_row
@@ -17,8 +19,6 @@ from cbatch.cli.chat.session.session_file import read_session
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.common.exits import UserError
-from cbatch.engine.base.config import EngineConfig
-from cbatch.engine.engine import Engine
 from tests.support.chat_harness import ChatHarness, reply_of
 
 FORCED = {"regex": r"<think>\nhm \*\*so\*\*\n</think>\n\n[0-9]"}

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
 from cbatch.cli.chat.engine_client import EngineClient
-from cbatch.engine import Engine, EngineConfig
-from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.requests.input_processor import InputProcessor
-from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.text.detokenizer import IncrementalDetokenizer
-from cbatch.engine.text.output_parser import OutputStream
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.input_processor import InputProcessor
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.text.detokenizer import IncrementalDetokenizer
+from cbatch.text.output_parser import OutputStream
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.faults import Fault, Panic
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.outputs import ToolCall
 from cbatch.cli.chat.controller import ChatController, Variant
 from cbatch.cli.chat.session.session_file import read_session, to_json
 from cbatch.cli.chat.session.tool_round import CANCELLED, REFUSED
 from cbatch.cli.chat.toolbox import ToolBox
 from cbatch.cli.chat.tui.transcript import Transcript
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import StreamEvent, Tool, ToolCall
+from cbatch.requests.output_processor import StreamEvent
+from cbatch.tools.tool import Tool
 from tests.support.chat_harness import reply_of
 from tests.support.chat_templates import QWEN3
 from tests.support.chat_terminal import Chat

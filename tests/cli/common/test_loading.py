@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from cbatch.api import Engine
 from cbatch.cli.common.loading import show_loaded
-from cbatch.engine import Engine
 
 
 def test_what_a_model_asks_for_in_vain_is_said(capsys: pytest.CaptureFixture[str]) -> None:

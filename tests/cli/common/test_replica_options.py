@@ -12,7 +12,7 @@ from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.main import run_command
 from cbatch.cli.run.command import run
 from cbatch.cli.run.options import RunOptions
-from cbatch.engine import TIMEOUT_S
+from cbatch.replicas.driver import TIMEOUT_S
 
 
 def options_of(*arguments: str) -> ReplicaOptions:

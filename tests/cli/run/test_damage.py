@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.engine import Engine
-from cbatch.engine.batch import journal
-from cbatch.engine.batch.row_check import fits_check
+from cbatch.api import Engine
+from cbatch.batch import journal
+from cbatch.batch.row_check import fits_check
 from tests.support.damaged_outputs import DamageTest, make_engine
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cbatch import Engine
+from cbatch.base.params import SamplingParams
 from cbatch.cli.main import run_command
-from cbatch.engine.base.params import SamplingParams
 from tests.support.adapters import draw_adapter, save_adapter
 from tests.support.model_folder import make_tokenizer
 from tests.support.rows import read_rows, write_rows

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from cbatch.batch.ordering.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN, WorkAhead
+from cbatch.batch.output_row import OutputRow, RowOutcome
 from cbatch.cli.run import progress as progress_module
 from cbatch.cli.run.progress import RunProgress, tokens_left
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine import PROMPT_TOKENS_PER_OUTPUT_TOKEN, OutputRow, RowOutcome, WorkAhead
 
 
 def stats_of(*rows: tuple[int, int], cached: int = 0, in_flight: int = 0) -> RunStats:

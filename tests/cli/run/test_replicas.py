@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
 from cbatch.cli.common import console
 from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
-from cbatch.engine import ConfigError, Engine, EngineConfig
-from cbatch.engine.replicas import ray_cluster
+from cbatch.replicas import ray_cluster
 from tests.support.fake_replicas import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import write_rows

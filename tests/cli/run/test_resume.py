@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from cbatch.batch import writer as writer_module
+from cbatch.batch.journal import Journal
+from cbatch.batch.jsonl import format_result
+from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
-from cbatch.engine.batch import writer as writer_module
-from cbatch.engine.batch.journal import Journal
-from cbatch.engine.batch.jsonl import format_result
-from cbatch.engine.batch.writer import FileWriter
 from tests.support.model_folder import save_model
 
 ROWS: list[Any] = [

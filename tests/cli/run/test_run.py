@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file, save_file
 
+from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
 from cbatch.engine import engine_thread as engine_thread
-from cbatch.engine.batch.writer import FileWriter
-from cbatch.engine.text.detokenizer import IncrementalDetokenizer
+from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.fork_server import ForkServer
 from tests.support.model_folder import save_model
 from tests.support.rows import read_rows, write_rows

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.errors import RequestError
+from cbatch.batch.driver import ReplicaStatus
+from cbatch.batch.engine_driver import output_row
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row_stream import FinishedRow
 from cbatch.cli.run.batch_run import replica_lines
 from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
-from cbatch.engine import Choice, Completion, EngineStats, OutputRow, ReplicaStatus, RequestError, Usage
-from cbatch.engine.batch.engine_driver import output_row
-from cbatch.engine.batch.row_stream import FinishedRow
-from cbatch.engine.execution.stats import total_stats
-from cbatch.engine.requests.completion import Timing
+from cbatch.engine.stats import EngineStats, total_stats
+from cbatch.requests.completion import Choice, Completion, Timing, Usage
 
 
 def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> OutputRow:

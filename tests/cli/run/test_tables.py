@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from cbatch.batch.tables import compression
 from cbatch.cli.main import run_command
-from cbatch.engine.batch.tables import compression
 from tests.support.fork_server import ForkServer, KillPoint
 
 TEXTS = ["täxt", 'a "quote"', "two\nlines", "", "comma, x", "🎉"]

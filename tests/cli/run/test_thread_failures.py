@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row_stream import RowStream
+from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
 from cbatch.cli.run.stats import RunStats
-from cbatch.engine.batch.line_processor import LineProcessor
-from cbatch.engine.batch.pipeline import Pipeline
-from cbatch.engine.batch.row_stream import RowStream
-from cbatch.engine.batch.writer import FileWriter
-from cbatch.engine.engine_thread import EngineThread
-from cbatch.engine.requests.output_processor import OutputProcessor
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.output_processor import OutputProcessor
 from tests.support.faults import TIMEOUT_S, Fault, Panic
 from tests.support.rows import write_rows
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.batch.rounds import try_loop
+from cbatch.batch.unfinished.resume_plan import ResumePlan
 from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
-from cbatch.engine import Engine, EngineConfig, ResumePlan
-from cbatch.engine.batch.rounds import try_loop
 from tests.cli.run.test_resume import Case
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import read_rows

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
 from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
-from cbatch.engine import Engine, EngineConfig
 from tests.cli.run.test_resume import Case
 from tests.support.in_process_replicas import InProcessLauncher
 from tests.support.rows import read_rows, without_check

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cbatch.batch.jsonl import format_result, format_row
 from cbatch.cli.main import run_command
-from cbatch.engine.batch.jsonl import format_result, format_row
 
 
 class Found(NamedTuple):

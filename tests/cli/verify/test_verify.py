@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cbatch.base.errors import Interrupted
+from cbatch.batch.lines import Line
+from cbatch.batch.row_options import RowOptions
 from cbatch.cli.main import run_command
 from cbatch.cli.verify.recompute import Recomputation
-from cbatch.engine import Interrupted, Line, RowOptions
-from cbatch.engine.models.cpu import CpuModel
-from cbatch.engine.runtime.batch import Logits
+from cbatch.model.cpu import CpuModel
+from cbatch.runtime.batch import Logits
 from tests.support.model_folder import make_tokenizer, save_model
 from tests.support.rows import read_rows, write_results, write_rows
 from tests.support.tiny_models import make_network

@@ -52,15 +52,15 @@ def main(child_seconds: float) -> None:
 def _prepare(child_seconds: float) -> None:
     preload()
     from cbatch.cli.main import hide_warnings
-    from cbatch.engine.models import weight_cache
-    from cbatch.engine.text import template_renderer, template_sandbox
+    from cbatch.model import weight_cache
+    from cbatch.text import template_renderer, template_sandbox
 
     hide_warnings()
     weight_cache.LEAST_BYTES = 0
     sandbox, worker = template_sandbox.TemplateSandbox, template_renderer.TemplateWorker
     template_sandbox.TemplateSandbox = partial(sandbox, timeout=child_seconds)  # type: ignore[misc,assignment]
     with suppress(ModuleNotFoundError):
-        vars(import_module("cbatch.engine.text.backend.worker"))["CPU_SECONDS"] = child_seconds
+        vars(import_module("cbatch.text.backend.worker"))["CPU_SECONDS"] = child_seconds
     template_renderer.TemplateWorker = partial(worker, cpu_seconds=child_seconds)  # type: ignore[misc,assignment]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cbatch.engine.base.model_files import WEIGHTS_INDEX
+from cbatch.base.model_files import WEIGHTS_INDEX
 from tests.support.model_fuzzer.documents import ODD, Generator, pick, to_bytes
 
 WEIGHTS = "model.safetensors"

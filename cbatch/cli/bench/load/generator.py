@@ -12,10 +12,13 @@ import random
 import time
 from collections.abc import Callable
 
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.load.results import LoadResult, TimedAnswer
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import EncodedRequest, EngineThread, RequestHandle, SamplingParams, TokenEvent
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.request import EncodedRequest, RequestHandle
 
 
 class Clock:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from cbatch.api import Engine
+from cbatch.base.errors import ConfigError
+from cbatch.base.units import format_count
 from cbatch.cli.bench.load.generator import Clock, run_load
 from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
 from cbatch.cli.bench.load.users import SERVED_SHARE, SLO, Scenario
@@ -12,7 +15,7 @@ from cbatch.cli.bench.options import BenchOptions, parse_duration
 from cbatch.cli.bench.results import Machine, describe_model
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.loading import open_engine
-from cbatch.engine import ConfigError, Engine, EngineThread, format_count
+from cbatch.engine.thread import EngineThread
 
 MAX_PROBE_S = 20.0
 """The longest probe of a search, in seconds."""

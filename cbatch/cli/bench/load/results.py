@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from cbatch.base.units import format_count
 from cbatch.cli.bench.load.users import SLO, Scenario
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.results import Machine
 from cbatch.cli.common.percentiles import Percentiles
-from cbatch.engine import format_count
 
 MAX_LAG_S = 0.1
 """The longest delay of a question by the program itself that is not told."""

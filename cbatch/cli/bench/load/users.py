@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from cbatch.base.errors import ConfigError
+from cbatch.base.outputs import TokenEvent
 from cbatch.cli.bench.workload import LengthDistribution, first_plain_token
-from cbatch.engine import ConfigError, RequestHandle, TokenEvent
+from cbatch.requests.request import RequestHandle
 
 SERVED_SHARE = 0.99
 """Share of the users for whom the objective has to hold."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cbatch.base.errors import ConfigError
 from cbatch.cli.bench.render.report.common import Occasion, html_table, machine_detail, setting
 from cbatch.cli.bench.render.report.html import Detail, KeyFigure, Page, Picture, write_page, write_pictures
 from cbatch.cli.bench.render.report.html import Table as HtmlTable
 from cbatch.cli.bench.render.tables import Table, markdown_lines
 from cbatch.cli.bench.skew.curve import REAL_WORK, SkewReport
 from cbatch.cli.common.console import emit, safe
-from cbatch.engine import ConfigError
 
 TITLE, FILE_NAME = "Skew", "skew.svg"
 ALT = "Gain of continuous over static batches by the skew of lengths, measured and by arithmetic, and its factors."

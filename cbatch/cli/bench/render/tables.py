@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from cbatch.base.units import format_bytes
 from cbatch.cli.bench.load.results import LoadResult
 from cbatch.cli.bench.results import AnyResult, FailedPeer, OutputDifference, PeerMetrics, RunMetrics
 from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import PromptMemory, TokenCost
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.run.stats import ReplicaFigures
-from cbatch.engine import format_bytes
 
 Table = list[dict[str, str]]
 """Lines of cells by heading. The first line has all headings; where others lack one, the cell is empty."""

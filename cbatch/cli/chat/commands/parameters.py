@@ -6,9 +6,11 @@ import difflib
 import json
 from typing import Any
 
+from cbatch.base.errors import RequestError
+from cbatch.base.params import PARAM_NAMES, SamplingParams
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.options import RUN_ONLY_PARAMS
-from cbatch.engine import PARAM_NAMES, RequestError, SamplingParams, own_params
+from cbatch.requests.param_names import own_params
 
 SETTABLE = ("seed", *(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS)))
 """What `/set` knows."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from cbatch.base.units import format_count
 from cbatch.cli.chat.commands.parameters import parse_parameter
 from cbatch.cli.chat.commands.registry import CommandContext, command, parse_number
 from cbatch.cli.chat.controller import RETRY_TEMPERATURE, Variant, oldest_turns
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import format_count
 
 MOST_REPLIES = 32
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from cbatch.base.units import format_count
 from cbatch.cli.chat.commands.registry import CommandContext, command
 from cbatch.cli.chat.session.files import one_name
 from cbatch.cli.chat.session.session_file import read_session
 from cbatch.cli.chat.session.store import SavedSession
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import format_count
 
 PAGE = 15
 """Sessions that `/load` lists at once; they fit a screen of 24 lines."""

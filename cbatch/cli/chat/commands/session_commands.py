@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from cbatch.base.units import format_count
 from cbatch.cli.chat.commands.registry import CommandContext, command
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import format_count
 
 
 @command("new", "[NAME]")

@@ -8,21 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams, derive_seed
+from cbatch.base.strict_json import parse_json_object
+from cbatch.batch.jsonl import format_row, parse_line
+from cbatch.batch.lines import Line, read_lines
 from cbatch.cli.chat.session.prompt import as_plain_text
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import (
-    InputRow,
-    Line,
-    RequestError,
-    SamplingParams,
-    derive_seed,
-    format_row,
-    parse_json_object,
-    parse_line,
-    read_lines,
-)
+from cbatch.requests.row import InputRow
 
 
 def to_markdown(session: Session, model: str) -> str:

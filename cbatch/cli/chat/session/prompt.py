@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.cli.chat.session.session import Message
 
 if TYPE_CHECKING:
-    from cbatch.engine import Engine, GenerationRequest
+    from cbatch.api import Engine
+    from cbatch.requests.request import GenerationRequest
 
 
 def reply_request(
@@ -27,7 +28,8 @@ def reply_request(
     template_kwargs: variables for the chat template
     tools:           functions that the model may call, in OpenAI's form
     """
-    from cbatch.engine import GenerationRequest, TemplateOptions
+    from cbatch.base.template_options import TemplateOptions
+    from cbatch.requests.request import GenerationRequest
 
     if takes_messages(engine):
         template = TemplateOptions(kwargs=template_kwargs, today=date.today())

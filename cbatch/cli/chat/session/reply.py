@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from cbatch.cli.chat.session.tool_round import ToolRound, ToolUse
 
 if TYPE_CHECKING:
-    from cbatch.engine import RequestError, StreamEvent
+    from cbatch.base.errors import RequestError
+    from cbatch.requests.output_processor import StreamEvent
 
 ReplyState = Literal["waiting", "streaming", "calling", "stop", "length", "stopped", "error"]
 """Waiting for its first token, streaming, waiting for tools, or how it ended; `stopped` means by the user."""

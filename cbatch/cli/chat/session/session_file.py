@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.strict_json import parse_json_object
+from cbatch.base.template_options import TemplateOptions
 from cbatch.cli.chat.session.attachment import Attachment, pastes_in
 from cbatch.cli.chat.session.files import read_text
 from cbatch.cli.chat.session.reply import FINAL_STATES, Reply
 from cbatch.cli.chat.session.session import Session, Turn, unanswered
 from cbatch.cli.chat.session.tool_round import ToolRound, ToolUse
 from cbatch.cli.common.exits import UserError
-from cbatch.engine import RequestError, SamplingParams, TemplateOptions, parse_json_object
 
 VERSION = 1
 MAX_BYTES = 256 * 2**20

@@ -34,6 +34,7 @@ from prompt_toolkit.layout import (
 from prompt_toolkit.layout.dimension import Dimension
 from prompt_toolkit.output import create_output
 
+from cbatch.base.errors import CbatchError, Interrupted
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.callback_queue import CallbackQueue
 from cbatch.cli.chat.commands.completion import CommandCompleter
@@ -54,7 +55,6 @@ from cbatch.cli.chat.tui.style import STYLE
 from cbatch.cli.chat.tui.transcript_view import TranscriptView
 from cbatch.cli.common.console import safe, without_bidi
 from cbatch.cli.common.exits import SIGNALS, UserError, raise_interrupted
-from cbatch.engine import CbatchError, Interrupted
 
 REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5

@@ -8,10 +8,12 @@ from itertools import cycle, islice
 from statistics import fmean, stdev
 from typing import Any, Literal
 
+from cbatch.api import Engine
+from cbatch.base.units import format_count, rounded_s
 from cbatch.cli.run.estimate.lengths import EndChances, Span, length_of
 from cbatch.cli.run.estimate.played_run import PlayedOutput, PlayedRun, StepCosts, play
 from cbatch.cli.run.estimate.sample_run import RowSample, TrialResult, run_trial
-from cbatch.engine import Engine, EngineLimits, format_count, rounded_s
+from cbatch.schedule.limits import EngineLimits
 
 HeldBack = Literal["prefill", "decode", "slots", "cache", "rows"]
 

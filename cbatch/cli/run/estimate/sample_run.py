@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from cbatch.engine import EncodedRequest, Engine, RequestHandle, StepRecord, TokenEvent, ends_by_limit
+from cbatch.api import Engine
+from cbatch.base.outputs import TokenEvent
+from cbatch.batch.ordering.output_forecast import ends_by_limit
+from cbatch.engine.stats import StepRecord
+from cbatch.requests.request import EncodedRequest, RequestHandle
 
 ROWS_PER_SLOT = 4
 """Rows of a sample for each sequence that runs at once."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
 from cbatch.cli.run.estimate.estimate import RunEstimate, duration, estimate_run
 from cbatch.cli.run.estimate.sample_run import RowSample, SampledRow, StepTime, TrialResult, TriedOutput, run_trial
-from cbatch.engine import Engine, EngineLimits
+from cbatch.schedule.limits import EngineLimits
 from tests.support.queued_requests import encoded
 
 SLOTS = 8

@@ -1,0 +1,605 @@
+"""The engine that programs use: safe to share between threads, streams and tasks of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, NoReturn, TypedDict, Unpack, overload
+
+import torch
+from tqdm import tqdm
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError, EngineError, RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import ParamsLike, RequestDefaults
+from cbatch.base.spelling import similar_name
+from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
+from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
+from cbatch.batch.map import map_rows
+from cbatch.engine.loop import OnStep
+from cbatch.engine.stats import EngineStats
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.streams import AsyncStream, Mailbox, Received, RequestGroup, Stream
+from cbatch.engine.thread import FORKED, EngineThread
+from cbatch.model.base import Model
+from cbatch.model.loader import LoadedModel
+from cbatch.requests.completion import Completion, Score
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.requests.prompts import (
+    Conversation,
+    PromptLike,
+    list_conversations,
+    list_params,
+    list_prompts,
+    plain,
+    read_prompt,
+)
+from cbatch.requests.request import EncodedRequest
+from cbatch.runtime.tracing.trace import StepTracer
+from cbatch.schedule.limits import EngineLimits
+from cbatch.text.tokenizer import ChatTokenizer, Prompt
+from cbatch.validation.validation import CheckLike, Validation, as_checks
+
+OnePrompt = PromptLike
+ManyPrompts = Sequence[PromptLike]
+
+Params = ParamsLike | Sequence[ParamsLike | None] | None
+"""Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
+
+
+FOREIGN_OPTIONS = {
+    "gpu_memory_utilization": 'kv_cache_memory, such as "90%"',
+    "max_num_seqs": "max_seqs",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "quantization": "quantize",
+    "kv_cache_dtype": "kv_dtype",
+    "enable_prefix_caching": "prefix_cache",
+    "enforce_eager": "cuda_graphs=False",
+    "num_gpu_blocks_override": "kv_blocks",
+    "attention_backend": "attention",
+    "torch_dtype": "dtype",
+    "enable_lora": 'lora={"name": folder}',
+    "lora_modules": 'lora={"name": folder}',
+}
+"""Options of vLLM and transformers, and ours that do the same."""
+
+EXIT_SECONDS = 2.0
+"""How long a program that ends without closing its engine waits for the step in flight."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of `Engine.chat`, by the names of OpenAI's and vLLM's APIs.
+
+    tools:                   functions that the model may call
+    tool_choice:             `auto`, `none`, `required`, or `{"type": "function", "function": {"name": ...}}`
+    parallel_tool_calls:     false keeps only the first call of an output
+    chat_template_kwargs:    variables for the chat template, such as `enable_thinking`
+    continue_final_message:  continue the last message instead of beginning a new one
+    add_generation_prompt:   whether the prompt ends with the beginning of the model's message
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, Any]
+    continue_final_message: bool
+    add_generation_prompt: bool
+
+
+class Engine(AbstractContextManager["Engine"]):
+    """A model that generates for any number of callers at once, in batches that change with every step.
+
+    Every method may be called from any thread. One thread of the engine's own, which starts with the first request,
+    runs all steps and hands the tokens to whoever asked for them. Close an engine that you have made, by `close` or a
+    `with` block. An engine that you do not close is closed when it is freed, or when the program ends.
+
+    core: the engine below, which that thread steps; what it says of itself may be read from any thread
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | EngineConfig | None = None,
+        *,
+        loaded: LoadedModel | None = None,
+        trace: StepTracer | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        model:   folder or hub id, or a whole EngineConfig; None: the bundled demo model
+        loaded:  a model that is in memory already, instead of `model`
+        trace:   records some of the steps; it is complete after `close`
+        options: further fields of EngineConfig
+
+        Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be
+        met.
+        """
+        self.core = SteppingEngine(_make_config(model, options), loaded)
+        self._threads = _ThreadHolder(self.core, trace)
+        self._finalizer = weakref.finalize(self, self._threads.close, EXIT_SECONDS)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a list of texts, for mypy
+        self, prompts: OnePrompt, params: Params = None, *, seed: int | None = 0, progress: bool = False
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompts: ManyPrompts, params: Params = None, *, seed: int | None = 0, progress: bool = False
+    ) -> list[Completion]: ...
+
+    def generate(
+        self, prompts: Any, params: Params = None, *, seed: int | None = 0, progress: bool = False
+    ) -> Completion | list[Completion]:
+        """Completes one prompt, or several together; returns a completion, or a list of them in the same order.
+
+        prompts:  a text (one user message if the model has a chat template), token ids, a row as `cbatch run` takes it,
+                  or a list of these
+        params:   sampling parameters for all prompts or one for each: objects, or mappings that are put on top of the
+                  model's own defaults
+        seed:     seed of all randomness; the same one gives the same outputs. None takes a new one
+        progress: whether to show a progress bar on stderr
+
+        A prompt that cannot be served does not raise: its completion has an `error`. Raises RequestError if the
+        arguments themselves are wrong, ConfigError if they need a package that is not installed, and EngineError if the
+        engine is closed.
+        """
+        values, is_single = list_prompts(prompts)
+        results = self._complete(self._encoded(values, params, seed), len(values), progress=progress)
+        return results[0] if is_single else results
+
+    @overload
+    def chat(
+        self,
+        conversations: str | Conversation,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        conversations: Sequence[Conversation],
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        conversations: Any,
+        params: Params = None,
+        *,
+        seed: int | None = 0,
+        progress: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Completion | list[Completion]:
+        """The model's next message in one conversation, or in several together.
+
+        conversations: a list of messages, `[{"role": "user", "content": "Hi"}]`, or a list of such lists
+        options:       see ChatOptions; the other arguments, the result and errors are those of `generate`
+        """
+        _check_chat_options(options)
+        values, is_single = list_conversations(conversations)
+        requests = self._encoded(values, params, seed, options)
+        results = self._complete(requests, len(values), progress=progress)
+        return results[0] if is_single else results
+
+    def stream(self, prompts: OnePrompt | ManyPrompts, params: Params = None, *, seed: int | None = 0) -> Stream:
+        """Completes one prompt, or several together; the result gives an event for each token as it comes.
+
+        `event.index` is the number of the prompt, `event.text` its new text; the last event of each prompt has its
+        `completion`. Any number of streams may be open, also beside `generate`. Arguments and errors are those of
+        `generate`.
+        """
+        values, _ = list_prompts(prompts)
+        return Stream(self.thread, list(self._encoded(values, params, seed)), owner=self)
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompts: OnePrompt, params: Params = None, *, seed: int | None = 0
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(
+        self, prompts: ManyPrompts, params: Params = None, *, seed: int | None = 0
+    ) -> list[Completion]: ...
+
+    async def agenerate(
+        self, prompts: Any, params: Params = None, *, seed: int | None = 0
+    ) -> Completion | list[Completion]:
+        """`generate` for asyncio: other tasks run meanwhile. A task that is cancelled cancels its requests."""
+        values, is_single = list_prompts(prompts)
+        thread = self.thread
+        thread.check_may_wait()
+        requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed)))
+        mailbox = Mailbox()
+        with closing(RequestGroup(thread)) as group:
+            submitted = {
+                number: group.submit(request, mailbox.put_finished)
+                for number, request in enumerate(requests)
+                if isinstance(request, EncodedRequest)
+            }
+            for _ in submitted:
+                await mailbox.get(group)
+        made = await asyncio.to_thread(lambda: {number: outputs.completion() for number, outputs in submitted.items()})
+        refused = {number: request for number, request in enumerate(requests) if isinstance(request, Completion)}
+        results = [refused[number] if number in refused else made[number] for number in range(len(requests))]
+        return results[0] if is_single else results
+
+    def astream(self, prompts: OnePrompt | ManyPrompts, params: Params = None, *, seed: int | None = 0) -> AsyncStream:
+        """`stream` for asyncio: `async for event in engine.astream(...)`."""
+        values, _ = list_prompts(prompts)
+        list_params(params, len(values))
+        return AsyncStream(self.thread, lambda: list(self._encoded(values, params, seed)))
+
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        texts: str | Sequence[int],
+        continuations: str | Sequence[int] | None = None,
+        *,
+        top: int = 0,
+        lora: str = "",
+    ) -> Score: ...
+
+    @overload
+    def score(
+        self,
+        texts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        continuations: Sequence[str | Sequence[int]] | None = None,
+        *,
+        top: int = 0,
+        lora: str = "",
+    ) -> list[Score]: ...
+
+    def score(self, texts: Any, continuations: Any = None, *, top: int = 0, lora: str = "") -> Score | list[Score]:
+        """How likely the model finds a text, or each of several. Nothing is generated.
+
+        texts:         plain text, which no chat template is put around, or token ids; one or a list
+        continuations: texts that follow; then only their tokens are scored. If the end of a text and the beginning of
+                       its continuation are one token, that token counts. One text may have several
+        top:           how many of the most likely tokens are reported in the place of each, at most 20
+        lora:          name of the LoRA adapter that scores them; empty: none
+
+        A text that cannot be scored has an `error` in its score. Raises RequestError if there is not one continuation
+        for each text.
+        """
+        values, is_single = list_prompts(texts)
+        after: list[Any] = [None] * len(values)
+        if continuations is not None:
+            after, is_one = list_prompts(continuations)
+            if is_single and not is_one:
+                values, is_single = values * len(after), False
+        if len(after) != len(values):
+            raise RequestError(
+                "invalid_row", f"Each text needs one continuation: there are {len(values):,} and {len(after):,}."
+            )
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top, lora=lora)
+        joined = [_joined(self.core, plain(text), plain(then)) for text, then in zip(values, after, strict=True)]
+        good = [one for one in joined if isinstance(one, tuple)]
+        results = iter(self._complete(self._encoded([ids for ids, _ in good], params, 0), len(good)))
+        scores = [Score.of(next(results), one[1]) if isinstance(one, tuple) else one for one in joined]
+        return scores[0] if is_single else scores
+
+    def map(
+        self,
+        rows: Iterable[Any],
+        *,
+        template: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
+        params: ParamsLike | None = None,
+        seed: int | None = 0,
+        system: str | None = None,
+        progress: bool = False,
+        path: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        ordered: bool = True,
+        window: int | None = None,
+        validate: CheckLike | Sequence[CheckLike] | None = None,
+        tries: int = 1,
+        tell_error: bool = False,
+        cache: str | os.PathLike[str] | None = None,
+        cache_size: str = DEFAULT_CACHE_SIZE,
+    ) -> Generator[Completion]:
+        """Yields the result of each row, lazily and in bounded memory; `rows` may be endless.
+
+        rows:     texts, token ids, lists of messages, or rows as `cbatch run` takes them; read on a thread of their
+                  own, at most `window` rows ahead of the results that were taken
+        template: makes the prompts: a text with {column} in it, the path of a Jinja template, or a function of the
+                  row. Columns other than `id` are data then, whatever their names; a row that the function returns is
+                  taken as it is
+        params:   sampling parameters of all rows, an object or a mapping; those of a row come on top
+        seed:     seed from which rows without one get theirs, by their `id` or their number; None takes a new one,
+                  and cannot be used with a `path`
+        system:   system message of conversations that have none
+        progress: whether to show a progress bar on stderr
+        path:     file that gets each result before it is yielded, as `cbatch run -o` writes it
+        resume:   continue a file that an earlier call or `cbatch run` has left; its rows are not computed again
+        ordered:  whether results come in the order of the rows, or as they finish
+        window:   most rows between taking and yielding; None means four times the requests that run at once
+        validate: what makes an answer good: a JSON schema, a function of its text that returns False or what is wrong,
+                  a text as `--validate` takes it, or a list of these; a row without a good answer has an error
+        tries:    most answers for a row, with another seed each
+        tell_error: whether the model sees its answer and what is wrong with it at its next try
+        cache:    folder in which answers are kept, and from which they are taken; `cache_size`: the most it may take
+
+        A row that is wrong has a result with an error. Leaving the iteration cancels what is in flight; `resume`
+        continues there.
+
+        Raises RequestError for wrong `params`, `seed` or `system`, and ConfigError for other options that are wrong.
+        While iterating: ConfigError if the file cannot be written, or holds rows that are in the way; EngineError if
+        the engine fails; RunFailed if writing fails; and what `rows` raises, after the results of all rows before it.
+        """
+        if not isinstance(params, SamplingParams | Mapping | None):
+            kind = type(params).__name__
+            raise RequestError("invalid_row", f"params must be SamplingParams or a mapping for all rows, not {kind}.")
+        if seed is None and path is not None:
+            raise ConfigError("seed=None takes new randomness, which resume could not repeat; give a seed with a path.")
+        run_seed = secrets.randbits(64) if seed is None else seed
+        defaults = RequestDefaults(params=plain(params or {}), seed=run_seed, system=system)
+        inputs = self.core.input_processor(defaults)
+        results = map_rows(
+            self.thread,
+            inputs,
+            rows,
+            template=template,
+            path=path,
+            resume=resume,
+            ordered=ordered,
+            window=window,
+            validation=Validation.of(as_checks(validate), tries=tries, tells_error=tell_error),
+            cache=CacheConfig(os.fspath(cache), cache_size) if cache is not None else None,
+        )
+        total = len(rows) if isinstance(rows, Sized) else None
+        make_bar = (lambda: tqdm(total=total, unit=" rows")) if progress else None
+        return _results_of(self, self.thread, results, make_bar)
+
+    @property
+    def thread(self) -> EngineThread:
+        """The thread that steps the engine; this starts it. Raises EngineError if the engine is closed."""
+        return self._threads.get()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine failed for good, if it did."""
+        return self._threads.thread.failure if self._threads.thread is not None else None
+
+    def close(self) -> None:
+        """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.
+
+        Unfinished requests end with an error (`cancelled`), wherever somebody waits for them. Afterwards, methods that
+        generate raise EngineError.
+        """
+        self._threads.close()
+        self._finalizer.detach()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self.core.runner.is_closed else ""
+        return f"Engine({self.core.loaded.name!r}, device={str(self.core.device)!r}{closed})"
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.core.config
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, its tokenizer and its own settings."""
+        return self.core.loaded
+
+    @property
+    def model(self) -> Model:
+        """The model as the engine runs it. Raises EngineError if the engine is closed."""
+        return self.core.model
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None:
+        """The model's tokenizer and chat template; None if it has none."""
+        return self.core.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.core.device
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention backend."""
+        return self.core.attention
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything about the model that decides its output: no paths, no times, no device."""
+        return self.core.fingerprint
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How long sequences can get, and how much the engine takes at once."""
+        return self.core.limits
+
+    @property
+    def on_step(self) -> OnStep | None:
+        """See `SteppingEngine.on_step`."""
+        return self.core.on_step
+
+    @on_step.setter
+    def on_step(self, on_step: OnStep | None) -> None:
+        self.core.on_step = on_step
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done so far."""
+        thread = self._threads.thread
+        return self.core.stats() if thread is None else thread.stats()
+
+    def encode(
+        self, prompt: Prompt, *, raw: bool = False, template: TemplateOptions = DEFAULT_TEMPLATE, answer: str = ""
+    ) -> list[int]:
+        """Token ids of a prompt. Text is one user message if the model has a chat template, else plain text.
+
+        raw:      take text as plain text even if the model has a chat template
+        template: options of the chat template
+        answer:   beginning of the assistant's answer, which the model is to continue
+
+        Raises RequestError if the prompt cannot be encoded.
+        """
+        return self.core.encode(prompt, raw=raw, template=template, answer=answer)
+
+    def _encoded(
+        self, prompts: Sequence[Any], params: Params, seed: int | None, fields: Mapping[str, Any] | None = None
+    ) -> Iterator[EncodedRequest | Completion]:
+        """Requests for the engine, one for each prompt; for a prompt that is refused, its result.
+
+        fields: further fields of each prompt's row
+        """
+        each = list_params(params, len(prompts))
+        shared = plain(params) if isinstance(params, SamplingParams | Mapping) else {}
+        run_seed = secrets.randbits(64) if seed is None else seed
+        processor = self.core.input_processor(RequestDefaults(params=shared, seed=run_seed))
+        for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
+            row = read_prompt(prompt, index, fields or {})
+            complete = None
+            if asked is not params:  # they differ from prompt to prompt
+                if isinstance(asked, Mapping):
+                    row.set_defaults(asked)
+                else:
+                    complete = asked
+            yield processor.process(row, partial(_data_of, prompt), complete)
+
+    def _complete(
+        self, requests: Iterable[EncodedRequest | Completion], count: int, *, progress: bool = False
+    ) -> list[Completion]:
+        """Runs requests to their end, while the caller waits."""
+        thread = self.thread
+        thread.check_may_wait()
+        finished: queue.SimpleQueue[OutputProcessor] = queue.SimpleQueue()
+
+        def on_event(received: Received) -> None:
+            if received[0].is_finished:
+                finished.put(received[0])
+
+        results: list[Completion | OutputProcessor] = []
+        bar = tqdm(total=count, unit=" prompts") if progress else None  # it starts a thread even if it is disabled
+        with closing(RequestGroup(thread)) as group, nullcontext() if bar is None else bar:
+            for request in requests:
+                results.append(group.submit(request, on_event) if isinstance(request, EncodedRequest) else request)
+            submitted = sum(isinstance(result, OutputProcessor) for result in results)
+            if bar is not None:
+                bar.update(len(results) - submitted)
+            for _ in range(submitted):
+                group.next_of(finished)
+                if bar is not None:
+                    bar.update()
+        return [result if isinstance(result, Completion) else result.completion() for result in results]
+
+
+def _results_of(
+    engine: Engine,
+    thread: EngineThread,
+    results: Generator[Completion],
+    make_bar: Callable[[], tqdm[NoReturn]] | None,
+) -> Generator[Completion]:
+    """Results of rows. They keep their engine, since one that nobody holds is closed."""
+    bar = make_bar() if make_bar is not None else None  # only now: an iteration that never begins would not close it
+    with closing(results), nullcontext() if bar is None else bar:
+        thread.check_may_wait()
+        for result in results:
+            if bar is not None:
+                bar.update()
+            yield result
+            thread.check_may_wait()
+
+
+def _check_chat_options(options: Iterable[str]) -> None:
+    """Raises TypeError for an option that a chat does not have, which would pass as a column of its row."""
+    for name in options:
+        if name not in ChatOptions.__annotations__:
+            meant = similar_name(name, ChatOptions.__annotations__)
+            hint = f"did you mean {meant}?" if meant else "sampling parameters are given in params."
+            raise TypeError(f"Engine.chat has no argument {name!r}; {hint}")
+
+
+def _data_of(prompt: Any) -> bytes:
+    """What stands for a prompt that is refused, in its key."""
+    return repr(prompt).encode("utf-8", "replace")
+
+
+def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int] | Score:
+    """Token ids of a text with what follows it, and the number of them in front of what is scored; or its error."""
+    try:
+        if isinstance(text, str) and isinstance(then, str | None):
+            context = core.limits.max_model_len
+            ids = core.encode(text, raw=True, context=context)
+            whole = ids if then is None else core.encode(text + then, raw=True, context=context)
+        elif isinstance(text, str | Mapping) or isinstance(then, str | Mapping) or not isinstance(text, list):
+            raise RequestError("invalid_row", "score takes plain texts, or token ids for both text and continuation.")
+        else:
+            ids, whole = text, [*text, *(then or ())]
+        if not whole:
+            raise RequestError("invalid_row", "An empty text has no token to score.")
+    except RequestError as error:
+        return Score(math.nan, error=error.with_traceback(None))
+    differing = (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other)
+    return whole, 1 if then is None else next(differing, len(ids))
+
+
+class _ThreadHolder:
+    """Starts an engine's thread when it is first needed, and ends it. Does not know the Engine, which may be freed."""
+
+    def __init__(self, core: SteppingEngine, trace: StepTracer | None) -> None:
+        self.thread: EngineThread | None = None
+        self._core = core
+        self._trace = trace
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._is_closed = False
+
+    def get(self) -> EngineThread:
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
+        if self.thread is None or self._is_closed:
+            with self._lock:
+                if self._is_closed:
+                    raise EngineError("The engine is closed.")
+                if self.thread is None:
+                    self.thread = EngineThread(self._core, self._trace)
+        return self.thread
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the engine below, too, and waits for it as long as is given."""
+        if os.getpid() != self._process:  # the parent's engine goes on
+            return
+        with self._lock:
+            self._is_closed = True
+        if self.thread is not None:
+            self.thread.close(close_engine=True, timeout_s=timeout_s)
+        else:
+            self._core.close()
+
+
+def _make_config(model: str | os.PathLike[str] | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            meant = FOREIGN_OPTIONS.get(name) or similar_name(name, known)
+            hint = f"did you mean {meant}?" if meant else f"it has {', '.join(known)}."
+            raise ConfigError(f"An engine has no option {name!r}; {hint}")
+    if isinstance(model, EngineConfig):
+        return replace(model, **options)
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"The model must be a folder, a hub id or an EngineConfig, not {type(model).__name__}.")
+    return EngineConfig(**{"model": None if model is None else os.fspath(model), **options})

@@ -1,0 +1,187 @@
+"""Whether a model can be had from the Hugging Face hub or its local cache, which is asked before anything is loaded.
+
+The libraries that download retry for most of a minute, file by file, before they say that there is no network. One look
+here takes two seconds at most. Its limits are for the connection and the first answer; a download may take its time.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import socket
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from cbatch.base.errors import ModelNotFound
+from cbatch.base.gguf_source import HubFile, hub_file, is_gguf, split_names
+from cbatch.base.model_files import check_source, weight_files
+
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.0, 10.0
+"""Seconds for looking up the hub's address and connecting to it, and for its first answer."""
+
+CACHED_TIMEOUT_S = 0.5
+"""The same if the model is in the cache, where it can be taken from as well."""
+
+_BUSY = (408, 429)
+"""HTTP status codes of a hub that may answer later, besides those from 500 on."""
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def check_hub_model(source: str, revision: str | None) -> None:
+    """Raises ModelNotFound if `source` is a hub id that is not in the cache and cannot be had. Takes what exists.
+
+    It is for programs that can say so early, before they import what loads a model.
+    """
+    check_source(source)
+    if not _is_path(source) and (hub_file(source) is not None or cached_snapshot(source, revision) is None):
+        reachable_source(source, revision)
+
+
+def reachable_source(source: str, revision: str | None) -> str:
+    """Where to load a model from: `source`, or its folder in the local cache if the hub need not or cannot be asked.
+
+    Raises ModelNotFound if it is a hub id that is neither in the cache nor on the hub.
+    """
+    check_source(source)
+    if _is_path(source):
+        return source
+    from huggingface_hub import constants
+
+    if (file := hub_file(source)) is not None:
+        if not _is_cached_file(file, revision):
+            if constants.is_offline_mode():
+                raise ModelNotFound(f"{source} is not in the local cache and HF_HUB_OFFLINE is set.")
+            _ask_hub(file.repository, revision, constants.ENDPOINT, is_cached=False)
+        return source
+    folder = cached_snapshot(source, revision)
+    if folder is not None and _COMMIT.fullmatch(revision or ""):
+        return str(folder)  # a commit does not change
+    try:
+        if constants.is_offline_mode():
+            raise ModelNotFound(
+                f"{source} is not in the local cache and HF_HUB_OFFLINE is set; check the name, or unset "
+                "HF_HUB_OFFLINE to download it."
+            )
+        _ask_hub(source, revision, constants.ENDPOINT, is_cached=folder is not None)
+    except ModelNotFound:
+        if folder is None:
+            raise
+        return str(folder)
+    return source
+
+
+def cached_snapshot(source: str, revision: str | None) -> Path | None:
+    """The folder of a hub model in the local cache, if its configuration and all its weights are there.
+
+    Raises ModelNotFound if `source` cannot be a hub id.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(source, "config.json", revision=revision)
+    except HFValidationError as error:
+        raise ModelNotFound(f"There is no model folder {source}, and a hub id cannot have this name.") from error
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    weights = weight_files(folder)
+    return folder if weights and all(path.is_file() for path in weights) else None
+
+
+def _is_cached_file(file: HubFile, revision: str | None) -> bool:
+    """Whether all parts of a file of the hub are in the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return all(
+            isinstance(try_to_load_from_cache(file.repository, name, revision=revision), str)
+            for name in split_names(file.name)
+        )
+    except HFValidationError as error:
+        raise ModelNotFound(f"A hub id cannot have the name {file.repository}.") from error
+
+
+def looks_like_path(source: str) -> bool:
+    """Whether a name can only be meant as a path: a hub id has one slash at most."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+def _is_path(source: str) -> bool:
+    if is_gguf(source):
+        return hub_file(source) is None
+    return looks_like_path(source) or Path(source).exists()
+
+
+def _ask_hub(source: str, revision: str | None, endpoint: str, *, is_cached: bool) -> None:
+    """Raises ModelNotFound if the hub cannot be reached, or has no such model."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    unreachable = (
+        f"{source} is not in the local cache and {endpoint} cannot be reached; check the name, the network and "
+        "HF_ENDPOINT (models in the cache work offline)."
+    )
+    if not can_connect(endpoint, CACHED_TIMEOUT_S if is_cached else CONNECT_TIMEOUT_S):
+        raise ModelNotFound(unreachable)
+    try:
+        timeout_s = CONNECT_TIMEOUT_S if is_cached else ANSWER_TIMEOUT_S
+        HfApi().model_info(source, revision=revision, timeout=timeout_s)
+    except RevisionNotFoundError as error:
+        raise ModelNotFound(f"{source} has no revision {revision} on {endpoint}; check --revision.") from error
+    except GatedRepoError:
+        return  # loading it says what to do
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{endpoint} has no model {source}, or it is private; check the name, or log in with `hf auth login`."
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in _BUSY or status >= 500:
+            return  # the download tries again
+        raise ModelNotFound(
+            f"{source} is not in the local cache and {endpoint} answers with HTTP status {status}; check the name, the "
+            "network and HF_ENDPOINT (models in the cache work offline)."
+        ) from error
+    except Exception as error:  # each version of the hub's library has its own kinds for a connection that fails
+        raise ModelNotFound(unreachable) from error
+
+
+def can_connect(endpoint: str, timeout_s: float) -> bool:
+    """Whether something accepts connections at an endpoint, or at the proxy that leads there."""
+    try:
+        address = _address(endpoint)
+    except ValueError:  # no URL
+        return False
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            socket.create_connection(address, timeout_s).close()
+        except (OSError, UnicodeError):
+            answers.put(False)
+        else:
+            answers.put(True)
+
+    # In a thread, because looking up an address has no timeout of its own.
+    threading.Thread(target=connect, name="cbatch-connect", daemon=True).start()
+    try:
+        return answers.get(timeout=timeout_s)
+    except queue.Empty:
+        return False
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Host and port of an endpoint or its proxy. Raises ValueError if there is no host."""
+    url = urlsplit(endpoint)
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and url.hostname and not proxy_bypass(url.hostname):
+        url = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+    if not url.hostname:
+        raise ValueError(f"{endpoint} has no host")
+    return url.hostname, url.port or (80 if url.scheme == "http" else 443)

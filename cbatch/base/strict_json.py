@@ -1,0 +1,134 @@
+"""Reads JSON more strictly than Python does, so that whatever it returns can be written again as valid JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from cbatch.base.errors import RequestError
+
+MAX_DEPTH = 100
+"""Deeper than any real row, and well below the depth at which Python's own JSON encoder fails."""
+
+MAX_CONTAINERS = 100_000
+"""Lists and objects of a value. Each takes up to a hundred times the memory of its brackets."""
+
+MAX_NAMES = 300_000
+"""Names in objects, each of which takes as much time as several values."""
+
+MAX_VALUES = 2_000_000
+"""Values in lists and objects, more than the token ids that fit in any context."""
+
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+
+class TooManyValues(ValueError):
+    """JSON would take many times as much memory as its text."""
+
+
+def parse_json_object(text: str, where: str, what: str) -> dict[str, Any]:
+    """Reads a JSON object. Of duplicate keys the last one wins; lone surrogates become U+FFFD.
+
+    Refuses NaN, Infinity, numbers that overflow or have too many digits, deep nesting and too many values.
+
+    where: begins each error message, such as “line 3”
+    what:  what the object is to be, such as “a row”
+
+    Raises RequestError: `invalid_json`, or `invalid_row` if the value is not an object or has too many values.
+    """
+    try:
+        value = parse_json_value(text)
+    except json.JSONDecodeError as error:
+        raise RequestError("invalid_json", f"{where}, column {error.colno}: {error.msg}") from None
+    except TooManyValues as error:
+        raise RequestError("invalid_row", f"{where}: {what} has {error}") from None
+    except ValueError as error:
+        reason = "a number has too many digits" if "digits" in str(error) else str(error)
+        raise RequestError("invalid_json", f"{where}: {reason}") from None
+    if not isinstance(value, dict):
+        raise RequestError("invalid_row", f"{where}: {what} is a JSON object, not {json_type(value)}")
+    if "\\u" in text and ("\\ud" in text or "\\uD" in text):  # perhaps lone surrogates, in keys or values
+        encoded = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+        fields: dict[str, Any] = json.loads(encoded.decode("utf-16", "replace"))
+        return fields
+    return value
+
+
+def parse_json_value(text: str) -> Any:
+    """Reads a JSON value, which may hold lone surrogates, with the same strictness otherwise. Raises ValueError."""
+    _check_size(text)
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    return value
+
+
+def json_type(value: Any) -> str:
+    """What a JSON value is, for messages: “a string”, “a list”, “null”."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value)) or f"a {type(value).__name__}"
+
+
+def _check_size(text: str) -> None:
+    """Raises TooManyValues for text of which too many objects would be made, before they are."""
+    if len(text) <= MAX_CONTAINERS:
+        return
+    containers, names, values = _counts(text, 0, len(text))
+    if containers <= MAX_CONTAINERS and names <= MAX_NAMES and values <= MAX_VALUES:
+        return  # nearly always, even if strings count
+    containers = names = values = 0
+    for start, stop in _outside_of_strings(text):
+        more = _counts(text, start, stop)
+        containers, names, values = containers + more[0], names + more[1], values + more[2]
+        if containers > MAX_CONTAINERS:
+            raise TooManyValues(f"more than {MAX_CONTAINERS:,} lists and objects, the most that it may have")
+        if names > MAX_NAMES:
+            raise TooManyValues(f"more than {MAX_NAMES:,} names, the most that it may have")
+        if values > MAX_VALUES:
+            raise TooManyValues(f"more than {MAX_VALUES:,} values, the most that it may have")
+
+
+def _counts(text: str, start: int, stop: int) -> tuple[int, int, int]:
+    """Numbers of lists and objects, of names, and of values, in a part of JSON text."""
+    containers = text.count("[", start, stop) + text.count("{", start, stop)
+    return containers, text.count(":", start, stop), text.count(",", start, stop)
+
+
+def _outside_of_strings(text: str) -> Iterator[tuple[int, int]]:
+    """Where each part of JSON text between its strings starts and stops."""
+    start = 0
+    for string in _STRING.finditer(text):
+        yield start, string.start()
+        start = string.end()
+    yield start, len(text)
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)

@@ -1,0 +1,203 @@
+"""The rows that an earlier run left in its output file."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO
+
+from cbatch.base.errors import ConfigError
+from cbatch.base.units import format_count
+from cbatch.batch.row_check import CHECK, fits_check
+from cbatch.requests.row_keys import KEY_LENGTH
+
+KEY_BYTES = KEY_LENGTH // 2
+ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')
+SUPERSEDED = -1
+"""Stands in `indices` for a row that a later one has replaced, or will, and for a line that is no whole row."""
+
+OLDER_FIELDS = frozenset(
+    "index id text finish_reason reasoning tool_calls stop_reason token_ids logprobs choices prompt_logprobs usage key "
+    "error custom_id response tool_messages validation extra cached_tokens ttft_s elapsed_s from_cache".split()
+)
+"""Fields of rows that were written before rows had a check. A row with another field and no check is damaged."""
+
+_KEY = re.compile(f"[0-9a-f]{{{KEY_LENGTH}}}")
+_KEY_FIELD = re.compile(rb'"key": ?"[0-9a-f]{%d}"' % KEY_LENGTH)
+_CHECK = re.compile(rb', "%s": "[0-9a-f]{8}"}\s*$' % CHECK.encode())
+
+
+@dataclass(slots=True)
+class Journal:
+    """The rows of an output file in the order of the file, in a few bytes of memory for each.
+
+    indices: index of the input line that each row answers, or SUPERSEDED
+    starts:  offset of each row in the file
+    keys:    KEY_BYTES for each row
+    failed:  whether each row is an error row
+    tries:   of error rows that were validated, by their number
+    end:     offset after the last whole line; the rest of the file is a torn row
+    torn:    bytes of a torn row at the end
+    damaged: what is wrong with each line that is no row, or a row whose bytes have changed, by its number
+    doubled: numbers of the rows that a later one has replaced, and the index of each in `doubled_indices`
+    first_checked: number of the first row with a check; those before it are of an older version. None if none has one
+    """
+
+    indices: array[int] = field(default_factory=lambda: array("q"))
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    keys: bytearray = field(default_factory=bytearray)
+    failed: bytearray = field(default_factory=bytearray)
+    tries: dict[int, int] = field(default_factory=dict)
+    end: int = 0
+    torn: int = 0
+    damaged: dict[int, str] = field(default_factory=dict)
+    doubled: array[int] = field(default_factory=lambda: array("q"))
+    doubled_indices: array[int] = field(default_factory=lambda: array("q"))
+    first_checked: int | None = None
+
+    @classmethod
+    def read(cls, file: IO[bytes], name: str) -> Journal:
+        """Raises ConfigError if the file has lines, and nothing in them was a row of output."""
+        journal, is_ours = cls(), False
+        for line in file:
+            if not line.endswith(b"\n") and _is_torn(line):
+                journal.torn = len(line)
+                break
+            is_ours = journal._take(line) or is_ours
+        if journal.damaged and not is_ours:
+            number, reason = next(iter(journal.damaged.items()))
+            raise ConfigError(
+                f"{name} is not a file of output rows: line {number + 1} is {reason}. The file is left as it is."
+            )
+        journal._drop_repeated()
+        return journal
+
+    def append(self, index: int, size: int) -> None:
+        """Adds a row that was written at the end of the file."""
+        if self.first_checked is None:
+            self.first_checked = len(self.indices)
+        self._add(index, size)
+
+    def has_check(self, number: int) -> bool:
+        return self.first_checked is not None and number >= self.first_checked
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Offsets in the file at which a row begins and ends."""
+        last = number + 1 == len(self.starts)
+        return self.starts[number], self.end if last else self.starts[number + 1]
+
+    def key(self, number: int) -> str:
+        return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES].hex()
+
+    def rows(self, *, input_order: bool) -> Iterator[int]:
+        """Numbers of the rows that are not superseded, by index or in the order of the file."""
+        import numpy as np
+
+        indices = np.frombuffer(self.indices, dtype=np.int64)
+        order = indices.argsort(kind="stable") if input_order else np.arange(len(indices))
+        return map(int, order[indices[order] != SUPERSEDED])
+
+    def is_in_order(self, *, input_order: bool) -> bool:
+        """Whether the file holds the rows that are not superseded, no others, all with checks, and in this order."""
+        return (
+            (self.first_checked == 0 or not self.indices)
+            and all(number == row for number, row in enumerate(self.rows(input_order=input_order)))
+            and SUPERSEDED not in self.indices
+        )
+
+    def damage(self) -> str:
+        """Says how many lines are damaged, and what is wrong with the first one."""
+        number, reason = next(iter(self.damaged.items()))
+        return f"{format_count(len(self.damaged), 'damaged line')} (first: line {number + 1}, which is {reason})"
+
+    def _take(self, line: bytes) -> bool:
+        """Adds the next line of the file. Returns whether it is a row of output, or was one before it was damaged."""
+        number, is_checked = len(self.indices), fits_check(line)
+        try:
+            index, key, is_error, tries = _parse(line, is_checked, may_be_older=self.first_checked is None)
+        except ValueError as error:
+            self.damaged[number] = str(error)
+            if line.endswith(b"\n"):  # else it is cut off
+                self._add(SUPERSEDED, len(line))
+                self.keys += bytes(KEY_BYTES)
+                self.failed.append(False)
+            return _was_ours(line)
+        if is_checked and self.first_checked is None:
+            self.first_checked = number
+        self._add(index, len(line))
+        self.keys += key
+        self.failed.append(is_error)
+        if tries:
+            self.tries[number] = tries
+        return True
+
+    def _add(self, index: int, size: int) -> None:
+        self.indices.append(index)
+        self.starts.append(self.end)
+        self.end += size
+
+    def _drop_repeated(self) -> None:
+        """Marks all but the last row of each index as superseded."""
+        previous = SUPERSEDED
+        for number in self.rows(input_order=True):
+            index = self.indices[number]
+            if previous != SUPERSEDED and self.indices[previous] == index:
+                self.doubled.append(previous)
+                self.doubled_indices.append(index)
+                self.indices[previous] = SUPERSEDED
+            previous = number
+
+
+def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple[int, bytes, bool, int]:
+    """Index, key, whether it is an error row, and how many tries it has had then.
+
+    Raises ValueError, with a reason, for what is not a row of output, or not as it was written.
+
+    is_checked:   whether the line fits its check; None if it ends with none
+    may_be_older: whether rows without a check are taken
+    """
+    if is_checked is False:
+        raise ValueError("not as it was written: its check does not fit")
+    try:
+        fields = json.loads(line.decode())  # not the strict reader: `extra` nests one level deeper than input may
+    except (ValueError, RecursionError):
+        raise ValueError("not valid JSON") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("key"), str):
+        raise ValueError("not a row of output, which has a key")
+    index, key = fields.get("index"), fields["key"]
+    if type(index) is not int or not 0 <= index < 2**63 or not _KEY.fullmatch(key):
+        raise ValueError("not a row of output, its index or key is wrong")
+    if not (is_checked or (may_be_older and fields.keys() <= OLDER_FIELDS)):
+        raise ValueError("not as it was written: it does not end with a check")
+    is_error, validation = fields.get("error") is not None, fields.get("validation")
+    tries = validation.get("tries") if is_error and isinstance(validation, dict) else 0
+    return index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0
+
+
+def _was_ours(line: bytes) -> bool:
+    """Whether a damaged line was a row of output once: it has the end of one, or an index and a key."""
+    return _CHECK.search(line) is not None or (b'"index":' in line and _KEY_FIELD.search(line) is not None)
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a last line without a line end is the beginning of a row, which a kill has left.
+
+    After a power loss, there may be zeros in place of data that did not reach the disk.
+    """
+    with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        json.loads(line)
+        return _is_row(line + b"\n")  # valid JSON was not torn, so it must be a whole row
+    written = line.rstrip(b"\0")
+    return any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS)
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        _parse(line, fits_check(line), may_be_older=True)
+    except ValueError:
+        return False
+    return True

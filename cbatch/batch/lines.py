@@ -1,0 +1,118 @@
+"""Reads the lines of an input one at a time, in bounded memory, and a second time if needed."""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+from cbatch.base.errors import RequestError
+
+MAX_LINE_BYTES = 16 * 2**20
+
+BOM = b"\xef\xbb\xbf"
+"""What some programs begin a file in UTF-8 with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One physical line of the input, without its line end.
+
+    data:   None if the line is longer than MAX_LINE_BYTES
+    digest: hash of such a line, which goes into its key
+    error:  why there is no row, if that is known already; `data` may then hold the row's `id`
+    tries:  how many tries earlier runs have given its row
+    known:  tokens of the outputs of its row that an earlier run has generated
+    max_tokens: what holds for its row if the row says nothing, instead of what the options say; for keys of other runs
+    """
+
+    index: int
+    data: bytes | None
+    digest: bytes = b""
+    error: RequestError | None = None
+    tries: int = 0
+    known: tuple[tuple[int, ...], ...] = ()
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, index: int, data: bytes) -> Line:
+        """A line that is whole in memory, and may be too long."""
+        return cls(index, data) if len(data) <= MAX_LINE_BYTES else cls(index, None, _digest(data).digest())
+
+    @property
+    def source(self) -> bytes:
+        """What the key of a line that is refused is made of: all that its row of output depends on."""
+        if self.error is not None:
+            return (self.data or b"") + f"{self.error.code}: {self.error}".encode("utf-8", "replace")
+        return self.digest if self.data is None else self.data
+
+    def __reduce__(self) -> tuple[type[Line], tuple[object, ...]]:
+        # Quicker than what a frozen dataclass does.
+        return Line, (self.index, self.data, self.digest, self.error, self.tries, self.known, self.max_tokens)
+
+
+class LineSpool(Iterator[Line]):
+    """Lines that can be taken twice. `rewind` starts them again; it may be called once.
+
+    What is taken before that is kept in an unnamed temporary file, which no crash leaves behind.
+    """
+
+    def __init__(self, lines: Iterator[Line]) -> None:
+        self._lines = lines
+        self._kept = tempfile.TemporaryFile()  # noqa: SIM115
+        self._is_replayed = False
+
+    def __next__(self) -> Line:
+        if self._is_replayed:
+            try:
+                index, data, digest, error = marshal.load(self._kept)
+            except EOFError:
+                return next(self._lines)
+            return Line(index, data, digest, RequestError(*error) if error is not None else None)
+        line = next(self._lines)
+        error = (line.error.code, str(line.error)) if line.error is not None else None
+        marshal.dump((line.index, line.data, line.digest, error), self._kept)
+        return line
+
+    def rewind(self) -> None:
+        self._kept.seek(0)
+        self._is_replayed = True
+
+
+def read_lines(stream: IO[bytes]) -> Iterator[Line]:
+    """Yields the lines that are not blank, without a BOM at the start and CRs at the ends. Only `\\n` ends a line.
+
+    Reads at most one line ahead.
+    """
+    index = 0
+    limit = MAX_LINE_BYTES + 2  # room for a line end of two bytes
+    while data := stream.readline(limit):
+        text = data.rstrip(b"\r\n")
+        if len(text) > MAX_LINE_BYTES or (len(data) == limit and not data.endswith(b"\n")):
+            yield Line(index, None, _skip(stream, data))
+        else:
+            if index == 0:
+                text = text.removeprefix(BOM)
+            if text.strip():
+                yield Line(index, text)
+        index += 1
+
+
+def _skip(stream: IO[bytes], data: bytes) -> bytes:
+    """Reads the rest of a line that begins with `data`, and returns the hash of the whole line."""
+    digest = _digest()
+    while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):
+        if len(more) > 2:
+            digest.update(data)
+            data = more
+        else:  # perhaps only the line end, whose CR was read before
+            data += more
+    digest.update(data.rstrip(b"\r\n"))
+    return digest.digest()
+
+
+def _digest(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)

@@ -1,0 +1,160 @@
+"""Reads CSV and TSV one record at a time, in bounded memory. What is wrong with a record harms no other."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from typing import IO
+
+from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.units import format_count
+from cbatch.batch.lines import BOM, MAX_LINE_BYTES
+from cbatch.batch.tables.table import TableRow
+
+csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # of the process; `_Lines` bounds records earlier
+
+
+class CsvTable:
+    """Records as RFC 4180 has them: values may be quoted, and quoted values may hold line ends.
+
+    The first record names the columns. Blank lines are no records. Every value is text, and empty text if it is empty.
+    """
+
+    def __init__(self, stream: IO[bytes], name: str, delimiter: str | None = None) -> None:
+        """
+        delimiter: None: a comma, or a semicolon if the first line has semicolons and no comma
+
+        Raises ConfigError if the names of the columns cannot be read.
+        """
+        self._lines = _Lines(stream)
+        first = self._first_line(name)
+        if delimiter is None:
+            delimiter = ";" if ";" in first and "," not in first else ","
+        self._lines.put_back(first)
+        self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
+        self.names = self._header(name)
+
+    def rows(self) -> Iterator[TableRow]:
+        index = 0
+        while True:
+            self._lines.begin()
+            values: list[str] = []
+            error: RequestError | None = None
+            try:
+                values = next(self._reader)
+            except StopIteration:
+                return
+            except _RecordTooLong:
+                error = RequestError(
+                    "line_too_long", f"it is longer than {MAX_LINE_BYTES >> 20} MiB{self._quote_hint()}"
+                )
+            except csv.Error as raised:
+                error = RequestError("invalid_row", self._reason(raised))
+            if values or error is not None:
+                yield self._row(index, values, error)
+                index += 1
+
+    def _first_line(self, name: str) -> str:
+        self._lines.begin()
+        try:
+            first = next(self._lines, "")
+        except _RecordTooLong:
+            raise ConfigError(f"{name} has no names of columns: its first line is too long.") from None
+        if "\ufffd" in first[:2] and self._lines.encoding_error is not None:
+            raise ConfigError(f"{name} is no UTF-8 (perhaps UTF-16): iconv -f UTF-16 -t UTF-8 converts it.")
+        if not first.strip():
+            raise ConfigError(f"{name} must begin with a line that names its columns.")
+        return first
+
+    def _header(self, name: str) -> list[str]:
+        self._lines.begin()
+        try:
+            names = next(self._reader)
+        except (csv.Error, _RecordTooLong) as error:
+            raise ConfigError(
+                f"The names of the columns of {name} cannot be read: {str(error) or 'too long'}."
+            ) from error
+        if self._lines.encoding_error is not None:
+            raise ConfigError(f"The names of the columns of {name} are not valid UTF-8.")
+        check_names(names, name)
+        return names
+
+    def _row(self, index: int, values: list[str], error: RequestError | None) -> TableRow:
+        where = f"row {index + 1} (line {self._lines.begun_at})"
+        if error is None and self._lines.encoding_error is not None:
+            error = RequestError("invalid_utf8", f"not valid UTF-8 ({self._lines.encoding_error})")
+        if error is None and len(values) != len(self.names):
+            error = RequestError(
+                "invalid_row", f"{format_count(len(values), 'value')} for {format_count(len(self.names), 'column')}"
+            )
+        if error is not None:
+            error = RequestError(error.code, f"{where}: {error}")
+        return TableRow(index, where, dict(zip(self.names, values, strict=False)), error)
+
+    def _reason(self, error: csv.Error) -> str:
+        if "unexpected end" in str(error):
+            return f"a quote is opened and not closed until the end of the file, line {self._lines.number}"
+        if "new-line character" in str(error):
+            return "a carriage return stands in a value that is not quoted"
+        return str(error)
+
+    def _quote_hint(self) -> str:
+        lines = self._lines.number - self._lines.begun_at + 1
+        return f" ({lines:,} lines: a quote may have been left open)" if lines > 1 else ""
+
+
+def check_names(names: list[str], table: str) -> None:
+    """Raises ConfigError if two columns have the same name."""
+    doubled = [name for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise ConfigError(f"{table} has several columns with the name {doubled[0]!r}; each needs a name of its own.")
+
+
+class _RecordTooLong(Exception):
+    pass
+
+
+class _Lines(Iterator[str]):
+    """Physical lines for `csv.reader`, and what it does not say of the record it makes of them.
+
+    number:         lines read so far
+    begun_at:       number of the first line of the record
+    encoding_error: why the record is not valid UTF-8, or None
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._put_back: list[str] = []
+        self._size = 0
+        self.number = 0
+        self.begun_at = 1
+        self.encoding_error: str | None = None
+
+    def begin(self) -> None:
+        """A record begins with the next line."""
+        if not self._put_back:
+            self._size, self.begun_at, self.encoding_error = 0, self.number + 1, None
+
+    def put_back(self, line: str) -> None:
+        self._put_back.append(line)
+
+    def __next__(self) -> str:
+        if self._put_back:
+            return self._put_back.pop()
+        data = self._stream.readline(MAX_LINE_BYTES + 2)
+        if not data:
+            raise StopIteration
+        self.number += 1
+        if self.number == 1:
+            data = data.removeprefix(BOM)
+        self._size += len(data)
+        if self._size > MAX_LINE_BYTES + 2 or (len(data) > MAX_LINE_BYTES and not data.endswith(b"\n")):
+            while not data.endswith(b"\n") and (data := self._stream.readline(2**20)):
+                pass
+            raise _RecordTooLong
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            self.encoding_error = error.reason
+            return data.decode(errors="replace")

@@ -1,0 +1,169 @@
+"""The rows of an input, whatever its form, as lines that are read one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from cbatch.base.errors import ConfigError
+from cbatch.batch.lines import BOM, Line, LineSpool, read_lines
+from cbatch.batch.tables.compression import READ_ERRORS, decompressed, first_bytes
+from cbatch.batch.tables.csv_table import CsvTable
+from cbatch.batch.tables.forms import TABLES, InputForm, unit_of
+from cbatch.batch.tables.json_array import NO_ARRAY, read_array
+from cbatch.batch.tables.parquet_table import ParquetTable
+from cbatch.batch.tables.shard import WHOLE, Shard
+from cbatch.batch.tables.table_lines import line_of, missing_columns, row_of_line
+from cbatch.batch.templates.prompt_template import ColumnTemplate
+
+HEAD_BYTES = 4096
+
+_MISTAKES = {
+    b"PAR1": "it is a Parquet file: --format parquet reads it",
+    b"PK\x03\x04": "it is a zip archive or a workbook: unpack it, or save the workbook as CSV",
+    b"BZh": "it is compressed with bzip2: unpack it, or compress it with gzip or zstd",
+    b"\xfd7zXZ": "it is compressed with xz: unpack it, or compress it with gzip or zstd",
+}
+"""First bytes of files that are no text, and what to do."""
+
+_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\n)")
+
+
+class RowInput:
+    """An input of rows. A table, and a file that can be read twice, is looked at when it is opened.
+
+    types: types of the columns as pyarrow has them; empty unless the input is Parquet
+    """
+
+    def __init__(
+        self,
+        stream: IO[bytes],
+        name: str,
+        form: InputForm,
+        *,
+        template: ColumnTemplate | None = None,
+        shard: Shard = WHOLE,
+        is_sure: bool = True,
+    ) -> None:
+        """
+        name:    for messages
+        is_sure: whether the form was said; a name that ends in .json may also be that of JSON Lines
+
+        Raises ConfigError if the input is not what it is said to be, or none of its rows could have a prompt.
+        """
+        self.stream, self.name = stream, name
+        self._form, self._template, self._shard, self._is_sure = form, template, shard, is_sure
+        self._start = stream.tell() if stream.seekable() else None
+        self._table: CsvTable | ParquetTable | None = None
+        if form in TABLES:
+            self._table = self._open_table()
+            if (problem := missing_columns(self._table.names, template)) is not None:
+                raise ConfigError(f"{name} {problem}.")
+        elif self._start is not None:
+            try:
+                self._open_text()
+            except READ_ERRORS as error:
+                raise ConfigError(f"{name} cannot be read: {error}.") from error
+        self.types: dict[str, Any] = self._table.types if isinstance(self._table, ParquetTable) else {}
+        self._num_rows = self._table.num_rows if isinstance(self._table, ParquetTable) else None
+
+    def lines(self) -> Iterator[Line]:
+        """The lines from the beginning; only once, unless the stream can be read again (see `read_twice`)."""
+        if self._form in TABLES:
+            return self._table_lines()
+        return self._text_lines()
+
+    def read_twice(self) -> tuple[Iterator[Line], Callable[[], Iterator[Line]]]:
+        """The lines, and what gives them once more from the beginning. What comes from a pipe is kept in a file."""
+        if self._start is not None:
+            return self.lines(), self.lines
+        spool = LineSpool(self.lines())
+
+        def again() -> Iterator[Line]:
+            spool.rewind()
+            return spool
+
+        return spool, again
+
+    def count(self) -> int | None:
+        """About how many rows there are, for a display of progress; None if only reading them all would tell."""
+        if self._num_rows is not None:
+            return self._shard.size(self._num_rows)
+        path = Path(self.name)
+        if self._start != 0 or self._form == "json" or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            if decompressed(file) is not file:
+                return None
+            lines = _count_lines(file, has_quotes=self._form in TABLES)
+        return self._shard.size(max(lines - (self._form in TABLES), 0))
+
+    def _table_lines(self) -> Iterator[Line]:
+        table, self._table = self._table or self._open_table(), None
+        is_text = isinstance(table, CsvTable)
+        return (line_of(row, self._template, is_text=is_text) for row in table.rows() if row.index in self._shard)
+
+    def _text_lines(self) -> Iterator[Line]:
+        """A pipe is not waited for before the first line is asked for."""
+        unit, is_text = unit_of(self._form), self._form == "text"
+        for line in self._open_text():
+            if line.index not in self._shard:
+                continue
+            if self._template is not None:
+                line = line_of(row_of_line(line, unit, is_text=is_text), self._template)
+            yield line
+
+    def _open_table(self) -> CsvTable | ParquetTable:
+        self._rewind()
+        if self._form == "parquet":
+            return ParquetTable(self.stream, self.name)
+        stream = decompressed(self.stream)
+        try:
+            self._check_form(first_bytes(stream, HEAD_BYTES))
+            return CsvTable(stream, self.name, "\t" if self._form == "tsv" else None)
+        except READ_ERRORS as error:
+            raise ConfigError(f"{self.name} cannot be read: {error}.") from error
+
+    def _open_text(self) -> Iterator[Line]:
+        """The lines of a form without a head. Raises ValueError if it is another form."""
+        self._rewind()
+        stream = decompressed(self.stream)
+        head = first_bytes(stream, HEAD_BYTES)
+        if self._form != "text":
+            self._check_form(head)
+        starts = head.removeprefix(BOM).lstrip()[:1]
+        if self._form == "json" and (self._is_sure or starts != b"{"):
+            if starts not in (b"[", b""):
+                raise ValueError(NO_ARRAY)
+            return read_array(stream)
+        return read_lines(stream)
+
+    def _check_form(self, head: bytes) -> None:
+        """Raises ValueError if the first bytes are those of another form."""
+        for start, problem in _MISTAKES.items():
+            if head.startswith(start):
+                raise ValueError(problem)
+        if self._form == "jsonl" and _ARRAY.match(head.removeprefix(BOM)):
+            raise ValueError("it is a JSON array: --format json reads one")
+
+    def _rewind(self) -> None:
+        if self._start is not None:
+            self.stream.seek(self._start)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def _count_lines(file: IO[bytes], *, has_quotes: bool) -> int:
+    """Number of line ends; with quotes, of those that stand outside of them."""
+    count, quotes = 0, 0
+    while data := file.read(2**20):
+        if not has_quotes:
+            count += data.count(b"\n")
+            continue
+        parts = data.split(b'"')
+        count += sum(part.count(b"\n") for part in parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+    return count

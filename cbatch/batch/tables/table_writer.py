@@ -1,0 +1,160 @@
+"""Results as a table: made of the journal once all rows are finished, by an atomic replace."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cbatch.base.errors import ConfigError
+from cbatch.batch.journal import Journal
+from cbatch.batch.lines import Line
+from cbatch.batch.tables.compression import check_compression, import_pyarrow
+from cbatch.batch.tables.finished_table import read_keys
+from cbatch.batch.tables.forms import Compression, OutputForm
+from cbatch.batch.tables.layout import TableLayout
+from cbatch.batch.tables.table_files import write_parquet, write_text
+from cbatch.batch.unfinished.resume_plan import Keyed, ResumePlan, plan_resume
+from cbatch.batch.unfinished.token_journal import token_journal_of
+from cbatch.batch.writer import FileWriter, require_file
+
+JOURNAL_ENDING = ".journal.jsonl"
+
+
+class TableWriter(FileWriter):
+    """Appends rows to a journal beside the table, and makes the table of it at the end.
+
+    The journal is removed then, unless it has error rows, which --retry-errors may run again.
+    """
+
+    _completes = "make the table of"
+
+    def __init__(
+        self,
+        path: Path,
+        form: OutputForm,
+        compression: Compression | None = None,
+        *,
+        input_order: bool = True,
+        types: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        types: types of the input's columns as pyarrow has them, by their names; those of others follow their values
+
+        Raises ConfigError if the files cannot be written, another run writes them, or an extra is not installed.
+        """
+        check_output(form, compression)
+        require_file(path)
+        self._table_name, self._table_path = str(path), path.resolve()
+        self._form, self._compression, self._types = form, compression, types or {}
+        self._is_complete = False
+        super().__init__(journal_of(self._table_path), input_order=input_order)
+        self._name = str(self._path if path.is_symlink() else journal_of(path))
+        self.tokens_path = token_journal_of(self._table_path)
+
+    @property
+    def resume_hint(self) -> str:
+        if not self._has_journal:
+            return self._hint_without_rows()
+        return f" Finished rows are in {self._name}; {self.resume_with} continues from there."
+
+    @property
+    def has_content(self) -> bool:
+        return self._has_journal or self._has_table
+
+    def check_empty(self) -> None:
+        if self.has_content:
+            name = self._name if self._has_journal else self._table_name
+            raise ConfigError(f"{name} exists and is not empty; {self.if_not_empty}.")
+        self._check_no_tokens()
+
+    def journal(self) -> Journal:
+        """Reads the journal; or the keys of the table, if the journal was removed because all rows are good."""
+        return super().journal() if self._has_journal else read_keys(self._table_path, self._table_name, self._form)
+
+    def resume(
+        self,
+        journal: Journal,
+        lines: Iterator[Line],
+        keyed: Keyed,
+        *,
+        retry_errors: bool = False,
+        recompute_changed: bool = False,
+        max_tokens: int | None = None,
+    ) -> ResumePlan:
+        """The same for a finished table whose journal was removed, if all its rows fit: nothing can be added to it."""
+        if self._has_journal:
+            return super().resume(
+                journal,
+                lines,
+                keyed,
+                retry_errors=retry_errors,
+                recompute_changed=recompute_changed,
+                max_tokens=max_tokens,
+            )
+        plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors)
+        if not plan.fits:
+            problem = f"It has {plan.damage}" if plan.damage else f"It holds rows that do not fit this run: {plan}"
+        elif plan.rows < len(journal.indices):
+            problem = "It holds error rows"
+        elif next(lines, None) is not None:
+            problem = "The input has rows that it does not hold"
+        else:
+            self._is_complete = True
+            return plan
+        raise ConfigError(
+            f"{self._table_name} is finished, and its journal, which a run could continue, is gone. {problem}. "
+            "The file is left as it is; --overwrite starts again."
+        )
+
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
+        if self._is_complete:
+            self.drop_tokens()
+        else:
+            super().finish(raise_if_interrupted)
+
+    def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
+        if self._make_table(raise_if_interrupted):
+            self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
+        else:
+            self._path.unlink()
+
+    @property
+    def _has_journal(self) -> bool:
+        return os.fstat(self._fd).st_size > 0
+
+    @property
+    def _has_table(self) -> bool:
+        return self._table_path.is_file() and self._table_path.stat().st_size > 0
+
+    def _make_table(self, raise_if_interrupted: Callable[[], None]) -> int:
+        """Makes the table of the journal. Returns the number of errors."""
+        rows = partial(self._ordered_rows, raise_if_interrupted)
+        layout = TableLayout()
+        for row in rows():
+            layout.add(json.loads(row))
+        columns = layout.columns()
+        like = self._table_path if self._table_path.exists() else self._path
+        with self._replacing(self._table_path, like.stat()) as target:
+            if self._form == "parquet":
+                write_parquet(target, columns, rows, self._types)
+            else:
+                write_text(target, self._form, self._compression, columns, rows)
+        return layout.errors
+
+
+def check_output(form: OutputForm, compression: Compression | None) -> None:
+    """Raises ConfigError if what is needed to write such a table is not installed, or it is no form at all."""
+    if form == "parquet":
+        import_pyarrow("Parquet")
+        if compression is not None:
+            raise ConfigError("Parquet is compressed inside: give the output a name that ends with .parquet.")
+    check_compression(compression)
+
+
+def journal_of(table: Path) -> Path:
+    """Where the rows of a table are kept until it is made."""
+    return table.with_name(table.name + JOURNAL_ENDING)

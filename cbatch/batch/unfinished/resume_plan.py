@@ -1,0 +1,170 @@
+"""Which rows of an earlier run this run keeps, and which of them it runs again."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from cbatch.batch.journal import KEY_BYTES, SUPERSEDED, Journal
+from cbatch.batch.lines import Line
+from cbatch.batch.unfinished.truncated_rows import earlier_limits, known_tokens, with_key
+from cbatch.requests.row_keys import explain_difference
+
+Keyed = Callable[[Iterable[Line]], Iterator[tuple[Line, str]]]
+"""Gives lines back in their order, each with the key of its row of output; see `BatchDriver.keyed`."""
+
+NO_LINE = "for lines that the input does not have"
+
+
+def _no_row(number: int) -> bytes:
+    raise NotImplementedError  # a table has no rows to go on with
+
+
+@dataclass(slots=True)
+class ResumePlan:
+    """Which rows of a journal this run keeps. `index in plan` tells whether a line's row is kept.
+
+    kept:         for each index, whether its row is kept
+    rows, errors: number of kept rows, and of error rows among them
+    misfits:      number of rows that do not fit this run, by the reason
+    damage:       what is said of lines that are damaged; empty if none is
+    first_misfit: line number of the first row with each reason
+    tries:        of rows that are run again because none of them was good, by their index
+    rekeyed:      numbers of kept rows that have to be written again, with the key that is in the journal by now
+    truncated:    numbers of rows that go on with their tokens, by their index
+    restarted:    number of rows of a run with a lower limit that begin anew
+    read_row:     gives the row with a number
+    """
+
+    kept: bytearray = field(default_factory=bytearray)
+    rows: int = 0
+    errors: int = 0
+    misfits: Counter[str] = field(default_factory=Counter)
+    damage: str = ""
+    first_misfit: dict[str, int] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
+    rekeyed: array[int] = field(default_factory=lambda: array("q"))
+    truncated: dict[int, int] = field(default_factory=dict)
+    restarted: int = 0
+    read_row: Callable[[int], bytes] = _no_row
+
+    @property
+    def fits(self) -> bool:
+        return not self.misfits and not self.damage
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and index < len(self.kept) and bool(self.kept[index])
+
+    def keep(self, index: int, is_error: bool) -> None:
+        self.kept.extend(bytes(max(index + 1 - len(self.kept), 0)))
+        self.kept[index] = True
+        self.rows += 1
+        self.errors += is_error
+
+    def add_misfit(self, reason: str, index: int) -> None:
+        self.misfits[reason] += 1
+        self.first_misfit.setdefault(reason, index + 1)
+
+    def with_history(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """The lines, each with what earlier runs have done for its row.
+
+        That is the number of tries, so that further ones are other ones, or the tokens with which the row goes on.
+        """
+        for line in lines:
+            if line.index in self.tries:
+                yield replace(line, tries=self.tries[line.index])
+            elif line.index in self.truncated:
+                yield replace(line, known=known_tokens(self.read_row(self.truncated[line.index])))
+            else:
+                yield line
+
+    def __str__(self) -> str:
+        """Says what does not fit: changed lines first, then lines that are missing, then those that are damaged."""
+        reasons = sorted(self.misfits, key=NO_LINE.__eq__)
+        parts = [f"{self.misfits[one]:,} {one} (first: line {self.first_misfit[one]})" for one in reasons]
+        return "; ".join(filter(None, [*parts, self.damage]))
+
+
+def plan_resume(
+    journal: Journal,
+    lines: Iterator[Line],
+    keyed: Keyed,
+    *,
+    retry_errors: bool,
+    read_row: Callable[[int], bytes] = _no_row,
+    max_tokens: int | None = None,
+) -> ResumePlan:
+    """Compares a journal with the input, and marks the rows that this run has to compute again as superseded.
+
+    lines:      read up to the last one that has a row in the journal
+    keyed:      gets the lines whose row may be kept
+    read_row:   gives the row with a number
+    max_tokens: the limit of this run, if rows of runs with a lower one are to go on
+    """
+    plan = ResumePlan(damage=journal.damage() if journal.damaged else "", read_row=read_row)
+    limits: Sequence[int] = ()
+    if max_tokens is not None:
+        limits = earlier_limits(map(read_row, journal.rows(input_order=True)), max_tokens)
+    compared: deque[int] = deque()
+    """Rows whose lines `keyed` has taken and not yet given back: it may read ahead."""
+    keys = keyed(_lines_to_compare(journal, lines, plan, compared, limits, retry_errors=retry_errors))
+    for line, key in keys:
+        number, earlier = compared.popleft(), [other for _, other in islice(keys, len(limits))]
+        if key == journal.key(number):
+            plan.keep(line.index, bool(journal.failed[number]))
+        elif journal.key(number) in earlier:
+            _take_over(journal, plan, number, key)
+        else:
+            plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", line.index)
+            journal.indices[number] = SUPERSEDED
+    return plan
+
+
+def _take_over(journal: Journal, plan: ResumePlan, number: int, key: str) -> None:
+    """Keeps a row of a run that had a lower limit, with this key; or lets it go on; or begins it anew."""
+    index, row = journal.indices[number], plan.read_row(number)
+    if with_key(row, key) is not None:
+        journal.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] = bytes.fromhex(key)
+        plan.keep(index, is_error=False)
+        plan.rekeyed.append(number)
+        return
+    journal.indices[number] = SUPERSEDED
+    if known_tokens(row):
+        plan.truncated[index] = number
+    else:
+        plan.restarted += 1
+
+
+def _lines_to_compare(
+    journal: Journal,
+    lines: Iterator[Line],
+    plan: ResumePlan,
+    compared: deque[int],
+    limits: Sequence[int],
+    *,
+    retry_errors: bool,
+) -> Iterator[Line]:
+    """The lines whose row is kept if its key fits, each again with the limits that earlier runs may have had.
+
+    Marks rows that are not kept whatever their key is: among them error rows before a damaged line, because it may have
+    replaced them.
+    """
+    last_damaged = max(journal.damaged, default=-1)
+    line = next(lines, None)
+    for number in journal.rows(input_order=True):
+        index = journal.indices[number]
+        while line is not None and line.index < index:
+            line = next(lines, None)
+        if line is None or line.index > index:
+            plan.add_misfit(NO_LINE, index)
+        elif not (journal.failed[number] and (retry_errors or number < last_damaged)):
+            compared.append(number)
+            yield line
+            yield from (replace(line, max_tokens=limit) for limit in limits)
+            continue
+        elif retry_errors and number in journal.tries:
+            plan.tries[index] = journal.tries[number]
+        journal.indices[number] = SUPERSEDED

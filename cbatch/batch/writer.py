@@ -1,0 +1,383 @@
+"""Writes finished rows: to a file that is a valid journal at every moment, or to a stream."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import select
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Self
+
+from cbatch.base.errors import ConfigError, ReaderGone, RunFailed
+from cbatch.batch.journal import SUPERSEDED, Journal
+from cbatch.batch.lines import Line
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row_check import with_check
+from cbatch.batch.unfinished.resume_plan import Keyed, ResumePlan, plan_resume
+from cbatch.batch.unfinished.token_journal import (
+    is_token_journal,
+    remove_token_journal,
+    token_journal_of,
+)
+from cbatch.batch.unfinished.truncated_rows import with_key
+
+SYNC_SECONDS = 0.5
+"""Age at which rows that were written are synced to disk."""
+
+
+class RowWriter:
+    """Takes finished rows. Used as a context; leaving it early keeps what was finished, and nothing half done."""
+
+    @property
+    def resume_hint(self) -> str:
+        """Says how to resume after a run that ended early; ends a message."""
+        return ""
+
+    stop_timeout_s: float | None = None
+    """Seconds that an interrupted run waits until finished rows are written; None if nobody can block that."""
+
+    note = ""
+    """What is to be said once the run is finished."""
+
+    def check_empty(self) -> None:
+        """Raises ConfigError if the output holds rows of an earlier run."""
+
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        """Takes finished rows. Returns the positions of those that are out of memory now."""
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        """Syncs if it is time to; called several times a second."""
+
+    def flush_held(self) -> None:
+        """Writes the rows that are held back; the rows they wait for will not come."""
+
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
+        """Puts the rows in their final order, after all of them are written.
+
+        raise_if_interrupted: called now and then; if it raises, the rows stay as they are
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class StreamWriter(RowWriter):
+    """Writes each row to an unbuffered stream as soon as its turn has come, and closes the stream in the end.
+
+    Raises ReaderGone if nobody reads it.
+    """
+
+    stop_timeout_s = 2.0
+
+    def __init__(self, stream: IO[bytes], *, input_order: bool, escape: Callable[[bytes], bytes] | None = None) -> None:
+        """`escape`: changes rows before they are written, so that no text of a model can control a terminal."""
+        self._stream = stream
+        self._input_order = input_order
+        self._escape = escape
+        self._held: dict[int, bytes] = {}
+        self._next = 0
+
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        if not self._input_order:
+            self._write([row.data for row in rows])
+            return [row.position for row in rows]
+        self._held |= {row.position: row.data for row in rows}
+        first = self._next
+        while self._next in self._held:
+            self._next += 1
+        self._write([self._held.pop(position) for position in range(first, self._next)])
+        return range(first, self._next)
+
+    def flush_held(self) -> None:
+        self._write([self._held.pop(position) for position in sorted(self._held)])
+
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
+        self._stream.flush()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+
+    def _write(self, rows: list[bytes]) -> None:
+        data = b"".join(rows)
+        view = memoryview(self._escape(data) if self._escape is not None else data)
+        try:
+            while view:
+                written = self._stream.write(view)
+                if written is None:  # the pipe is full, and somebody made it non-blocking
+                    select.select([], [self._stream], [])
+                view = view[written or 0 :]
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+        except OSError as error:
+            raise RunFailed(f"Cannot write the output: {error.strerror}.") from error
+
+
+class FileWriter(RowWriter):
+    """Appends rows to a file as they finish, and puts them in order at the end by an atomic replace.
+
+    The file is locked from the beginning. Nothing in it changes before `start` or `resume`.
+    """
+
+    resume_with = "--resume"
+    """What resumes this run, in the words of the caller."""
+    if_not_empty = "--resume continues it, --overwrite replaces it"
+    if_changed = (
+        "--recompute-changed runs changed rows again and drops rows whose input line is gone; --overwrite starts again"
+    )
+    if_damaged = (
+        "--recompute-changed removes damaged lines and runs their rows again; --overwrite starts again; "
+        "cbatch verify --offline lists them"
+    )
+    _completes = "order"
+    """What `_complete` does, for an error: order the file."""
+
+    def __init__(self, path: Path, *, input_order: bool) -> None:
+        """Raises ConfigError if the file cannot be written or put in order, or another run writes it."""
+        require_file(path)
+        self._name = str(path)
+        self._path = path.resolve()
+        self._ordered_path = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
+        self.tokens_path = token_journal_of(self._path)
+        """Where tokens of rows that are not finished may lie. They are removed when all rows are."""
+        self._input_order = input_order
+        self._journal = Journal()
+        self._unsynced_since: float | None = None
+        self._is_new = not self._path.exists()
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._lock()
+            with self._open_ordered():
+                self._ordered_path.unlink()
+        except OSError as error:
+            raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
+
+    def _open_ordered(self) -> IO[bytes]:
+        """Opens a new file for the ordered rows. Removes one that a killed run left; never follows a link."""
+        self._ordered_path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.fdopen(os.open(self._ordered_path, flags, 0o600), "wb", 2**20)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = os.path.samestat(os.fstat(self._fd), self._path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_current = False
+        if not is_current:  # the other run may also just have replaced the file
+            os.close(self._fd)
+            raise ConfigError(f"Another run is writing {self._name}.")
+
+    @property
+    def resume_hint(self) -> str:
+        if not self.has_content:
+            return self._hint_without_rows()
+        return f" Finished rows are in the file; {self.resume_with} continues from there."
+
+    @property
+    def has_content(self) -> bool:
+        return os.fstat(self._fd).st_size > 0
+
+    def check_empty(self) -> None:
+        if self.has_content:
+            raise ConfigError(f"{self._name} exists and is not empty; {self.if_not_empty}.")
+        self._check_no_tokens()
+
+    def journal(self) -> Journal:
+        """Reads what an earlier run left in the file. Raises ConfigError if no run has written it."""
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            return Journal.read(file, self._name)
+
+    def start(self, journal: Journal) -> None:
+        """Truncates the file after the journal's last whole row; the journal's rows count as written."""
+        self._journal = journal
+        os.ftruncate(self._fd, journal.end)
+        os.fsync(self._fd)
+        sync_folder(self._path.parent)
+
+    def resume(
+        self,
+        journal: Journal,
+        lines: Iterator[Line],
+        keyed: Keyed,
+        *,
+        retry_errors: bool = False,
+        recompute_changed: bool = False,
+        max_tokens: int | None = None,
+    ) -> ResumePlan:
+        """Starts where an earlier run ended, and returns which of its rows are kept.
+
+        journal:           what `journal` has read
+        lines:             the input; read up to the last line that has a row in the journal
+        keyed:             gives each line the key that this run gives it
+        retry_errors:      keep no error rows
+        recompute_changed: drop rows whose key is another one, or whose line is gone, and damaged lines
+        max_tokens:        the limit of this run, if rows that a lower one has ended are to go on
+
+        Raises ConfigError, and leaves the file as it is, if there are such rows and they are not to be dropped.
+        """
+        if journal.damaged and not recompute_changed:
+            raise ConfigError(f"{self._name} has {journal.damage()}. The file is left as it is. {self.if_damaged}.")
+        read_row = partial(self._read, journal)
+        plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors, read_row=read_row, max_tokens=max_tokens)
+        if not plan.fits and not recompute_changed:
+            raise ConfigError(
+                f"{self._name} holds rows that do not fit this run: {plan}. The file is left as it is. "
+                f"{self.if_changed}."
+            )
+        self.start(journal)
+        self._write_again(journal, plan.rekeyed)
+        return plan
+
+    def kept_rows(self) -> Iterator[tuple[int, bytes]]:
+        """The rows that `resume` has kept, as (index of the line, bytes of the row) in the order of the input."""
+        for number in self._journal.rows(input_order=True):
+            yield self._journal.indices[number], self._row(number)
+
+    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+        self._append([(row.index, row.data) for row in rows])
+        return [row.position for row in rows]
+
+    def drop_tokens(self) -> None:
+        """Removes the tokens of rows that an earlier run has not finished."""
+        remove_token_journal(self.tokens_path)
+
+    def tick(self) -> None:
+        if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
+            self._sync()
+
+    def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
+        self._sync()
+        self._is_new = False
+        self._check_unchanged()
+        try:
+            self._complete(raise_if_interrupted)
+        except OSError as error:
+            raise self._failed(self._completes, error) from error
+        finally:
+            self._ordered_path.unlink(missing_ok=True)
+        self.drop_tokens()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._is_new and not os.fstat(self._fd).st_size:
+                self._path.unlink(missing_ok=True)
+            else:
+                self._sync()
+        finally:
+            os.close(self._fd)
+
+    def _append(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        """Writes rows, each with its index, in one write."""
+        if not rows:
+            return
+        view = memoryview(b"".join(data for _, data in rows))
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise self._failed("write", error) from error
+        for index, data in rows:
+            self._journal.append(index, len(data))
+        self._unsynced_since = self._unsynced_since or time.monotonic()
+
+    def _hint_without_rows(self) -> str:
+        does = "goes on with what was begun" if is_token_journal(self.tokens_path) else "starts again"
+        return f" No row was finished; {self.resume_with} {does}."
+
+    def _write_again(self, journal: Journal, numbers: Iterable[int]) -> None:
+        """Writes rows of the journal with the keys that are in it by now."""
+        for number in numbers:
+            index, data = journal.indices[number], with_key(self._read(journal, number), journal.key(number))
+            assert data is not None
+            journal.indices[number] = SUPERSEDED
+            self._append([(index, data)])
+
+    def _check_no_tokens(self) -> None:
+        if is_token_journal(self.tokens_path):
+            raise ConfigError(f"{self.tokens_path} has unfinished answers of an earlier run; {self.if_not_empty}.")
+
+    def _check_unchanged(self) -> None:
+        """Raises RunFailed if another process wrote to the file, moved it or removed it."""
+        status = os.fstat(self._fd)
+        if status.st_size != self._journal.end:
+            raise RunFailed(f"Another process wrote to {self._name} during the run; the file is left as it is.")
+        try:
+            is_there = os.path.samestat(status, self._path.stat())
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise RunFailed(f"{self._name} was removed or replaced during the run; its rows are lost.")
+
+    def _sync(self) -> None:
+        if self._unsynced_since is None:
+            return
+        self._unsynced_since = None
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._failed("write", error) from error
+
+    def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
+        """Puts the rows in their order, after all of them are written and on disk."""
+        if not self._journal.is_in_order(input_order=self._input_order):
+            with self._replacing(self._path, os.fstat(self._fd)) as target:
+                target.writelines(self._ordered_rows(raise_if_interrupted))
+
+    def _ordered_rows(self, raise_if_interrupted: Callable[[], None]) -> Iterator[bytes]:
+        """The current rows in the order of the output."""
+        for number in self._journal.rows(input_order=self._input_order):
+            raise_if_interrupted()
+            row = self._row(number)
+            yield row if self._journal.has_check(number) else with_check(row)
+
+    def _row(self, number: int) -> bytes:
+        return self._read(self._journal, number)
+
+    def _read(self, journal: Journal, number: int) -> bytes:
+        start, stop = journal.span(number)
+        return os.pread(self._fd, stop - start, start)
+
+    @contextmanager
+    def _replacing(self, path: Path, like: os.stat_result) -> Iterator[IO[bytes]]:
+        """A new file, with the permissions of another one, which replaces that at `path` once it is on disk."""
+        with self._open_ordered() as target:
+            yield target
+            target.flush()
+            os.fchmod(target.fileno(), like.st_mode & 0o777)
+            os.fsync(target.fileno())
+        self._ordered_path.replace(path)
+        sync_folder(path.parent)
+
+    def _failed(self, verb: str, error: OSError) -> RunFailed:
+        return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.resume_hint}")
+
+
+def require_file(path: Path) -> None:
+    """Raises ConfigError for a folder, a device and the like."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"Cannot write {str(path)!r}: a file is needed.")
+
+
+def _short(name: str) -> str:
+    """A file's name, or its hash if the name is too long to add to it."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) < 200 else hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs the folder, so that a file's name is as durable as its content."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,186 @@
+"""Chooses what computes the steps of an engine: the fastest that agrees with plain torch on this device.
+
+On a GPU every kernel that the model will use is checked when the engine is made. If one raises or differs, the engine
+steps down from it:
+
+1. steps captured as CUDA graphs;
+2. the same kernels, launched one by one;
+3. the operations of a layer by torch, and attention by Triton;
+4. attention by torch too (the reference).
+
+Sampling falls back to torch on its own. A model of transformers uses only the attention kernels: if these fail, it
+takes the reference. Its steps are captured if its code allows that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from cbatch.attention.base import AttentionBackend
+from cbatch.attention.per_device import PerDeviceAttention
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.attention.registry import check_kv_dtype, select_attention
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.model.base import Model
+from cbatch.runtime.device import is_accelerator
+from cbatch.runtime.kv_cache import U8
+from cbatch.runtime.triton_setup import triton_problem
+from cbatch.sample.sampler import Sampler
+
+if TYPE_CHECKING:  # the checks are imported when they are made: importing them is part of every start
+    from cbatch.engine.kernel_checks.kernel_check import KernelCheck
+
+_log = logging.getLogger("cbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What computes the steps of an engine.
+
+    graphs:   whether steps are captured as CUDA graphs, if the device and the model allow it
+    fallback: sentences that say what was stepped down from and why; empty if nothing was
+    """
+
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
+    graphs: bool
+    fallback: str = ""
+
+
+def choose_execution(config: EngineConfig, model: Model) -> Execution:
+    """The fastest that is right for a model on its device. What it steps down from is logged as a warning.
+
+    Raises ConfigError if the config names an attention backend that cannot be used as it is, or wants a deterministic
+    engine that it cannot have, and ModelError if the device cannot be used at all.
+    """
+    model = configured_model(config, model)
+    attention, sampler = configured_backends(config, model)
+    chosen = Execution(model, attention, sampler, config.cuda_graphs)
+    if is_checked(model.device):
+        chosen = _step_down(chosen, config)
+    if chosen.fallback:
+        _log.warning("%s", chosen.fallback)
+    if config.deterministic:
+        from cbatch.engine.deterministic import check_batch_invariant
+
+        check_batch_invariant(chosen.model, chosen.attention)
+    return chosen
+
+
+def configured_model(config: EngineConfig, model: Model) -> Model:
+    """A model with the operations that a config asks for, before anything is checked."""
+    if not config.deterministic:
+        return model
+    from cbatch.engine.deterministic import as_batch_invariant
+
+    return as_batch_invariant(model)
+
+
+def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBackend, Sampler]:
+    """What a config asks for on the model's device, before anything is checked.
+
+    Raises ConfigError if the config names an attention backend that cannot serve the model.
+    """
+    kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
+    attention = _attention_of(config, model, kv_dtype)
+    if kv_dtype == U8 and model.layers and attention.name != "cpu":
+        raise ConfigError(
+            f"The CPU's attention kernels do not serve this model in {model.dtype} with blocks of {config.block_size} "
+            "tokens, and only they have a KV cache in u8; choose --kv-dtype auto."
+        )
+    # A user who asks for the reference wants none of our kernels: one of them may crash the process.
+    sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
+    return attention, sampler
+
+
+def _attention_of(config: EngineConfig, model: Model, kv_dtype: torch.dtype | None) -> AttentionBackend:
+    """The backend of a model: if its layers are on devices of different kinds, the reference, which serves all."""
+    if not model.layers:
+        return ReferenceAttention(kv_dtype)  # nothing calls it
+    if not all(layer.value_dim for layer in model.layers):
+        if config.attention not in ("auto", ReferenceAttention.name):
+            raise ConfigError(
+                f"The attention backend {config.attention} does not serve the sparse attention of this model; choose "
+                "auto or reference."
+            )
+        return ReferenceAttention(kv_dtype)
+    sizes = model.layers, config.block_size, model.dtype, kv_dtype
+    backends = {
+        device: select_attention(config.attention, device, *sizes, config.deterministic)
+        for device in dict.fromkeys(model.layer_devices)
+    }
+    if len({backend.name for backend in backends.values()}) > 1:
+        return ReferenceAttention(kv_dtype)
+    return PerDeviceAttention(backends) if len(backends) > 1 else next(iter(backends.values()))
+
+
+def is_checked(device: torch.device) -> bool:
+    """Whether kernels are checked when an engine is made. Those of a CPU are not: that would take much of its start."""
+    return is_accelerator(device)
+
+
+def _step_down(best: Execution, config: EngineConfig) -> Execution:
+    """The first that agrees, with the reasons why it is not the best one."""
+    from cbatch.engine.kernel_checks.sampling import check_sampling
+
+    device, problem = best.model.device, triton_problem(best.model.device)
+    chosen, reason, sentences = best, problem or "", []
+    if best.sampler.uses_kernel:  # before the steps that are captured with it
+        sampled = None if problem else check_sampling(best.sampler, best.model.vocab_size)
+        if sampled is None or not sampled.agrees:
+            best.sampler.disable_kernel()
+        if sampled is not None and not sampled.agrees:
+            sentences.append(f"Tokens are sampled by operations of torch on {device}: {sampled.reason}")
+    if best.attention.name == "triton":
+        chosen, reason = (_by_torch(best), problem) if problem else _first_that_agrees(best, config.block_size)
+        if reason and config.attention != "auto":
+            raise ConfigError(f"The attention backend {config.attention} cannot be used on {device}: {reason}")
+    elif not problem:
+        reason = f"The Triton kernels do not serve this model in {best.model.dtype}."
+    if reason and config.attention == "auto":
+        sentences.insert(0, f"{_consequence(best, chosen)} on {device}: {reason}")
+    return replace(chosen, fallback=" ".join(sentences))
+
+
+def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
+    """The first that agrees, and why the one before it does not; that is empty for the best one."""
+    from cbatch.engine.kernel_checks.gpu import GpuChecks, without_kernels
+
+    checks = GpuChecks(best.model, best.attention, best.sampler, block_size)
+    if wrong := _first_wrong(checks.attention_kernels):
+        return _by_torch(best), wrong.reason
+    if wrong := _first_wrong(checks.layer_kernels) or _first_wrong([checks.step]):
+        if still_wrong := _first_wrong([checks.step_by_torch]):
+            return _by_torch(best), still_wrong.reason
+        return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), wrong.reason
+    if best.graphs and (wrong := _first_wrong(checks.captured_steps)):
+        return replace(best, graphs=False), wrong.reason
+    return best, ""
+
+
+def _by_torch(best: Execution) -> Execution:
+    from cbatch.engine.kernel_checks.gpu import without_kernels
+
+    return replace(
+        best, model=without_kernels(best.model), attention=ReferenceAttention(best.attention.kv_dtype), graphs=False
+    )
+
+
+def _first_wrong(checks: Iterable[KernelCheck]) -> KernelCheck | None:
+    return next((check for check in checks if not check.agrees), None)
+
+
+def _consequence(best: Execution, chosen: Execution) -> str:
+    """What is different from the best, as the beginning of a sentence."""
+    if chosen.attention.name == "reference":
+        return "Attention runs by operations of torch, which is slow,"
+    if chosen.model is not best.model:
+        return "The layers run by operations of torch"
+    return "Steps run without CUDA graphs"

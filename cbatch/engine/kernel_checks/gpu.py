@@ -1,0 +1,90 @@
+"""The checks of all kernels of a model on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cbatch.attention.base import AttentionBackend
+from cbatch.attention.per_device import PerDeviceAttention
+from cbatch.engine.kernel_checks.attention import AttentionChecks
+from cbatch.engine.kernel_checks.captured_step import check_captured
+from cbatch.engine.kernel_checks.kernel_check import KernelCheck
+from cbatch.engine.kernel_checks.layer import LayerChecks
+from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
+from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.base import Model
+from cbatch.model.cuda import CudaModel
+from cbatch.sample.sampler import Sampler
+
+
+def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
+    """The model by operations of torch alone. heads_first: see `LayerOps`"""
+    return model.with_ops(TorchLayerOps(heads_first)) if isinstance(model, CudaModel) else model
+
+
+@dataclass(frozen=True)
+class GpuChecks:
+    """The checks of a model with an attention backend, whose results are kept."""
+
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
+    block_size: int
+
+    @cached_property
+    def expected(self) -> ExpectedSteps:
+        """Raises ModelError if the model does not even run by operations of torch."""
+        return ExpectedSteps.of(without_kernels(self.model), self.block_size, self.attention.kv_dtype)
+
+    @cached_property
+    def _attention_checks(self) -> AttentionChecks:
+        return AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
+
+    @cached_property
+    def attention_kernels(self) -> list[KernelCheck]:
+        checks = [self._attention_checks]
+        if isinstance(self.attention, PerDeviceAttention):
+            checks = [
+                AttentionChecks(backend, self.block_size, self.model.dtype, device)
+                for device, backend in self.attention.backends.items()
+            ]
+        return [check for one in checks for check in one.run(self.expected.calls)]
+
+    @cached_property
+    def layer_kernels(self) -> list[KernelCheck]:
+        """No checks if the model has no such kernels."""
+        if not isinstance(self.model, CudaModel):
+            return []
+        return list(LayerChecks(self.model, self.block_size, self.attention.kv_dtype).run())
+
+    @cached_property
+    def products(self) -> list[KernelCheck]:
+        """The library's products of matrices, which the engine does not check: nothing could take their place.
+
+        No checks if the model does without them.
+        """
+        if not isinstance(self.model, CudaModel) or self.model.ops.batch_invariant:
+            return []
+        return [LayerChecks(self.model, self.block_size).product()]
+
+    @cached_property
+    def step(self) -> KernelCheck:
+        return self.expected.check("a whole step", self.model, self.attention, self.block_size)
+
+    @cached_property
+    def step_by_torch(self) -> KernelCheck:
+        """A step of the model without kernels of its own."""
+        model = without_kernels(self.model, heads_first=True)
+        return self.expected.check("a whole step with torch's operations", model, self.attention, self.block_size)
+
+    @cached_property
+    def captured_steps(self) -> list[KernelCheck]:
+        """No checks if steps of the model cannot be captured as CUDA graphs."""
+        attention = self.attention.capturable
+        if self.model.capturable is None or attention is None:
+            return []
+        return [
+            self._attention_checks.check_captured(attention, self.expected.calls),
+            check_captured(self.expected, self.model, attention, self.sampler, self.block_size),
+        ]

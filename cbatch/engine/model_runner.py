@@ -1,0 +1,137 @@
+"""Runs a model on ragged batches over the paged KV cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import linear
+
+from cbatch.attention.base import AttentionBackend
+from cbatch.base.errors import EngineError
+from cbatch.engine.cuda_graphs import GraphSizes, StepGraphs, StepParts
+from cbatch.model.base import Model
+from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.device import is_nvidia
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.state_pool import StatePool, StateShape
+from cbatch.runtime.transfer import use_device
+from cbatch.sample.sampler import Sampler
+from cbatch.schedule.limits import StepLimits
+
+_log = logging.getLogger("cbatch")
+
+
+def step_parts(
+    model: Model,
+    attention: AttentionBackend,
+    kv_cache: KVCache,
+    sampler: Sampler,
+    wanted: bool,
+    state_pool: StatePool | None = None,
+) -> StepParts | None:
+    """What takes part in a step, if steps are to be captured as CUDA graphs and can be."""
+    if not wanted or not is_nvidia(model.device) or model.capturable is None or attention.capturable is None:
+        return None
+    return StepParts(model.capturable, attention.capturable, kv_cache, sampler, state_pool)
+
+
+def stored_states(model: Model, dtype: torch.dtype | None) -> list[StateShape]:
+    """The states of a model as they are kept: in `dtype` if that is smaller than the model's own; None: in its own."""
+    if dtype is None:
+        return model.states
+    return [replace(state, dtype=dtype) if dtype.itemsize < state.dtype.itemsize else state for state in model.states]
+
+
+class ModelRunner:
+    """Owns a model, its KV cache and its CUDA graphs until it is closed. Knows nothing of requests."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int = 0,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        """num_slots, state_dtype: of recurrent states, if the model has any (see `stored_states`)"""
+        self.attention = attention
+        self.num_blocks = num_blocks
+        self.kv_dtype = attention.kv_dtype or model.dtype
+        shapes = [attention.block_shapes(layer, block_size, self.kv_dtype) for layer in model.layers]
+        kv_cache = KVCache(shapes, num_blocks, block_size, self.kv_dtype, model.layer_devices)
+        self.state_pool: StatePool | None = None
+        if model.states:
+            self.state_pool = StatePool(stored_states(model, state_dtype), num_slots, model.state_devices)
+        self._open: tuple[Model, KVCache] | None = model, kv_cache
+        self._graphs: StepGraphs | None = None
+
+    def capture_graphs(self, sampler: Sampler, limits: StepLimits, has_room: Callable[[], bool]) -> None:
+        """Captures steps of an engine with these limits as CUDA graphs, if model and attention allow it.
+
+        It writes nothing to the cache, and takes some seconds. What cannot be captured is launched kernel by kernel.
+
+        has_room: whether there is memory for another graph
+        """
+        model, kv_cache = self.check_open()
+        if parts := step_parts(model, self.attention, kv_cache, sampler, limits.graphs, self.state_pool):
+            with use_device(model.device):
+                self._graphs = StepGraphs(parts, GraphSizes.of(limits), has_room=has_room)
+            if self.graph_problem:
+                _log.warning(self.graph_problem)
+
+    def warm_up_thread(self) -> None:
+        """Makes what torch keeps for each thread that multiplies on an NVIDIA GPU: a handle of cuBLAS, and its memory.
+
+        Otherwise the first step that is not captured makes it, while its requests wait.
+        """
+        if not is_nvidia(self.model.device):
+            return
+        with use_device(self.model.device), torch.inference_mode():
+            ones = torch.ones(16, 16, dtype=self.model.dtype, device=self.model.device)
+            linear(ones, ones)
+            if ones.dtype != torch.float32:
+                torch.mm(ones, ones, out_dtype=torch.float32)  # as logits are computed
+
+    @property
+    def model(self) -> Model:
+        return self.check_open()[0]
+
+    @property
+    def kv_cache(self) -> KVCache:
+        return self.check_open()[1]
+
+    @property
+    def graph_problem(self) -> str:
+        """A sentence on steps that were to be captured as CUDA graphs and could not be; empty if there are none."""
+        return self._graphs.problem if self._graphs is not None else ""
+
+    @property
+    def is_closed(self) -> bool:
+        return self._open is None
+
+    def check_open(self) -> tuple[Model, KVCache]:
+        """The model and the cache. Raises EngineError after `close`."""
+        if self._open is None:
+            raise EngineError("The engine is closed.")
+        return self._open
+
+    def forward(self, batch: RaggedBatch) -> Logits:
+        """Logits [R, vocabulary] of the batch's `rows`.
+
+        Stores the keys and values of its tokens in the cache, and the recurrent states after them in their slots.
+        """
+        if batch.states is not None:
+            batch.states.prepare()
+        # Captured steps have no adapters.
+        graphs = self._graphs if batch.adapters is None else None
+        if graphs is not None and (logits := graphs.forward(batch)) is not None:
+            return logits
+        return self.model.forward(batch, self.kv_cache, self.attention)
+
+    def close(self) -> None:
+        """Drops the model, the cache and the graphs; to use one of them afterwards raises EngineError."""
+        self._graphs = self._open = self.state_pool = None

@@ -1,0 +1,327 @@
+"""A thread that runs an engine, so that front ends can submit requests from any thread and never block a step."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cbatch.base.errors import EngineError, RequestError
+from cbatch.base.outputs import TokenEvent
+from cbatch.engine.stats import EngineStats
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.requests.request import RequestHandle
+from cbatch.runtime.device import is_cuda
+from cbatch.runtime.memory import clear_frames, is_out_of_memory, kernel_too_large, release_memory
+from cbatch.runtime.tracing.phases import span
+from cbatch.runtime.tracing.trace import StepTracer
+
+CLOSED = "The engine was closed before the request was finished."
+FORKED = (
+    "This engine belongs to the process that made it, and threads do not survive a fork. "
+    "Make an engine in the child, or start the child with the method spawn."
+)
+
+
+@dataclass(slots=True)
+class _Retries:
+    """Failed attempts since the last completed step.
+
+    num_steps:     completed steps at that time
+    failures:      attempts that failed for another reason than memory
+    out_of_memory: attempts that ran out of memory; `futile` of them could not be made smaller
+    """
+
+    num_steps: int = -1
+    failures: int = 0
+    out_of_memory: int = 0
+    futile: int = 0
+
+
+class EngineThread:
+    """Runs `engine.step()` as long as there is work. Requests and cancellations arrive through an inbox.
+
+    Every output of a request ends with one event that has a finish_reason, unless the request is cancelled. A step that
+    raises is retried up to `MAX_RETRIES` times in a row; if the device is out of memory, steps are made smaller for a
+    while. If the engine fails nevertheless, `failure` is set, and all requests, later ones too, end with
+    `internal_error`.
+
+    num_retries: steps that were retried
+    num_shrinks: retries that made the batch smaller
+    last_error:  why the latest retry was needed
+    num_tokens:  tokens generated so far, of all requests
+    """
+
+    MAX_RETRIES = 3
+    GROW_AFTER_STEPS = 32
+
+    def __init__(self, engine: SteppingEngine, trace: StepTracer | None = None) -> None:
+        """Takes the engine over until `close`. `trace` records some of the steps; it is complete after `close`."""
+        self.engine = engine
+        self._trace = trace
+        if trace is not None:
+            trace.prepare(on_device=is_cuda(engine.device))
+        self.failure: BaseException | None = None
+        self.last_error = ""
+        self.num_retries = 0
+        self.num_shrinks = 0
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
+        self.num_tokens = 0
+        self._is_shrunk = False
+        self._good_steps, self._patience = 0, self.GROW_AFTER_STEPS
+        self._retries = _Retries()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._process = os.getpid()
+        self._is_closed = False
+        self._is_over = False
+        """Whether the thread executes no more commands; whoever sends one does that then."""
+        self._close_engine = False
+        self._handles: dict[int, RequestHandle] = {}
+        self._orphaned: list[int] = []
+        """Requests that ended when the engine failed, and that the engine still holds."""
+        self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
+        engine.release_thread()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, after which nobody would know the thread
+            self._inbox.put(None)
+            raise
+
+    def check_may_wait(self) -> None:
+        """Raises EngineError where waiting for events would never end: on this thread itself, and in a forked child."""
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
+        if threading.current_thread() is self._thread:
+            raise EngineError(
+                "This cannot be called on the engine's own thread, in a callback: it would wait for itself."
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has failed or is closed, so that unfinished requests get no further token."""
+        return self.failure is not None or self._is_closed
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing can come any more, not even errors of requests that were unfinished."""
+        return self.failure is not None or not self._thread.is_alive()
+
+    def submit(self, handle: RequestHandle) -> None:
+        """Queues a request. Its events go to the handle's `on_event`, also the error if it is refused."""
+        self._send(partial(self._add, handle))
+
+    def cancel(self, handle: RequestHandle) -> None:
+        """Cancels a request; events of the step in flight may still come."""
+        self._send(partial(self._cancel, handle))
+
+    def close(self, *, close_engine: bool = False, timeout_s: float | None = None) -> None:
+        """Ends the thread after the current step. Unfinished requests end with an error (`cancelled`).
+
+        close_engine: whether the engine is closed too; otherwise its owner may use it again, or close it
+        timeout_s:    how long to wait for the end of the thread; None: as long as it takes
+        """
+        self._close_engine |= close_engine
+        self._is_closed = True
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:  # a garbage collection there may close the engine
+            self._thread.join(timeout_s)
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done so far, and this thread with it."""
+        return replace(
+            self.engine.stats(),
+            num_tokens=self.num_tokens,
+            num_retries=self.num_retries,
+            num_shrinks=self.num_shrinks,
+            last_error=self.last_error,
+            idle_s=self.idle_s,
+        )
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far in which there was nothing to compute."""
+        since = self._idle_since
+        return self._idle_s + (time.monotonic() - since if since is not None else 0.0)
+
+    def _send(self, command: Callable[[], None]) -> None:
+        """Takes no lock: a signal handler or a garbage collection may close the engine in the middle of this."""
+        self._inbox.put(command)
+        if self._is_over:
+            self._empty_inbox()
+
+    def _run(self) -> None:
+        with suppress(BaseException):  # what fails here fails in a step, too, which is retried
+            self.engine.warm_up_thread()
+        is_open = True
+        while is_open:
+            try:
+                is_open = self._process_inbox()
+                for event in self._step() if is_open else ():
+                    self._deliver(event)
+            except BaseException as error:  # whatever a kernel, the device or a callback raises: nobody waits for ever
+                self._fail(error)
+        try:
+            self._end_requests()
+        finally:
+            if self._trace is not None:
+                self._trace.finish()
+            self.engine.release_thread()
+            if self._close_engine:
+                self.engine.close()
+
+    def _end_requests(self) -> None:
+        """Ends what is unfinished."""
+        handles, self._handles = self._handles, {}
+        self._is_over = True
+        try:
+            self._empty_inbox()
+            for request_id in (*handles, *self._orphaned):
+                self.engine.cancel(request_id)
+        finally:
+            self._orphaned = []
+            for handle in handles.values():
+                self._reject(handle, RequestError("cancelled", CLOSED))
+
+    def _empty_inbox(self) -> None:
+        """Executes the commands that are there by now; the senders of later ones do it themselves."""
+        with suppress(queue.Empty):
+            for _ in range(self._inbox.qsize()):
+                if (command := self._inbox.get_nowait()) is not None:
+                    command()
+
+    def _step(self) -> list[TokenEvent]:
+        """A step of the engine, retried if it fails: `SteppingEngine.step` loses nothing when it raises."""
+        while True:
+            try:
+                with self._trace.step() if self._trace is not None else nullcontext():
+                    events = self.engine.step()
+            except Exception as error:
+                if problem := kernel_too_large(error):  # a smaller step does not help
+                    raise EngineError(problem) from error
+                self.last_error = f"{type(error).__name__}: {error}"
+                ran_out_of_memory = is_out_of_memory(error)
+                num_steps = self.engine.stats().num_steps
+                if self._retries.num_steps != num_steps:  # one has completed since; a launched one may still fail
+                    self._retries = _Retries(num_steps)
+                retries = self._retries
+                if not ran_out_of_memory and retries.failures == self.MAX_RETRIES:
+                    raise
+            else:
+                self._after_good_step()
+                return events
+            # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
+            self.num_retries += 1
+            if not ran_out_of_memory:
+                retries.failures += 1
+                continue
+            retries.out_of_memory += 1
+            release_memory(self.engine.device)
+            # The first time, another process may have taken the memory for a moment.
+            if retries.out_of_memory > 1 and not self._shrink():
+                retries.futile += 1
+                if retries.futile > self.MAX_RETRIES:
+                    raise EngineError(f"not even a step of one token fits in the device's memory ({self.last_error})")
+
+    def _shrink(self) -> bool:
+        if not self.engine.shrink():
+            return False
+        self.num_shrinks += 1
+        self._good_steps, self._patience, self._is_shrunk = 0, 2 * self._patience, True
+        return True
+
+    def _after_good_step(self) -> None:
+        """Makes steps larger again after a while, which doubles each time that this fails."""
+        if self._is_shrunk:
+            self._good_steps += 1
+            if self._good_steps >= self._patience:
+                self._good_steps = 0
+                self._is_shrunk = not self.engine.grow()
+
+    def _process_inbox(self) -> bool:
+        """Executes the commands in the inbox; waits for one when idle. False when the thread is to end."""
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                if self.failure is None and self.engine.has_work:
+                    return True
+                self._idle_since = time.monotonic()
+                with span("wait"):
+                    command = self._inbox.get()
+                self._idle_s += time.monotonic() - self._idle_since
+                self._idle_since = None
+            if command is None:
+                return False
+            command()
+            del command  # it holds its request, and this thread may be idle for long
+
+    def _add(self, handle: RequestHandle) -> None:
+        if self._is_over:
+            self._reject(handle, RequestError("cancelled", CLOSED))
+            return
+        if self.failure is not None:
+            self._reject(handle, _engine_failed(self.failure))
+            return
+        try:
+            handle.request_id = self.engine.add_request(handle.request)
+        except RequestError as error:
+            self._reject(handle, error)
+        except BaseException as error:  # an unforeseen failure of one request harms no other
+            self._reject(handle, RequestError("internal_error", f"The request failed: {error!r}"))
+        else:
+            self._handles[handle.request_id] = handle
+            if handle.request.known:
+                for event in self.engine.take_events():
+                    self._deliver(event)
+
+    def _cancel(self, handle: RequestHandle) -> None:
+        handle.unfinished.clear()
+        if handle.request_id is not None and self._handles.pop(handle.request_id, None) is not None:
+            self.engine.cancel(handle.request_id)
+
+    def _deliver(self, event: TokenEvent) -> None:
+        assert event.request_id is not None
+        handle = self._handles.get(event.request_id)
+        if handle is None:  # its reader has failed in this step
+            return
+        if event.finish_reason is not None:
+            handle.unfinished.discard(event.sample_index)
+            if not handle.unfinished:
+                del self._handles[event.request_id]
+        self.num_tokens += event.token_id is not None and not event.is_known
+        try:
+            handle.on_event(event)
+        except BaseException as error:  # a reader that fails harms no other
+            unfinished = {event.sample_index, *handle.unfinished}
+            self._cancel(handle)
+            handle.unfinished = unfinished
+            self._reject(handle, RequestError("internal_error", f"The reader of the request failed: {error!r}"))
+
+    def _reject(self, handle: RequestHandle, error: RequestError) -> None:
+        """Ends the unfinished outputs of a request with an error."""
+        unfinished, handle.unfinished = sorted(handle.unfinished), set()
+        for sample_index in unfinished:
+            event = TokenEvent(handle.request_id, None, finish_reason="error", error=error, sample_index=sample_index)
+            with suppress(BaseException):  # there is nobody left to tell
+                handle.on_event(event)
+
+    def _fail(self, error: BaseException) -> None:
+        clear_frames(error)
+        with suppress(BaseException):  # deliver what is computed, unless a callback is what failed
+            for event in self.engine.flush():
+                self._deliver(event)
+        self.failure = error
+        handles, self._handles = self._handles, {}
+        self._orphaned += handles
+        for handle in handles.values():
+            self._reject(handle, _engine_failed(error))
+
+
+def _engine_failed(error: BaseException) -> RequestError:
+    return RequestError("internal_error", f"The engine failed: {error}")

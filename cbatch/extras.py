@@ -1,0 +1,81 @@
+"""Packages that only some uses need: whether they are there, and the command that installs them here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from cbatch.base.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+"""The folder that holds the package: that of a checkout, or of installed packages."""
+
+
+class Extra(NamedTuple):
+    """An extra of `pyproject.toml`, and what the package that it brings is for, as the beginning of a sentence."""
+
+    name: str
+    use: str
+
+
+EXTRAS = {
+    "accelerate": Extra("device-map", "--device-map auto needs"),
+    "jsonschema": Extra("validate", "Checks by a JSON schema need"),
+    "llguidance": Extra("structured", "Structured output needs"),
+    "matplotlib": Extra("plot", "Pictures need"),
+    "pyarrow": Extra("tables", "Parquet and zstd need"),
+    "ray": Extra("ray", "--ray needs the package"),
+}
+"""By package."""
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported. Does not import it."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # it is loaded, and does not say from where
+        return True
+
+
+def require_package(package: str) -> None:
+    """Raises ConfigError if one of the packages of EXTRAS is missing."""
+    if not is_installed(package):
+        raise ConfigError(missing_package(package))
+
+
+def missing_package(package: str, use: str = "") -> str:
+    """The sentence for a missing package, with the command that installs it.
+
+    use: what it is for here, instead of what EXTRAS says
+    """
+    extra = EXTRAS[package]
+    return f"{use or extra.use} {package}: {install_command(extra.name)}."
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra to this installation: from the checkout, folder or repository it came from."""
+    if (ROOT / "pyproject.toml").is_file():
+        where = "." if Path.cwd() == ROOT else str(ROOT)
+        return f"pip install -e {shlex.quote(f'{where}[{extra}]')}"
+    return f"pip install {shlex.quote(_requirement(extra))}"
+
+
+def _requirement(extra: str) -> str:
+    """What pip has to be given: a name if the package came from a registry, else where it came from (PEP 610)."""
+    name = f"cbatch[{extra}]"
+    try:
+        origin: dict[str, Any] = json.loads(distribution("cbatch").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return name
+    url = str(origin.get("url", ""))
+    if "dir_info" in origin:
+        return f"{url2pathname(urlsplit(url).path)}[{extra}]"
+    if "vcs_info" in origin:
+        return f"{name} @ {origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    return f"{name} @ {url}" if url else name

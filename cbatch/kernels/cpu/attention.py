@@ -1,0 +1,519 @@
+"""Attention over the paged cache, without copying keys or values.
+
+Keys and values lie in panels (see `paged_kv`), so scores and weighted sums use the same microkernel as all products.
+While it multiplies with one tile, it prefetches the next, which may be that of the next task: a decoding request reads
+each key once, and would wait for memory otherwise. Functions that run for each tile are inlined, because their many
+arguments would take as long to pass as a tile of few rows takes to compute.
+Tiles of 128 tokens, at fixed positions of the sequence, go through the online softmax one after the other (see
+`softmax`), and splits of 512 tokens are merged. So a token's result has the same bits however its sequence was cut into
+steps, and however many threads shared it.
+
+A prompt's query tokens, times the heads that share keys, are multiplied with a tile as a block of rows. Only rows whose
+last token lies in the tile, or whose window begins in it, need a mask.
+
+The state of a row is what it has seen so far (see `softmax_row`): the weighted sum of values in its first `value_dim`
+places, the score that the weights are relative to in place -32, and from place -16 on sums of weights, which are added
+up at the end of a split.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
+from cbatch.kernels.cpu.jit import entry, inlined, kernel
+from cbatch.kernels.cpu.kv_rounding import SCALE_BYTES, bytes_to_numbers, copy_vector
+from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
+from cbatch.kernels.cpu.paged_kv import (
+    BLOCK_ROWS,
+    REFERENCE,
+    SPLIT,
+    WEIGHT_SUM,
+    AttentionParams,
+    AttentionPlan,
+    AttentionWorkspace,
+    PagedKV,
+)
+from cbatch.kernels.cpu.softmax import LOG2_E, TILE_TOKENS, masked_softmax_row, softmax_row
+from cbatch.kernels.cpu.work_queue import Worker, claim, likely_task, next_task
+
+_TASKS_PER_THREAD = 8
+"""Enough that no thread waits long for the others at the end of a layer's attention."""
+
+_LINE = 64
+"""Bytes of a vector."""
+
+_MINUS_INFINITY, _LN2 = np.float32(-np.inf), np.float32(1 / LOG2_E)
+
+
+class _QueryRows(NamedTuple):
+    """Rows of a task that share the keys of a head: `group` for each token, whose positions do not decrease.
+
+    A task may have several heads, the rows of one after those of the other.
+    """
+
+    positions: NDArray[np.int64]
+    rows: int
+    group: int
+
+
+class _Task(NamedTuple):
+    """Rows of one sequence or a group of them, and the tokens and heads of the cache that they see.
+
+    sequence:   the one whose blocks are read
+    first, tokens: its query tokens
+    begin, end: tokens of the cache
+    member:     the first of the sequences that decode behind the same blocks; -1 if there is only one sequence
+    """
+
+    first_head: int
+    stop_head: int
+    sequence: int
+    first: int
+    tokens: int
+    begin: int
+    end: int
+    member: int
+
+
+class _Tile(NamedTuple):
+    """The tokens of a tile, from `token` up to `stop` at most, of one head; none if `stop` is 0.
+
+    table: the blocks of the sequence
+    """
+
+    table: NDArray[np.int32]
+    head: int
+    token: int
+    stop: int
+
+
+class _TilePart(NamedTuple):
+    """The tokens of a tile that a block of rows sees: from `first`, a multiple of 32, up to `stop`."""
+
+    first: int
+    stop: int
+
+
+@inlined
+def _list_panels(kv: PagedKV, tile: _Tile, panels: Any) -> None:
+    """Addresses of the panels of keys and of values of a tile: panels [2, TILE_TOKENS / 16].
+
+    Panels past its end get the address of the first, which is safe to read and whose products are not used.
+    """
+    table, head, token, stop = tile
+    keys, values, size, itemsize = kv.keys.ctypes.data, kv.values.ctypes.data, kv.block_size, kv.itemsize
+    for part in range(TILE_TOKENS // LANES):
+        first = token + part * LANES
+        if first < stop:
+            block, offset = np.uint64(first) // np.uint64(size), np.uint64(first) % np.uint64(size)
+            page = (np.int64(table[block]) * kv.heads + head) * size
+            at = page + np.int64(offset)
+            panels[0, part] = keys + at * kv.key_dim * itemsize
+            panels[1, part] = values + (page * kv.value_dim + np.int64(offset) * LANES) * itemsize
+        else:
+            panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
+
+
+@kernel
+def _list_packed_panels(kv: PagedKV, head: int, table: Any, token: int, stop: int, panels: Any, scales: Any) -> None:
+    """The same for a cache of bytes, with the scales of the tokens: scales [2, TILE_TOKENS] of keys and of values."""
+    keys, values = np.int64(kv.keys.ctypes.data), np.int64(kv.values.ctypes.data)
+    key_bytes, value_bytes = kv.key_dim * LANES, kv.value_dim * LANES
+    size, target = np.uint64(kv.block_size), np.int64(scales.ctypes.data)
+    for part in range(TILE_TOKENS // LANES):
+        first = token + part * LANES
+        if first < stop:
+            block, offset = np.uint64(first) // size, np.uint64(first) % size
+            page = (np.int64(table[block]) * kv.heads + head) * kv.block_size
+            panel = np.int64(np.uint64(page + np.int64(offset)) // np.uint64(LANES))
+            key, value = keys + panel * (key_bytes + _LINE), values + panel * (value_bytes + _LINE)
+            panels[0, part], panels[1, part] = key, value
+            copy_vector(key + key_bytes, target + part * _LINE)
+            copy_vector(value + value_bytes, target + (TILE_TOKENS // LANES + part) * _LINE)
+        else:
+            panels[0, part], panels[1, part] = panels[0, 0], panels[1, 0]
+
+
+@inlined
+def _compute_scores(
+    kv: PagedKV, query: Rows, rows: int, part: _TilePart, now: int, scratch: AttentionWorkspace
+) -> None:
+    """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile.
+
+    now: which of the panels are those of the tile
+    """
+    panels, ahead, runs, unpacked = scratch.panels[now], scratch.panels[1 - now], scratch.runs, scratch.unpacked
+    like, itemsize = unpacked[0], unpacked.itemsize
+    pair = 1 if itemsize == 4 else 2
+    stride, depth = LANES * pair * itemsize, kv.key_dim // pair
+    for left in range(part.first, part.stop, COLUMNS):
+        for i in range(2):
+            place = panels[0, left // LANES + i]
+            if kv.itemsize == 1:
+                unpacked_place = np.int64(unpacked.ctypes.data) + i * kv.key_dim * LANES * itemsize
+                bytes_to_numbers(like, place, kv.key_dim * LANES // _LINE, unpacked_place)
+                runs[0, i] = runs[0, 2 + i] = unpacked_place
+            else:
+                runs[0, i], runs[0, 2 + i] = place, ahead[0, left // LANES + i]
+        columns = Panels(np.int64(runs.ctypes.data), depth, stride, depth, stride)
+        for top in range(0, rows, MAX_ROWS):
+            out = Rows(scratch.scores.ctypes.data + (top * TILE_TOKENS + left) * 4, TILE_TOKENS * 4)
+            rows_of_query = Rows(query.address + top * query.stride, query.stride)
+            multiply_tile(kv.microkernel, like, rows_of_query, columns, out, min(MAX_ROWS, rows - top), 0)
+
+
+@inlined
+def _unpack_values(kv: PagedKV, panel: int, part: _TilePart, now: int, scratch: AttentionWorkspace) -> None:
+    """Makes numbers of the bytes of a panel of values and of the next, of 16 tokens after the other."""
+    runs, itemsize = scratch.runs, scratch.unpacked.itemsize
+    size, unpacked = LANES * LANES * itemsize, np.int64(scratch.unpacked.ctypes.data)
+    is_last = panel == kv.value_dim // LANES - 1
+    for i in range(part.first // LANES, -(-part.stop // LANES)):
+        source = scratch.panels[now, 1, i] + panel * LANES * LANES
+        for side in range(2):
+            target = unpacked + (2 * i + side) * size
+            if side == 0 or not is_last:
+                bytes_to_numbers(scratch.unpacked[0], source + side * LANES * LANES, LANES * LANES // _LINE, target)
+            runs[i, side] = runs[i, 2 + side] = unpacked + 2 * i * size if is_last else target
+
+
+@inlined
+def _accumulate_values(
+    kv: PagedKV, rows: int, part: _TilePart, now: int, scratch: AttentionWorkspace, out: Rows
+) -> None:
+    """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile.
+
+    now: which of the panels are those of the tile
+    """
+    weights, runs, itemsize = scratch.weights, scratch.runs, scratch.unpacked.itemsize
+    pair = 1 if itemsize == 4 else 2
+    stride, depth, run = LANES * pair * itemsize, -(-(part.stop - part.first) // pair), LANES // pair
+    weights_stride, first_panel = TILE_TOKENS * weights.itemsize, part.first // LANES
+    width = LANES * kv.block_size * itemsize
+    columns = Panels(np.int64(runs.ctypes.data) + first_panel * 32, run, stride, depth, stride)
+    for i in range(TILE_TOKENS // LANES):
+        runs[i, 0], runs[i, 2] = scratch.panels[now, 1, i], scratch.panels[1 - now, 1, i]
+        runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + width
+    for panel in range(0, kv.value_dim // LANES, 2):
+        if kv.itemsize == 1:
+            _unpack_values(kv, panel, part, now, scratch)
+        elif panel == kv.value_dim // LANES - 1:
+            for i in range(TILE_TOKENS // LANES):
+                runs[i, 1], runs[i, 3] = runs[i, 0], runs[i, 2]
+        for top in range(0, rows, MAX_ROWS):
+            left = Rows(weights.ctypes.data + top * weights_stride + part.first * weights.itemsize, weights_stride)
+            target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
+            multiply_tile(kv.microkernel, scratch.unpacked[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
+        for i in range(TILE_TOKENS // LANES):
+            for place in range(4):
+                runs[i, place] += 2 * width
+
+
+@kernel
+def _prefetch_packed_tile(kv: PagedKV, tile: _Tile) -> None:
+    """Prefetches the keys and values of a tile of a cache of bytes."""
+    table, head, token, stop = tile
+    size, key_bytes, value_bytes = kv.block_size, kv.key_dim + SCALE_BYTES, kv.value_dim + SCALE_BYTES
+    for first in range(token, min(token + TILE_TOKENS, stop), size):
+        page = (table[first // size] * kv.heads + head) * size
+        for at in range(0, min(size, TILE_TOKENS) * key_bytes, 64):
+            prefetch(kv.keys.ctypes.data + page * key_bytes + at)
+        for at in range(0, min(size, TILE_TOKENS) * value_bytes, 64):
+            prefetch(kv.values.ctypes.data + page * value_bytes + at)
+
+
+@kernel
+def _cap_scores(scores: Any, rows: int, params: AttentionParams, scales: Any) -> None:
+    """Replaces products [rows, TILE_TOKENS] by softcap * tanh(product * scale / softcap). scales: of each token"""
+    scale, cap = np.float32(params.scale), np.float32(params.softcap)
+    for i in range(rows):
+        row = scores[i]
+        for j in range(TILE_TOKENS):
+            row[j] = cap * tanh(row[j] * scales[j] * scale / cap)
+
+
+@inlined
+def _weigh(
+    is_packed: bool, token: int, query_rows: _QueryRows, top: int, rows: int, params: AttentionParams,
+    scratch: AttentionWorkspace, states: Rows, width: int,
+) -> None:  # fmt: skip
+    """Turns the scores of the rows from `top` on into weights, and rescales their states if need be."""
+    scores, weights, group = scratch.scores, scratch.weights, query_rows.group
+    scale, key_scales, value_scales = np.float32(LOG2_E), scratch.scales[2], scratch.scales[1]
+    if params.softcap > 0:
+        _cap_scores(scores, rows, params, scratch.scales[0] if is_packed else key_scales)
+    else:
+        key_scales = scratch.scales[0]
+        scale = np.float32(params.scale * LOG2_E)
+    positions = query_rows.positions
+    first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
+    is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
+    for i in range(rows):
+        source = np.int64(scores.ctypes.data) + i * TILE_TOKENS * 4
+        target = np.int64(weights.ctypes.data) + i * TILE_TOKENS * weights.itemsize
+        state = states.address + i * states.stride
+        if not is_whole:
+            position = positions[(top + i) // group]
+            first, stop = first_seen(position, params) - token, position + 1 - token
+            if first > 0 or stop < TILE_TOKENS:
+                if is_packed:
+                    scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
+                    masked_softmax_row(weights[0, 0], source, target, state, width, scale, scales, first, stop)
+                else:
+                    masked_softmax_row(weights[0, 0], source, target, state, width, scale, None, first, stop)
+                continue
+        if is_packed:
+            scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
+            softmax_row(weights[0, 0], source, target, state, width, scale, scales)
+        else:
+            softmax_row(weights[0, 0], source, target, state, width, scale, None)
+
+
+@kernel
+def first_seen(position: int, params: AttentionParams) -> int:
+    """The first token that a token at a position sees."""
+    if params.chunk > 0:
+        return position // params.chunk * params.chunk
+    return max(0, position - params.window + 1) if params.window > 0 else 0
+
+
+@inlined
+def _attend_tile(
+    kv: PagedKV, token: int, query_rows: _QueryRows, begin: int, params: AttentionParams, now: int,
+    scratch: AttentionWorkspace, states: Any,
+) -> None:  # fmt: skip
+    """Lets the rows of a head see the tile from `token`.
+
+    begin: the first of these rows in the task
+    now:   which of the panels are those of the tile
+    """
+    query = scratch.query
+    positions, group = query_rows.positions, query_rows.group
+    query_stride, state_stride = query.shape[1] * query.itemsize, states.shape[1] * 4
+    for top in range(0, query_rows.rows, BLOCK_ROWS):
+        rows = min(BLOCK_ROWS, query_rows.rows - top)
+        part = _TilePart(
+            max(0, first_seen(positions[top // group], params) - token) // COLUMNS * COLUMNS,
+            min(TILE_TOKENS, positions[(top + rows - 1) // group] + 1 - token),
+        )
+        if part.stop <= part.first:
+            continue
+        source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
+        target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
+        _compute_scores(kv, source, rows, part, now, scratch)
+        _weigh(kv.itemsize == 1, token, query_rows, top, rows, params, scratch, target, states.shape[1] - 2 * LANES)
+        _accumulate_values(kv, rows, part, now, scratch, target)
+
+
+@kernel
+def _reset(state: Any) -> None:
+    for j in range(len(state)):
+        state[j] = np.float32(0)
+    state[len(state) - REFERENCE] = _MINUS_INFINITY
+
+
+@kernel
+def _add_up_weights(state: Any) -> None:
+    """Adds the sums of weights of a row into the first of them."""
+    total = np.float32(0)
+    for j in range(len(state) - WEIGHT_SUM, len(state)):
+        total += state[j]
+        state[j] = np.float32(0)
+    state[len(state) - WEIGHT_SUM] = total
+
+
+@kernel
+def _merge_state(state: Any, later: Any) -> None:
+    """Adds the state of a later split."""
+    width = len(state) - REFERENCE
+    before, largest = state[width], later[width]
+    total, added = len(state) - WEIGHT_SUM, later[len(later) - WEIGHT_SUM]
+    if largest == _MINUS_INFINITY and added == 0:
+        return
+    most = max(before, largest)
+    keep = exp((before - most) * _LN2) if before > _MINUS_INFINITY else np.float32(0)
+    share = exp((largest - most) * _LN2) if largest > _MINUS_INFINITY else np.float32(1)
+    for j in range(width):
+        state[j] = state[j] * keep + later[j] * share
+    state[width] = most
+    state[total] = state[total] * keep + added * share
+
+
+@inlined
+def _attend_task(
+    kv: PagedKV, task: _Task, table: Any, upcoming: _Tile, query_rows: _QueryRows, params: AttentionParams,
+    scratch: AttentionWorkspace,
+) -> None:  # fmt: skip
+    """Lets all rows of a task see its tokens, as far as each may. upcoming: what is read after the task"""
+    first_head, stop_head, begin, end = task.first_head, task.stop_head, task.begin, task.end
+    start, per_head = query_rows.positions[0], query_rows.rows
+    rows = (stop_head - first_head) * per_head
+    lowest = first_seen(start, params) // TILE_TOKENS * TILE_TOKENS
+    all_before = scratch.states[0]
+    for i in range(rows):  # also for a task whose tokens are all before the window: it sees nothing
+        _reset(all_before[i])
+    now, is_packed = 0, kv.itemsize == 1
+    if not is_packed and max(begin, lowest) < end:
+        _list_panels(kv, _Tile(table, first_head, max(begin, lowest), end), scratch.panels[now])
+    for split in range(max(begin, lowest // SPLIT * SPLIT), end, SPLIT):
+        is_first, stop = split <= max(begin, lowest), min(end, split + SPLIT)
+        states = all_before if is_first else scratch.states[1]
+        for i in range(0 if is_first else rows):
+            _reset(states[i])
+        for token in range(max(split, lowest), stop, TILE_TOKENS):
+            for head in range(first_head, stop_head):
+                following = upcoming
+                if head + 1 < stop_head:
+                    following = _Tile(table, head + 1, token, end)
+                elif token + TILE_TOKENS < end:
+                    following = _Tile(table, first_head, token + TILE_TOKENS, end)
+                if is_packed:
+                    _prefetch_packed_tile(kv, following)
+                    _list_packed_panels(kv, head, table, token, stop, scratch.panels[now], scratch.scales)
+                elif following.stop > 0:
+                    _list_panels(kv, following, scratch.panels[1 - now])
+                else:
+                    for i in range(TILE_TOKENS // LANES):
+                        for side in range(2):
+                            scratch.panels[1 - now, side, i] = scratch.panels[now, side, i]
+                _attend_tile(kv, token, query_rows, (head - first_head) * per_head, params, now, scratch, states)
+                now = now if is_packed else 1 - now
+        for i in range(rows):
+            _add_up_weights(states[i])
+            if not is_first:
+                _merge_state(all_before[i], states[i])
+
+
+@kernel
+def _workspace_of_thread(workspace: AttentionWorkspace, index: int) -> AttentionWorkspace:
+    return AttentionWorkspace(
+        workspace.panels[index], workspace.runs[index], workspace.positions[index], workspace.query[index],
+        workspace.scores[index], workspace.weights[index], workspace.states[index], workspace.stored[index],
+        workspace.unpacked[index], workspace.scales[index],
+    )  # fmt: skip
+
+
+@kernel
+def _heads_of_a_task(kv: PagedKV, plan: AttentionPlan, group: int, workspace: AttentionWorkspace) -> int:
+    """How many heads of the cache a task sees. Several, if every sequence has one token and there are many of them.
+
+    The heads of a block lie side by side: memory is read faster if they are read in turn.
+    """
+    if len(plan.slots) > len(plan.starts):
+        return 1
+    enough = len(plan.tasks) * kv.heads // (_TASKS_PER_THREAD * len(workspace.query))
+    return max(1, min(kv.heads, len(workspace.query[0]) // (group * plan.most_tokens), enough))
+
+
+@kernel
+def _task_of(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _Task:
+    """heads: of a task"""
+    parts = -(-kv.heads // heads)
+    first_head = number % parts * heads
+    sequence, first, tokens, begin, end, member = plan.tasks[number // parts]
+    return _Task(first_head, min(kv.heads, first_head + heads), sequence, first, tokens, begin, end, member)
+
+
+@inlined
+def _first_tile(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _Tile:
+    """What a task reads first, windows aside; of task -1 nothing."""
+    if number < 0:
+        return _Tile(plan.tables[0], 0, 0, 0)
+    task = _task_of(kv, plan, heads, number)
+    return _Tile(plan.tables[task.sequence], task.first_head, task.begin, task.end)
+
+
+@kernel
+def attend(
+    worker: Worker, phase: int, kv: PagedKV, plan: AttentionPlan, params: AttentionParams, query: Any, out: Any,
+    workspace: AttentionWorkspace,
+) -> int:  # fmt: skip
+    """out [T, query heads * value_dim] = attention with query [T, query heads * key_dim]. Returns the next phase.
+
+    query, out: in the cache's type
+    """
+    group, width = query.shape[1] // kv.key_dim // kv.heads, kv.value_dim
+    scratch = _workspace_of_thread(workspace, worker.thread)
+    heads = _heads_of_a_task(kv, plan, group, workspace)
+    num_tasks, states = len(plan.tasks) * -(-kv.heads // heads), scratch.states[0]
+    number = claim(worker, phase, num_tasks)
+    while number >= 0:
+        task = _task_of(kv, plan, heads, number)
+        first_head, stop_head, sequence, first, tokens, _, _, member = task
+        per_head = tokens * group
+        for token in range(tokens):
+            of, offset = (sequence, first + token) if member < 0 else (plan.members[member + token, 0], 0)
+            row, scratch.positions[token] = plan.first_rows[of] + offset, plan.starts[of] + offset
+            for head in range(first_head, stop_head):
+                at = (head - first_head) * per_head + token * group
+                for i in range(group):
+                    start = (head * group + i) * kv.key_dim
+                    _copy(query[row, start : start + kv.key_dim], scratch.query[at + i])
+        query_rows = _QueryRows(scratch.positions[:tokens], per_head, group)
+        upcoming = _first_tile(kv, plan, heads, likely_task(worker, phase, num_tasks))
+        _attend_task(kv, task, plan.tables[sequence], upcoming, query_rows, params, scratch)
+        for i in range((stop_head - first_head) * per_head):
+            token, query_head = i % per_head // group, (first_head + i // per_head) * group + i % group
+            if member >= 0:
+                _copy(states[i], plan.partials[plan.members[member + token, 1], query_head])
+            else:
+                row = plan.first_rows[sequence] + first + token
+                _normalize(states[i], query_head, params, out[row, query_head * width : (query_head + 1) * width])
+        number = next_task(worker, phase, num_tasks)
+    if len(plan.merges):
+        return _merge_partials(worker, phase + 1, plan, params, kv, states[0], out)
+    return phase + 1
+
+
+@kernel
+def _merge_partials(
+    worker: Worker, phase: int, plan: AttentionPlan, params: AttentionParams, kv: PagedKV, state: Any, out: Any
+) -> int:
+    """Merges the partial results of rows that several tasks shared."""
+    width = kv.value_dim
+    heads = out.shape[1] // width
+    num_tasks = len(plan.merges)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        row, first, count = plan.merges[task]
+        for head in range(heads):
+            _reset(state)
+            for partial in range(first, first + count):
+                _merge_state(state, plan.partials[partial, head])
+            _normalize(state, head, params, out[row, head * width : (head + 1) * width])
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@kernel
+def _copy(source: Any, target: Any) -> None:
+    for j in range(len(source)):
+        target[j] = from_float32(to_float32(source[j]), target)
+
+
+@kernel
+def _normalize(state: Any, head: int, params: AttentionParams, out: Any) -> None:
+    """out [value_dim] = a row's weighted sum divided by the sum of its weights."""
+    largest, share = state[len(state) - REFERENCE], state[len(state) - WEIGHT_SUM]
+    factor = np.float32(1)
+    if len(params.sinks):
+        sink = params.sinks[head] * np.float32(LOG2_E)
+        most = max(largest, sink)
+        factor = exp((largest - most) * _LN2)
+        share = share * factor + exp((sink - most) * _LN2)
+    factor = factor / share
+    for j in range(len(out)):
+        out[j] = from_float32(state[j] * factor, out)
+
+
+@entry
+def attend_layer(
+    worker: Worker, kv: PagedKV, plan: AttentionPlan, params: AttentionParams, query: Any, out: Any,
+    workspace: AttentionWorkspace,
+) -> None:  # fmt: skip
+    """`attend` over the cache of a layer."""
+    attend(worker, 0, kv, plan, params, query, out, workspace)

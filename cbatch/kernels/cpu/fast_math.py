@@ -1,0 +1,90 @@
+"""Scalar functions of the kernels: bfloat16, kept as its 16 bits, and functions that the compiler can vectorize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from cbatch.kernels.cpu.jit import kernel
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_of(context: Any, x: Any) -> Any:
+    """The bits of a float32 as a uint32."""
+    return types.uint32(types.float32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def from_bits(context: Any, bits: Any) -> Any:
+    """The float32 with these bits."""
+    return types.float32(types.uint32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+
+
+def to_float32(x: Any) -> Any:
+    """An element of a tensor as float32."""
+    raise TypeError("Only kernels can call this.")
+
+
+@overload(to_float32, strict=False)  # type: ignore[untyped-decorator]
+def _to_float32(x: Any) -> Any:
+    if x == types.uint16:
+        return lambda x: from_bits(np.uint32(x) << np.uint32(16))
+    return lambda x: np.float32(x)
+
+
+def from_float32(x: Any, like: Any) -> Any:
+    """A float32 as an element of the tensor `like`: itself, or rounded to the nearest bfloat16."""
+    raise TypeError("Only kernels can call this.")
+
+
+@overload(from_float32, strict=False)  # type: ignore[untyped-decorator]
+def _from_float32(x: Any, like: Any) -> Any:
+    if like.dtype == types.uint16:
+        return lambda x, like: round_to_bfloat16(x)
+    return lambda x, like: np.float32(x)
+
+
+@kernel
+def round_to_bfloat16(x: Any) -> Any:
+    """The 16 bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
+    bits = bits_of(x)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
+
+
+@kernel
+def exp(x: Any) -> Any:
+    """e^x of a float32 within 2 units in the last place; e^88 above 88, 0 below -87 (Cephes' expf)."""
+    is_tiny = x < _LOWEST
+    x = _LOWEST if is_tiny else x
+    x = _HIGHEST if x > _HIGHEST else x  # above it the exponent would overflow into the sign
+    n = np.floor(x * _LOG2_E + np.float32(0.5))
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    power = p * from_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+    return np.float32(0) if is_tiny else power
+
+
+@kernel
+def silu(x: Any) -> Any:
+    return x / (np.float32(1) + exp(-x))
+
+
+@kernel
+def tanh(x: Any) -> Any:
+    return np.float32(1) - np.float32(2) / (exp(np.float32(2) * x) + np.float32(1))

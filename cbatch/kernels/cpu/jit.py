@@ -1,0 +1,150 @@
+"""How the kernels are compiled: for the processor that runs them, once, and kept in a cache beside the package."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+from cbatch import compat
+from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
+from cbatch.runtime.trusted_folder import why_not_trusted
+
+_log = logging.getLogger("cbatch")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
+HAS_AVX512 = "avx512f" in FEATURES
+HAS_BFLOAT16 = "avx512bf16" in FEATURES
+"""Whether one instruction multiplies pairs of bfloat16 into float32."""
+HAS_VNNI = "avx512vnni" in FEATURES
+"""Whether one instruction adds the products of two int16, or of four bytes, to each of 16 int32."""
+HAS_VNNI_256 = "avxvnni" in FEATURES
+"""The same for 8 int32."""
+
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+OPTIONS = {
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": {"contract", "reassoc", "nsz", "arcp"},
+    **NO_REFERENCE_COUNTS,
+}
+"""Sums are vectorized in an order of the compiler's choice, always the same; NaN and infinity stay what they are."""
+
+
+_INNER_COMPILER = inner_compiler()
+
+
+def kernel(function: Function) -> Function:
+    """Compiles a function that only other kernels call. It holds no Python objects and allocates no arrays."""
+    return cast(Function, njit(pipeline_class=_INNER_COMPILER, **OPTIONS)(function))
+
+
+def inlined(function: Function) -> Function:
+    """A kernel whose code becomes a part of its callers: others cannot return a part of an array."""
+    return cast(Function, njit(inline="always", **OPTIONS)(function))
+
+
+def shared(function: Function) -> Function:
+    """A function that Python and kernels call."""
+    return cast(Function, register_jitable(**OPTIONS)(function))
+
+
+def entry(function: Function) -> Function:
+    """A kernel that Python calls. It is compiled at its first call with arguments of new types, and kept on disk."""
+    compiled = njit(**OPTIONS)(function)
+    _keep(compiled, function)
+    return cast(Function, compiled)
+
+
+class Part(NamedTuple):
+    """A function that is compiled by itself, to be called by its address; kept on disk like an entry.
+
+    signature: of numba
+    """
+
+    function: Callable[..., Any]
+    signature: Any
+
+
+def is_kept(part: Part) -> bool:
+    """Whether its code is on disk; also True if no code can be kept there."""
+    return is_compiled(_callback(part))
+
+
+@cache
+def address_of(part: Part) -> int:
+    compiled = _callback(part)
+    compiled.compile()
+    return int(compiled.address)
+
+
+@cache
+def _callback(part: Part) -> Any:
+    """Not compiled yet. Its machine code lives as long as it does."""
+    compiled = new_callback(part.function, part.signature)
+    _keep(compiled, part.function)
+    return compiled
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_address(context: Any, address: Any, arguments: Any) -> Any:
+    """Calls a function that returns an int64 by its address (see `address_of`).
+
+    arguments: a tuple, of exactly the types that it was compiled for: nothing here checks them (see
+               `ThreadPool.compile`)
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [context.get_value_type(each) for each in arguments])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.call(function, cgutils.unpack_tuple(builder, args[1]))
+
+    return types.int64(address, arguments), generate
+
+
+def _keep(compiled: Any, function: Callable[..., Any]) -> None:
+    keep_compiled(
+        compiled,
+        function,
+        _sources(),
+        why_not_trusted=_why_not_trusted,
+        on_miss=_warn_of_compilation,
+        on_error=lambda error: _warn_of_cache(str(error)),
+    )
+
+
+@cache
+def _why_not_trusted(folder: Path) -> str | None:
+    return why_not_trusted(folder, Path(__file__))
+
+
+@cache
+def _sources() -> str:
+    """A hash of all kernels, each of which consists of functions from several files, and of what compiles them."""
+    files = [*sorted(Path(__file__).parent.rglob("*.py")), Path(compat.__file__)]
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
+
+
+@cache
+def _warn_of_compilation() -> None:
+    _log.warning(
+        "Compiling kernels for this processor. This takes up to half a minute, the first time a feature is used."
+    )
+
+
+@cache
+def _warn_of_cache(reason: str) -> None:
+    _log.warning("The compiled kernels are not kept and will be compiled again next time: %s", reason)

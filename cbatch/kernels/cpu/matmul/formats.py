@@ -1,0 +1,202 @@
+"""How the numbers of packed matrices lie in memory: one arena of bytes holds matrices of several formats.
+
+A matrix [columns, depth] is cut into tiles of 32 columns, which follow each other. A tile is two panels of 16 columns
+side by side. For each step along the depth, a panel holds one vector: one number of each of its columns in float32,
+two consecutive numbers in bfloat16, four in int8, because there are instructions that multiply that many.
+
+| format | a number is | a tile of 32 columns holds, for each |
+|---|---|---|
+| FLOAT32 | itself | number of the depth: 2 vectors of 16 |
+| BFLOAT16 | its 16 bits | pair of numbers: 2 vectors of 16 pairs |
+| INT8 | 128 more than the integer, a byte | group of 32 numbers: 8 times 2 vectors of 16 times 4, and 32 scales |
+| INT4 | 8 more than the integer, 4 bits | group of 32 numbers: 4 times 2 vectors of 16 times 8, and 32 scales |
+| INT4_ZEROS | an integer from 0 to 15, 4 bits | the same, and then 32 zero points |
+| MXFP4, IQ4_NL | the place of a level in a table of 16, 4 bits | the same as INT4 |
+
+A byte of 4-bit numbers has one in its low bits, and in its high ones that of four numbers further on. Scales and zero
+points are float16, but scales of MXFP4, which are powers of 2, are bfloat16. A number of INT8 stands for
+scale * (byte - 128), one of INT4 for scale * (integer - 8), one of INT4_ZEROS for scale * (integer - zero point), which
+need not be an integer, and one of the others for scale * level. That covers Q8_0, Q4_0, Q4_1, MXFP4 and IQ4_NL of
+GGUF, AWQ and GPTQ; larger groups repeat their scale. The depth is padded to whole groups; rows are padded with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from cbatch.kernels.cpu.fast_math import to_float32
+from cbatch.kernels.cpu.jit import kernel, shared
+from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
+
+FORMATS = ("float32", "bfloat16", "int8", "int4", "int4_zeros", "mxfp4", "iq4_nl")
+FLOAT32, BFLOAT16, INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL = range(len(FORMATS))
+
+LEVELS = {
+    MXFP4: (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    IQ4_NL: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+"""What the 16 numbers of a format stand for: of MXFP4 twice the numbers that its standard has, which are halves.
+
+Sources: Open Compute Project, Microscaling Formats 1.0; `kvalues_iq4nl` of llama.cpp.
+"""
+
+GROUP = 32
+"""Numbers of a column that share a scale."""
+
+OFFSETS = {INT8: 128, INT4: 8} | {format: -min(levels) for format, levels in LEVELS.items()}
+"""How much larger the integers that are multiplied are than those that are meant."""
+
+_INT8_OFFSET, _INT4_OFFSET = OFFSETS[INT8], OFFSETS[INT4]
+_MXFP4_LEVELS, _IQ4_NL_LEVELS = (np.array(LEVELS[format], np.float32) for format in (MXFP4, IQ4_NL))
+_HALF = np.dtype(np.float16).itemsize
+
+
+@shared
+def is_quantized(format: int) -> bool:
+    """Whether numbers are integers, so that left-hand rows are quantized too."""
+    return format >= INT8
+
+
+@shared
+def tile_bytes(format: int, depth: int) -> int:
+    """Bytes of 32 columns."""
+    if format == FLOAT32:
+        return 4 * COLUMNS * depth
+    if format == BFLOAT16:
+        return 2 * COLUMNS * depth
+    return -(-depth // GROUP) * group_bytes(format)
+
+
+@shared
+def group_bytes(format: int) -> int:
+    """Bytes of a group of 32 columns in a quantized format."""
+    return number_bytes(format) + (2 if format == INT4_ZEROS else 1) * COLUMNS * _HALF
+
+
+@shared
+def number_bytes(format: int) -> int:
+    """The bytes of a group that hold its integers; scales follow them."""
+    return COLUMNS * GROUP if format == INT8 else COLUMNS * GROUP // 2
+
+
+def matrix_bytes(format: int, columns: int, depth: int) -> int:
+    """Bytes of a packed matrix, a multiple of a cache line."""
+    return pad_columns(columns) // COLUMNS * tile_bytes(format, depth)
+
+
+def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[np.uint8]:
+    """A weight [columns, depth] of float32 or uint16 (bfloat16) as packed bytes.
+
+    depth: padded to so many, a multiple of 16
+    """
+    depth = weight.shape[1] if depth is None else depth
+    columns = pad_columns(len(weight))
+    if weight.shape != (columns, depth):
+        padded = np.zeros((columns, depth), weight.dtype)
+        padded[: len(weight), : weight.shape[1]] = weight
+        weight = padded
+    return _in_panels(weight).view(np.uint8)
+
+
+def pack_integers(
+    format: int,
+    numbers: NDArray[np.integer[Any]],
+    scales: NDArray[np.floating[Any]],
+    zeros: NDArray[np.floating[Any]] | None = None,
+    depth: int | None = None,
+) -> NDArray[np.uint8]:
+    """Integers [columns, depth] as packed bytes: -128 to 127 for INT8, else 0 to 15.
+
+    scales: [columns, groups of 32], rounded to float16, or for MXFP4 cut to bfloat16
+    zeros:  the same, rounded to float16, for INT4_ZEROS
+    depth:  padded to so many
+    """
+    depth = numbers.shape[1] if depth is None else depth
+    groups, columns = -(-depth // GROUP), pad_columns(len(numbers))
+    padded = np.zeros((columns, groups * GROUP), np.uint8)
+    offset = OFFSETS[INT8] if format == INT8 else 0
+    padded[: len(numbers), : numbers.shape[1]] = numbers.astype(np.int16) + offset
+    quads = _in_panels(padded)
+    if format != INT8:
+        quads = quads.reshape(-1, GROUP // 8, 2, COLUMNS * 4)
+        quads = quads[..., 0, :] | quads[..., 1, :] << 4
+    parts = [quads.reshape(-1, groups, number_bytes(format))]
+    for given in (scales,) if zeros is None else (scales, zeros):
+        halves = np.zeros((columns, groups), np.uint16)
+        part = halves[: given.shape[0], : given.shape[1]]
+        if format == MXFP4:
+            part[:] = given.astype(np.float32).view(np.uint32) >> 16
+        else:
+            part[:] = given.astype(np.float16).view(np.uint16)
+        tiles = halves.reshape(-1, COLUMNS, groups).transpose(0, 2, 1)
+        parts.append(np.ascontiguousarray(tiles).view(np.uint8))
+    return np.concatenate(parts, axis=2).reshape(-1)
+
+
+@kernel
+def unpack_column(data: Any, start: int, kind: int, column: int, factor: float, out: Any) -> None:
+    """out [depth] float32 = factor * a column of the matrix that begins at that byte, without its `scale`."""
+    depth = len(out)
+    lane = column % COLUMNS
+    tile = data[start + column // COLUMNS * tile_bytes(kind, depth) :][: tile_bytes(kind, depth)]
+    if kind == FLOAT32:
+        floats = tile.view(np.float32)
+        for i in range(depth):
+            out[i] = factor * floats[i * COLUMNS + lane]
+    elif kind == BFLOAT16:
+        pairs = tile.view(np.uint16)
+        for i in range(depth):
+            out[i] = factor * to_float32(pairs[i // 2 * 2 * COLUMNS + lane * 2 + i % 2])
+    else:
+        _unpack_groups(tile, kind, lane, factor, out)
+
+
+@kernel
+def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> None:
+    numbers = number_bytes(kind)
+    for i in range(len(out)):
+        group, within = tile[i // GROUP * group_bytes(kind) :], i % GROUP
+        if kind == INT8:
+            place = np.int64(group[within // 4 * 4 * COLUMNS + lane * 4 + within % 4])
+        else:
+            byte = group[within // 8 * 4 * COLUMNS + lane * 4 + within % 4]
+            place = np.int64(byte >> 4 if within % 8 >= 4 else byte & 15)
+        number = np.float32(place)
+        at = numbers + 2 * lane
+        scale = _to_float(group[at], group[at + 1])
+        if kind == MXFP4:
+            number = _MXFP4_LEVELS[place]
+            scale = to_float32(np.uint16(group[at] | np.uint16(group[at + 1]) << 8))
+        elif kind == IQ4_NL:
+            number = _IQ4_NL_LEVELS[place]
+        elif kind == INT4_ZEROS:
+            number -= _to_float(group[at + 2 * COLUMNS], group[at + 2 * COLUMNS + 1])
+        else:
+            number -= np.float32(_INT8_OFFSET if kind == INT8 else _INT4_OFFSET)
+        out[i] = factor * scale * number
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _to_float(context: Any, low: Any, high: Any) -> Any:
+    """The float16 of two bytes as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        short = ir.IntType(16)
+        low, high = (builder.zext(byte, short) for byte in args)
+        bits = builder.or_(low, builder.shl(high, short(8)))
+        return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint8, types.uint8), generate
+
+
+def _in_panels(padded: NDArray[Any]) -> NDArray[Any]:
+    """[columns, depth] in the order of panels. A lane has 4 bytes of consecutive numbers, which move as one."""
+    lanes = np.ascontiguousarray(padded).view(np.uint32)
+    tiles = lanes.reshape(-1, COLUMNS, lanes.shape[1]).transpose(0, 2, 1)
+    return np.ascontiguousarray(tiles).view(padded.dtype).reshape(-1)

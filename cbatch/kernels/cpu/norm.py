@@ -1,0 +1,74 @@
+"""Norms of a row, in float32."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.kernels.cpu.fast_math import from_float32
+from cbatch.kernels.cpu.jit import kernel
+
+NO_NORM, RMS_NORM, LAYER_NORM = range(3)
+
+
+class NormParams(NamedTuple):
+    """kind: NO_NORM copies; weight, bias: as long as the row, or empty for 1 and 0."""
+
+    kind: int
+    eps: float
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32]
+
+
+@kernel
+def inverse_rms(x: Any, eps: float) -> Any:
+    """What scales x to a root mean square of 1 (RMSNorm, Zhang and Sennrich, 2019)."""
+    squares = np.float32(0)
+    for i in range(len(x)):
+        squares += x[i] * x[i]
+    return np.float32(1) / np.sqrt(squares / np.float32(len(x)) + np.float32(eps))
+
+
+@kernel
+def _rms_norm(x: Any, norm: NormParams, out: Any) -> None:
+    factor = inverse_rms(x, norm.eps)
+    if len(norm.weight):
+        for i in range(len(x)):
+            out[i] = from_float32(x[i] * factor * norm.weight[i], out)
+    else:
+        for i in range(len(x)):
+            out[i] = from_float32(x[i] * factor, out)
+
+
+@kernel
+def _layer_norm(x: Any, norm: NormParams, out: Any) -> None:
+    mean, squares = np.float32(0), np.float32(0)
+    for i in range(len(x)):
+        mean += x[i]
+    mean /= np.float32(len(x))
+    for i in range(len(x)):
+        squares += (x[i] - mean) * (x[i] - mean)
+    factor = np.float32(1) / np.sqrt(squares / np.float32(len(x)) + np.float32(norm.eps))
+    if len(norm.weight) == 0:
+        for i in range(len(x)):
+            out[i] = from_float32((x[i] - mean) * factor, out)
+    elif len(norm.bias) == 0:
+        for i in range(len(x)):
+            out[i] = from_float32((x[i] - mean) * factor * norm.weight[i], out)
+    else:
+        for i in range(len(x)):
+            out[i] = from_float32((x[i] - mean) * factor * norm.weight[i] + norm.bias[i], out)
+
+
+@kernel
+def normalize(x: Any, norm: NormParams, out: Any) -> None:
+    """out = the norm of a row, which may be the row itself."""
+    if norm.kind == RMS_NORM:
+        _rms_norm(x, norm, out)
+    elif norm.kind == LAYER_NORM:
+        _layer_norm(x, norm, out)
+    else:
+        for i in range(len(x)):
+            out[i] = from_float32(x[i], out)

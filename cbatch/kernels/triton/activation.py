@@ -1,0 +1,137 @@
+"""What is done to each number by itself: activations, gates, and the end of the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.kernels.layer_ops import ActivationSettings
+from cbatch.kernels.triton.attention_tile import power_of_2
+from cbatch.kernels.triton.launch import launch_options
+
+_NAMES = ("identity", "silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "xielu")
+_GATES = ("identity", "sigmoid", "softplus")
+
+
+@triton.jit
+def _activated(
+    x: tl.tensor, KIND: tl.constexpr, SLOPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr,
+) -> Any:  # fmt: skip
+    """See `_NAMES`. A to D: the numbers of xielu"""
+    if KIND == 1:
+        if SLOPE != 1.0:
+            x *= tl.sigmoid(SLOPE * x)
+        else:
+            x *= tl.sigmoid(x)
+    elif KIND == 2:
+        x *= 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 3:
+        x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == 4:
+        x = tl.where(x < 0, 0.0, x)
+    elif KIND == 5:
+        x = tl.where(x < 0, 0.0, x) * x
+    elif KIND == 6:
+        x = tl.sigmoid(x)
+    elif KIND == 7:
+        below = (B + C) * (tl.exp(tl.minimum(x, D)) - 1.0 - x) + C * x
+        x = tl.where(x > 0, A * x * x + C * x, below)
+    return x
+
+
+@triton.jit
+def _activate_kernel(
+    up: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    LIMIT: tl.constexpr, SLOPE: tl.constexpr, UP_OFFSET: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    if GATED:
+        gate = tl.load(up + row * (2 * INNER) + column, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(up + row * (2 * INNER) + INNER + column, mask=inside, other=0.0).to(tl.float32)
+        if LIMIT != 0.0:
+            gate = tl.minimum(gate, LIMIT)
+            other = tl.minimum(tl.maximum(other, -LIMIT), LIMIT)
+        if UP_OFFSET != 0.0:
+            other += UP_OFFSET
+        x = _activated(gate, KIND, SLOPE, A, B, C, D) * other
+    else:
+        x = tl.load(up + row * INNER + column, mask=inside, other=0.0).to(tl.float32)
+        x = _activated(x, KIND, SLOPE, A, B, C, D)
+    tl.store(out + row * INNER + column, x.to(out.dtype.element_ty), mask=inside)
+
+
+def activate(up: Tensor, activation: ActivationSettings, out: Tensor) -> None:
+    """See `LayerOps.activate`."""
+    rows, inner = out.shape
+    block = min(power_of_2(inner), 1024)
+    numbers = (*activation.params, 0.0, 0.0, 0.0, 0.0)[:4]
+    _activate_kernel[(rows, -(-inner // block))](
+        up, out, inner, block, activation.gated, _NAMES.index(activation.name), activation.limit, activation.slope,
+        activation.up_offset, *numbers, **launch_options(block // 8),
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate_kernel(
+    gate: tl.tensor, target: tl.tensor, gate_row: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, FUNCTION: tl.constexpr, FACTOR: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = tl.load(gate + row * gate_row + column // WIDTH, mask=inside, other=0.0).to(tl.float32)
+    if FUNCTION == 1:
+        x = tl.sigmoid(x)
+    elif FUNCTION == 2:
+        x = tl.log(1.0 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
+    if FACTOR != 1.0:
+        x *= FACTOR
+    to = target + row * COLUMNS + column
+    x *= tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, x.to(target.dtype.element_ty), mask=inside)
+
+
+def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
+    """See `LayerOps.gate`."""
+    rows, columns = target.shape
+    block = min(power_of_2(columns), 1024)
+    _gate_kernel[(rows, -(-columns // block))](
+        gate, target, gate.stride(0), columns, width, block, _GATES.index(function), factor,
+        **launch_options(block // 8),
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_logits_kernel(
+    logits: tl.tensor, bias: tl.tensor, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row and block of tokens."""
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCABULARY
+    to = logits + tl.program_id(0).to(tl.int64) * VOCABULARY + token
+    x = tl.load(to, mask=inside, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias + token, mask=inside, other=0.0)
+    if SOFTCAP != 0.0:
+        x = SOFTCAP * (2.0 * tl.sigmoid(2.0 / SOFTCAP * x) - 1.0)
+    tl.store(to, x, mask=inside)
+
+
+def finish_logits(logits: Tensor, bias: Tensor | None, softcap: float) -> None:
+    """See `LayerOps.finish_logits`."""
+    rows, vocabulary = logits.shape
+    block = 4096
+    _finish_logits_kernel[(rows, -(-vocabulary // block))](
+        logits, logits if bias is None else bias, vocabulary, block, bias is not None, softcap,
+        **launch_options(block // 4),
+    )  # fmt: skip

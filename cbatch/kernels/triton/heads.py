@@ -1,0 +1,219 @@
+"""Queries, keys and values of a layer, between the product that gives them and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.kernels.layer_ops import Heads, NormWeights, Positions
+from cbatch.kernels.triton.attention_tile import power_of_2, to_fp8
+from cbatch.kernels.triton.launch import launch_options
+from cbatch.kernels.triton.norm import norm_constants, norm_tensors, normed
+from cbatch.runtime.kv_cache import as_bytes
+
+
+@triton.jit
+def _clipped(x: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
+    if CLIP != 0.0:
+        x = tl.minimum(tl.maximum(x, -CLIP), CLIP)
+    return x
+
+
+@triton.jit
+def _norm_heads(
+    left: tl.tensor, right: tl.tensor, rest: tl.tensor, weight: tl.tensor, bias: tl.tensor, column: tl.tensor,
+    rest_column: tl.tensor, DIM: tl.constexpr, HALF: tl.constexpr, HAS_REST: tl.constexpr, KIND: tl.constexpr,
+    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Norms heads in three parts [N, ...], each head by itself.
+
+    weight, bias: [N, 1] places of the first number of each head's weights
+    """
+    inside, rest_inside = column < HALF, rest_column < DIM - 2 * HALF
+    if KIND == 2:
+        mean = tl.sum(left + right, axis=1)
+        if HAS_REST:
+            mean += tl.sum(rest, axis=1)
+        mean = mean[:, None] / DIM
+        left, right = tl.where(inside, left - mean, 0.0), tl.where(inside, right - mean, 0.0)
+        if HAS_REST:
+            rest = tl.where(rest_inside, rest - mean, 0.0)
+    if KIND != 0:
+        squares = tl.sum(left * left + right * right, axis=1)
+        if HAS_REST:
+            squares += tl.sum(rest * rest, axis=1)
+        factor = tl.rsqrt(squares / DIM + EPS)[:, None]
+        left_factor, right_factor, rest_factor = factor, factor, factor
+        if HAS_WEIGHT:
+            left_factor *= tl.load(weight + column, mask=inside, other=0.0)
+            right_factor *= tl.load(weight + HALF + column, mask=inside, other=0.0)
+            if HAS_REST:
+                rest_factor *= tl.load(weight + 2 * HALF + rest_column, mask=rest_inside, other=0.0)
+        left *= left_factor
+        right *= right_factor
+        if HAS_REST:
+            rest *= rest_factor
+    if HAS_BIAS:
+        left += tl.load(bias + column, mask=inside, other=0.0)
+        right += tl.load(bias + HALF + column, mask=inside, other=0.0)
+        if HAS_REST:
+            rest += tl.load(bias + 2 * HALF + rest_column, mask=rest_inside, other=0.0)
+    return left, right, rest
+
+
+@triton.jit
+def _prepare(
+    row: tl.tensor, start: tl.tensor, there: tl.tensor, weight: tl.tensor, bias: tl.tensor, cosine: tl.tensor,
+    sine: tl.tensor, column: tl.tensor, rest_column: tl.tensor, DIM: tl.constexpr, HALF: tl.constexpr,
+    HAS_REST: tl.constexpr, ROTATES: tl.constexpr, LAST: tl.constexpr, CLIP: tl.constexpr, KIND: tl.constexpr,
+    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Reads heads [N, DIM], norms and rotates them; returns both halves of what is rotated, and the rest; float32.
+
+    start, there: [N, 1] where each head begins in the row, and which of them exist
+    """
+    inside = there & (column < HALF)
+    left = _clipped(tl.load(row + start + column, mask=inside, other=0.0).to(tl.float32), CLIP)
+    right = _clipped(tl.load(row + start + HALF + column, mask=inside, other=0.0).to(tl.float32), CLIP)
+    rest = left
+    if HAS_REST:
+        rest_inside = there & (rest_column < DIM - 2 * HALF)
+        rest = _clipped(tl.load(row + start + 2 * HALF + rest_column, mask=rest_inside, other=0.0).to(tl.float32), CLIP)
+    if not LAST:
+        left, right, rest = _norm_heads(
+            left, right, rest, weight, bias, column, rest_column, DIM, HALF, HAS_REST, KIND, EPS, HAS_WEIGHT, HAS_BIAS
+        )
+    if ROTATES:
+        left, right = left * cosine - right * sine, right * cosine + left * sine
+    if LAST:
+        left, right, rest = _norm_heads(
+            left, right, rest, weight, bias, column, rest_column, DIM, HALF, HAS_REST, KIND, EPS, HAS_WEIGHT, HAS_BIAS
+        )
+    return left, right, rest
+
+
+@triton.jit
+def _store(
+    to: tl.tensor, left: tl.tensor, right: tl.tensor, rest: tl.tensor, there: tl.tensor, column: tl.tensor,
+    rest_column: tl.tensor, DIM: tl.constexpr, HALF: tl.constexpr, HAS_REST: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes heads in three parts to places [N, 1]; bytes are FP8."""
+    inside = there & (column < HALF)
+    if to.dtype.element_ty == tl.uint8:
+        left, right = to_fp8(left), to_fp8(right)
+    tl.store(to + column, left.to(to.dtype.element_ty), mask=inside)
+    tl.store(to + HALF + column, right.to(to.dtype.element_ty), mask=inside)
+    if HAS_REST:
+        if to.dtype.element_ty == tl.uint8:
+            rest = to_fp8(rest)
+        rest_inside = there & (rest_column < DIM - 2 * HALF)
+        tl.store(to + 2 * HALF + rest_column, rest.to(to.dtype.element_ty), mask=rest_inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _prepare_heads_kernel(
+    qkv: tl.tensor, cosines: tl.tensor, sines: tl.tensor, scales: tl.tensor, slots: tl.tensor,
+    query_weight: tl.tensor, query_bias: tl.tensor, key_weight: tl.tensor, key_bias: tl.tensor,
+    value_weight: tl.tensor, value_bias: tl.tensor, query: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROTATES: tl.constexpr, SCALES: tl.constexpr,
+    STORES: tl.constexpr, LAST: tl.constexpr, CLIP: tl.constexpr, QUERY_STEP: tl.constexpr, KEY_STEP: tl.constexpr,
+    VALUE_STEP: tl.constexpr, QUERY_KIND: tl.constexpr, QUERY_EPS: tl.constexpr, QUERY_HAS_WEIGHT: tl.constexpr,
+    QUERY_HAS_BIAS: tl.constexpr, KEY_KIND: tl.constexpr, KEY_EPS: tl.constexpr, KEY_HAS_WEIGHT: tl.constexpr,
+    KEY_HAS_BIAS: tl.constexpr, VALUE_KIND: tl.constexpr, VALUE_EPS: tl.constexpr, VALUE_HAS_WEIGHT: tl.constexpr,
+    VALUE_HAS_BIAS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per token and KV head, with the query heads that share it; see `prepare_heads`.
+
+    A head is two halves that are rotated together, and the rest. STEP is from one head's norm weights to the next's.
+    """
+    HAS_REST: tl.constexpr = DIM > 2 * HALF
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    member, column = tl.arange(0, GROUP_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
+    rest_column = tl.arange(0, REST_TILE)[None, :]
+    cosine, sine = 1.0, 0.0
+    if ROTATES:
+        cosine = tl.load(cosines + token * HALF + column, mask=column < HALF, other=0.0)
+        sine = tl.load(sines + token * HALF + column, mask=column < HALF, other=0.0)
+    row = qkv + token * WIDTH
+
+    there = member < GROUP
+    number = head * GROUP + tl.where(there, member, 0)
+    left, right, rest = _prepare(
+        row, number * DIM, there, query_weight + number * QUERY_STEP, query_bias + number * QUERY_STEP, cosine, sine,
+        column, rest_column, DIM, HALF, HAS_REST, ROTATES, LAST, CLIP, QUERY_KIND, QUERY_EPS, QUERY_HAS_WEIGHT,
+        QUERY_HAS_BIAS,
+    )  # fmt: skip
+    if SCALES:
+        scale = tl.load(scales + token)
+        left, right, rest = left * scale, right * scale, rest * scale
+    to = query + token * (GROUP * KV_HEADS * DIM) + number * DIM
+    _store(to, left, right, rest, there, column, rest_column, DIM, HALF, HAS_REST)
+
+    if STORES:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            cell = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+            one = tl.zeros([1, 1], tl.int64)
+            key = one + (GROUP * KV_HEADS + head) * DIM
+            key_left, key_right, key_rest = _prepare(
+                row, key, one == 0, key_weight + one + head * KEY_STEP, key_bias + one + head * KEY_STEP, cosine, sine,
+                column, rest_column, DIM, HALF, HAS_REST, ROTATES, LAST, CLIP, KEY_KIND, KEY_EPS, KEY_HAS_WEIGHT,
+                KEY_HAS_BIAS,
+            )  # fmt: skip
+            to_key = keys + one + cell * DIM
+            _store(to_key, key_left, key_right, key_rest, one == 0, column, rest_column, DIM, HALF, HAS_REST)
+            _store_value(
+                row + (GROUP + 1) * KV_HEADS * DIM + head * VALUE_DIM, values + cell * VALUE_DIM,
+                value_weight + head * VALUE_STEP, value_bias + head * VALUE_STEP, VALUE_DIM, VALUE_TILE, CLIP,
+                VALUE_KIND, VALUE_EPS, VALUE_HAS_WEIGHT, VALUE_HAS_BIAS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_value(
+    source: tl.tensor, to: tl.tensor, weight: tl.tensor, bias: tl.tensor, DIM: tl.constexpr, TILE: tl.constexpr,
+    CLIP: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One value, normed if it has a norm."""
+    column = tl.arange(0, TILE)
+    inside = column < DIM
+    x = _clipped(tl.load(source + column, mask=inside, other=0.0).to(tl.float32), CLIP)
+    x = normed(x, inside, column, weight, bias, DIM, KIND, EPS, HAS_WEIGHT, HAS_BIAS)
+    if to.dtype.element_ty == tl.uint8:
+        x = to_fp8(x)
+    tl.store(to + column, x.to(to.dtype.element_ty), mask=inside)
+
+
+def prepare_heads(
+    qkv: Tensor, heads: Heads, positions: Positions, query: Tensor, keys: Tensor | None, values: Tensor | None
+) -> None:
+    """See `LayerOps.prepare_heads`. keys, values: [num_blocks, kv_heads, block_size, dim]"""
+    cosines, sines = positions.cosines, positions.sines
+    half = heads.key_dim // 2 if cosines is None else cosines.shape[1]
+    group = heads.heads // heads.kv_heads
+    tile, half_tile = power_of_2(group), power_of_2(half)
+    norms = heads.query_norm, heads.key_norm, heads.value_norm
+    keys = query if keys is None else as_bytes(keys)
+    values = query if values is None else as_bytes(values)
+    _prepare_heads_kernel[(query.shape[0], heads.kv_heads)](
+        qkv, qkv if cosines is None else cosines, qkv if sines is None else sines,
+        qkv if positions.query_scales is None else positions.query_scales, positions.slots,
+        *(part for norm in norms for part in norm_tensors(norm, qkv)), query, keys, values,
+        qkv.stride(0), heads.kv_heads, group, heads.key_dim, heads.value_dim, half, keys.shape[2], tile, half_tile,
+        power_of_2(max(heads.key_dim - 2 * half, 1)), power_of_2(heads.value_dim), cosines is not None,
+        positions.query_scales is not None, heads.stores, heads.norm_last, heads.clip,
+        *(_step(norm, dim) for norm, dim in zip(norms, (heads.key_dim, heads.key_dim, heads.value_dim), strict=True)),
+        **norm_constants(norms[0], "QUERY_"), **norm_constants(norms[1], "KEY_"), **norm_constants(norms[2], "VALUE_"),
+        **launch_options(tile * half_tile // 8),
+    )  # fmt: skip
+
+
+def _step(norm: NormWeights, dim: int) -> int:
+    """How far the weights of one head are from those of the next: 0 if all have the same."""
+    given = norm.weight if norm.weight is not None else norm.bias
+    return 0 if given is None or given.numel() == dim else dim

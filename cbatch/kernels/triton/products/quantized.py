@@ -1,0 +1,201 @@
+"""Products with weights of 8 and 4 bits, which become numbers of the left-hand side's type in registers.
+
+A program reads a part of its columns at a time, which lies in one piece of memory (see `kernels/quantized_matrix.py`;
+32 is the `GROUP` there), and some of them ahead. What it multiplies is rounded once, from float32; sums are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbatch.kernels.quantized_matrix import GROUP, KINDS, QuantizedMatrix
+from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, power_of_2
+from cbatch.kernels.triton.launch import launch_options
+from cbatch.kernels.triton.products.linear import FIXED_ROWS
+
+_INT4 = tl.constexpr(KINDS.index("int4"))
+_INT4_ZEROS = tl.constexpr(KINDS.index("int4_zeros"))
+_MXFP4 = tl.constexpr(KINDS.index("mxfp4"))
+_FP8 = tl.constexpr(KINDS.index("fp8"))
+
+
+class QuantizedTile(NamedTuple):
+    """Rows and columns that a program multiplies, and the parts of the depth that it does so with in a round."""
+
+    rows: int
+    columns: int
+    parts: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def for_rows(cls, rows: float, dtype: torch.dtype, capability: int) -> QuantizedTile:
+        """With few rows, there are as many programs as possible, each of which reads much ahead."""
+        if dtype == torch.float32 or capability < 80:  # without matrix units
+            return cls(16, 32, 1, 4, 2) if rows <= 32 else cls(32, 32, 1, 4, 2)
+        if rows <= 16:
+            return cls(16, 32, 4, 4, 3)
+        if rows <= 64:
+            return cls(64, 64, 2, 4, 3)
+        # Before 9.0, matrix units take both sides from registers, of which wider tiles need too many.
+        return cls(128, 128 if capability in (90, 100) else 64, 1, 8, 3)
+
+
+@triton.jit
+def _scaled(
+    code: tl.tensor, place: tl.tensor, kept: tl.tensor, scales: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr
+) -> tl.tensor:
+    """Numbers [columns, 32] float32 of a group of each column. place: of its scales and zero points"""
+    if KIND == _MXFP4:
+        # Sign, two bits of exponent and one of mantissa at the places of float16, whose exponents begin 14 lower.
+        bits = ((code & 7).to(tl.int16) << 9) | ((code & 8).to(tl.int16) << 12)
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
+    elif KIND == _FP8:
+        number = from_fp8(code, tl.float32)
+    else:
+        number = code.to(tl.float32)
+    if KIND == _INT4:
+        number -= 8.0
+    if KIND == _INT4_ZEROS:
+        number -= tl.load(zeros + place, mask=kept, other=0.0).to(tl.float32)[:, None]
+    return number * tl.load(scales + place, mask=kept, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _add_group(
+    total: tl.tensor, left: tl.tensor, there: tl.tensor, code: tl.tensor, group: tl.tensor, column: tl.tensor,
+    kept: tl.tensor, scales: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, IS_WHOLE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """total [rows, columns] plus the products of 32 numbers of the depth."""
+    depth = group * 32 + tl.arange(0, 32)
+    if IS_WHOLE:
+        a = tl.load(left[:, None] + depth[None, :], mask=there[:, None], other=0.0)
+    else:
+        a = tl.load(left[:, None] + depth[None, :], mask=there[:, None] & (depth < DEPTH)[None, :], other=0.0)
+    b = _scaled(code, (group * 32 // GROUP) * COLUMNS + column, kept, scales, zeros, KIND).to(a.dtype)
+    return tl.dot(a, tl.trans(b), total, input_precision="ieee")
+
+
+@triton.jit
+def multiply(
+    left: tl.tensor, there: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, column: tl.tensor,
+    inside: tl.tensor, total: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """total [rows, columns] plus rows times columns of a quantized matrix.
+
+    left:   [rows] where each row begins; there: which rows exist
+    column: [columns]; inside: which of them exist
+    GROUP:  numbers of a column that share a scale
+    PARTS:  of the depth, in a round
+    """
+    SIZE: tl.constexpr = 64 if KIND >= _INT4 else 32
+    COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
+    IS_WHOLE: tl.constexpr = DEPTH % (SIZE * PARTS) == 0
+    step = tl.arange(0, 32)
+    for first in range(0, COUNT, PARTS):
+        for more in tl.static_range(PARTS):
+            part = first + more
+            place = part * COLUMNS + column
+            kept = inside
+            if not IS_WHOLE:
+                kept = inside & (place < COUNT * COLUMNS)
+            code = tl.load(numbers + place.to(tl.int64)[:, None] * 32 + step[None, :], mask=kept[:, None], other=0)
+            if SIZE == 32:
+                total = _add_group(
+                    total, left, there, code, part, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP, IS_WHOLE
+                )
+            else:
+                total = _add_group(
+                    total, left, there, code & 15, 2 * part, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP,
+                    IS_WHOLE,
+                )  # fmt: skip
+                total = _add_group(
+                    total, left, there, code >> 4, 2 * part + 1, column, kept, scales, zeros, KIND, COLUMNS, DEPTH,
+                    GROUP, IS_WHOLE,
+                )  # fmt: skip
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantized_linear_kernel(
+    source: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, biases: tl.tensor, out: tl.tensor,
+    rows: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per tile of rows and columns. Those of the same columns follow each other."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    there, inside = row < rows, column < COLUMNS
+    total = multiply(
+        source + row.to(tl.int64) * DEPTH, there, numbers, scales, zeros, column, inside,
+        tl.zeros([ROWS, WIDTH], tl.float32), KIND, COLUMNS, DEPTH, GROUP, PARTS,
+    )  # fmt: skip
+    if HAS_BIAS:
+        total += tl.load(biases + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+def quantized_linear(
+    source: Tensor,
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    out: Tensor,
+    capability: int,
+    *,
+    batch_invariant: bool = False,
+) -> None:
+    """See `LayerOps.quantized_linear`. capability: of the chip, 90 for 9.0"""
+    rows = len(source)
+    tile = QuantizedTile.for_rows(FIXED_ROWS if batch_invariant else rows, source.dtype, capability)
+    _quantized_linear_kernel[(-(-rows // tile.rows), -(-matrix.columns // tile.columns))](
+        source, *arguments(matrix), source if bias is None else bias, out, rows, KINDS.index(matrix.kind),
+        matrix.columns, matrix.depth, matrix.group, bias is not None, tile.rows, tile.columns, tile.parts,
+        num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
+    )  # fmt: skip
+
+
+def arguments(matrix: QuantizedMatrix) -> tuple[Any, ...]:
+    """Numbers, scales and zero points, or in their place a tensor that is not read."""
+    return matrix.numbers, matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros
+
+
+@triton.jit
+def _look_up_kernel(
+    numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, ids: tl.tensor, out: tl.tensor, KIND: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row of `out`, and some parts of it."""
+    SIZE: tl.constexpr = 64 if KIND >= _INT4 else 32
+    COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.load(ids + row).to(tl.int64)
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    kept, step = part < COUNT, tl.arange(0, 32)
+    place = (part.to(tl.int64) * COLUMNS + column)[:, None] * 32 + step[None, :]
+    code = tl.load(numbers + place, mask=kept[:, None], other=0)
+    for half in tl.static_range(SIZE // 32):
+        group = part * (SIZE // 32) + half
+        mine = code
+        if SIZE == 64:
+            mine = (code >> (4 * half)) & 15
+        found = _scaled(mine, (group * 32 // GROUP).to(tl.int64) * COLUMNS + column, kept, scales, zeros, KIND)
+        depth = group[:, None] * 32 + step[None, :]
+        tl.store(out + row * DEPTH + depth, found, mask=kept[:, None] & (depth < DEPTH))
+
+
+def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
+    """See `LayerOps.look_up`."""
+    parts = matrix.numbers.shape[0]
+    block = min(power_of_2(parts), 32)
+    _look_up_kernel[(len(ids), -(-parts // block))](
+        *arguments(matrix), ids, out, KINDS.index(matrix.kind), matrix.columns, matrix.depth, matrix.group,
+        block, **launch_options(block * GROUP // 8),
+    )  # fmt: skip

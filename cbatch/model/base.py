@@ -1,0 +1,171 @@
+"""What the engine needs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cbatch.attention.base import AttentionBackend, CapturableAttention
+from cbatch.kernels.layer_ops import Recurrence
+from cbatch.model.lora_files import Adapter
+from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.kv_cache import KVCache, LayerShape
+from cbatch.runtime.state_pool import StateShape
+
+ALL_EXPERTS_READ = "All experts are assumed to be read in every step, as they are if many requests run at once."
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """What a step has to read and multiply, for estimates of the best speed that a device allows.
+
+    weight_bytes:    of the matrices that every step reads
+    parameters:      that every token is multiplied with, without those of the head
+    head_parameters: those of the output head, with which only tokens that have an output are multiplied
+    assumed:         sentences on what the model does not tell
+    """
+
+    weight_bytes: int
+    parameters: float
+    head_parameters: int
+    assumed: tuple[str, ...] = ()
+
+
+class LinearAdapters(Protocol):
+    """What adapters add to the linears of a step."""
+
+    def add_to(self, linear: Any, source: Tensor, out: Tensor) -> None:
+        """Adds to `out` [T, columns], the product of a linear of the program with source [T, depth]."""
+
+
+class DeviceInputs(NamedTuple):
+    """A step's inputs on the device (see `RaggedBatch`), [T] integers each.
+
+    A token with a negative slot is not stored in the cache.
+
+    recurrence: where the step's chunks have the states of recurrent layers; None for a model without such layers
+    states:     each of these states [slots, *shape]
+    adapters:   None if no token of the step has one; a captured step has none
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    slot_mapping: Tensor
+    recurrence: Recurrence | None = None
+    states: Sequence[Tensor] = ()
+    adapters: LinearAdapters | None = None
+
+
+class HiddenStates(NamedTuple):
+    """What a model's last layer gives for T tokens, before the final norm.
+
+    residual: [T, hidden size] float32
+    added:    [T, hidden size] what the head adds to it, if the last layer leaves that to the head
+    """
+
+    residual: Tensor
+    added: Tensor
+
+
+class CapturableModel(Protocol):
+    """A model whose steps can be captured as CUDA graphs.
+
+    Neither part of a step waits for the device. The host contributes only the shapes of tensors, so a captured step is
+    right for other numbers in the same tensors. Before it is captured, it must have run once with the same shapes, so
+    that its kernels are compiled.
+    """
+
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+
+    def new_hidden_states(self, tokens: int) -> HiddenStates:
+        """Uninitialized tensors for so many tokens."""
+
+    def run_layers(
+        self,
+        inputs: DeviceInputs,
+        metadata: Any,
+        kv_cache: KVCache,
+        attention: CapturableAttention,
+        out: HiddenStates | None = None,
+    ) -> HiddenStates:
+        """The first part of a step: all layers, for all tokens; the result is in `out` if it is given.
+
+        metadata: what `attention.prepare` returned for the step
+        """
+
+    def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """The second part: logits [R, vocabulary] float32 of the tokens `rows` [R], in `out` if it is given."""
+
+
+class Model(Protocol):
+    """A causal language model that runs ragged batches over a paged cache.
+
+    name:            its class in transformers
+    kind:            the `model_type` of its config
+    layers:          shape of what each attention call of a step stores, in the order of the calls
+    windows:         how many tokens back each of them sees, including the token itself; None for all
+    layer_devices:   where each of them computes, and has its keys and values
+    device:          where a step's tokens go in, and its logits come out
+    max_model_len:   longest sequence, prompt and output, in tokens
+    states:          what its recurrent layers keep for each sequence
+    state_devices:   where each of the states is
+    chunk_multiple:  tokens that its recurrent layers take together, counted from the beginning of a sequence
+    short_context:   sequences that may become longer than this are encoded in another way: `max_model_len` is added to
+                     their position ids. None if all are encoded alike
+    has_own_threads: whether it computes on threads that are not torch's
+    batch_invariant: whether a token has the same bits whatever else is in its step, and however its sequence was cut,
+                     if attention has so, too
+    num_parameters, weight_bytes: of all weights in memory
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+    short_context: int | None
+    layers: list[LayerShape]
+    windows: list[int | None]
+    layer_devices: list[torch.device]
+    has_own_threads: bool
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    @property
+    def states(self) -> list[StateShape]: ...
+
+    @property
+    def state_devices(self) -> list[torch.device]: ...
+
+    @property
+    def chunk_multiple(self) -> int: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def linear_cost(self) -> LinearCost: ...
+
+    @property
+    def capturable(self) -> CapturableModel | None:
+        """The parts of its steps, if these can be captured as CUDA graphs; mostly the model itself."""
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> Model:
+        """The same model with the same weights, to which these adapters add what a batch says.
+
+        Raises ModelError for an adapter that does not fit.
+        """
+
+    def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
+        """Logits [R, vocabulary] of the wanted rows. A torch model enters inference mode by itself."""

@@ -1,0 +1,289 @@
+"""Programs on the CPU: packed weights, and one call of compiled kernels for a step.
+
+They compute what transformers computes for the same files (`hf/adapter.py`), with less rounding: the residual stream,
+sums and logits are float32 whatever the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.attention.base import AttentionBackend
+from cbatch.base.quantization import Quantization
+from cbatch.kernels.cpu import program as kernels
+from cbatch.kernels.cpu.build import built_beside
+from cbatch.kernels.cpu.jit import address_of
+from cbatch.kernels.cpu.matmul.formats import FORMATS
+from cbatch.kernels.cpu.matmul.linear import new_linear_workspace
+from cbatch.kernels.cpu.matmul.lora import NO_LORA
+from cbatch.kernels.cpu.matmul.microkernel import LANES, pad_columns
+from cbatch.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, plan_attention
+from cbatch.kernels.cpu.recurrent.states import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
+from cbatch.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
+from cbatch.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.model.base import LinearCost
+from cbatch.model.lora.cpu import CpuAdapters
+from cbatch.model.lora.sites import sites_of
+from cbatch.model.lora_files import Adapter
+from cbatch.model.packed_file import PackedFile
+from cbatch.model.packing import CpuProgram
+from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.programs.declarations import check_weights, read_program, resolved, text_config
+from cbatch.model.programs.program import Attend
+from cbatch.model.programs.stored import StoredWeights
+from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
+from cbatch.runtime.cpu import empty, num_threads
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.state_pool import StatePool, StepStates
+
+_KEPT_LOGIT_ROWS = 256
+"""Rows of logits whose memory is kept from step to step."""
+
+
+class CpuModel:
+    """A model with a program, ready to run ragged batches over a paged cache."""
+
+    has_own_threads = True
+    batch_invariant = True
+    capturable = None
+    chunk_multiple = 1  # recurrent layers go from token to token
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        *,
+        quantize: Quantization | None = None,
+        shared: PackedFile | None = None,
+    ) -> None:
+        """Raises UnsupportedConfig if another path has to serve the model.
+
+        tensors:  the weights by their names in the files
+        quantize: keep the matrices as integers; what is not one stays bfloat16
+        shared:   a file of packed weights, which engines of this machine map
+        """
+        self.config = text_config(config)
+        self.program = program = read_program(config)
+        self.name = program.name
+        self.kind = program.kind
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self.vocab_size = program.vocab_size
+        self.max_model_len = program.max_model_len
+        self.short_context = program.short_context
+        self.layers = list(program.caches)
+        self.windows: list[int | None] = list(program.windows)
+        self.layer_devices = [self.device] * len(self.layers)
+        self.states = list(program.states)
+        self.state_devices = [self.device] * len(self.states)
+        if not fits(self.layers, LANES, dtype):
+            raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
+        if quantize is not None and dtype != torch.bfloat16:
+            raise UnsupportedConfig(f"{quantize.weights} weights need bfloat16, not {dtype}")
+        self.quantization = quantize
+        tensors = resolved(program, tensors)
+        self.num_parameters = check_weights(program, tensors)
+        stored = tensors if isinstance(tensors, StoredWeights) else None
+        try:
+            self._packed = packed = CpuProgram(program, dtype, quantize, stored)
+        except (TypeError, ValueError, OverflowError) as error:  # what unexpected values of a config.json cause
+            raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
+        self._weights = packed.load(tensors, shared)
+        self.stored_weights = tensors if isinstance(tensors, StoredWeights) else None
+        self.stored = "" if self.stored_weights is None else self.stored_weights.description
+        self._thread_pool = shared_thread_pool(num_threads())
+        self._element = element_of(dtype)
+        calls = [operation for operation in program.operations if isinstance(operation, Attend)]
+        group = max(call.heads // call.shape.heads for call in calls)
+        key_dim, value_dim = (max(getattr(call.shape, f"{part}_dim") for call in calls) for part in ("key", "value"))
+        self._largest_heads = max(call.heads for call in calls), group, value_dim
+        threads = self._thread_pool.size
+        self._buffers = kernels.Buffers(
+            kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element)),
+            new_linear_workspace(threads, packed.formats, packed.deepest, left_bytes=packed.left_bytes),
+            new_attention_workspace(threads, group, key_dim, value_dim, self._element),
+        )
+        self._routing = self._new_routing(0)
+        self._paged_caches: WeakKeyDictionary[KVCache, PagedCaches] = WeakKeyDictionary()
+        self._state_memories: WeakKeyDictionary[StatePool, tuple[NDArray[Any], NDArray[np.int64]]] = WeakKeyDictionary()
+        self._parts: dict[np.dtype[Any], kernels.Parts] = {}
+        """By the type of recurrent states."""
+        self._adapters: CpuAdapters | None = None
+        self._logits = np.empty((0, 0), np.float32)
+        self._logit_buffers: dict[int, tuple[NDArray[np.float32], Tensor]] = {}
+        self._num_positions = 0
+        self._grow_rotary_tables(16)
+        self._warm_up()
+
+    @property
+    def formats(self) -> frozenset[int]:
+        """How its matrices are packed (see `kernels/cpu/matmul/formats.py`)."""
+        return frozenset(self._packed.formats)
+
+    @property
+    def packed(self) -> str:
+        """How its weights are kept as integers, for people; empty if they are not."""
+        if self.quantization is None:
+            return ""
+        bits = 8 * self.weight_bytes / self.num_parameters
+        formats = ", ".join(sorted(FORMATS[format] for format in self.formats))
+        return f"{bits:.2f} bits a weight ({formats}), multiplied with {self.quantization.activations} activations"
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of a number of a row that is multiplied with quantized weights."""
+        return self._packed.left_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(array.nbytes for array in self._weights if isinstance(array, np.ndarray))
+
+    @property
+    def linear_cost(self) -> LinearCost:
+        return self.program.linear_cost(self._weights.matrices.nbytes)
+
+    def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
+        """Logits [R, vocabulary] float32 of the wanted rows, valid until the next step."""
+        outputs, logits = self._outputs_for(len(batch.rows))
+        self._thread_pool.run(kernels.run_step, *self._arguments(batch, kv_cache, outputs))
+        return Logits(logits, Argmax(outputs.tokens, outputs.largest))
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> CpuModel:
+        """The same model with the same weights, to which these adapters add. Raises ModelError if one does not fit."""
+        model = copy(self)
+        model._adapters = CpuAdapters(sites_of(self.program, adapters), len(adapters), self._thread_pool.size)
+        model._packed = CpuProgram(
+            self.program, self.dtype, self.quantization, self.stored_weights, model._adapters.places
+        )
+        nothing = kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element))
+        model._buffers = self._buffers._replace(arenas=nothing)
+        model._parts = {}
+        model._warm_up()
+        return model
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels, or loads them from their cache on disk."""
+        one = np.zeros(1, np.int64)
+        states = StepStates(StatePool(self.states, 1, self.device), one, one, one - 1) if self.states else None
+        batch = RaggedBatch(one, one, one, one, np.zeros((1, 1), np.int32), [0], [1], self.device, states=states)
+        shapes = [block_shapes(layer, LANES, self.dtype) for layer in self.layers]
+        kv_cache = KVCache(shapes, 1, LANES, self.dtype, self.device)
+        self._arguments(batch, kv_cache, self._outputs_for(1)[0])
+
+    def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: kernels.StepOutputs) -> tuple[Any, ...]:
+        """What `run_step` takes after the worker."""
+        length, furthest = len(batch.ids), max(batch.stops)
+        if furthest > self._num_positions:
+            self._grow_rotary_tables(2 * furthest)
+        ids = batch.ids
+        for replaced, instead in self.program.replaced_ids.items():
+            ids = np.where(ids == replaced, instead, ids)
+        positions = batch.positions
+        if self.short_context is not None:  # rows for long sequences come after those for short ones
+            shift = self._num_positions - self.max_model_len
+            positions = np.where(positions >= self.max_model_len, positions + shift, positions)
+        inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
+        plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
+        caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
+        recurrence, state_type = self._recurrence_of(batch)
+        lora = NO_LORA if self._adapters is None else self._adapters.step(batch.adapters)
+        given = self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, recurrence, lora
+        if state_type not in self._parts:
+            self._compile(given, outputs, state_type)
+        return *given, self._parts[state_type], outputs
+
+    def _compile(self, given: tuple[Any, ...], outputs: kernels.StepOutputs, state_type: np.dtype[Any]) -> None:
+        """Compiles a step for such arguments and recurrent states of that type, or loads it from disk."""
+        parts = kernels.parts_of(state_type, *given)
+        with built_beside(parts.values(), self._thread_pool.size - 1):
+            self._thread_pool.compile(kernels.run_step, *given, kernels.Parts(), outputs)
+            self._parts[state_type] = kernels.Parts(**{name: address_of(part) for name, part in parts.items()})
+
+    def _recurrence_of(self, batch: RaggedBatch) -> tuple[Recurrence, np.dtype[Any]]:
+        """Where the kernels find the states of a step, and the type of their numbers; float32 if there are none.
+
+        Raises ValueError if they do not lie in one tensor.
+        """
+        if batch.states is None:
+            return NO_RECURRENCE, np.dtype(np.float32)
+        pool = batch.states.pool
+        if pool not in self._state_memories:
+            if pool.flat is None:
+                raise ValueError("The states must lie in one tensor.")
+            self._state_memories[pool] = as_array(pool.flat), state_layout(pool)
+        memory, layout = self._state_memories[pool]
+        return new_recurrence(batch, memory.view(np.uint8), layout), memory.dtype
+
+    def _buffers_for(self, length: int) -> kernels.Buffers:
+        """Memory for a step of so many tokens, which is kept."""
+        packed, buffers = self._packed, self._buffers
+        if length * packed.float_columns > len(buffers.arenas.floats):
+            length = max(length, 16)
+            arenas = kernels.Arenas(
+                empty(length * packed.float_columns, np.float32), empty(length * packed.element_columns, self._element)
+            )
+            linear = buffers.linear._replace(rows=empty(length * packed.prepared_bytes, np.uint8))
+            self._buffers = buffers._replace(arenas=arenas, linear=linear)
+            self._routing = self._new_routing(length)
+        return self._buffers
+
+    def _new_routing(self, length: int) -> kernels.RoutingMemory:
+        """Memory for the routing of so many tokens."""
+        packed = self._packed
+        scratch = self.program.hidden_size + 2 * packed.num_experts
+        return kernels.RoutingMemory(
+            empty(3 * length * packed.routing_columns + 2 * packed.num_experts + 2, np.int64),
+            empty(length * packed.routing_columns, np.float32),
+            empty((self._thread_pool.size, scratch), np.float32),
+        )
+
+    def _paged_caches_of(self, kv_cache: KVCache) -> PagedCaches:
+        """The cache as the kernels take it."""
+        caches = self._paged_caches.get(kv_cache)
+        if caches is None:
+            caches = self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
+        return caches
+
+    def _grow_rotary_tables(self, positions: int) -> None:
+        """Makes the rotary tables of so many positions (see `StepInputs`)."""
+        every, tables, layout, start = torch.arange(positions), [], [], 0
+        for rotary in self.program.rotaries:
+            variants = [rotary.inv_freq, rotary.long_inv_freq][: 1 + (self.short_context is not None)]
+            for inv_freq in variants:
+                cosines, sines = rotary.tables(every, torch.tensor(inv_freq or rotary.inv_freq))
+                tables.append(torch.cat([cosines, sines, rotary.query_scales(every)[:, None]], dim=1).flatten())
+            layout.append((start, len(rotary.inv_freq)))
+            start += len(variants) * tables[-1].numel()
+        self._num_positions = positions
+        self._rotary = torch.cat([torch.empty(0), *tables]).numpy()
+        self._rotary_layout = np.array(layout, np.int64).reshape(-1, 2)
+
+    def _outputs_for(self, rows: int) -> tuple[kernels.StepOutputs, Tensor]:
+        """Memory for the outputs of so many rows, and its logits [R, vocabulary] as a tensor.
+
+        Memory for logits [R, padded vocabulary] is kept. The system would have to clear fresh memory in every step,
+        which takes as long as the matrix product; and torch takes a while even for a view, after the weights of a step
+        have evicted its code from the processor's caches. Only steps of more rows than are kept, such as scored
+        prompts, pay that.
+        """
+        buffer = self._logit_buffers.get(rows)
+        if buffer is None:
+            memory = self._logits[:rows]
+            if rows > len(memory):
+                memory = empty((rows, pad_columns(self.vocab_size)), np.float32)
+            buffer = memory, torch.from_numpy(memory)[:, : self.vocab_size]
+            if rows <= _KEPT_LOGIT_ROWS:
+                if len(self._logits) < rows:
+                    self._logits, self._logit_buffers = memory, {}
+                self._logit_buffers[rows] = buffer
+        tokens, largest = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        return kernels.StepOutputs(buffer[0], self.vocab_size, tokens, largest), buffer[1]

@@ -1,0 +1,213 @@
+"""Programs on a GPU: fused weights, and at most ten kernels for each layer of a decode step of a Llama.
+
+They compute what transformers computes for the same files (`hf/adapter.py`), with less rounding: norms, rotations,
+gates, the residual stream and logits are float32 whatever the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.attention.base import AttentionBackend
+from cbatch.base.quantization import STORED, Quantization
+from cbatch.kernels.layer_ops import Addend, LayerOps, Recurrence
+from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
+from cbatch.model.device_program import DeviceProgram
+from cbatch.model.dtypes import activations_in
+from cbatch.model.float8 import Float8Use, float8_problem
+from cbatch.model.lora.device import DeviceAdapters
+from cbatch.model.lora.sites import sites_of
+from cbatch.model.lora_files import Adapter
+from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.programs.declarations import check_weights, read_program, resolved, text_config
+from cbatch.model.programs.stored import StoredWeights
+from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.device import gpu_name, has_bfloat16
+from cbatch.runtime.kv_cache import KVCache, LayerShape
+from cbatch.runtime.memory import check_room
+from cbatch.runtime.transfer import to_device
+
+
+class CudaModel:
+    """A model with a program, ready to run ragged batches over a paged cache.
+
+    It needs a cache whose blocks are laid out as its `ops` write them (`LayerOps.heads_first`).
+    """
+
+    has_own_threads = False
+    chunk_multiple = 64  # of the kernels for prompts of recurrent layers
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: LayerOps | None = None,
+        *,
+        quantize: Quantization | None = None,
+    ) -> None:
+        """Raises UnsupportedConfig if another path has to serve the model.
+
+        tensors: the weights by their names in the files, each read when it is copied to the device
+        ops:     what computes between the matrix products, and those with quantized weights; None: Triton's kernels
+        quantize: round matrices to integers; None: those that are integers in the files stay what they are. If its
+                  activations are fp8, they are rounded for the FP8 matrices of the files, as `float8` says
+        """
+        if dtype == torch.bfloat16 and not has_bfloat16(device):
+            raise UnsupportedConfig(f"{gpu_name(device)} does not compute in bfloat16")
+        # In bfloat16 and float16, cuBLAS may otherwise add parts of a product in 16 bits.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        self.config = text_config(config)
+        self.program = program = read_program(config)
+        self.name = program.name
+        self.kind = program.kind
+        self.dtype = dtype
+        self.device = device
+        self.vocab_size = program.vocab_size
+        self.max_model_len = program.max_model_len
+        self.short_context = program.short_context
+        self.layers = list(program.caches)
+        self.windows: list[int | None] = list(program.windows)
+        self.layer_devices = [self.device] * len(self.layers)
+        self.states = list(program.states)
+        self.state_devices = [self.device] * len(self.states)
+        self.ops = ops or _triton_ops(self.layers, dtype, device)
+        tensors = resolved(program, tensors)
+        self.num_parameters = check_weights(program, tensors)
+        self.stored = ""
+        least_bits = 2 if isinstance(tensors, StoredWeights) else 4 if quantize is not None else 8 * dtype.itemsize
+        check_room("The weights", self.num_parameters * least_bits // 8, device)
+        if isinstance(tensors, StoredWeights):
+            self.stored, quantize = tensors.description, quantize or Quantization(STORED)
+        asks = quantize is not None and quantize.activations == "fp8"
+        self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
+        self._on_device = DeviceProgram(program, tensors, dtype, device, quantize, self.float8)
+        self._adapters: DeviceAdapters | None = None
+        self.quantization: Quantization | None = None
+        if quantize is not None:
+            activations = "fp8" if self.float8.rounded else activations_in(dtype)
+            self.quantization = Quantization(quantize.weights, activations)
+
+    def with_ops(self, ops: LayerOps) -> CudaModel:
+        """The same model with the same weights, and other operations."""
+        model = copy(self)
+        model.ops = ops
+        return model
+
+    def with_adapters(self, adapters: Sequence[Adapter]) -> CudaModel:
+        """See `Model`."""
+        model = copy(self)
+        model._adapters = DeviceAdapters(sites_of(self.program, adapters), self.dtype, self.device)
+        return model
+
+    def as_batch_invariant(self) -> CudaModel:
+        """The same model with operations that are batch-invariant, if Triton computes them."""
+        from cbatch.kernels.triton.layer import TritonLayerOps
+
+        if not isinstance(self.ops, TritonLayerOps):
+            return self
+        return self.with_ops(replace(self.ops, batch_invariant=True))
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Adapters are not, nor recurrent layers, which go tile by tile in prompts and token by token afterwards."""
+        return self.ops.batch_invariant and not self.states and not self.has_adapters
+
+    @property
+    def has_adapters(self) -> bool:
+        return self._adapters is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._on_device.weight_bytes
+
+    @property
+    def linear_cost(self) -> LinearCost:
+        return self.program.linear_cost(self._on_device.matrix_bytes)
+
+    @property
+    def capturable(self) -> CudaModel:
+        return self
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, kv_cache: KVCache, attention: AttentionBackend) -> Logits:
+        """Logits [R, vocabulary] float32 of the wanted rows."""
+        metadata = attention.prepare(batch, kv_cache.block_size)
+        inputs = DeviceInputs(batch.input_ids, batch.position_ids, batch.slot_mapping)
+        if self._adapters is not None and batch.adapters is not None:
+            inputs = inputs._replace(adapters=self._adapters.step(batch.adapters))
+        if batch.states is not None:
+            inputs = inputs._replace(recurrence=_recurrence_of(batch), states=batch.states.pool.tensors)
+        return Logits(self.run_head(self.run_layers(inputs, metadata, kv_cache, attention), batch.logit_rows))
+
+    def new_hidden_states(self, tokens: int) -> HiddenStates:
+        residual = torch.empty(tokens, self.program.hidden_size, dtype=torch.float32, device=self.device)
+        return HiddenStates(residual, torch.empty_like(residual, dtype=self.dtype))
+
+    def run_layers(
+        self,
+        inputs: DeviceInputs,
+        metadata: Any,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+        out: HiddenStates | None = None,
+    ) -> HiddenStates:
+        """See `CapturableModel`. The device must be torch's current one, on which Triton launches all kernels.
+
+        Raises ValueError if the cache is not laid out as the kernels write it.
+        """
+        block = [kv_cache.block_size, self.layers[0].heads]
+        if self.ops.heads_first:
+            block.reverse()
+        if kv_cache.keys[0].shape[1:] != (*block, self.layers[0].key_dim):
+            raise ValueError("The cache's blocks are not laid out as the model writes them.")
+        hidden = self.new_hidden_states(len(inputs.input_ids)) if out is None else out
+        step = self._on_device.new_step(self.ops, inputs, metadata, kv_cache, attention, hidden)
+        for call in self._on_device.calls:
+            call(step)
+        return hidden
+
+    def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `CapturableModel`."""
+        residual, added = hidden
+        if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
+            return residual.new_empty(0, self.vocab_size)
+        head = self._on_device.head
+        addends = () if head.added is None else (Addend(added, head.added),)
+        chosen = added.new_empty(len(rows), self.program.hidden_size)
+        self.ops.select_and_norm(residual, addends, rows, head.norm, head.factor, chosen)
+        logits = self.ops.logits(chosen, head.lm_head, out)
+        if head.bias is not None or head.softcap:
+            self.ops.finish_logits(logits, head.bias, head.softcap)
+        return logits
+
+
+def _recurrence_of(batch: RaggedBatch) -> Recurrence:
+    """Where the chunks of a step have their states, on the device."""
+    states, counts = batch.states, batch.counts
+    assert states is not None
+    arrays = [np.append(0, counts.cumsum()), states.slots, states.snapshot_counts, states.snapshot_slots]
+    starts, slots, snapshot_counts, snapshot_slots = to_device(
+        [array.astype(np.int32) for array in arrays], batch.device
+    )
+    return Recurrence(starts, slots, snapshot_counts, snapshot_slots, int(counts.max()))
+
+
+def _triton_ops(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> LayerOps:
+    """Raises UnsupportedConfig if the kernels do not serve such layers, and ImportError without Triton."""
+    from cbatch.attention.triton import fits
+    from cbatch.kernels.triton.layer import TritonLayerOps
+
+    if not fits(layers, dtype, device):
+        largest = max(max(layer.key_dim, layer.value_dim) for layer in layers)
+        raise UnsupportedConfig(f"the kernels do not support heads of {largest}, or do not compute in {dtype}")
+    return TritonLayerOps.for_device(device)

@@ -1,0 +1,292 @@
+"""Copies the weights of a program to a device, as numbers or in the bits that they are kept in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.base.quantization import Quantization
+from cbatch.kernels.cpu.matmul.formats import FORMATS, INT4, INT8, IQ4_NL
+from cbatch.kernels.float8_matrix import Float8Matrix
+from cbatch.kernels.layer_ops import ActivationSettings, ExpertWeights, NormWeights
+from cbatch.kernels.quantized_matrix import GROUP, QuantizedMatrix
+from cbatch.model.float8 import Float8Use
+from cbatch.model.packing import quantized
+from cbatch.model.programs.program import Activation, Matrix, Norm, Weight
+from cbatch.model.programs.stored import StoredWeights
+from cbatch.runtime.cpu import num_threads
+
+_NO_NORM = NormWeights("none")
+_NUMBERS_AT_ONCE = 2**22
+"""Of a matrix, which a thread reads and unpacks together."""
+
+
+class _Format(NamedTuple):
+    """How a matrix is kept.
+
+    kind, group: see `QuantizedMatrix`
+    packed:      as `StoredWeights` has it; None for FP8
+    """
+
+    kind: str
+    packed: int | None
+    group: int = GROUP
+
+    @classmethod
+    def of(cls, packed: int | None) -> _Format | None:
+        """None for numbers."""
+        if packed == IQ4_NL:  # all numbers of which int8 has
+            packed = INT8
+        return None if packed is None else cls(FORMATS[packed], packed)
+
+
+class _Span(NamedTuple):
+    """Rows first .. stop-1 of a weight, which are columns of a matrix from `column` on."""
+
+    weight: Weight
+    first: int
+    stop: int
+    column: int
+
+
+class DeviceWeights:
+    """Copies weights to a device; those that are multiplied together become one."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: Quantization | None = None,
+        tied: Matrix | None = None,
+        float8: Float8Use | None = None,
+    ) -> None:
+        """quantize: keep matrices as integers; those of the files need StoredWeights
+        tied:     the matrix of a head that is the embedding
+        float8:   counts FP8 matrices; without a problem, those of linears become `Float8Matrix`. None: none does
+        """
+        self.loaded: list[Tensor] = []
+        self.matrices: list[Tensor | QuantizedMatrix | Float8Matrix] = []
+        self._float8 = float8 or Float8Use()
+        self._tensors, self._dtype, self._device = tensors, dtype, device
+        self._quantize, self._tied = quantize, tied
+        self._last: tuple[str, Tensor] | None = None
+        self._tables: dict[Weight, Tensor | QuantizedMatrix] = {}
+
+    def forget(self) -> None:
+        """What was read last, which may be asked for once more: files hold all experts in one tensor."""
+        self._last = None
+
+    def embedding(self, weight: Weight) -> Tensor | QuantizedMatrix:
+        """[rows, columns] as it is looked up."""
+        if weight not in self._tables:
+            is_head = self._tied is not None and self._tied.parts == (weight,)
+            matrix = Matrix((weight,))
+            format = self._format([matrix], is_head=True) if is_head or self._keeps_stored else None
+            self._tables[weight] = (
+                self._stacked([weight], self._dtype) if format is None else self._packed(matrix, format)
+            )
+        return self._tables[weight]
+
+    def table(self, weight: Weight) -> Tensor:
+        """[rows, columns] numbers"""
+        return self._stacked([weight], self._dtype)
+
+    def output_head(self, matrix: Matrix) -> Tensor | QuantizedMatrix:
+        """The embedding if it is tied."""
+        lm_head = self._tables.get(matrix.parts[0])
+        if lm_head is None or len(matrix.parts) > 1:
+            return self._matrix(matrix, is_head=True)
+        self.matrices.append(lm_head)
+        return lm_head
+
+    def linear(self, matrix: Matrix) -> tuple[Tensor | QuantizedMatrix | Float8Matrix, Tensor | None]:
+        """A matrix [columns, depth], and its biases."""
+        bias = self._stacked(matrix.biases, self._dtype) if matrix.biases else None
+        format = self._format([matrix])
+        if format is None or format.kind != "fp8":
+            return self._matrix(matrix), bias
+        found: QuantizedMatrix | Float8Matrix
+        kind = _float8_kind(matrix, format)
+        if kind or self._float8.problem:
+            found = self._packed(matrix, format, kind)
+        else:
+            found = Float8Matrix.empty(matrix.columns, matrix.depth, self._device)
+            self._fill_packed(found, matrix, format)
+            self._float8.rounded += 1
+            self.loaded += found
+        self.matrices.append(found)
+        return found, bias
+
+    def router(self, matrix: Matrix) -> tuple[Tensor, Tensor | None]:
+        """Likewise, as float32."""
+        weight = self._stacked(matrix.parts, torch.float32)
+        self.matrices.append(weight)
+        return weight, self._stacked(matrix.biases, torch.float32) if matrix.biases else None
+
+    def experts(self, matrices: Sequence[Matrix]) -> ExpertWeights:
+        first, format = matrices[0], self._format(matrices)
+        weight: Tensor | QuantizedMatrix
+        if format is None:
+            weight = self._empty(len(matrices), first.columns, first.depth)
+            for out, matrix in zip(weight, matrices, strict=True):
+                self._fill(out, matrix.parts)
+        else:
+            weight = self._empty_matrix(format, first, "of experts", len(matrices))
+            for number, matrix in enumerate(matrices):
+                self._fill_packed(weight.expert(number), matrix, format)
+        bias = self._empty(len(matrices), first.columns) if first.biases else None
+        if bias is not None:
+            for out, matrix in zip(bias, matrices, strict=True):
+                self._fill(out, matrix.biases)
+        self.matrices.append(weight)
+        return ExpertWeights(weight, bias)
+
+    def norm(self, norm: Norm) -> NormWeights:
+        weight, bias = (self.vector(*part) if part else None for part in (norm.weight, norm.bias))
+        return NormWeights(norm.kind, norm.eps, weight, bias)
+
+    def head_norm(self, norm: Norm | None, dim: int) -> NormWeights:
+        """Of heads of so many numbers; weights that are the same for all are kept once."""
+        if norm is None:
+            return _NO_NORM
+        found = self.norm(norm)
+        rows = [part.view(-1, dim) for part in (found.weight, found.bias) if part is not None]
+        if any((part != part[0]).any() for part in rows):
+            return found
+        return found._replace(
+            weight=None if found.weight is None else found.weight[:dim],
+            bias=None if found.bias is None else found.bias[:dim],
+        )
+
+    def vector(self, *weights: Weight, factor: float = 1.0) -> Tensor:
+        """Weights side by side, in float32."""
+        sizes = [math.prod(weight.size) for weight in weights]
+        out = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
+        for part, weight in zip(torch.split(out, sizes), weights, strict=True):
+            part.copy_(weight.read(self._tensor(weight.name)).flatten())
+        self.loaded.append(out)
+        return out if factor == 1 else out.mul_(factor)
+
+    def decay(self, log: Weight) -> Tensor:
+        """-exp of a weight, in float32."""
+        return self.vector(log).exp_().neg_()
+
+    def activation(self, activation: Activation) -> ActivationSettings:
+        params = [
+            float(one.read(self._tensor(one.name))) if isinstance(one, Weight) else one for one in activation.params
+        ]
+        return ActivationSettings(
+            activation.name, activation.gated, tuple(params), activation.limit, activation.slope, activation.up_offset
+        )
+
+    def indices(self, columns: Tensor) -> Tensor:
+        return columns.to(self._device)
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        self.loaded.append(out)
+        return out
+
+    def _stacked(self, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
+        out = self._empty(sum(weight.size[0] for weight in weights), *weights[0].size[1:], dtype=dtype)
+        self._fill(out, weights)
+        return out
+
+    def _fill(self, out: Tensor, weights: Sequence[Weight]) -> None:
+        """Copies weights below each other, each straight to its place on the device."""
+        for part, weight in zip(torch.split(out, [weight.size[0] for weight in weights]), weights, strict=True):
+            part.copy_(self._rows(weight, 0, weight.size[0]))
+
+    def _rows(self, weight: Weight, first: int, stop: int) -> Tensor:
+        """Rows of a weight as numbers."""
+        if isinstance(self._tensors, StoredWeights) and len(weight.size) == 2:
+            return self._tensors.rows(weight, first, stop)
+        return weight.read(self._tensor(weight.name))[first:stop]
+
+    @property
+    def _keeps_stored(self) -> bool:
+        return self._quantize is not None and self._quantize.keeps_stored
+
+    @property
+    def _stored(self) -> StoredWeights:
+        return cast(StoredWeights, self._tensors)
+
+    def _format(self, matrices: Sequence[Matrix], *, is_head: bool = False) -> _Format | None:
+        """How matrices are packed; None for numbers. Heads are int8 in int4 models."""
+        if self._keeps_stored:
+            parts = [part for matrix in matrices for part in matrix.parts]
+            group = self._stored.float8_group(parts)
+            return _Format.of(self._stored.format(parts)) if group is None else _Format("fp8", None, group)
+        if self._quantize is None:
+            return None
+        return _Format.of(INT8 if is_head or self._quantize.weights == "int8" else INT4)
+
+    def _matrix(self, matrix: Matrix, *, is_head: bool = False) -> Tensor | QuantizedMatrix:
+        format = self._format([matrix], is_head=is_head)
+        found = self._stacked(matrix.parts, self._dtype) if format is None else self._packed(matrix, format)
+        self.matrices.append(found)
+        return found
+
+    def _packed(self, matrix: Matrix, format: _Format, kind: str = "of embeddings and heads") -> QuantizedMatrix:
+        """kind: see `_empty_matrix`"""
+        packed = self._empty_matrix(format, matrix, kind)
+        self._fill_packed(packed, matrix, format)
+        return packed
+
+    def _empty_matrix(self, format: _Format, matrix: Matrix, kind: str, experts: int = 0) -> QuantizedMatrix:
+        """kind: what it is said to be if it is FP8, whose activations are not rounded"""
+        if format.kind == "fp8":
+            self._float8.others[kind] += experts or 1
+        empty = QuantizedMatrix.empty(format.kind, matrix.columns, matrix.depth, self._device, experts, format.group)
+        self.loaded += empty.tensors
+        return empty
+
+    def _fill_packed(self, out: QuantizedMatrix | Float8Matrix, matrix: Matrix, format: _Format) -> None:
+        """Reads and unpacks a matrix by several threads, a part of it at a time; or rounds it on the device."""
+        spans = list(_spans(matrix))
+        if not self._keeps_stored and format.packed is not None:
+            for span in spans:
+                out.fill(span.column, *quantized(self._rows(*span[:3]).to(self._device), format.packed))
+            return
+        with ThreadPoolExecutor(num_threads(), "cbatch-read") as executor:
+            read = executor.map(partial(self._integers, format=format), spans)
+            for span, integers in zip(spans, read, strict=True):
+                out.fill(span.column, *(tensor.to(self._device) for tensor in integers))
+
+    def _integers(self, span: _Span, format: _Format) -> list[Tensor]:
+        if format.packed is None:
+            return list(self._stored.float8(*span[:3]))
+        found = self._stored.packed([(span.weight, span.first, span.stop)], format.packed)
+        return [torch.from_numpy(np.ascontiguousarray(each)) for each in found]
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self._tensors[name]
+        return self._last[1]
+
+
+def _float8_kind(matrix: Matrix, format: _Format) -> str:
+    """What keeps an FP8 matrix from products with activations that are rounded to FP8; empty if nothing does."""
+    if format.group < matrix.depth:
+        return "with scales for blocks"
+    return "" if Float8Matrix.takes(matrix.columns, matrix.depth) else "whose sizes are no multiples of 16"
+
+
+def _spans(matrix: Matrix) -> Iterator[_Span]:
+    """All rows of a matrix's parts, a few at a time."""
+    column, step = 0, max(1, _NUMBERS_AT_ONCE // matrix.depth)
+    for weight in matrix.parts:
+        rows = weight.size[0]
+        for first in range(0, rows, step):
+            stop = min(first + step, rows)
+            yield _Span(weight, first, stop, column)
+            column += stop - first

@@ -1,0 +1,75 @@
+"""AWQ checkpoints (https://github.com/casper-hansen/AutoAWQ), of version gemm.
+
+A matrix [rows, depth] of integers of 4 bits is stored the other way round: `qweight` [depth, rows / 8] int32 has eight
+rows in a word, in the order of `_ORDER`. So has `qzeros` [groups, rows / 8]. `scales` are [groups, rows].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.model.formats.matrices import ColumnMatrix, Rows, StoredMatrix, unpacked, unpacked_rows
+from cbatch.model.formats.method import FLOATS, Headers, Settings
+
+_ORDER = np.array((0, 2, 4, 6, 1, 3, 5, 7))
+"""Which of eight rows the bits of a word are, the lowest first."""
+
+_PLACES = np.argsort(_ORDER)
+
+
+@dataclass(frozen=True)
+class AwqSettings:
+    group: int
+    has_zeros: bool
+
+
+def read_settings(settings: Settings) -> AwqSettings:
+    """Raises UnreadQuantization for what is not read."""
+    settings.expect("version", "gemm", "GEMM")
+    settings.expect("bits", 4)
+    settings.ignore(
+        "modules_to_not_convert", "modules_to_fuse", "do_fuse", "fuse_max_seq_len", "backend", "exllama_config"
+    )
+    found = AwqSettings(settings.group_size(), settings.expect("zero_point", True, False))
+    settings.finish()
+    return found
+
+
+def matrices(settings: AwqSettings, headers: Headers) -> dict[str, StoredMatrix]:
+    """By the names of their weights. Raises ModelError for missing or misshaped tensors."""
+    found: dict[str, StoredMatrix] = {}
+    for module in headers.modules(".qweight"):
+        depth, words = headers.shape(f"{module}.qweight", ("I32",), 2)
+        group, groups = headers.groups(settings.group, depth)
+        headers.check(f"{module}.scales", FLOATS, (groups, 8 * words))
+        zeros = f"{module}.qzeros"
+        if settings.has_zeros or zeros in headers.tensors:
+            headers.check(zeros, ("I32",), (groups, words))
+        found[f"{module}.weight"] = AwqMatrix(
+            headers.tensors, f"{module}.qweight", 8 * words, depth, group=group, zero=zeros, scale=f"{module}.scales"
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class AwqMatrix(ColumnMatrix):
+    def codes(self, rows: Rows) -> NDArray[Any]:
+        return self._unpacked(self.name, rows)
+
+    def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
+        return self._unpacked(self.zero, rows).astype(np.float32) if self.has_zeros else None
+
+    @cached_property
+    def has_zeros(self) -> bool:
+        return self.zero in self.tensors and bool(
+            (unpacked(self.tensors[self.zero].numpy(), 4) != self.usual_zero).any()
+        )
+
+    def _unpacked(self, name: str, rows: Rows) -> NDArray[Any]:
+        """Integers [rows, depth or groups]."""
+        return unpacked_rows(self.tensors, name, rows // 8 * 8 + _PLACES[rows % 8], 4, axis=1)

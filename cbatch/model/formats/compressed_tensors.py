@@ -1,0 +1,163 @@
+"""Checkpoints of compressed-tensors (https://github.com/vllm-project/compressed-tensors).
+
+| format | tensors of a matrix [rows, depth] |
+|---|---|
+| pack-quantized | `weight_packed` [rows, depth * bits / 32] int32, integers plus 8 or 128; `weight_shape` [2] |
+| int-quantized | `weight` [rows, depth] int8 |
+| float-quantized | `weight` [rows, depth] float8_e4m3fn |
+| naive-quantized | one of the last two |
+
+`weight_scale` is [rows, groups], one number, or [blocks, blocks] for numbers of 8 bits. `weight_zero_point` is the same
+in int8; in pack-quantized, several rows may be in a word. `weight_g_idx` [depth] is the group of each number. Which of
+these a module has says how it is read: checkpoints may mix them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.model.formats.matrices import (
+    FloatMatrix,
+    GroupedMatrix,
+    Rows,
+    StoredMatrix,
+    as_float32,
+    unpacked,
+    unpacked_rows,
+)
+from cbatch.model.formats.method import FLOATS, Headers, Settings
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+@dataclass(frozen=True)
+class CompressedSettings:
+    """groups: numbers of a row that may share a scale; blocks: rows and columns that may"""
+
+    groups: frozenset[int]
+    blocks: frozenset[tuple[int, int]]
+
+
+def read_settings(settings: Settings) -> CompressedSettings:
+    """Raises UnreadQuantization for what is not read."""
+    settings.expect("format", *_FORMATS)
+    settings.expect("quantization_status", "compressed", "frozen")
+    settings.ignore("ignore", "kv_cache_scheme", "global_compression_ratio", "version")
+    sparsity = settings.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
+        raise settings.unsupported("sparsity_config", sparsity)
+    given = settings.get("config_groups")
+    if not isinstance(given, Mapping):
+        raise settings.unsupported("config_groups", given)
+    groups, blocks = set(), set()
+    for name in sorted(given):
+        values = given[name]
+        weights = values.get("weights") if isinstance(values, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise settings.unsupported("config_groups", {name: values})
+        scheme = Settings({"quant_method": settings.method, **weights})
+        is_float = scheme.expect("type", "int", "float") == "float"
+        scheme.expect("num_bits", *((8,) if is_float else (8, 4)))
+        scheme.expect("dynamic", False)
+        strategy = scheme.expect("strategy", "tensor", "channel", "group", *(["block"] if is_float else []))
+        if strategy == "group":
+            groups.add(scheme.group_size())
+        if strategy == "block":
+            blocks.add(scheme.block("block_structure"))
+        Settings({"quant_method": settings.method, **values}).expect("format", *_FORMATS)
+    settings.finish()
+    return CompressedSettings(frozenset(groups), frozenset(blocks))
+
+
+def matrices(settings: CompressedSettings, headers: Headers) -> dict[str, StoredMatrix]:
+    """By the names of their weights. Raises ModelError for missing or misshaped tensors."""
+    packed = {f"{module}.weight": _packed(settings, headers, module) for module in headers.modules(".weight_packed")}
+    others = {
+        f"{module}.weight": _whole(settings, headers, module)
+        for module in headers.modules(".weight_scale")
+        if f"{module}.weight" not in packed
+    }
+    return packed | others
+
+
+def _packed(settings: CompressedSettings, headers: Headers, module: str) -> StoredMatrix:
+    name = f"{module}.weight_packed"
+    rows, words = headers.shape(name, ("I32",), 2)
+    headers.check(f"{module}.weight_shape", ("I64", "I32"), (2,))
+    given_rows, depth = headers.tensors[f"{module}.weight_shape"].tolist()
+    bits = next((bits for bits in (4, 8) if depth > 0 and -(-depth * bits // 32) == words), 0)
+    if given_rows != rows or not bits:
+        raise headers.misshaped(name, f"packed integers of a matrix [{given_rows}, {depth}]")
+    return _integers(settings, headers, module, name, rows, depth, bits)
+
+
+def _whole(settings: CompressedSettings, headers: Headers, module: str) -> StoredMatrix:
+    name = f"{module}.weight"
+    rows, depth = headers.shape(name, ("I8", "F8_E4M3"), 2)
+    if headers.tensors.header(name).type == "I8":
+        return _integers(settings, headers, module, name, rows, depth, 8)
+    scale = f"{module}.weight_scale"
+    zero = f"{module}.weight_zero_point"
+    if zero in headers.tensors and headers.is_nonzero(zero):
+        raise headers.misshaped(zero, "zeros beside numbers of float8")
+    block = headers.block(scale, rows, depth, settings.blocks)
+    return FloatMatrix(headers.tensors, name, rows, depth, scale=scale, block=block)
+
+
+def _integers(
+    settings: CompressedSettings, headers: Headers, module: str, name: str, rows: int, depth: int, bits: int
+) -> StoredMatrix:
+    scale, zero, order = (f"{module}.weight_{part}" for part in ("scale", "zero_point", "g_idx"))
+    sizes = [headers.groups(size, depth) for size in (-1, *settings.groups)]
+    shapes: dict[tuple[int, ...], int] = {(rows, count): size for size, count in sizes}
+    headers.check(scale, FLOATS, *shapes, (1,), ())
+    found = headers.tensors.header(scale).shape
+    group = shapes.get(found, depth)
+    groups = -(-depth // group)
+    if zero in headers.tensors:
+        packed = -(-rows * bits // 32)
+        headers.check(zero, ("I8", "I32"), found, (packed, groups))
+        if headers.tensors.header(zero).type == "I32":
+            headers.check(zero, ("I32",), (packed, groups))
+        else:
+            headers.check(zero, ("I8",), found)
+    where = None
+    if order in headers.tensors:
+        headers.check(order, ("I32", "I64"), (depth,))
+        where = headers.order(order, group, groups)
+    return CompressedMatrix(
+        headers.tensors, name, rows, depth, bits=bits, group=group, order=where, scale=scale, zero=zero
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedMatrix(GroupedMatrix):
+    def codes(self, rows: Rows) -> NDArray[Any]:
+        numbers = self.tensors.take(self.name, rows).numpy()
+        return numbers if numbers.dtype == np.int8 else unpacked(numbers, self.bits)[:, : self.depth]
+
+    def scales(self, rows: Rows) -> NDArray[np.float32]:
+        if len(self.tensors.header(self.scale).shape) < 2:
+            return np.broadcast_to(as_float32(self.tensors[self.scale]).reshape(1, 1), (len(rows), 1))
+        return as_float32(self.tensors.take(self.scale, rows))
+
+    def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
+        return self._zeros(rows) if self.has_zeros else None
+
+    @cached_property
+    def has_zeros(self) -> bool:
+        return self.zero in self.tensors and bool((self._zeros(np.arange(self.rows)) != self.usual_zero).any())
+
+    def _zeros(self, rows: Rows) -> NDArray[np.float32]:
+        header = self.tensors.header(self.zero)
+        if header.type == "I32":
+            return unpacked_rows(self.tensors, self.zero, rows, self.bits, axis=0).astype(np.float32)
+        given = self.tensors[self.zero].numpy().reshape(1, 1) if len(header.shape) < 2 else None
+        zeros = np.repeat(given, len(rows), 0) if given is not None else self.tensors.take(self.zero, rows).numpy()
+        return zeros.astype(np.float32) + self.usual_zero

@@ -1,0 +1,165 @@
+"""Loads a model of a GGUF file: its program, its weights in the engine's packed formats, and its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cbatch.base.errors import ModelError
+from cbatch.base.quantization import Quantization
+from cbatch.model.dtypes import choose_formats
+from cbatch.model.formats.gguf_blocks import BF16, F16, FLOATS, block_name
+from cbatch.model.formats.gguf_config import Config, read_config
+from cbatch.model.formats.gguf_file import GgufFile, read_gguf
+from cbatch.model.formats.gguf_names import sources_of
+from cbatch.model.formats.gguf_weights import GgufWeights, bits_per_weight, rounded_types
+from cbatch.model.formats.integers import tell_rounded, tell_widened
+from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.programs.declarations import check_weights, read_program
+from cbatch.runtime.device import is_accelerator
+from cbatch.runtime.memory import is_out_of_memory
+from cbatch.text.fast_loader import TextTokenizer
+from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens
+
+if TYPE_CHECKING:
+    from cbatch.model.cpu import CpuModel
+    from cbatch.model.cuda import CudaModel
+    from cbatch.model.weight_cache import WeightCache
+
+_SAMPLES, _SAMPLE_BYTES = 8, 16
+
+
+class GgufModel:
+    """A model in GGUF files, whose weights have not been read yet.
+
+    config:      as its config.json would be
+    fingerprint: hash of the header and of samples of every tensor, 32 hexadecimal digits
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises ModelError, with one sentence, for files that are damaged or hold a model that is not read.
+
+        The tokenizer is read when it is asked for.
+        """
+        try:
+            self._file = file = read_gguf(paths)
+        except OSError as error:
+            raise ModelError(f"Cannot read {paths[0]}: {error.strerror or error}.") from error
+        self.config: Config = read_config(file)
+        self._weights = GgufWeights(file, sources_of(file, self.config))
+        try:
+            self._program = read_program(self.config)
+            check_weights(self._program, self._weights)
+        except UnsupportedConfig as error:
+            raise ModelError(f"Cannot load {paths[0]}: {error}.") from error
+        self._metadata = with_tokens(file.metadata)
+        self.config["eos_token_id"] = end_ids(self._metadata)
+        self.fingerprint = _fingerprint(file)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The one that its tokenizer would have, which takes longer to make."""
+        template = self._metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer | None:
+        """None if the file has none. Raises ModelError if it is damaged, or of a kind that is not read."""
+        return tokenizer_of(self._metadata, self.config["vocab_size"])
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of its matrices are kept as integers."""
+        return any(tensor.type not in FLOATS for tensor in self._file.tensors.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the matrices; bfloat16 for what stands beside integers."""
+        types = {tensor.type for tensor in self._file.tensors.values()}
+        if self.is_quantized or BF16 in types:
+            return torch.bfloat16
+        return torch.float16 if F16 in types else torch.float32
+
+    @property
+    def description(self) -> str:
+        """The formats in the file, for people."""
+        counts = Counter(block_name(tensor.type) for tensor in self._file.tensors.values())
+        formats = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        return f"GGUF with {bits_per_weight(self._file):.2f} bits a weight (tensors: {formats})"
+
+    def load(
+        self,
+        device: torch.device,
+        dtype: str,
+        *,
+        quantize: Quantization | None,
+        activations: str,
+        weight_cache: WeightCache | None,
+    ) -> CpuModel | CudaModel:
+        """The model, ready to run. Raises ModelError or ConfigError if it cannot be.
+
+        dtype:       auto, or by name. On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the file; else
+                     they become numbers
+        quantize:    round matrices anew, whatever the file has
+        activations: how rows are rounded that are multiplied with integers; see `Quantization`
+        """
+        source = self._file.paths[0]
+        number, quantize = choose_formats(
+            dtype, self.dtype, quantize, device, activations=activations, is_quantized=self.is_quantized
+        )
+        model: CpuModel | CudaModel
+        try:
+            if is_accelerator(device):
+                from cbatch.model.cuda import CudaModel
+
+                model = CudaModel(self.config, self._weights, number, device, quantize=quantize)
+            else:
+                model = self._on_cpu(number, quantize, weight_cache)
+        except (UnsupportedConfig, ImportError) as error:
+            raise ModelError(f"Cannot load {source}: {error}.") from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ModelError(f"Cannot load {source}: its weights do not fit into memory.") from error
+        self._weights.drop_pages()
+        self._tell(model, quantize)
+        return model
+
+    def _on_cpu(self, dtype: torch.dtype, quantize: Quantization | None, weight_cache: WeightCache | None) -> CpuModel:
+        from cbatch.model.cpu import CpuModel
+        from cbatch.model.packing import packed_weights
+
+        files = self._file.paths
+        shared = packed_weights(weight_cache, self.fingerprint, files, dtype, quantize) if weight_cache else None
+        return CpuModel(self.config, self._weights, dtype, quantize=quantize, shared=shared)
+
+    def _tell(self, model: CpuModel | CudaModel, quantize: Quantization | None) -> None:
+        """Says what has become of formats that no kernel reads."""
+        if not self.is_quantized or (quantize is not None and not quantize.keeps_stored):
+            return
+        if quantize is None:
+            tell_widened("GGUF", model.dtype, model.weight_bytes, self._size, "the file")
+        elif rounded := rounded_types(self._file):
+            tell_rounded(map(block_name, rounded), model.weight_bytes, self._size, "the file")
+
+    @property
+    def _size(self) -> int:
+        return sum(tensor.data.nbytes for tensor in self._file.tensors.values())
+
+
+def _fingerprint(file: GgufFile) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for header in file.headers:
+        digest.update(hashlib.blake2b(header).digest())
+    for name in sorted(file.tensors):
+        data = file.tensors[name].data.reshape(-1)
+        last = max(len(data) - _SAMPLE_BYTES, 0)
+        for place in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
+            digest.update(data[place : place + _SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,228 @@
+"""What an architecture of GGUF files is: its settings as a `config.json` has them, and what its tensors become.
+
+Declarations are made of `Rule`s by the names of tensors in a layer, and of a function that reads what an architecture
+has beside the common settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.model.formats.gguf_architectures.metadata import Metadata
+from cbatch.model.programs.builder import deinterleaved
+
+Config = dict[str, Any]
+Order = Callable[[Config, int], Tensor | None]
+"""The order of some rows or columns in the file, given their number; None if they cannot be those of the model."""
+
+Shape = tuple[int, ...]
+
+_MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of a tensor of a layer.
+
+    name:      of the weight in its layer. The ending of the tensor follows, unless the rule is for a whole name; `{}`
+               stands for the number of an expert, or of a head
+    parts:     tensors whose rows follow those of this one
+    rows, columns: their order in the file, see `Source`
+    shape:     of the weight, given that of the tensors
+    is_transposed: see `Source`
+    combine:   makes the weight of the whole tensors; see `Source`
+    """
+
+    name: str
+    parts: tuple[str, ...] = ()
+    rows: Order | None = None
+    columns: Order | None = None
+    shape: Callable[[Shape], Shape] | None = None
+    is_transposed: bool = False
+    combine: Callable[[Config, Sequence[Tensor]], Tensor] | None = None
+
+
+Rules = dict[str, str | Rule]
+"""By names of tensors in a layer, whole (`ssm_dt.bias`) or without their ending (`attn_q`); or of the model."""
+
+BEHIND = Rule("")
+"""Of tensors whose rows follow those of another one."""
+
+MODEL: Rules = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ATTENTION: Rules = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+LAYER: Rules = {
+    **ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How models of an architecture are described.
+
+    kind, name:   their `model_type` and their class in transformers
+    read:         what they have beside the common settings
+    layer, model: what becomes of their tensors
+    norm_offset:  what the file adds to weights of norms, but for those that `plain_norms` names
+    """
+
+    kind: str
+    name: str
+    read: Callable[[Metadata, Config], Config]
+    layer: Rules
+    model: Rules
+    norm_offset: float = 0.0
+    plain_norms: tuple[str, ...] = ()
+
+
+_architectures: dict[str, list[tuple[Callable[[Metadata], bool], Architecture]]] = {}
+
+
+def architecture(
+    names: str,
+    kind: str,
+    class_name: str,
+    *,
+    layer: Rules = LAYER,
+    model: Rules = MODEL,
+    norm_offset: float = 0.0,
+    plain_norms: tuple[str, ...] = (),
+    when: Callable[[Metadata], bool] = lambda data: True,
+) -> Callable[[Callable[[Metadata, Config], Config]], Callable[[Metadata, Config], Config]]:
+    """Registers a declaration. names: of `general.architecture`; when: of several for one name, the first that fits"""
+
+    def register(read: Callable[[Metadata, Config], Config]) -> Callable[[Metadata, Config], Config]:
+        made = Architecture(kind, class_name, read, layer, model, norm_offset, plain_norms)
+        for name in names.split():
+            _architectures.setdefault(name, []).append((when, made))
+        return read
+
+    return register
+
+
+def declared_architectures() -> list[str]:
+    return sorted(_architectures)
+
+
+def find_architecture(data: Metadata) -> Architecture | None:
+    """The declaration of a file's model; None if there is none."""
+    found = _architectures.get(data.file.architecture, [])
+    return next((declaration for when, declaration in found if when(data)), None)
+
+
+def permuted(name: str, heads: str) -> Rule:
+    """Queries or keys whose neighbours are rotated together, as llama.cpp has those of Llama and its kin."""
+
+    def order(config: Config, rows: int) -> Tensor | None:
+        count, head_dim = config[heads], config["head_dim"]
+        if rows != count * head_dim or head_dim % 2:
+            return None
+        return deinterleaved(count, head_dim, head_dim)
+
+    return Rule(name, rows=order)
+
+
+PERMUTED: Rules = {
+    "attn_q": permuted("self_attn.q_proj", "num_attention_heads"),
+    "attn_k": permuted("self_attn.k_proj", "num_key_value_heads"),
+}
+
+
+def flat(shape: Shape) -> Shape:
+    """That of a vector, whatever the file makes of it."""
+    return (math.prod(shape),)
+
+
+def with_channel(shape: Shape) -> Shape:
+    """That of a convolution's weight: transformers has a dimension of one channel between the others."""
+    return (shape[0], 1, shape[1]) if len(shape) == 2 else shape
+
+
+def decay_log(config: Config, parts: Sequence[Tensor]) -> Tensor:
+    """Of how fast a state fades: the file has -exp of it."""
+    return torch.log(-parts[0].float()).flatten()
+
+
+def experts(
+    prefix: str = "mlp.experts.{}.", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Rules:
+    """The matrices of all experts, which transformers has one by one."""
+    return {"ffn_gate_exps": prefix + gate, "ffn_up_exps": prefix + up, "ffn_down_exps": prefix + down}
+
+
+def shared_experts(prefix: str) -> Rules:
+    return {f"ffn_{part}_shexp": f"{prefix}{part}_proj" for part in ("gate", "up", "down")}
+
+
+def read_experts(data: Metadata) -> tuple[int, int]:
+    """How many experts there are, and how many a token has."""
+    count, top_k = data.whole("expert_count"), data.whole("expert_used_count")
+    shapes = [tensor.shape for name, tensor in data.file.tensors.items() if name.endswith(".ffn_down_exps.weight")]
+    if any(len(shape) != 3 or shape[0] != count for shape in shapes) or not shapes:
+        raise data.refused(f"claims to have {count} experts, and its tensors differ")
+    if not 1 <= top_k <= count <= _MAX_EXPERTS:
+        raise data.refused(f"claims to have {count} experts, of which a token has {top_k}")
+    return count, top_k
+
+
+def expert_size(data: Metadata) -> int:
+    """The width of an expert, which not every file says."""
+    shapes = [tensor.shape for name, tensor in data.file.tensors.items() if name.endswith(".ffn_down_exps.weight")]
+    return shapes[0][2]
+
+
+def read_rope(data: Metadata, config: Config, default_base: float = 10000.0) -> Config:
+    """The settings of rotary positions."""
+    head_dim, base = config["head_dim"], data.number("rope.freq_base", default_base)
+    rotated = data.whole("rope.dimension_count", head_dim)
+    if rotated > head_dim:
+        raise data.refused(f"claims to rotate {rotated} numbers of a head of {head_dim}")
+    rope: Config = {"rope_type": "default", "rope_theta": base}
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if base <= 0:
+        raise data.refused(f"has {base} as rope.freq_base")
+    factors = data.factors("rope_freqs.weight", rotated // 2)
+    scaling = data.text("rope.scaling.type", "none")
+    factor = data.number("rope.scaling.factor", 1.0)
+    if factors is not None:
+        return rope | {"rope_type": "factors", "factors": factors}
+    if scaling == "linear" and factor != 1:
+        return rope | {"rope_type": "linear", "factor": factor}
+    if scaling == "yarn":
+        return rope | _read_yarn(data, factor)
+    if scaling not in ("none", "linear", "longrope"):
+        raise data.refused(f"scales rotary positions as {scaling[:40]!r}, which is not read")
+    return rope
+
+
+def _read_yarn(data: Metadata, factor: float) -> Config:
+    original = data.whole("rope.scaling.original_context_length")
+    rope: Config = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if data.has(f"rope.scaling.{theirs}"):
+            rope[ours] = data.number(f"rope.scaling.{theirs}")
+    return rope
+
+
+def read_layer_types(data: Metadata, config: Config, period: int = 0, *, first: bool = False) -> list[str]:
+    """Which layers have windows, by the flags of the file, or all but one of so many.
+
+    first: the one without a window is the first of them, and not the last
+    """
+    layers = config["num_hidden_layers"]
+    flags = data.flags("attention.sliding_window_pattern", layers)
+    if flags is None:
+        full = 0 if first else period - 1
+        flags = [period > 0 and number % period != full for number in range(layers)]
+    return ["sliding_attention" if flag else "full_attention" for flag in flags]

@@ -1,0 +1,224 @@
+"""Matrices of safetensors files that are not stored as numbers: as integers for the packed formats, or as numbers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.model.formats.integers import Integers, as_half, rounded
+from cbatch.model.tensor_files import Tensors
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix(ABC):
+    """A matrix, or those of all experts one after the other.
+
+    tensors:  of the files
+    name:     of its numbers in the files
+    rows, depth: of the matrix, or of each expert's
+    experts:  how many there are; 0 for one matrix
+    is_transposed: transformers has it as [depth, rows]
+    """
+
+    tensors: Tensors
+    name: str
+    rows: int
+    depth: int
+    experts: int = 0
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As transformers has it."""
+        one = (self.depth, self.rows) if self.is_transposed else (self.rows, self.depth)
+        return (self.experts, *one) if self.experts else one
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """How its numbers are stored, for people."""
+
+    @property
+    @abstractmethod
+    def format(self) -> int:
+        """The packed format that it gets."""
+
+    @property
+    @abstractmethod
+    def is_exact(self) -> bool:
+        """Whether the packed format has its integers."""
+
+    @abstractmethod
+    def values(self, rows: Rows) -> Tensor:
+        """Rows as numbers [rows, depth] float32."""
+
+    def integers(self, rows: Rows) -> Integers:
+        """Rows in its packed format."""
+        return rounded(self.values(rows), INT8)
+
+
+@dataclass(frozen=True, eq=False)
+class FloatMatrix(StoredMatrix):
+    """A matrix of floating-point numbers of 8 bits, whose scales stand in another tensor. It becomes int8.
+
+    scale: name of the scales; [rows of blocks, columns of blocks], or one number
+    block: rows and columns that share a scale
+    """
+
+    scale: str = ""
+    block: tuple[int, int] = (1, 1)
+
+    @property
+    def label(self) -> str:
+        return "FP8"
+
+    @property
+    def format(self) -> int:
+        return INT8
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    @property
+    def group(self) -> int | None:
+        """How many numbers of a row share a scale; None if that is no multiple of 32."""
+        is_whole = self.block[1] >= self.depth or self.tensors.header(self.scale).shape in ((), (1,))
+        size = -(-self.depth // GROUP) * GROUP if is_whole else self.block[1]
+        return None if size % GROUP else size
+
+    def values(self, rows: Rows) -> Tensor:
+        numbers, scales = self.tensors.take(self.name, rows).float(), self.scales(rows)
+        if scales.shape[1] == 1:
+            return numbers * scales
+        return numbers * scales.repeat_interleave(self.block[1], dim=1)[:, : self.depth]
+
+    def codes(self, rows: Rows) -> Tensor:
+        """Bytes [rows, depth]."""
+        return self.tensors.take(self.name, rows).view(torch.uint8)
+
+    def scales(self, rows: Rows) -> Tensor:
+        """[rows, columns of blocks] float32"""
+        scales = self.tensors[self.scale].float()
+        if scales.numel() == 1:
+            return scales.reshape(1, 1).expand(len(rows), 1)
+        return scales.view(len(scales), -1)[torch.from_numpy(rows) // self.block[0]]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedMatrix(StoredMatrix):
+    """A matrix of integers: a number is scale * (integer - zero point).
+
+    bits:   4: integers from 0 to 15; 8: from -128 to 127
+    group:  numbers of a row that share scale and zero point, one after the other unless `order` says otherwise
+    order:  [depth] group of each number of a row; None if they lie in turn
+    scale, zero: names of the scales and of the zero points, which need not be there
+    """
+
+    bits: int = 4
+    group: int = GROUP
+    order: Rows | None = None
+    scale: str = ""
+    zero: str = ""
+
+    @abstractmethod
+    def codes(self, rows: Rows) -> NDArray[Any]:
+        """Integers [rows, depth]."""
+
+    @abstractmethod
+    def scales(self, rows: Rows) -> NDArray[np.float32]:
+        """[rows, groups]"""
+
+    @abstractmethod
+    def zeros(self, rows: Rows) -> NDArray[np.float32] | None:
+        """Zero points [rows, groups]; None if all are the usual one."""
+
+    @property
+    @abstractmethod
+    def has_zeros(self) -> bool:
+        """Whether some zero points are not the usual one."""
+
+    @property
+    def usual_zero(self) -> int:
+        """The zero point in the middle of the integers."""
+        return 8 if self.bits == 4 else 0
+
+    @property
+    def label(self) -> str:
+        groups = "columns" if self.group >= self.depth else f"groups of {self.group}"
+        order = "" if self.order is None else " in another order"
+        return f"{self.bits} bits in {groups}{' with zero points' if self.has_zeros else ''}{order}"
+
+    @property
+    def format(self) -> int:
+        if self.bits == 8 or not self._fits:
+            return INT8
+        return INT4_ZEROS if self.has_zeros else INT4
+
+    @property
+    def is_exact(self) -> bool:
+        return self._fits and not (self.bits == 8 and self.has_zeros)
+
+    @property
+    def _fits(self) -> bool:
+        """Whether groups of 32 have one scale each."""
+        return self.order is None and (self.group % GROUP == 0 or self.group >= self.depth)
+
+    def values(self, rows: Rows) -> Tensor:
+        groups = np.arange(self.depth) // self.group if self.order is None else self.order
+        zeros = self.zeros(rows)
+        zero: Any = self.usual_zero if zeros is None else zeros[:, groups]
+        with np.errstate(all="ignore"):  # a damaged file may have any scale
+            return torch.from_numpy(self.scales(rows)[:, groups] * (self.codes(rows).astype(np.float32) - zero))
+
+    def integers(self, rows: Rows) -> Integers:
+        if not self.is_exact:
+            return super().integers(rows)
+        groups = np.arange(0, self.depth, GROUP) // self.group
+        zeros = self.zeros(rows) if self.format == INT4_ZEROS else None
+        scales = self.scales(rows)
+        if self.format != MXFP4:
+            scales = as_half(scales)
+        return Integers(self.codes(rows), scales[:, groups], None if zeros is None else zeros[:, groups])
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnMatrix(GroupedMatrix):
+    """A matrix whose rows are columns of the tensors in the files."""
+
+    def scales(self, rows: Rows) -> NDArray[np.float32]:
+        return as_float32(self.tensors.take(self.scale, rows, axis=1)).T
+
+
+def unpacked(words: NDArray[Any], bits: int) -> NDArray[Any]:
+    """Integers [..., numbers] as `GroupedMatrix` has them, of words [..., words], whose lowest bits come first.
+
+    In the words, those of 8 bits are from 0.
+    """
+    each = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return (each ^ 128).view(np.int8)
+    return np.stack([each & 15, each >> 4], axis=-1).reshape(*each.shape[:-1], -1)
+
+
+def unpacked_rows(tensors: Tensors, name: str, rows: Rows, bits: int, axis: int) -> NDArray[Any]:
+    """Integers [rows, others] of rows that lie several to a word of 32 bits, along an axis of a tensor."""
+    each = 32 // bits
+    words, place = np.unique(rows // each, return_inverse=True)  # each word once
+    taken = tensors.take(name, words, axis=axis).numpy()
+    both = unpacked(taken if axis == 1 else taken.T, bits)
+    return np.ascontiguousarray(both.T[place * each + rows % each])
+
+
+def as_float32(tensor: Tensor) -> NDArray[np.float32]:
+    numbers: NDArray[np.float32] = tensor.float().numpy()
+    return numbers

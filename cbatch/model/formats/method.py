@@ -1,0 +1,144 @@
+"""What a checkpoint says of its quantization, checked: its settings, and the tensors of its matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.base.errors import ModelError
+from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.tensor_files import TensorHeader, Tensors
+
+FLOATS = ("F16", "BF16", "F32")
+"""Types of what is not quantized, scales among it."""
+
+
+class UnreadQuantization(UnsupportedConfig):
+    """Why quantized weights are not read."""
+
+
+class Settings:
+    """The `quantization_config` of a config.json, whose keys are understood or refused."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._read = {"quant_method"}
+        self.method = str(values.get("quant_method"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return self._values.get(key, default)
+
+    def expect(self, key: str, *accepted: Any) -> Any:
+        """One of the accepted values; the first of them if the key is absent or null."""
+        value = self.get(key)
+        value = accepted[0] if value is None else value
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+            raise self.unsupported(key, value)
+        return value
+
+    def group_size(self, key: str = "group_size", default: int = 128) -> int:
+        """Numbers of a row that share a scale; -1 for all."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+            raise self.unsupported(key, value)
+        return value
+
+    def block(self, key: str) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        value = self.get(key)
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        if not is_pair or not all(type(size) is int and size > 0 for size in value):
+            raise self.unsupported(key, value)
+        return value[0], value[1]
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that say how the weights were made, or what others do with them."""
+        self._read.update(keys)
+
+    def finish(self) -> None:
+        """Raises UnreadQuantization for a key that nobody has read, and that says something."""
+        for key in sorted(self._values.keys() - self._read):
+            if self._values[key] not in (None, False, "", [], {}):
+                raise self.unsupported(key, self._values[key])
+
+    def unsupported(self, key: str, value: Any) -> UnreadQuantization:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:80] + "…"
+        return UnreadQuantization(f"{self.method} weights with {key} = {shown} are not read")
+
+
+class Headers:
+    """The types and shapes of tensors, which must be as a format has them.
+
+    used: names of tensors that were asked for, of which matrices are made
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self.used: set[str] = set()
+
+    def modules(self, suffix: str) -> Iterator[str]:
+        """What has a tensor of that name, such as the `model.layers.0.mlp.up_proj` of `.qweight`."""
+        return (name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
+
+    def shape(self, name: str, types: Collection[str], dims: int) -> tuple[int, ...]:
+        """Of a tensor. Raises ModelError if it is missing, or of other types or dimensions."""
+        header = self._header(name)
+        if header.type not in types or len(header.shape) != dims or min(header.shape, default=1) < 1:
+            raise self.misshaped(name, f"{' or '.join(types)} in {dims} dimensions")
+        return header.shape
+
+    def check(self, name: str, types: Collection[str], *shapes: tuple[int, ...]) -> None:
+        """Raises ModelError unless a tensor is there, and has one of the types and of the shapes."""
+        header = self._header(name)
+        if header.type not in types or header.shape not in shapes:
+            raise self.misshaped(name, f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}")
+
+    def block(self, name: str, rows: int, depth: int, blocks: Collection[tuple[int, int]]) -> tuple[int, int]:
+        """Rows and columns of a matrix that share a scale, given the name of its scales.
+
+        blocks: the sizes that its settings name; else there is one number, or one for each row
+        """
+        shapes: dict[tuple[int, ...], tuple[int, int]] = {
+            (): (rows, depth), (1,): (rows, depth), (1, 1): (rows, depth), (rows,): (1, depth), (rows, 1): (1, depth)
+        }  # fmt: skip
+        if blocks:
+            sizes = {(min(high, rows), min(wide, depth)) for high, wide in blocks}
+            shapes |= {(-(-rows // high), -(-depth // wide)): (high, wide) for high, wide in sizes}
+        self.check(name, (*FLOATS, "F8_E8M0"), *shapes)
+        return shapes[self.tensors.header(name).shape]
+
+    @staticmethod
+    def groups(size: int, depth: int) -> tuple[int, int]:
+        """Numbers of a row that share a scale, and how many such groups it has. size: of the settings"""
+        group = depth if size == -1 else min(size, depth)
+        return group, -(-depth // group)
+
+    def is_nonzero(self, name: str) -> bool:
+        """Whether a tensor has numbers other than 0."""
+        self.used.add(name)
+        return bool(self.tensors[name].float().any())
+
+    def order(self, name: str, group: int, groups: int) -> NDArray[np.int64] | None:
+        """[depth] group of each number of a row, of a tensor that was checked; None if they lie in turn."""
+        order = self.tensors[name].numpy().astype(np.int64)
+        if (order == -1).all() or np.array_equal(order, np.arange(len(order)) // group):
+            return None
+        if order.min() < 0 or order.max() >= groups:
+            raise ModelError(f"Cannot load {self.tensors.folder}: {name} names groups other than 0 to {groups - 1}.")
+        return order
+
+    def misshaped(self, name: str, expected: str) -> ModelError:
+        found = self._header(name)
+        return ModelError(f"Cannot load {self.tensors.folder}: {name} is {found}, and should be {expected}.")
+
+    def _header(self, name: str) -> TensorHeader:
+        if name not in self.tensors:
+            raise ModelError(f"Cannot load {self.tensors.folder}: its quantized weights lack {name}.")
+        self.used.add(name)
+        return self.tensors.header(name)

@@ -1,0 +1,115 @@
+"""Sparse attention with an index of its own, as in DeepSeek V3.2: another small attention chooses the keys of a token.
+
+In transformers, a module called indexer keeps keys of its own in the cache (`update_indexer`), and returns for each
+token the positions that its attention may see. Here these keys are one more paged tensor. In a step, an indexer is
+called once for each sequence, with a view of its pages; everything around it runs on the ragged row. The positions
+reach `paged_attention` as its keyword `indices`.
+(DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cbatch.attention.reference import Sequence
+from cbatch.base.errors import ModelError
+from cbatch.model.hf.attention_calls import AttentionCalls, AttentionProbe, current_pass
+from cbatch.model.hf.recurrent import modules_that_ask
+
+INDEXED_LAYERS = frozenset({"indexed_attention"})
+"""Types of layers in which an indexer chooses."""
+
+
+class IndexView:
+    """What an indexer sees as its cache: the pages of one sequence, in which it stores its new keys first.
+
+    number: of its cache among those of the model
+    """
+
+    def __init__(self, calls: AttentionCalls, number: int, sequence: Sequence, slots: Tensor) -> None:
+        self._cache = calls.kv_cache.keys[number]
+        self._sequence = sequence
+        self._slots = slots
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """All keys [1, stop, dim] of the sequence, given those of its chunk [1, n, dim]."""
+        tokens = self._cache.flatten(0, 1)
+        tokens.index_copy_(0, self._slots[self._sequence.rows], indexer_key_states[0, :, None].to(tokens.dtype))
+        gathered = self._cache[self._sequence.blocks].flatten(0, 1)[: self._sequence.stop, 0]
+        return gathered[None].to(indexer_key_states.dtype)
+
+
+class _NotingIndex:
+    """Takes the place of an `IndexView` in the probe of a model, and notes how wide its keys are."""
+
+    def __init__(self, probe: AttentionProbe) -> None:
+        self._probe = probe
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        self._probe.index_dims.append((indexer_key_states.shape[-1], indexer_key_states.device))
+        return indexer_key_states
+
+
+def serve_indexers(network: Any, config: Any, device: torch.device) -> None:
+    """Makes the indexers of a network run sequence by sequence. Raises ModelError if it has none that can be served."""
+    ids = torch.arange(4, device=device)[None] % config.vocab_size
+    cache = network(input_ids=ids, use_cache=True).past_key_values
+    inputs = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    found = modules_that_ask(network, cache, inputs, ("update_indexer",))
+    if not found:
+        raise ModelError("its sparse attention has no indexer that can be served")
+    for number, (module, parameter) in enumerate(found.items()):
+        _serve(module, parameter, number)
+
+
+def _serve(module: Any, parameter: str, number: int) -> None:
+    """number: of the indexer among those of the network"""
+    original: Callable[..., Any] = module.forward
+    signature = inspect.signature(original)
+    if "attention_mask" not in signature.parameters:
+        raise ModelError("its sparse attention has an indexer that takes no mask")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = current_pass()
+        if current is None:
+            return original(*args, **kwargs)
+        given = dict(signature.bind_partial(*args, **kwargs).arguments)
+        if isinstance(current, AttentionProbe):
+            return original(**given | {parameter: _NotingIndex(current)})
+        tokens = next(value.shape[1] for value in given.values() if isinstance(value, Tensor))
+        device = next(value.device for value in given.values() if isinstance(value, Tensor))
+        metadata, chosen = current.metadata_on(device), []
+        for sequence in metadata.sequences:
+            view = IndexView(current, len(current.windows) + number, sequence, metadata.slots)
+            part = {name: _rows_of(value, sequence.rows, tokens) for name, value in given.items()}
+            part |= {parameter: view, "attention_mask": _causal(sequence, device)}
+            chosen.append(original(**part))
+        return _joined(chosen)
+
+    module.forward = forward
+
+
+def _rows_of(value: Any, rows: slice, tokens: int) -> Any:
+    """The part of an argument [1, tokens, ...] that belongs to a sequence."""
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, tokens):
+        return value[:, rows]
+    if isinstance(value, tuple | list):
+        return type(value)(_rows_of(one, rows, tokens) for one in value)
+    return value
+
+
+def _causal(sequence: Sequence, device: torch.device) -> Tensor:
+    """[1, n, stop], true for the keys up to each token of a chunk."""
+    keys = torch.arange(sequence.stop, device=device)
+    return (keys <= keys[sequence.start :, None])[None]
+
+
+def _joined(chosen: list[Tensor]) -> Tensor:
+    """Positions [1, T, K] of all tokens, of those of each sequence [1, n, k]; -1 where a token has fewer."""
+    most = max(one.shape[-1] for one in chosen)
+    return torch.cat([nn.functional.pad(one, (0, most - one.shape[-1]), value=-1) for one in chosen], dim=1)

@@ -1,0 +1,328 @@
+"""Arrays in a file that the processes of a machine share: the first one fills it, and all of them map it.
+
+The name of the file is a hash of everything that decides its content, and begins with what that was. It gets this name
+when it is complete. While one process fills it, others wait for a lock, which the system releases if the process dies.
+
+A file is kept until others need its place, also when the machine restarts. Nobody waits for the disk: a record beside
+the file holds a checksum of it, so that a file is noticed that a crash has torn, or a disk has spoiled, and is made
+anew. The record also says which file was found to be whole since the machine started; only another one is read again.
+
+Each process maps the file copy-on-write. Nothing writes to weights, so no page is copied; and numba compiles for arrays
+that can be written, as those in private memory can, where read-only ones would need every kernel compiled once more. A
+kernel that did write would harm nobody else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import mmap
+import os
+import stat
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.base.units import format_bytes
+from cbatch.model.weight_cache import LOCK, PARTIAL, RECORD, WEIGHTS, WeightCache, unlink
+from cbatch.runtime.cpu import num_threads
+from cbatch.runtime.memory import count_as_taken
+
+_log = logging.getLogger("cbatch")
+
+Arrays = dict[str, NDArray[Any]]
+
+_HEADER_BYTES = 4096
+_LINE = 64
+"""Arrays begin with a line of the processor's cache."""
+
+_SPARE_BYTES = 64 * 2**20
+"""Room that is left on the disk."""
+
+_HUGE_PAGE = 2 * 2**20
+
+_CHECKED_BYTES = 2**20
+"""Each piece of so many bytes has a checksum: few enough for the processor's caches."""
+
+_MAP_FIXED, _MADV_HUGEPAGE, _MADV_COLLAPSE = 0x10, 14, 25
+"""Of Linux; Python names few of them. The last (since Linux 6.1) makes huge pages of small ones, which a tmpfs has."""
+
+
+class ArrayShape(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class PackedFile:
+    """A file of arrays in a folder that belongs to this user alone.
+
+    content: what decides the numbers in the arrays, as JSON values
+    """
+
+    def __init__(self, cache: WeightCache, content: Mapping[str, Any]) -> None:
+        self.cache = cache
+        self.content = content
+
+    def arrays(self, shapes: Mapping[str, ArrayShape], fill: Callable[[Arrays], None]) -> Arrays:
+        """The arrays of these shapes, mapped; `fill` is called if no process has filled them yet.
+
+        Raises OSError if the file cannot be made or must not be trusted, and what `fill` raises.
+        """
+        if sys.platform != "linux":
+            raise OSError("that takes Linux")
+        layout = _Layout.of(self.content, shapes)
+        with _private_folder(self.cache.folder) as folder, _locked(layout.name + LOCK, folder):
+            mapping = _map_finished(layout, folder)
+            if mapping is None:
+                self.cache.make_room(folder, layout.size)
+                _fill_file(layout, folder, fill)
+                mapping = _map_finished(layout, folder)
+            if mapping is None:
+                raise OSError(f"{self.cache.folder / layout.name} does not hold what was written to it")
+            return layout.arrays(mapping)
+
+
+class _Layout(NamedTuple):
+    """Where everything lies in a file of a name and size; `header` is padded to `_HEADER_BYTES`."""
+
+    name: str
+    size: int
+    header: bytes
+    shapes: Mapping[str, ArrayShape]
+    offsets: Mapping[str, int]
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], shapes: Mapping[str, ArrayShape]) -> _Layout:
+        offsets, end = {}, _HEADER_BYTES
+        for name, array in shapes.items():
+            offsets[name] = end
+            end += -(-array.nbytes // _LINE) * _LINE
+        size = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        arrays = {
+            name: {"dtype": array.dtype.name, "shape": array.shape, "offset": offsets[name]}
+            for name, array in shapes.items()
+        }
+        described = {**content, "byteorder": sys.byteorder, "size": size, "arrays": arrays}
+        header = json.dumps(described, sort_keys=True).encode().ljust(_HEADER_BYTES - 1) + b"\n"
+        if len(header) > _HEADER_BYTES:
+            raise ValueError(f"The header of a packed file takes {len(header)} bytes.")
+        name = hashlib.blake2b(header, digest_size=16).hexdigest() + WEIGHTS
+        return cls(name, size, header, shapes, offsets)
+
+    def arrays(self, mapping: _Mapping) -> Arrays:
+        return {
+            name: np.ndarray(array.shape, array.dtype, mapping.memory, mapping.start + self.offsets[name])
+            for name, array in self.shapes.items()
+        }
+
+
+class _Mapping(NamedTuple):
+    """A file in memory, which begins at `start` and stays mapped as long as `memory` is there."""
+
+    memory: mmap.mmap
+    start: int
+    size: int
+
+    @classmethod
+    def of(cls, file: int, size: int, flags: int) -> _Mapping:
+        """Maps a file to an address where it can have huge pages.
+
+        Linux chooses such addresses for some file systems only, and with small pages a step took up to a fifth longer.
+        So the file takes the place of a part of other memory, which Python unmaps in the end.
+        """
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        start = -address % _HUGE_PAGE
+        place = (address + start, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, file, 0)
+        if _system_mmap()(*place) != address + start:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        mapping = cls(memory, start, size)
+        mapping.advise(_MADV_HUGEPAGE)
+        return mapping
+
+    def checksum(self) -> str:
+        """A hash of the checksums of all pieces, which threads make at the speed of memory."""
+        words = np.frombuffer(self.memory, np.uint64, self.size // 8, self.start)
+
+        def check(first: int) -> int:
+            piece = words[first : first + _CHECKED_BYTES // 8]
+            # One sum for each place within a page: a bit that changes changes one of them.
+            return zlib.crc32(piece.reshape(-1, mmap.PAGESIZE // 8).sum(axis=0))
+
+        with ThreadPoolExecutor(num_threads(), "cbatch-check") as executor:
+            found = list(executor.map(check, range(0, len(words), _CHECKED_BYTES // 8)))
+        return hashlib.blake2b(np.array(found, np.uint32).tobytes(), digest_size=16).hexdigest()
+
+    def advise(self, advice: int) -> None:
+        """Asks for huge pages; a system that has none refuses."""
+        with suppress(OSError):
+            self.memory.madvise(advice, self.start, self.size)
+
+
+@cache
+def _system_mmap() -> Any:
+    """`mmap` of the C library, which takes an address."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    size, number = ctypes.c_size_t, ctypes.c_int
+    function.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_long]
+    function.restype = size
+    return function
+
+
+def _boot() -> str:
+    """Identifies the run of the operating system."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _is_ours(file: int) -> bool:
+    """Whether an open file or folder belongs to this user, and nobody else may touch it."""
+    status = os.fstat(file)
+    is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return is_plain and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+@contextmanager
+def _private_folder(path: Path) -> Iterator[int]:
+    """A folder, opened; it is made if it is not there. Raises OSError if others may write to it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not _is_ours(folder):
+            raise PermissionError(f"{path} is open to other users")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _locked(name: str, folder: int) -> Iterator[None]:
+    """Holds the lock of that name; waits for it."""
+    lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _map_finished(layout: _Layout, folder: int) -> _Mapping | None:
+    """The file, mapped; None if there is none, or it is not as it was written. Others can use it from then on."""
+    file = _open_finished(layout, folder)
+    if file is None:
+        return None
+    try:
+        mapping = _Mapping.of(file, layout.size, mmap.MAP_PRIVATE)
+        record = layout.name + RECORD
+        before = _read_record(record, folder)
+        now = {"boot": _boot(), "file": _identity(file)}
+        if any(before.get(key) != value for key, value in now.items()):
+            mapping.advise(mmap.MADV_WILLNEED)
+            if mapping.checksum() != before.get("checksum"):
+                _log.warning("A file of packed weights is spoiled, and made anew.")
+                unlink(record, folder)
+                return None
+            _write_record(record, folder, before | now)
+        os.utime(record, ns=(time.time_ns(),) * 2, dir_fd=folder)  # when it was used last
+        if not _is_in_memory(file):
+            count_as_taken(mapping.memory, layout.size)
+        return mapping
+    finally:
+        os.close(file)
+
+
+def _identity(file: int) -> list[int]:
+    """What changes when somebody writes to a file or replaces it."""
+    status = os.fstat(file)
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def _read_record(name: str, folder: int) -> dict[str, Any]:
+    """What is known of a file; empty if that is nothing."""
+    try:
+        with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)) as opened:
+            record = json.loads(opened.read(_HEADER_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_record(name: str, folder: int, record: Mapping[str, Any]) -> None:
+    partial = name + PARTIAL
+    unlink(partial, folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "w") as opened:
+        json.dump(record, opened)
+    os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _open_finished(layout: _Layout, folder: int) -> int | None:
+    """The file, opened; None if there is none, or another than was written here."""
+    try:
+        file = os.open(layout.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    if _is_ours(file) and os.fstat(file).st_size == layout.size and os.pread(file, _HEADER_BYTES, 0) == layout.header:
+        return file
+    os.close(file)
+    return None
+
+
+def _fill_file(layout: _Layout, folder: int, fill: Callable[[Arrays], None]) -> None:
+    """Writes the file under another name, straight from `fill` into its pages, then renames it."""
+    partial = layout.name + PARTIAL
+    unlink(partial, folder)  # of a process that died; whatever it is
+    file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        _reserve(file, layout.size)
+        mapping = _Mapping.of(file, layout.size, mmap.MAP_SHARED)
+        fill(layout.arrays(mapping))
+        os.pwrite(file, layout.header, 0)
+        mapping.advise(_MADV_COLLAPSE)
+        record = {"boot": _boot(), "checksum": mapping.checksum(), "file": _identity(file)}
+        os.rename(partial, layout.name, src_dir_fd=folder, dst_dir_fd=folder)
+        _write_record(layout.name + RECORD, folder, record)
+    except BaseException:
+        unlink(partial, folder)
+        raise
+    finally:
+        os.close(file)
+
+
+def _reserve(file: int, size: int) -> None:
+    """Allocates the whole file: writing to a mapped page that the disk has no room for would end the process."""
+    disk = os.fstatvfs(file)
+    free = disk.f_bavail * disk.f_frsize
+    if free < size + _SPARE_BYTES:
+        needed = format_bytes(size + _SPARE_BYTES)
+        raise OSError(f"its disk has {format_bytes(free)} left, and they need {needed}")
+    os.posix_fallocate(file, 0, size)
+
+
+def _is_in_memory(file: int) -> bool:
+    """Whether the file is on a tmpfs, whose pages the system does not call available."""
+    device = os.fstat(file).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
+    return False

@@ -1,0 +1,196 @@
+"""Families with LayerNorm, most with biases and without gates."""
+
+from __future__ import annotations
+
+import torch
+
+from cbatch.model.programs.builder import Builder, HeadSizes, NormKind
+from cbatch.model.programs.families.registry import family
+from cbatch.model.programs.program import Matrix
+from cbatch.model.programs.rotary import read_rotary
+
+
+def _layer_norm(eps: float, *, has_bias: bool = True, offset: float = 0.0) -> NormKind:
+    return NormKind(eps, "layer", offset, has_bias=has_bias)
+
+
+def by_head(sizes: HeadSizes) -> torch.Tensor:
+    """Where the rows of queries, then keys, then values lie if each head has its three side by side."""
+    rows = torch.arange(3 * sizes.heads * sizes.head_dim).view(sizes.heads, 3, sizes.head_dim)
+    return rows.transpose(0, 1).flatten()
+
+
+@family("gpt2", "gpt-sw3", "gpt_bigcode")
+def gpt2(model: Builder) -> None:
+    """Learned positions. GPT-2 stores its matrices as [depth, columns]."""
+    config, is_bigcode = model.config, model.config.kind == "gpt_bigcode"
+    norm, hidden = _layer_norm(config.get("layer_norm_epsilon", 1e-5)), model.hidden_size
+    is_single = is_bigcode and bool(config.get("multi_query", True))
+    sizes = model.head_sizes(kv_heads=1 if is_single else None)
+    default = "gelu_pytorch_tanh" if is_bigcode else "gelu_new"
+    activation = model.activation("activation_function", default=default, gated=False)
+    inner = int(config.get("n_inner") or 4 * hidden)
+    config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn", "n_ctx",
+                  "num_key_value_heads", "runner_max_sequence_length", "inference_runner", "validate_runner_input",
+                  "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size", "pad_key_length")  # fmt: skip
+    config.ignore(
+        *(f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+    )
+    config.expect("add_cross_attention", False)
+    scale = sizes.head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
+    by_layer = bool(config.get("scale_attn_by_inverse_layer_idx", False))
+    model.layouts = ((("transformer.", ""),),)
+    model.spare.append(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+    model.embed_positions("transformer.wte", "transformer.wpe")
+    for layer in model.layers("transformer.h"):
+
+        def matrix(name: str, columns: int, depth: int) -> Matrix:
+            return layer.matrix(name, columns, depth, bias=True, transpose=not is_bigcode)  # noqa: B023
+
+        qkv = matrix("attn.c_attn", sum(sizes.columns), hidden)
+        if is_bigcode and not is_single:
+            qkv = layer.fused_qkv(sizes, "attn.c_attn", bias=True, order=by_head(sizes))
+        layer.attention(
+            layer.norm(norm, "ln_1"),
+            sizes,
+            qkv=qkv,
+            out=matrix("attn.c_proj", hidden, hidden),
+            scale=scale / (layer.number + 1) if by_layer else scale,
+        )
+        source = layer.norm(norm, "ln_2")
+        layer.feed_forward_of(
+            source, matrix("mlp.c_fc", inner, hidden), matrix("mlp.c_proj", hidden, inner), activation
+        )
+    model.head(norm("transformer.ln_f", hidden), tied_by_default=True)
+
+
+@family("gpt_neox", "persimmon")
+def gpt_neox(model: Builder) -> None:
+    """Attention and feed-forward part side by side in GPT-NeoX; both rotate a part of each head."""
+    config, is_neox = model.config, model.config.kind == "gpt_neox"
+    norm, hidden = _layer_norm(config.get("layer_norm_eps", 1e-5)), model.hidden_size
+    part = float(config.get("rotary_pct") or 0.25) if is_neox else 0.5
+    config.ignore("head_dim") if not is_neox else None
+    rotary = read_rotary(
+        config, hidden // int(config["num_attention_heads"]), part=part,
+        theta_key="rotary_emb_base" if is_neox else "rope_theta",
+    )  # fmt: skip
+    sizes = model.head_sizes()
+    index = model.rotary(rotary)
+    activation = model.activation("hidden_act", default="gelu" if is_neox else "relu2", gated=False)
+    bias = bool(config.get("attention_bias", True)) if is_neox else True
+    is_parallel = is_neox and bool(config.get("use_parallel_residual", True))
+    has_norms = not is_neox and bool(config.get("qk_layernorm", True))
+    prefix, attention = ("gpt_neox", "attention.") if is_neox else ("model", "self_attn.")
+    if is_neox:
+        model.spare.append(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
+    model.embed("gpt_neox.embed_in" if is_neox else "model.embed_tokens")
+    for layer in model.layers(f"{prefix}.layers"):
+        source = layer.norm(norm, "input_layernorm")
+        second = layer.norm(norm, "post_attention_layernorm", target="normed_too") if is_parallel else ""
+        names = "self_attn.q_layernorm", "self_attn.k_layernorm"
+        norms = layer.head_norms(norm, sizes, names) if has_norms else None
+        layer.attention(
+            source,
+            sizes,
+            qkv=layer.fused_qkv(sizes, attention + "query_key_value", bias=bias, order=by_head(sizes)),
+            out=layer.matrix(attention + "dense", hidden, hidden, bias=bias),
+            rotary=index,
+            norms=norms,
+        )
+        source = second or layer.norm(norm, "post_attention_layernorm")
+        names = "dense_h_to_4h", "dense_4h_to_h"
+        layer.feed_forward(source, config["intermediate_size"], activation, names=names, bias=True)
+    final = norm(f"{prefix}.{'final_layer_norm' if is_neox else 'final_layernorm'}", hidden)
+    model.head(final, "embed_out" if is_neox else "lm_head")
+
+
+@family("opt", "biogpt")
+def opt(model: Builder) -> None:
+    """Learned positions from the third row of their table on."""
+    config, is_opt = model.config, model.config.kind == "opt"
+    hidden, norm = model.hidden_size, _layer_norm(1e-5)
+    bias = bool(config.get("enable_bias", True)) if is_opt else True
+    sizes = model.head_sizes()
+    if is_opt:
+        for key, value in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
+                           ("layer_norm_elementwise_affine", True)):  # fmt: skip
+            config.expect(key, value)
+        config.expect("word_embed_proj_dim", hidden)
+        activation = model.activation("activation_function", default="relu", gated=False)
+    else:
+        config.ignore("layer_norm_eps")
+        activation = model.activation("hidden_act", default="gelu", gated=False)
+    config.ignore("layerdrop", "activation_dropout")
+    inner = int(config["ffn_dim"] if is_opt else config["intermediate_size"])
+    root = "model.decoder" if is_opt else "biogpt"
+    if is_opt:
+        model.layouts = ((("model.decoder.", "decoder."),),)
+    scaled = not is_opt and bool(config.get("scale_embedding", True))
+    model.embed_positions(
+        f"{root}.embed_tokens", f"{root}.embed_positions", offset=2, scale=hidden**0.5 if scaled else 1.0
+    )
+    for layer in model.layers(f"{root}.layers"):
+        names = [f"self_attn.{part}_proj" for part in "qkv"]
+        layer.attention(
+            layer.norm(norm, "self_attn_layer_norm"),
+            sizes,
+            qkv=layer.matrix(names, sizes.columns, hidden, bias=bias),
+            out=layer.matrix("self_attn.out_proj", hidden, hidden, bias=bias),
+        )
+        source = layer.norm(norm, "final_layer_norm")
+        layer.feed_forward(source, inner, activation, prefix="", names=("fc1", "fc2"), bias=bias)
+    final = f"{root}.final_layer_norm" if is_opt else f"{root}.layer_norm"
+    model.head(norm(final, hidden), "lm_head" if is_opt else "output_projection", tied_by_default=True)
+
+
+@family("starcoder2", "nemotron", "jais2")
+def starcoder2(model: Builder) -> None:
+    """LayerNorm and no gates. Nemotron adds 1 to the weights of norms, and rotates half of each head."""
+    config, kind = model.config, model.config.kind
+    eps = config[{"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "jais2": "layer_norm_eps"}[kind]]
+    norm = _layer_norm(eps, offset=1.0 if kind == "nemotron" else 0.0)
+    sizes = model.head_sizes()
+    rotary = model.rotary(read_rotary(config, sizes.head_dim, part=0.5 if kind == "nemotron" else None))
+    default = "gelu_pytorch_tanh" if kind == "starcoder2" else "relu2"
+    activation = model.activation("hidden_act", default=default, gated=False)
+    if kind == "starcoder2":
+        bias = mlp_bias = bool(config.get("use_bias", True))
+        window = int(config.get("sliding_window") or 0)
+    else:
+        bias = bool(config.get("attention_bias", kind == "jais2"))
+        mlp_bias, window = bool(config.get("mlp_bias", kind == "jais2")), 0
+    names = ("c_fc", "c_proj") if kind == "starcoder2" else ("up_proj", "down_proj")
+    model.embed()
+    for layer in model.layers():
+        source = layer.norm(norm, "input_layernorm")
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+        source = layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation, names=names, bias=mlp_bias)
+    model.head(norm("model.norm", model.hidden_size), tied_by_default=kind == "starcoder2")
+
+
+@family("stablelm", "phi")
+def stablelm(model: Builder) -> None:
+    """LayerNorm, a part of each head is rotated; Phi, and StableLM if it says so, in parallel blocks."""
+    config, is_phi = model.config, model.config.kind == "phi"
+    norm, sizes = _layer_norm(config.get("layer_norm_eps", 1e-5)), model.head_sizes()
+    rotary = model.rotary(read_rotary(config, sizes.head_dim, part=0.5 if is_phi else 0.25))
+    activation = model.activation("hidden_act", default="gelu_new" if is_phi else "silu", gated=not is_phi)
+    bias = True if is_phi else bool(config.get("use_qkv_bias", False))
+    is_parallel = is_phi or bool(config.get("use_parallel_residual", False))
+    has_norms = bool(config.get("qk_layernorm", False))
+    names = ("fc1", "fc2") if is_phi else None
+    model.embed()
+    for layer in model.layers():
+        source = layer.norm(norm, "input_layernorm")
+        norms = None
+        if has_norms and is_phi:
+            norms = layer.head_norms(norm, sizes, ("self_attn.q_layernorm", "self_attn.k_layernorm"))
+        elif has_norms:
+            norms = layer.separate_norms(_layer_norm(norm.eps, has_bias=False), sizes)
+        out = layer.out(sizes, "self_attn.dense" if is_phi else "self_attn.o_proj", bias=is_phi)
+        layer.attention(source, sizes, qkv_bias=bias, out=out, rotary=rotary, norms=norms)
+        source = source if is_parallel else layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation, names=names, bias=is_phi)
+    model.head(norm("model.final_layernorm" if is_phi else "model.norm", model.hidden_size), bias=is_phi)

@@ -1,0 +1,204 @@
+"""Llama and its kin: norm, attention with rotary positions, norm, gated feed-forward part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cbatch.model.programs.builder import Builder, NormKind
+from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.programs.families.registry import family
+from cbatch.model.programs.program import Activation, Rotary
+from cbatch.model.programs.rotary import read_rotary, rope_settings
+
+
+@family(
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "internlm3",
+    "iquestcoder",
+    "emu3",
+    "emu3_text_model",
+    "ministral",
+    "cwm",
+    "seed_oss",
+)
+def llama(model: Builder) -> None:
+    """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows."""
+    config, kind = model.config, model.config.kind
+    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
+    rotary = model.rotary(read_rotary(config, sizes.head_dim))
+    activation = model.activation("hidden_act", default="silu")
+    bias = kind == "qwen2" or bool(config.get("attention_bias", config.get("qkv_bias", kind == "seed_oss")))
+    out_bias = bool(config.get("attention_out_bias", False)) if kind == "seed_oss" else bias and kind != "qwen2"
+    mlp_bias = bool(config.get("mlp_bias", config.get("bias", False)))
+    config.expect("clip_qkv", None)
+    model.embed()
+    for layer, window in zip(model.layers(), _windows(model), strict=True):
+        source = layer.norm(norm, "input_layernorm")
+        norms = layer.head_norms(norm, sizes) if kind == "qwen3" else None
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=window, norms=norms)
+        source = layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias)
+    model.head(norm("model.norm", model.hidden_size))
+
+
+def _windows(model: Builder) -> list[int]:
+    config, kind, layers = model.config, model.config.kind, model.num_layers
+    has_window = kind in ("mistral", "ministral", "cwm") or bool(config.get("use_sliding_window", False))
+    kinds = config.get("layer_types")
+    if not has_window:
+        config.ignore("sliding_window", "max_window_layers")
+        if kinds is not None and "sliding_attention" in kinds:
+            raise UnsupportedConfig("its config has sliding windows, which its family does not support")
+        return model.windows()
+    if kinds is not None:
+        config.ignore("max_window_layers")
+        return model.windows()
+    if "sliding_window" not in config.values:  # the class has a default
+        raise UnsupportedConfig("its config.json has no sliding_window")
+    window = int(config.get("sliding_window") or 0)
+    if kind == "cwm":
+        return [0 if layer % 4 == 0 else window for layer in range(layers)]
+    first = int(config["max_window_layers"]) if window and kind.startswith("qwen") else 0
+    return [window if layer >= first else 0 for layer in range(layers)]
+
+
+@family("smollm3")
+def smollm3(model: Builder) -> None:
+    """Every fourth layer has no positions."""
+    config, layers = model.config, range(model.num_layers)
+    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
+    rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=2e6))
+    activation = model.activation("hidden_act", default="silu")
+    interval = int(config.get("no_rope_layer_interval", 4))
+    has_rope = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]
+    is_windowed = bool(config.get("use_sliding_window", False)) and config.get("sliding_window") is not None
+    kinds = ["sliding_attention" if is_windowed and not has_rope[layer] else "full_attention" for layer in layers]
+    bias, mlp_bias = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    model.embed()
+    for layer, window in zip(model.layers(), model.windows(kinds), strict=True):
+        source = layer.norm(norm, "input_layernorm")
+        layer.attention(
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if has_rope[layer.number] else None,
+            window=window,
+        )  # fmt: skip
+        source = layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias)
+    model.head(norm("model.norm", model.hidden_size), tied_by_default=True)
+
+
+@family("ministral3")
+def ministral3(model: Builder) -> None:
+    """Queries grow with the position, once it is past the context of pretraining."""
+    config = model.config
+    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
+    rope = rope_settings(config, None, 1e6, "rope_theta", None)
+    floor, beta = rope["original_max_position_embeddings"], rope["llama_4_scaling_beta"]
+    rotary = model.rotary(
+        replace(read_rotary(config, sizes.head_dim), scale_beta=float(beta), scale_floor=float(floor))
+    )
+    activation, window = model.activation("hidden_act", default="silu"), int(config.get("sliding_window") or 0)
+    model.embed()
+    for layer in model.layers():
+        layer.attention(layer.norm(norm, "input_layernorm"), sizes, rotary=rotary, window=window)
+        source = layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation)
+    model.head(norm("model.norm", model.hidden_size))
+
+
+@family("arcee", "ernie4_5", "helium")
+def plain_kin(model: Builder) -> None:
+    """Arcee's feed-forward part has no gate; the others rotate neighbours."""
+    config, kind = model.config, model.config.kind
+    norm = NormKind(config["rms_norm_eps"])
+    sizes = model.head_sizes(is_interleaved=kind != "arcee")
+    theta = {"ernie4_5": 5e5, "helium": 1e5}.get(kind, 1e4)
+    rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=theta))
+    activation = model.activation("hidden_act", default="relu2" if kind == "arcee" else "silu", gated=kind != "arcee")
+    bias = mlp_bias = bool(config.get("use_bias" if kind == "ernie4_5" else "attention_bias", False))
+    if kind != "ernie4_5":
+        mlp_bias = bool(config.get("mlp_bias", False))
+    model.embed()
+    for layer in model.layers():
+        source = layer.norm(norm, "input_layernorm")
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias and kind != "helium", rotary=rotary)
+        source = layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias)
+    model.head(norm("model.norm", model.hidden_size), tied_by_default=kind == "ernie4_5")
+
+
+@family("apertus")
+def apertus(model: Builder) -> None:
+    """Norms of queries and keys, and an activation with numbers of its own in each layer."""
+    config = model.config
+    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
+    rotary = model.rotary(read_rotary(config, sizes.head_dim))
+    config.expect("hidden_act", "xielu")
+    bias = bool(config.get("attention_bias", False))
+    model.embed()
+    for layer in model.layers():
+        source = layer.norm(norm, "attention_layernorm")
+        norms = layer.head_norms(norm, sizes)
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
+        alphas = [replace(layer.weight(f"mlp.act_fn.alpha_{sign}", 1), function="softplus") for sign in "pn"]
+        params = (*alphas, layer.weight("mlp.act_fn.beta"), layer.weight("mlp.act_fn.eps"))
+        source = layer.norm(norm, "feedforward_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], Activation("xielu", gated=False, params=params))
+    model.head(norm("model.norm", model.hidden_size))
+
+
+@family("hunyuan_v1_dense")
+def hunyuan(model: Builder) -> None:
+    """Norms of queries and keys come after the rotation."""
+    config = model.config
+    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
+    rotary, bias = model.rotary(hunyuan_rotary(model, sizes.head_dim)), bool(config.get("attention_bias", False))
+    activation = model.activation("hidden_act", default="silu")
+    model.embed()
+    for layer in model.layers():
+        source = layer.norm(norm, "input_layernorm")
+        norms = layer.head_norms(norm, sizes, ("self_attn.query_layernorm", "self_attn.key_layernorm"), last=True)
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
+        source = layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation)
+    model.head(norm("model.norm", model.hidden_size))
+
+
+def hunyuan_rotary(model: Builder, head_dim: int) -> Rotary:
+    """A base that `alpha` makes larger, for any length."""
+    config = model.config
+    config["head_dim"]
+    config.ignore("eod_token_id")
+    rope = rope_settings(config, None, 1e4, "rope_theta", None)
+    rotary = read_rotary(config, head_dim)
+    if rope.get("rope_type", rope.get("type")) != "dynamic" or not rope.get("alpha"):
+        return rotary
+    theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    return replace(rotary, inv_freq=tuple(inv_freq.tolist()))
+
+
+@family("nanochat")
+def nanochat(model: Builder) -> None:
+    """Norms without weights, also of the embedding; rotations go backwards, and queries and keys are normed after."""
+    config = model.config
+    norm, sizes = NormKind(config.get("rms_norm_eps", 1e-6), has_weight=False), model.head_sizes()
+    forward = read_rotary(config, sizes.head_dim)
+    rotary = model.rotary(replace(forward, inv_freq=tuple(-step for step in forward.inv_freq)))
+    activation = model.activation("hidden_act", default="relu2", gated=False)
+    bias = bool(config.get("attention_bias", False))
+    model.embed()
+    model.norm_residual(norm)
+    for layer in model.layers():
+        source = layer.norm(norm, "input_layernorm")
+        layer.attention(
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=layer.head_norms(norm, sizes, last=True)
+        )
+        source = layer.norm(norm, "post_attention_layernorm")
+        layer.feed_forward(source, config["intermediate_size"], activation, names=("fc1", "fc2"))
+    softcap = config.get("final_logit_softcapping", 15.0)
+    model.head(norm("model.norm", model.hidden_size), softcap=softcap)

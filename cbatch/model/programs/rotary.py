@@ -1,0 +1,166 @@
+"""Rotary frequencies, as a config.json describes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.model.programs.config_reader import ConfigReader, UnsupportedConfig
+from cbatch.model.programs.program import Rotary
+
+_SCALED = ("llama3", "yarn", "longrope")
+"""Kinds that need the length of the context a model was first trained for."""
+
+
+def read_rotary(
+    config: ConfigReader,
+    head_dim: int,
+    *,
+    layer_type: str | None = None,
+    theta: float = 10000.0,
+    theta_key: str = "rope_theta",
+    part: float | None = None,
+    base: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Rotary:
+    """The rotary settings of a model, or of its layers of one type.
+
+    theta:     of files that do not say it
+    theta_key: of older files
+    part:      of a head that is rotated, of files that do not say it; None: the family rotates whole heads, unless
+               frequencies are scaled
+    base:      instead of what the file says
+    settings:  instead of all that the file says
+    aliases:   what the family understands by names of kinds
+    Raises UnsupportedConfig for kinds that are not known.
+    """
+    rope = rope_settings(config, layer_type, theta, theta_key, part)
+    if settings is not None:
+        rope = {"partial_rotary_factor": 1.0, **settings}
+    if base is not None:
+        rope["rope_theta"] = base
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = (aliases or {}).get(kind, kind)
+    share = float(rope["partial_rotary_factor"])
+    if part is None and kind == "default" and share != 1:  # which transformers ignores, at least in some versions
+        raise UnsupportedConfig("its rotary embedding covers only a part of each head")
+    if kind == "proportional":
+        return _proportional(head_dim, share, rope)
+    width = int(head_dim * share)
+    frequencies = _frequencies(rope["rope_theta"], width)
+    known = {"default": _default, "dynamic": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn,
+             "factors": _by_factors}  # fmt: skip
+    if kind == "longrope":
+        return _longrope(config, frequencies, rope)
+    if kind not in known:
+        raise UnsupportedConfig(f"its rotary embedding has the type {kind}")
+    inv_freq, factor = known[kind](config, frequencies, rope)
+    return Rotary(tuple(inv_freq.tolist()), factor)
+
+
+def rope_settings(
+    config: ConfigReader, layer_type: str | None, theta: float, theta_key: str, part: float | None
+) -> dict[str, Any]:
+    """The settings in one dictionary; older files have other names for them."""
+    given: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        found = config.get(key) or {}
+        if layer_type is not None and layer_type in found:
+            found = found[layer_type] or {}
+        given |= found
+    given.setdefault("rope_theta", config.get(theta_key) or theta)
+    given.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or part or 1.0)
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        given["original_max_position_embeddings"] = original
+    return given
+
+
+def _frequencies(theta: float, width: int) -> Tensor:
+    # torch rounds these as transformers does.
+    return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+
+
+def _default(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Those of `dynamic` change beyond `max_position_embeddings`, which is where a model's context ends here."""
+    return frequencies, 1.0
+
+
+def _linear(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return frequencies / float(rope["factor"]), 1.0
+
+
+def _by_factors(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """A divisor for each frequency, as GGUF files have them."""
+    return frequencies / torch.tensor(rope["factors"], dtype=torch.float32), 1.0
+
+
+def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> Rotary:
+    """The last frequencies are 0, so that a rotation of the whole head leaves a part as it is (Gemma 4)."""
+    count = int(share * head_dim // 2)
+    rotated = 1.0 / rope["rope_theta"] ** (torch.arange(0, 2 * count, 2, dtype=torch.int64).float() / head_dim)
+    rotated = rotated / float(rope.get("factor") or 1.0)
+    return Rotary((*rotated.tolist(), *[0.0] * (head_dim // 2 - count)))
+
+
+def _llama3(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Scales low frequencies, keeps high ones, and blends those between, as in Llama 3.1."""
+    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    context = float(rope["original_max_position_embeddings"])
+    lengths = 2 * math.pi / frequencies
+    kept = (context / lengths - low) / (high - low)
+    blended = (1 - kept) * frequencies / factor + kept * frequencies
+    stretched = torch.where(lengths > context / low, frequencies / factor, blended)
+    return torch.where(lengths < context / high, frequencies, stretched), 1.0
+
+
+def _yarn(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Interpolates low frequencies and keeps high ones (YaRN, Peng et al., 2023)."""
+    context = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = float(rope["factor"] or config["max_position_embeddings"] / context)
+    width, theta = 2 * len(frequencies), rope["rope_theta"]
+
+    def dimension(rotations: float) -> float:
+        return width * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = ((torch.arange(width // 2).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
+    kept = 1 - ramp
+    powers = theta ** (torch.arange(0, width, 2).float() / width)
+    inv_freq = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return inv_freq, yarn_attention_factor(rope, factor)
+
+
+def yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    given, scale, scale_all = (rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    if scale and scale_all:
+        return yarn_mscale(factor, scale) / yarn_mscale(factor, scale_all)
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> Rotary:
+    """A factor for each frequency (LongRoPE, Ding et al., 2024), others for texts beyond the first context."""
+    context = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    attention = rope.get("attention_factor")
+    if attention is None:
+        scale = float(rope.get("factor") or config["max_position_embeddings"] / context)
+        attention = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(context))
+    short, long = (
+        tuple((frequencies / torch.tensor(rope[f"{name}_factor"], dtype=torch.float32)).tolist())
+        for name in ("short", "long")
+    )
+    return Rotary(short, float(attention), int(context), long)

@@ -1,0 +1,284 @@
+"""Which replica gets which rows. Only bookkeeping: no threads, no clock, nothing is sent.
+
+A row waits or is in the hands of replicas until somebody finishes it; the first answer counts. Each death of a replica
+counts against all rows in its hands, any of which may be the reason. They are the next to be given out again, only a
+few of them to each replica: so the next death shows which few to look at. Those run alone, so that no other row dies
+with them; what was there at three deaths fails.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from cbatch.batch.lines import Line
+from cbatch.replicas.affinity import Affinity
+from cbatch.replicas.messages import MAX_MESSAGE_BYTES
+
+DEATHS_TO_RUN_ALONE = 2
+MAX_DEATHS = 3
+
+SLOTS_PER_SUSPECT = 8
+"""A replica gets one row that was there at a death for so many rows that it computes at once."""
+
+LOOKAHEAD = 256
+"""Rows in the queue that may be passed over for one that begins like earlier ones of a replica."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row that is not finished.
+
+    holders: numbers of the replicas that it was given to
+    """
+
+    line: Line
+    position: int
+    taken_at: float
+    beginnings: tuple[int, ...]
+    deaths: int = 0
+    holders: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Hand:
+    """What one life of a replica has.
+
+    slots:     rows that it computes at once
+    rows:      index of each of its rows, and when it was given
+    cancelled: indices of rows that others have finished, which it has not been told yet
+    """
+
+    slots: int
+    rows: dict[int, float] = field(default_factory=dict)
+    cancelled: list[int] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        """Rows that it can still be given. As many as it computes wait there, so that no slot stays free."""
+        return 2 * self.slots - len(self.rows)
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.rows)
+
+    @property
+    def max_suspects(self) -> int:
+        """Rows that were there at a death and may be among its rows."""
+        return max(self.slots // SLOTS_PER_SUSPECT, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a replica does next.
+
+    rows:       to compute; `num_copies` of them are in the hands of others too
+    failed:     rows to write off
+    cancelled:  indices of rows not to go on with
+    """
+
+    rows: list[Line]
+    failed: list[Line]
+    cancelled: list[int]
+    num_copies: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.failed or self.cancelled)
+
+
+class Finished(NamedTuple):
+    """A row that has its answer: its position, and the seconds from when it was taken to when it was given away."""
+
+    position: int
+    waited_s: float
+
+
+class Dispatcher:
+    """Gives the rows of a batch to replicas, which are known by their numbers."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Row] = {}
+        self._queue: OrderedDict[int, _Row] = OrderedDict()
+        self._suspects: deque[_Row] = deque()
+        """Rows that were there at a death, and go out again before the queue."""
+        self._alone: deque[_Row] = deque()
+        self._failed: deque[_Row] = deque()
+        self._hands: dict[int, _Hand] = {}
+        self._draining: int | None = None
+        """The replica that gets nothing until it is empty, so that it can run a row alone."""
+        self._affinity = Affinity()
+        self._input_has_ended = False
+
+    def add(self, position: int, line: Line, now: float, beginnings: tuple[int, ...] = ()) -> None:
+        """A row was read. `beginnings`: those of `affinity.beginnings`"""
+        row = _Row(line, position, now, beginnings)
+        self._rows[line.index] = self._queue[line.index] = row
+
+    def end_input(self) -> None:
+        """No more rows will come."""
+        self._input_has_ended = True
+
+    def join(self, number: int, slots: int) -> None:
+        """A new life of a replica begins. It computes so many rows at once."""
+        self._hands[number] = _Hand(slots)
+
+    def leave(self, number: int) -> None:
+        """A replica has died, with all rows in its hands."""
+        hand = self._hands.pop(number)
+        if self._draining == number:
+            self._draining = None
+        self._affinity.forget(number)
+        rows = [self._rows[index] for index in hand.rows]
+        for row in rows:
+            row.holders.remove(number)
+            row.deaths += 1
+        self._give_back(row for row in rows if not row.holders)
+
+    def take(self, number: int, now: float) -> Work:
+        """What the replica does next; the rows are in its hands now."""
+        hand = self._hands[number]
+        cancelled, hand.cancelled = hand.cancelled, []
+        failed = [self._failed.popleft() for _ in range(min(len(self._failed), hand.slots))]
+        rows = [] if failed else self._choose(number, hand)  # whatever killed three may kill once more
+        num_copies = sum(bool(row.holders) for row in rows)
+        for row in (*failed, *rows):
+            row.holders.append(number)
+            hand.rows[row.line.index] = now
+        return Work([row.line for row in rows], [row.line for row in failed], cancelled, num_copies)
+
+    def finish(self, number: int, index: int) -> Finished | None:
+        """A replica has answered for a row. Returns None if somebody has before."""
+        row = self._rows.pop(index, None)
+        if row is None:
+            return None
+        if not row.holders:  # an answer from a life that was given up
+            self._take_out(row)
+        given_at = row.taken_at
+        for holder in row.holders:
+            hand = self._hands[holder]
+            since = hand.rows.pop(index)
+            if holder == number:
+                given_at = since
+            else:
+                hand.cancelled.append(index)
+        return Finished(row.position, given_at - row.taken_at)
+
+    def num_held(self, number: int) -> int:
+        """Rows in a replica's hands."""
+        return len(self._hands[number].rows)
+
+    def runs_alone(self, number: int) -> bool:
+        """Whether a replica has a row that may have nothing beside it."""
+        rows = self._hands[number].rows
+        return len(rows) == 1 and self._rows[next(iter(rows))].deaths >= DEATHS_TO_RUN_ALONE
+
+    def is_starving(self, number: int) -> bool:
+        """Whether the replica would take a row that may still be read."""
+        return not self._input_has_ended and not self._queue and self._hands[number].room > 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_queued(self) -> int:
+        """Rows in nobody's hands."""
+        return len(self._queue) + len(self._suspects) + len(self._alone) + len(self._failed)
+
+    def _choose(self, number: int, hand: _Hand) -> list[_Row]:
+        if self.runs_alone(number):
+            return []
+        if self._alone:
+            if not hand.rows:
+                self._draining = None
+                return [self._alone.popleft()]
+            if self._draining in (None, number):
+                self._draining = number
+                return []
+        chosen = self._from_suspects(hand)
+        if self._queue:
+            chosen += self._from_queue(number, hand, chosen)
+        elif self._input_has_ended and not (hand.rows or chosen):
+            chosen = self._copies(hand)
+        return chosen
+
+    def _from_suspects(self, hand: _Hand) -> list[_Row]:
+        if not self._suspects:
+            return []
+        num_held = sum(self._rows[index].deaths > 0 for index in hand.rows)
+        most = max(min(hand.max_suspects - num_held, hand.room), 0)
+        return [self._suspects.popleft() for _ in list(_within_bytes(islice(self._suspects, most)))]
+
+    def _from_queue(self, number: int, hand: _Hand, before: list[_Row]) -> list[_Row]:
+        """The first rows of the queue; those that begin like rows of other replicas only for slots that are free.
+
+        before: rows that it gets, too
+        """
+        most = max(self._share(hand) - len(before), 0)
+        chosen: list[_Row] = []
+        others: list[_Row] = []
+        for row in islice(self._queue.values(), most + LOOKAHEAD):
+            if len(chosen) == most:
+                break
+            if self._affinity.is_elsewhere(row.beginnings, number):
+                others.append(row)
+            else:
+                self._affinity.note(row.beginnings, number)
+                chosen.append(row)
+        for row in others:
+            if len(chosen) == most:
+                break
+            if len(chosen) < hand.free_slots or not self._affinity.is_elsewhere(row.beginnings, number):
+                self._affinity.note(row.beginnings, number)
+                chosen.append(row)
+        chosen = list(_within_bytes([*before, *chosen]))[len(before) :]
+        for row in chosen:
+            del self._queue[row.line.index]
+        return chosen
+
+    def _share(self, hand: _Hand) -> int:
+        """How many rows of the queue a replica may have: the last ones are spread over all."""
+        room = sum(other.room for other in self._hands.values())
+        if len(self._queue) >= room:
+            return hand.room
+        slots = sum(one.slots for one in self._hands.values())
+        fair = -(-(2 * slots - room + len(self._queue)) * hand.slots // slots) - len(hand.rows)
+        return min(max(fair, int(hand.free_slots > 0)), hand.room)
+
+    def _copies(self, hand: _Hand) -> list[_Row]:
+        """Rows that others have, for a replica with nothing to do.
+
+        Those given last come first: a replica has most likely not begun them, and is nearly done with its oldest.
+        Never what was there at a death, so that it cannot take two replicas with it.
+        """
+        rows = (row for row in reversed(self._rows.values()) if len(row.holders) == 1 and not row.deaths)
+        return list(_within_bytes(islice(rows, hand.slots)))
+
+    def _give_back(self, rows: Iterable[_Row]) -> None:
+        for row in sorted(rows, key=lambda row: row.position, reverse=True):
+            if row.deaths >= MAX_DEATHS:
+                self._failed.appendleft(row)
+            elif row.deaths >= DEATHS_TO_RUN_ALONE:
+                self._alone.appendleft(row)
+            else:
+                self._suspects.appendleft(row)
+
+    def _take_out(self, row: _Row) -> None:
+        """Removes a row that waits."""
+        if self._queue.pop(row.line.index, None) is None:
+            waiting = next(rows for rows in (self._suspects, self._alone, self._failed) if row in rows)
+            waiting.remove(row)
+
+
+def _within_bytes(rows: Iterable[_Row]) -> Iterator[_Row]:
+    """The first rows, as many as one message holds."""
+    total = 0
+    for row in rows:
+        size = len(row.line.data or b"")
+        if total and total + size > MAX_MESSAGE_BYTES:
+            return
+        total += size
+        yield row

@@ -1,0 +1,118 @@
+"""Runs the rows of batches on replicas: engines in processes of their own, on this machine or on others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from time import monotonic
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import EngineError
+from cbatch.batch.driver import ReplicaStatus, StreamObserver
+from cbatch.batch.lines import Line
+from cbatch.batch.row_options import RowOptions
+from cbatch.engine.stats import EngineStats, total_stats
+from cbatch.replicas.keys import KeyMaking
+from cbatch.replicas.launcher import ReplicaLauncher
+from cbatch.replicas.messages import ReplicaInfo
+from cbatch.replicas.stream import ReplicaStream
+from cbatch.replicas.supervisor import SharedState, Supervisor
+from cbatch.schedule.limits import EngineLimits
+
+TIMEOUT_S, BACKOFF_S = 300.0, 1.0
+
+CLOSE_SECONDS = 0.7
+"""How long the end waits for replicas that do not die at once."""
+
+
+class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
+    """A `BatchDriver` of replicas, which it starts, and starts anew when they die.
+
+    info: what the first replica that was ready says of itself; the others have the same model and limits
+    """
+
+    def __init__(
+        self,
+        launcher: ReplicaLauncher,
+        config: EngineConfig,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        backoff_s: float = BACKOFF_S,
+    ) -> None:
+        """Waits until the first replica has loaded its model; the others may take longer.
+
+        launcher:  is closed with the driver
+        timeout_s: a replica that does not answer for so long, or makes no step, is killed
+        backoff_s: how long a replica stays away after it has died; doubles each time that it finishes no row
+
+        Raises what loading the model raises, and EngineError if no replica can be kept alive.
+        """
+        self._launcher = launcher
+        self._shared = SharedState(launcher.num_replicas)
+        self._supervisors = [
+            Supervisor(number, launcher, config, self._shared, timeout_s=timeout_s, backoff_s=backoff_s)
+            for number in range(launcher.num_replicas)
+        ]
+        try:
+            for supervisor in self._supervisors:
+                supervisor.thread.start()
+            self.info = self._first_info()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self.info.limits
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._supervisors)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it runs no batch any more, for the reason that the last one has ended with."""
+        return self._shared.failure is not None
+
+    def stats(self) -> EngineStats:
+        living = [stats for supervisor in self._supervisors for stats in supervisor.living_stats()]
+        return total_stats(living, [supervisor.past_stats for supervisor in self._supervisors])
+
+    def each(self) -> Sequence[ReplicaStatus]:
+        return [supervisor.status() for supervisor in self._supervisors]
+
+    def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+        return KeyMaking(self._shared, options).keyed(lines)
+
+    def open(self, options: RowOptions, *, window: int | None, observer: StreamObserver) -> ReplicaStream:
+        KeyMaking(self._shared, options).check_options()
+        rows = window or 4 * self.limits.max_seqs * self.num_engines
+        return ReplicaStream(self._shared, options, window=rows, observer=observer)
+
+    def close(self) -> None:
+        """Kills all replicas; a batch that still runs ends with EngineError. May be called twice."""
+        self._shared.fail(EngineError("The replicas were closed before the last row was finished."))
+        with self._shared.changed:
+            self._shared.is_closing = True
+            self._shared.changed.notify_all()
+        killers = [threading.Thread(target=one.kill, daemon=True) for one in self._supervisors]
+        for killer in killers:
+            killer.start()
+        deadline = monotonic() + CLOSE_SECONDS
+        for ending in (*killers, *(supervisor.thread for supervisor in self._supervisors)):
+            ending.join(max(deadline - monotonic(), 0.0))
+        self._launcher.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _first_info(self) -> ReplicaInfo:
+        shared = self._shared
+        with shared.changed:
+            while shared.info is None and shared.failure is None:
+                shared.changed.wait()
+            if shared.failure is not None:
+                raise shared.failure
+            assert shared.info is not None
+            return shared.info

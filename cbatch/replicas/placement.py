@@ -1,0 +1,196 @@
+"""Where each replica of a machine computes: on a GPU of its own, or on its share of the cores.
+
+The driver process does not import torch: if there are signs of a GPU, another process is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from pathlib import Path
+
+from cbatch.base.child_command import child_command
+from cbatch.base.config import CPU_CACHE_SHARE, DEVICE_VARIABLE, EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.base.units import parse_memory
+
+_SYSTEM = Path("/sys/devices/system")
+_DEVICES = Path("/dev")
+_SIGNS_OF_GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*")
+"""Files of NVIDIA's driver, also in Windows' subsystem for Linux, of AMD's and of Intel's."""
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+_log = logging.getLogger("cbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one replica computes.
+
+    device:          as in EngineConfig
+    cores:           numbers of the CPUs that its process is bound to; empty: it is not bound
+    kv_cache_memory: as in EngineConfig; None: what the configuration says
+    environment:     variables of its process that differ from those of the driver process
+    """
+
+    device: str
+    cores: tuple[int, ...] = ()
+    kv_cache_memory: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def applied_to(self, config: EngineConfig) -> EngineConfig:
+        memory = self.kv_cache_memory or config.kv_cache_memory
+        return replace(config, device=self.device, kv_cache_memory=memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Devices:
+    """What the device of a configuration means on this machine.
+
+    names:   one for each device of the kind, as in EngineConfig
+    visible: for each device, the environment of a process that sees no other one
+    """
+
+    kind: str
+    names: list[str]
+    visible: list[dict[str, str]]
+
+
+def find_places(config: EngineConfig, num_replicas: int | None) -> list[Place]:
+    """A place for each replica.
+
+    num_replicas: None: as many as there are GPUs, or NUMA nodes if there is no GPU
+
+    On a CPU, the replicas share what a single engine would take: the cores, and the percentage of free memory that is
+    for the KV cache. An amount such as `4GiB` is for each of them. If there are fewer cores than replicas, each of them
+    may use all cores, with one thread.
+
+    Raises ConfigError if the devices cannot be used, or if there are fewer than replicas.
+    """
+    devices = _find_devices(config.device)
+    if devices.kind == "cpu":
+        return _on_cores(config, len(_nodes()) if num_replicas is None else num_replicas)
+    number = len(devices.names) if num_replicas is None else num_replicas
+    if number > len(devices.names):
+        there = {0: "none", 1: "one"}.get(len(devices.names), f"{len(devices.names)} of them")
+        raise ConfigError(
+            f"Each replica needs a GPU of its own: {number} replicas were asked for, and --device {config.device} "
+            f"means {there}."
+        )
+    threads = _threads(max(len(_physical_cores()) // number, 1))
+    chosen = zip(devices.names, devices.visible, strict=True)
+    return [Place(name, environment=visible | threads) for name, visible in chosen][:number]
+
+
+def _find_devices(name: str) -> _Devices:
+    """Raises ConfigError if there is no such device."""
+    if name == "auto":
+        name = os.environ.get(DEVICE_VARIABLE) or "auto"
+    has_signs = any(path for sign in _SIGNS_OF_GPUS for path in _DEVICES.glob(sign))
+    if name.partition(":")[0] == "cpu" or (name == "auto" and not has_signs):
+        return _Devices("cpu", [], [])
+    if ":" in name or name == "mps":
+        return _Devices("named", [name], [{}])
+    found = _probe(name)
+    kind, count = str(found["kind"]), int(found["count"])
+    if kind != "cuda":
+        return _Devices(kind, [f"{kind}:{number}" for number in range(count)], [{}] * count)
+    # With ROCm, CUDA_VISIBLE_DEVICES counts as well, among those that its own variable has left.
+    is_hip = found["is_rocm"] and "HIP_VISIBLE_DEVICES" in os.environ
+    variable = "HIP_VISIBLE_DEVICES" if is_hip else "CUDA_VISIBLE_DEVICES"
+    listed = os.environ.get(variable)
+    entries = list(map(str, range(count))) if listed is None else [entry.strip() for entry in listed.split(",")][:count]
+    return _Devices("cuda", ["cuda"] * count, [{variable: entry} for entry in entries])
+
+
+def _probe(name: str) -> dict[str, str | int]:
+    """What `device_probe` says of a device. Raises ConfigError if it is not there, or if the probe fails."""
+    command = child_command("cbatch.replicas.device_probe", name)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    said = done.stderr.strip().splitlines()
+    try:
+        found: dict[str, str | int] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        reason = said[-1] if said else f"exit code {done.returncode}"
+        raise ConfigError(f"The devices of this machine could not be listed: {reason}.") from None
+    if "error" in found:
+        raise ConfigError(str(found["error"]))
+    for line in said:
+        _log.warning("%s", line)
+    return found
+
+
+def _on_cores(config: EngineConfig, number: int) -> list[Place]:
+    cores, memory = _physical_cores(), _memory_share(config, number)
+    if len(cores) < number:
+        cores = [(cpu,) for cpu in chain(*cores)]
+    if len(cores) < number:
+        return [Place("cpu", (), memory, _threads(1))] * number
+    bounds = [len(cores) * replica // number for replica in range(number + 1)]
+    shares = [cores[start:end] for start, end in pairwise(bounds)]
+    can_bind = hasattr(os, "sched_setaffinity")
+    return [Place("cpu", tuple(chain(*share)) if can_bind else (), memory, _threads(len(share))) for share in shares]
+
+
+def _memory_share(config: EngineConfig, number: int) -> str | None:
+    """What one of the replicas takes for its KV cache.
+
+    It is an amount, since a percentage of what is free when a replica starts would be another one each time, and the
+    longest sequence that fits is part of what decides a row.
+    """
+    import psutil
+
+    asked = config.kv_cache_memory or CPU_CACHE_SHARE
+    if config.kv_blocks is not None or "%" not in asked:
+        return None
+    return str(parse_memory(asked, psutil.virtual_memory().available) // number)
+
+
+def _threads(number: int) -> dict[str, str]:
+    """Variables that libraries take their number of threads from when they are loaded."""
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    number = min(number, max(int(limit), 1)) if limit.isdecimal() else number
+    return dict.fromkeys(_THREAD_VARIABLES, str(number))
+
+
+def _usable_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _nodes() -> list[set[int]]:
+    """The CPUs of each NUMA node that this process may use."""
+    usable, folders = _usable_cpus(), sorted((_SYSTEM / "node").glob("node[0-9]*"), key=_number_of)
+    nodes = [_cpu_list(folder / "cpulist") & usable for folder in folders]
+    return [node for node in nodes if node] or [usable]
+
+
+def _physical_cores() -> list[tuple[int, ...]]:
+    """The CPUs of each core that this process may use, those of a NUMA node beside each other."""
+    cores = dict[tuple[int, ...], None]()
+    for node in _nodes():
+        for cpu in sorted(node):
+            siblings = _cpu_list(_SYSTEM / f"cpu/cpu{cpu}/topology/thread_siblings_list") & node
+            cores[tuple(sorted(siblings | {cpu}))] = None
+    return list(cores)
+
+
+def _cpu_list(path: Path) -> set[int]:
+    """The numbers in a file such as `0-3,8`; none if there is no such file."""
+    try:
+        parts = path.read_text().strip().split(",")
+    except OSError:
+        return set()
+    ends = [part.split("-") for part in parts if part]
+    return set(chain.from_iterable(range(int(end[0]), int(end[-1]) + 1) for end in ends))
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("node"))

@@ -1,0 +1,265 @@
+"""Replicas as actors of a Ray cluster.
+
+Ray restarts no actor and repeats no call here: the driver of the replicas does both, as for those of one machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, TextIO, cast
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import CbatchError, ConfigError
+from cbatch.extras import missing_package
+from cbatch.replicas.launcher import ReplicaDied
+
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+except ImportError:  # of which `RayLauncher` tells
+    ray = None
+
+FACTORY = "cbatch.replicas.replica:open_replica"
+
+NOTICE_SECONDS = 20.0
+"""How long a replica waits for its resources before the user is told."""
+
+CONNECT_SECONDS = 5.0
+
+KILL_SECONDS = 0.5
+"""Longest wait for the end of an actor that was killed."""
+
+_log = logging.getLogger("cbatch")
+
+
+class ReplicaActor:
+    """Makes a replica in the process of an actor, and calls its methods. What they raise comes back as a value.
+
+    Ray would wrap an exception in one of its own, with a traceback of the other machine as its message.
+    """
+
+    def __init__(self, factory: str, config: EngineConfig, num_threads: int) -> None:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(num_threads)
+        self._replica: Any = None
+        self._open = factory, config
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, CbatchError | None]:
+        """The result of a method, or the CbatchError that it raised."""
+        try:
+            if self._replica is None:  # not in the constructor, whose errors Ray does not tell apart from deaths
+                factory, config = self._open
+                module, _, function = factory.partition(":")
+                self._replica = getattr(importlib.import_module(module), function)(config)
+            return getattr(self._replica, method)(*arguments), None
+        except CbatchError as error:
+            return None, error
+
+
+class RayLauncher:
+    """Starts replicas as actors of a cluster, wherever it has the resources for one."""
+
+    def __init__(
+        self,
+        address: str,
+        num_replicas: int | None = None,
+        resources: Mapping[str, float] | None = None,
+        factory: str = FACTORY,
+    ) -> None:
+        """Connects to a cluster.
+
+        address:      `auto` for the cluster that this machine is a node of, or `host:port`
+        num_replicas: None: as many as the cluster has resources for now
+        resources:    what a replica needs: `num_cpus`, `num_gpus`, and resources by the names that the cluster gives
+                      them; None: one GPU, or the CPUs of the smallest node if the cluster has no GPU
+        factory:      `module:function` that makes a replica of a configuration, in the actor's process
+
+        Raises ConfigError if the package ray is missing, there is no cluster at the address, or none of its nodes has
+        the resources of one replica.
+        """
+        if ray is None:
+            raise ConfigError(missing_package("ray"))
+        self._factory = factory
+        self._is_own = not ray.is_initialized()
+        self._stdout = _Stdout(sys.stdout)
+        sys.stdout = cast(TextIO, self._stdout)
+        try:
+            if self._is_own:
+                _connect(address)
+            self._resources = dict(resources) if resources else _default_resources()
+            fitting = _num_fitting(self._resources)
+            if fitting < 1:
+                raise ConfigError(f"No node of the Ray cluster has what a replica needs: {_listed(self._resources)}.")
+            self.num_replicas = num_replicas or fitting
+            if self.num_replicas > fitting:
+                _log.warning(
+                    f"the cluster has resources for {fitting} replicas now; the other {self.num_replicas - fitting} "
+                    "start when nodes join"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def name(self, number: int) -> str:
+        return f"replica {number + 1}"
+
+    def start(self, number: int, config: EngineConfig) -> RayConnection:
+        """Asks the cluster for an actor, which loads its model once there is a place for it."""
+        own = {name: amount for name, amount in self._resources.items() if name not in ("num_cpus", "num_gpus")}
+        num_cpus = self._resources.get("num_cpus", 1)
+        options = ray.remote(ReplicaActor).options(
+            num_cpus=num_cpus,
+            num_gpus=self._resources.get("num_gpus"),
+            resources=own,
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        try:
+            actor = options.remote(self._factory, config, max(int(num_cpus), 1))
+        except RayError as error:
+            raise ReplicaDied(_first_sentence(error)) from error
+        return RayConnection(actor, self.name(number), _listed(self._resources))
+
+    def close(self) -> None:
+        """Leaves the cluster, which ends all actors of this process."""
+        if self._is_own:
+            self._stdout.rays_thread = threading.current_thread()  # Ray prints here what it still has to say
+            with suppress(RayError):
+                ray.shutdown()
+            self._stdout.rays_thread = None
+        if sys.stdout is self._stdout:
+            sys.stdout = self._stdout.stream
+
+
+class RayConnection:
+    """One life of an actor."""
+
+    def __init__(self, actor: Any, name: str, needs: str) -> None:
+        self._actor = actor
+        self._name = name
+        self._needs = needs
+        self._is_ready = False
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """Raises ReplicaDied, and the CbatchError that the replica raised."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            if not self._is_ready:
+                self._wait_for_place(deadline)
+            value, error = ray.get(self._actor.call.remote(method, arguments), timeout=_left(deadline))
+        except GetTimeoutError:
+            raise ReplicaDied(f"it has not answered for {timeout_s:,.0f} s") from None
+        except RayTaskError as failure:
+            raise ReplicaDied(_first_sentence(failure.cause)) from failure
+        except RayActorError as failure:
+            raise ReplicaDied(_reason_of_death(failure)) from failure
+        except (RayError, OSError) as failure:
+            raise ReplicaDied(_first_sentence(failure)) from failure
+        if error is not None:
+            raise error
+        return value
+
+    def kill(self) -> None:
+        """Ends the actor at once. Returns when its process is gone, or its node is."""
+        with suppress(RayError, OSError):
+            ray.kill(self._actor)
+            ray.get(self._actor.__ray_ready__.remote(), timeout=KILL_SECONDS)
+
+    def _wait_for_place(self, deadline: float) -> None:
+        """Waits until the actor runs on a node, and tells the user if that takes long."""
+        ready = self._actor.__ray_ready__.remote()
+        if not ray.wait([ready], timeout=min(NOTICE_SECONDS, _left(deadline) or math.inf))[0]:
+            _log.warning(f"{self._name} waits until a node of the cluster has free what it needs: {self._needs}")
+        ray.get(ready, timeout=_left(deadline))
+        self._is_ready = True
+
+
+class _Stdout:
+    """Standard output without what Ray prints: what goes wrong in a cluster, with pages of its logs.
+
+    rays_thread: a thread that runs Ray's code for the moment, beside those of Ray's own
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.rays_thread: threading.Thread | None = None
+
+    def write(self, text: str) -> int:
+        thread = threading.current_thread()
+        return len(text) if thread is self.rays_thread or thread.name.startswith("ray_") else self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _connect(address: str) -> None:
+    """Raises ConfigError if there is no cluster at the address."""
+    if address != "auto":
+        _check_address(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(f"Cannot connect to the Ray cluster {address}: {_first_sentence(error)}.") from error
+
+
+def _check_address(address: str) -> None:
+    """Raises ConfigError if nobody listens there; Ray itself would try for minutes."""
+    host, separator, port = address.rpartition(":")
+    if not separator or "/" in host or not port.isdecimal():
+        raise ConfigError(f"--ray must be auto or HOST:PORT, such as 10.0.0.1:6379, not {address}.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"No Ray cluster answers at {address} ({error.args[-1]}). Its head prints the address when it starts; "
+            "on a machine of the cluster, --ray auto finds it."
+        ) from error
+
+
+def _default_resources() -> dict[str, float]:
+    """One GPU if the cluster has any, else the CPUs of its smallest node that has some."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(node.get("GPU") for node in nodes):
+        return {"num_gpus": 1}
+    return {"num_cpus": min((node["CPU"] for node in nodes if node.get("CPU")), default=1)}
+
+
+def _num_fitting(resources: Mapping[str, float]) -> int:
+    """Number of replicas that the cluster's nodes have resources for, if nobody else uses them."""
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    needed = {names.get(name, name): amount for name, amount in resources.items() if amount > 0}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not needed:
+        return len(nodes)
+    return sum(int(min(node.get(name, 0) / amount for name, amount in needed.items())) for node in nodes)
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
+
+
+def _left(deadline: float) -> float | None:
+    """Seconds until then; None if there is no end."""
+    return None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
+
+
+def _first_sentence(error: BaseException) -> str:
+    """The first line of an error, without its full stop."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line.rstrip(".:")
+
+
+def _reason_of_death(error: RayActorError) -> str:
+    """What Ray says of a dead actor, without its list of names and numbers."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not re.match(r"\s+\w+: ", line)]
+    return " ".join(line.strip() for line in lines[:2]).rstrip(".")[:300] or type(error).__name__

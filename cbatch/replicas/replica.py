@@ -1,0 +1,229 @@
+"""An engine as a replica: the side of the exchange that runs in the replica's process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import EngineError, RequestError
+from cbatch.batch.driver import StreamObserver
+from cbatch.batch.engine_driver import output_row
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.row_stream import FinishedRow as CompletedRow
+from cbatch.batch.row_stream import RowStream
+from cbatch.replicas.launcher import ReplicaConnection, ReplicaDied, ReplicaLauncher
+from cbatch.replicas.messages import (
+    LINGER_SECONDS,
+    MAX_MESSAGE_BYTES,
+    MAX_REPLY_ROWS,
+    FinishedRow,
+    ReplicaInfo,
+    Reply,
+)
+from cbatch.requests.completion import Timing
+from cbatch.runtime.interpreter import tune_process
+
+
+class Replica:
+    """Serves the rows of one batch after another. One method is called at a time, on any thread."""
+
+    def __init__(self, engine: Engine, load_s: float = 0.0) -> None:
+        """
+        engine: belongs to the caller, and may serve others meanwhile
+        load_s: seconds that loading it took
+        """
+        self._engine = engine
+        self._load_s = load_s
+        self._batch: _Batch | None = None
+
+    def info(self) -> ReplicaInfo:
+        return ReplicaInfo(
+            fingerprint=self._engine.fingerprint,
+            limits=self._engine.limits,
+            description=self._engine.core.describe(),
+            load_s=self._load_s,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    def keys(self, options: RowOptions, lines: list[Line]) -> list[str]:
+        """The keys of the lines' rows of output. Raises RequestError if the options' defaults are wrong."""
+        return [key for _, key in LineProcessor.of(self._engine.core, options).keyed(lines)]
+
+    def begin(self, options: RowOptions) -> None:
+        """Begins a new batch. What is left of the one before is cancelled.
+
+        Raises RequestError if the options' defaults are wrong, and EngineError if the engine is closed.
+        """
+        self.close()
+        self._batch = _Batch(self._engine, options)
+
+    def failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
+        """Error rows (`internal_error`) for lines of this batch that are not to be run."""
+        assert self._batch is not None, "begin comes first"
+        return self._batch.failed(lines, RequestError("internal_error", message))
+
+    def exchange(
+        self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = LINGER_SECONDS
+    ) -> Reply:
+        """Takes rows of this batch, and gives what has finished.
+
+        cancelled: indices of rows that need not be finished
+        wait_s:    how long to wait for the first row that finishes
+        linger_s:  how long to wait for more after it, unless they free half of the slots; at most `wait_s`
+        """
+        if self._batch is None:
+            assert not rows, "begin comes first"
+            return Reply([], self._engine.stats())
+        batch = self._batch
+        batch.put(rows, cancelled)
+        finished = batch.take(wait_s, min(linger_s, wait_s))
+        return Reply(finished, self._engine.stats(), batch.num_tokens, batch.failure)
+
+    def close(self) -> None:
+        """Cancels the rows of this batch. May be called twice."""
+        if self._batch is not None:
+            self._batch.close()
+            self._batch = None
+
+
+def open_replica(config: EngineConfig) -> Replica:
+    """A replica in a process that serves nothing else. Raises as `Engine` does."""
+    started = time.monotonic()
+    engine = Engine(config)
+    tune_process()
+    return Replica(engine, time.monotonic() - started)
+
+
+class InProcessConnection:
+    """A `ReplicaConnection` to an engine of this process, which belongs to somebody else, such as a chat."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._replica = Replica(engine)
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        with self._lock:
+            if self._is_over:
+                raise ReplicaDied("it was told to end")
+            return getattr(self._replica, method)(*arguments)
+
+    def kill(self) -> None:
+        """Cancels its rows; the engine goes on."""
+        self._is_over = True
+        with self._lock:
+            self._replica.close()
+
+
+class EngineLauncher:
+    """The last replica is an engine of this process; another launcher, if there is one, starts those before it."""
+
+    def __init__(self, engine: Engine, others: ReplicaLauncher | None = None, name: str = "this process") -> None:
+        """`name`: what people call the engine of this process."""
+        self._engine = engine
+        self._others = others
+        self._name = name
+        self._num_others = others.num_replicas if others is not None else 0
+        self.num_replicas = self._num_others + 1
+
+    def name(self, number: int) -> str:
+        if self._others is None or number == self._num_others:
+            return self._name
+        return self._others.name(number)
+
+    def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
+        if self._others is None or number == self._num_others:
+            return InProcessConnection(self._engine)
+        return self._others.start(number, config)
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.close()
+
+
+class _Batch:
+    """The rows of one batch, on the engine's thread.
+
+    failure: why the engine has failed, if it has
+    """
+
+    def __init__(self, engine: Engine, options: RowOptions) -> None:
+        self._lines = LineProcessor.of(engine.core, options)
+        self._timings = options.timings
+        self._observer = StreamObserver()
+        self._stream = RowStream(engine.thread, self._lines, window=sys.maxsize, observer=self._observer)
+        self._given: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._finished = self._stream.finished(iter(self._given.get, None))
+        self._ready: deque[OutputRow] = deque()
+        self._enough = max(engine.limits.max_seqs // 2, 1)
+        self.failure = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return self._observer.output_tokens
+
+    def put(self, rows: list[Line], cancelled: list[int]) -> None:
+        for line in rows:
+            self._given.put(line)
+        for index in cancelled:
+            self._stream.cancel(index)
+
+    def take(self, wait_s: float, linger_s: float) -> list[FinishedRow]:
+        """The rows that have finished, as many as one reply holds."""
+        self._collect(0.0 if self._ready else wait_s)
+        until = time.monotonic() + linger_s
+        while 0 < len(self._ready) < self._enough and time.monotonic() < until:
+            time.sleep(linger_s / 4)
+            self._collect(0.0)
+        finished: list[FinishedRow] = []
+        size = 0
+        while self._ready and len(finished) < MAX_REPLY_ROWS:
+            size += len(self._ready[0].data)
+            if finished and size > MAX_MESSAGE_BYTES:
+                break
+            row = self._ready.popleft()
+            finished.append((row.index, row.data, row.outcome))
+        return finished
+
+    def failed(self, lines: list[Line], error: RequestError) -> list[FinishedRow]:
+        now = time.monotonic()
+        finished: list[FinishedRow] = []
+        for line in lines:
+            completion = self._lines.failed(line, error)
+            completion.timing = Timing(now, finished_at=now)
+            row = output_row(CompletedRow(0, completion), timings=self._timings)
+            finished.append((row.index, row.data, row.outcome))
+        return finished
+
+    def close(self) -> None:
+        self._finished.close()
+        self._given.put(None)
+
+    def _collect(self, wait_s: float) -> None:
+        """Formats what the stream gives within this time, but no more than a few replies hold."""
+        deadline = time.monotonic() + wait_s
+        with suppress(StopIteration):
+            while len(self._ready) < MAX_REPLY_ROWS:
+                self._stream.poll_s = max(deadline - time.monotonic(), 0.0)
+                try:
+                    rows = next(self._finished)
+                except EngineError as error:
+                    self.failure = str(error)
+                    return
+                self._stream.release([row.position for row in rows])
+                self._ready.extend(output_row(row, timings=self._timings) for row in rows)
+                if rows or time.monotonic() >= deadline:
+                    return

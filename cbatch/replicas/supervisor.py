@@ -1,0 +1,359 @@
+"""Keeps a replica alive: starts it, lets it serve, and starts it anew when it dies."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import CbatchError, ConfigError, EngineError, ModelError, in_short
+from cbatch.batch.driver import ReplicaState, ReplicaStatus
+from cbatch.batch.lines import Line
+from cbatch.engine.stats import EngineStats, total_stats
+from cbatch.replicas.launcher import ReplicaConnection, ReplicaDied, ReplicaLauncher
+from cbatch.replicas.messages import FinishedRow, ReplicaInfo, Reply
+
+START_TIMEOUT_S = 3600.0
+"""How long a replica may load its model, which it may have to download first."""
+
+IDLE_SECONDS = 1.0
+"""How often a replica with nothing to do is asked whether it still lives."""
+
+MAX_BACKOFF_S = 60.0
+MAX_FUTILE_LIVES, MAX_LIVES_WITHOUT_ROW = 5, 15
+"""A replica is given up after so many lives in a row in which it finished no row: not counting, and counting those that
+ended while it ran a single row alone, which is then likely to be the reason.
+"""
+
+_log = logging.getLogger("cbatch")
+
+
+class Job(Protocol):
+    """What replicas do together, such as the rows of a batch. Its methods are called on a thread for each replica."""
+
+    def begin(self, life: Life) -> None:
+        """A replica takes part from now on."""
+        ...
+
+    def serve(self, life: Life) -> None:
+        """One exchange with a replica. Waits at most IDLE_SECONDS if there is nothing to do."""
+        ...
+
+    def end(self, life: Life) -> None:
+        """The job is over for a replica that lives on."""
+        ...
+
+    def leave(self, life: Life) -> None:
+        """A replica that took part has died, or is told to end."""
+        ...
+
+
+@dataclass(slots=True)
+class SharedState:
+    """What the threads of a driver share. `lock` guards it, and `changed` tells when it changes.
+
+    job:        what the replicas work on
+    info:       what the first replica that was ready said of itself
+    failure:    why no replica will serve any more
+    is_closing: whether all replicas are to end
+    num_alive:  replicas that have not been given up
+    """
+
+    num_alive: int
+    job: Job | None = None
+    info: ReplicaInfo | None = None
+    failure: CbatchError | None = None
+    is_closing: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    changed: threading.Condition = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+
+    def begin(self, job: Job) -> None:
+        """Raises EngineError if the replicas work on another one."""
+        with self.changed:
+            if self.job is not None:
+                raise EngineError("The replicas run another batch.")
+            self.job = job
+            self.changed.notify_all()
+
+    def end(self, job: Job) -> None:
+        """The job is over, if it was not before."""
+        with self.changed:
+            if self.job is job:
+                self.job = None
+                self.changed.notify_all()
+
+    def fail(self, error: CbatchError) -> None:
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def give_up(self, problem: str) -> None:
+        """One replica less; `problem` says which one and why."""
+        with self.changed:
+            self.num_alive -= 1
+            if not self.num_alive:
+                self.fail(EngineError(f"No replica is left: {problem}."))
+
+
+class Life:
+    """A replica from when its model is loaded until it dies.
+
+    num_rows:   rows that it was the first to finish, without those that were written off
+    runs_alone: whether all that it has is a row that was there at other deaths
+    num_copies: rows that it took although another replica had them
+    stats:      the last figures of its engine
+    """
+
+    def __init__(self, number: int, connection: ReplicaConnection, info: ReplicaInfo, timeout_s: float) -> None:
+        self.number = number
+        self.info = info
+        self.num_rows = 0
+        self.num_copies = 0
+        self.runs_alone = False
+        self.stats = total_stats(())
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._without_step_s = 0.0
+        self._checked_at = time.monotonic()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Raises ReplicaDied, and the CbatchError that the replica raises."""
+        try:
+            return self._connection.call(method, *arguments, timeout_s=self._timeout_s)
+        except (CbatchError, ReplicaDied):
+            raise
+        except BaseException as unforeseen:  # the others go on, whatever it is
+            raise ReplicaDied(in_short(unforeseen)) from unforeseen
+
+    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = 0.0) -> Reply:
+        """See `Replica.exchange`."""
+        reply = self.call("exchange", rows, cancelled, wait_s, linger_s)
+        if not isinstance(reply, Reply):
+            raise ReplicaDied(f"its answer was {type(reply).__name__}")
+        if reply.finished or reply.stats.num_steps != self.stats.num_steps:
+            self._advance()
+        self.stats = reply.stats
+        return reply
+
+    def failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
+        """See `Replica.failed`."""
+        rows: list[FinishedRow] = self.call("failed", lines, message)
+        return rows
+
+    def check(self, reply: Reply, num_held: int) -> None:
+        """Raises ReplicaDied if the replica will not finish the rows that it holds."""
+        if reply.failure:
+            raise ReplicaDied(reply.failure.rstrip("."))
+        if not num_held:
+            self._advance()
+            return
+        now = time.monotonic()
+        # More than half may be time in which this process was stopped, as by Ctrl-Z.
+        self._without_step_s += min(now - self._checked_at, self._timeout_s / 2)
+        self._checked_at = now
+        if self._without_step_s > self._timeout_s:
+            raise ReplicaDied(f"its engine made no step for {self._timeout_s:g} s")
+
+    def _advance(self) -> None:
+        self._without_step_s = 0.0
+        self._checked_at = time.monotonic()
+
+
+class Supervisor:
+    """Runs the lives of one replica, on a thread of its own."""
+
+    def __init__(
+        self,
+        number: int,
+        launcher: ReplicaLauncher,
+        config: EngineConfig,
+        shared: SharedState,
+        *,
+        timeout_s: float,
+        backoff_s: float,
+    ) -> None:
+        """
+        timeout_s: longest time for an answer, and between steps of the engine
+        backoff_s: how long a replica stays away after it has died; doubles while it finishes no row
+        """
+        self.name = launcher.name(number)
+        self._number = number
+        self._launcher = launcher
+        self._config = config
+        self._shared = shared
+        self._timeout_s = timeout_s
+        self._backoff_s = backoff_s
+        self._state: ReplicaState = "starting"
+        self._connection: ReplicaConnection | None = None
+        self._life: Life | None = None
+        self._job: Job | None = None
+        self._past = total_stats(())
+        self._rows = self._copies = self._deaths = 0
+        self._futile_lives = self._lives_without_row = 0
+        self._problem = ""
+        self.thread = threading.Thread(target=self._run, name=f"cbatch-replica-{number + 1}", daemon=True)
+
+    def kill(self) -> None:
+        """Ends the life that goes on, if there is one. Called when the driver closes, on another thread."""
+        if (connection := self._connection) is not None:
+            with suppress(BaseException):  # the process ends with this one in any case
+                connection.kill()
+
+    def status(self) -> ReplicaStatus:
+        life = self._life
+        rows, copies = (life.num_rows, life.num_copies) if life is not None else (0, 0)
+        stats = total_stats(self.living_stats(), [self._past])
+        return ReplicaStatus(
+            self.name, self._state, stats, self._rows + rows, self._copies + copies, self._deaths, self._problem
+        )
+
+    def living_stats(self) -> list[EngineStats]:
+        """Figures of the life that goes on, if there is one."""
+        return [life.stats] if (life := self._life) is not None else []
+
+    @property
+    def past_stats(self) -> EngineStats:
+        """Sums over the lives that have ended."""
+        return self._past
+
+    def _run(self) -> None:
+        try:
+            while not self._shared.is_closing and self._state != "gone":
+                problem = self._live()
+                if problem is not None and not self._shared.is_closing:
+                    self._after_death(problem)
+        except BaseException as error:  # rows that it had may be in nobody's hands now
+            problem = f"cannot be kept alive: {in_short(error)}"
+            self._shared.fail(EngineError(f"{self.name} {problem}."))
+            self._give_up(problem)
+
+    def _live(self) -> str | None:
+        """One life. Returns why it ended, and None if there is to be no other."""
+        try:
+            self._life = self._load()
+            if self._life is not None:
+                self._state = "running"
+                self._serve(self._life)
+            return None
+        except ReplicaDied as death:
+            return f"died: {death}"
+        except _Refused as error:
+            self._give_up(str(error))
+            return None
+        except CbatchError as error:
+            problem = str(error).rstrip(".")
+            if self._life is not None:
+                return f"died: {problem}"
+            if self._state == "starting" and isinstance(error, ConfigError | ModelError):
+                self._shared.fail(error)
+                self._give_up(f"cannot be started: {problem}")
+                return None
+            return f"cannot be started: {problem}"
+        except BaseException as unforeseen:
+            if self._life is not None:
+                raise
+            return f"cannot be started: {in_short(unforeseen)}"
+        finally:
+            self._end_life()
+
+    def _load(self) -> Life | None:
+        """A replica whose model is loaded; None if the driver closes."""
+        self._connection = self._launcher.start(self._number, self._config)
+        if self._shared.is_closing:  # `kill` may have come before there was a connection
+            return None
+        info: ReplicaInfo = self._connection.call("info", timeout_s=START_TIMEOUT_S)
+        with self._shared.changed:
+            first = self._shared.info
+            if first is None:
+                self._shared.info = info
+                self._shared.changed.notify_all()
+        if first is not None:
+            _check_is_alike(info, first)
+        return Life(self._number, self._connection, info, self._timeout_s)
+
+    def _serve(self, life: Life) -> None:
+        shared = self._shared
+        while not shared.is_closing:
+            job = shared.job
+            if job is not self._job:
+                if self._job is not None:
+                    self._job.end(life)
+                self._job = None
+                if job is not None:
+                    job.begin(life)
+                self._job = job
+            elif job is not None:
+                job.serve(life)
+            else:
+                with shared.changed:
+                    shared.changed.wait_for(lambda: shared.job is not None or shared.is_closing, IDLE_SECONDS)
+                if shared.job is None and not shared.is_closing:
+                    life.check(life.exchange([], [], 0.0), num_held=0)
+
+    def _end_life(self) -> None:
+        """The rows go to others first: what the dead replica held may take a while to be free."""
+        life, job, connection = self._life, self._job, self._connection
+        if life is not None:
+            if job is not None:
+                job.leave(life)
+            self._past, self._life, self._job = total_stats((), [self._past, life.stats]), None, None
+            self._rows += life.num_rows
+            self._copies += life.num_copies
+        if life is not None and life.num_rows:
+            self._futile_lives = self._lives_without_row = 0
+        else:
+            self._lives_without_row += 1
+            self._futile_lives += life is None or not life.runs_alone
+        if connection is not None:
+            connection.kill()
+            self._connection = None
+
+    def _after_death(self, problem: str) -> None:
+        """Waits until it is time for the next life, unless there is to be none."""
+        self._deaths += 1
+        self._problem = problem
+        if self._futile_lives >= MAX_FUTILE_LIVES or self._lives_without_row >= MAX_LIVES_WITHOUT_ROW:
+            self._give_up(f"{problem}; it finished no row in {self._lives_without_row} lives")
+            return
+        delay = backoff(self._backoff_s, self._futile_lives)
+        self._state = "restarting"
+        _log.warning("%s %s; it is started again in %s s", self.name, problem, f"{delay:g}")
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: self._shared.is_closing, delay)
+
+    def _give_up(self, problem: str) -> None:
+        self._state, self._problem = "gone", problem
+        if not self._shared.is_closing and self._shared.failure is None:  # else that is what the user is told
+            _log.warning("%s %s; it is not started again", self.name, problem)
+        self._shared.give_up(f"{self.name} {problem}")
+
+
+def backoff(first_s: float, futile_lives: int) -> float:
+    """Seconds until a replica is started again, after so many lives in a row in which it finished no row."""
+    return min(first_s * 2.0 ** max(futile_lives - 1, 0), MAX_BACKOFF_S)
+
+
+class _Refused(Exception):
+    """A replica that must not serve, because its rows would differ."""
+
+
+def _check_is_alike(info: ReplicaInfo, first: ReplicaInfo) -> None:
+    """Raises _Refused if a replica would give other rows than the first one."""
+    where = f"on {info.host} (process {info.pid})"
+    if info.fingerprint != first.fingerprint:
+        raise _Refused(f"{where} has another model, dtype or chat template than the first replica")
+    mine, others = info.limits.sequence, first.limits.sequence
+    is_small = mine.cache_is_small or others.cache_is_small
+    if mine.context != others.context or (is_small and mine.cache != others.cache):
+        raise _Refused(
+            f"{where} has room for {mine.cache:,} tokens in its KV cache, and the first replica for {others.cache:,}, "
+            f"with a context of {mine.context:,} and {others.context:,}, so that rows could end earlier there; "
+            "--kv-blocks makes them equal"
+        )

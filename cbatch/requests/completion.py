@@ -1,0 +1,488 @@
+"""What a request gets: its completion, as Python objects and as the row that `cbatch run` writes."""
+
+from __future__ import annotations
+
+import codecs
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from cbatch.base.errors import RequestError
+from cbatch.base.outputs import FinishReason, ToolCall
+from cbatch.base.units import rounded_s
+from cbatch.requests import openai_batch
+from cbatch.requests.row import InputRow
+
+NEVER = -9999.0
+"""Stands for the logarithm of 0 in rows, as in OpenAI's API: JSON has no infinity."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token and its log-probability, from the model's own distribution, before temperature and filters.
+
+    token:    its text; parts of characters are U+FFFD
+    logprob:  natural logarithm; None for the first token of a prompt, which nothing comes before
+    data:     its bytes; None if the model has no tokenizer
+    top:      the most likely tokens in its place, most likely first
+    in_text:  False for a special token that the text leaves out
+    """
+
+    token: str
+    token_id: int
+    logprob: float | None
+    data: bytes | None = None
+    top: tuple[TokenLogprob, ...] = ()
+    in_text: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form of OpenAI's chat completions, without `top`."""
+        return {
+            "token": self.token,
+            "logprob": _rounded(self.logprob),
+            "bytes": list(self.data) if self.data is not None else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request: of its prompt, of all its outputs, and those of the prompt that were cached."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        """The form of OpenAI's API. Cached tokens depend on what ran before, so they are not in it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.total_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One output of a request.
+
+    text:          without reasoning and tool calls; empty if the model has no tokenizer
+    reasoning:     what the model wrote between its think tags; None if there was nothing
+    tool_calls:    functions that the model asks for
+    finish_reason: `stop`, `length`, `tool_calls`, or `error` (see `Completion.error`)
+    stop_reason:   the stop string that ended the output
+    token_ids:     the generated tokens, with the end token
+    logprobs:      of each of these tokens; None if not asked for
+    """
+
+    index: int = 0
+    text: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason = "stop"
+    stop_reason: str | None = None
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When things happened: seconds of `time.monotonic`; None if they did not."""
+
+    taken_at: float = 0.0
+    first_token_at: float | None = None
+    finished_at: float = 0.0
+
+
+class Completion(Mapping[str, Any]):
+    """The result of one request. As a mapping it is the row that `cbatch run` would write.
+
+    So a list of them can be given to `pandas.DataFrame` or `datasets.Dataset.from_list`, and `dict(completion)` to
+    `json.dumps`. Change a row from `to_dict` and not what the mapping holds. Completions with the same row are equal.
+
+    choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error
+    usage:           numbers of tokens
+    error:           why the request failed, or None
+    prompt_logprobs: of each token of the prompt, if asked for
+    index:           number of the prompt in the call, or of the line in the input
+    id:              the `id` of the row, if it has one
+    key:             hash of all that decides the result
+    extra:           columns of the row that were carried along
+    timing:          when it was taken, got its first token, and was finished
+    tool_messages:   what the model called before, and the results, as messages in OpenAI's form
+    validation:      whether the answer is good (`valid`), the number of `tries`, the `errors` of those that were not,
+                     and, if none was good, the `text` of the last; None if nothing was validated
+    reused:          those tokens of `usage` that were not computed: a cache of answers or an earlier run had them
+    continued_tokens: tokens of an earlier run, with which its outputs went on
+    """
+
+    def __init__(
+        self,
+        row: InputRow | None = None,
+        *,
+        key: str = "",
+        choices: Sequence[Choice] = (),
+        usage: Usage | None = None,
+        error: RequestError | None = None,
+        prompt_logprobs: Sequence[TokenLogprob] | None = None,
+        has_text: bool = True,
+        with_token_ids: bool = False,
+        echoes: bool = False,
+        timing: Timing | None = None,
+    ) -> None:
+        """
+        row:            where the request came from
+        has_text:       False if the model has no tokenizer; `text` is then null in the row
+        with_token_ids: whether the row has the output's token ids
+        echoes:         whether the text begins with the prompt
+        """
+        row = row or InputRow(0)
+        # Without the prompt, which the result would keep in memory.
+        self._row = InputRow(row.index, id=row.id, extra=row.extra, call=row.call, choice=row.choice)
+        self.key = key
+        self.choices = tuple(choices) or (Choice(finish_reason="error"),)
+        self.usage = usage or Usage()
+        self.error = error
+        if error is not None:  # whoever keeps the result shall not keep the frames, which hold the engine
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+        self.prompt_logprobs = prompt_logprobs
+        self.timing = timing or Timing()
+        self.tool_messages: Sequence[Mapping[str, Any]] = ()
+        self.validation: dict[str, Any] | None = None
+        self.reused = Usage()
+        self.continued_tokens = 0
+        self._has_text, self._with_token_ids, self._echoes = has_text, with_token_ids, echoes
+        self._fields: dict[str, Any] | None = None
+
+    @classmethod
+    def from_row(cls, fields: Mapping[str, Any]) -> Completion:
+        """The completion that a row of `cbatch run` tells of; as a mapping, it is that row without its `check`.
+
+        A row has token ids only if --token-ids asked for them, and none beside log-probabilities (-1 stands for them).
+        """
+        body, is_openai = fields, "custom_id" in fields
+        if is_openai and fields["error"] is None:
+            body = fields["response"]["body"]
+        row = InputRow(
+            fields["index"], id=fields.get("custom_id" if is_openai else "id"), extra=fields.get("extra", {})
+        )
+        if (error := fields.get("error")) is not None:
+            made = cls(row, key=fields["key"], error=RequestError(error["code"], error["message"]))
+        else:
+            usage, scores = body["usage"], body.get("prompt_logprobs")
+            made = cls(
+                row,
+                key=fields["key"],
+                choices=[_choice_of(one) for one in body.get("choices", [fields])],
+                usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], fields.get("cached_tokens", 0)),
+                prompt_logprobs=_logprobs_of(scores["content"]) if scores is not None else None,
+            )
+        made.validation = fields.get("validation")
+        made._fields = {name: value for name, value in fields.items() if name != "check"}
+        return made
+
+    @property
+    def from_cache(self) -> bool:
+        """Whether nothing of it was computed, because a cache of answers had all of it."""
+        return 0 < self.reused.total_tokens == self.usage.total_tokens
+
+    @property
+    def index(self) -> int:
+        return self._row.index
+
+    @property
+    def id(self) -> str | int | float | None:
+        return self._row.id
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return self._row.extra
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice, without reasoning and tool calls."""
+        return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the first choice wrote between its think tags."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Functions that the first choice asks for."""
+        return self.choices[0].tool_calls
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the first choice ended: `stop`, `length`, `tool_calls` or `error`."""
+        return self.choices[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the first choice."""
+        return self.choices[0].stop_reason
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Tokens of the first choice, with the end token."""
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None:
+        """Of each token of the first choice, if asked for."""
+        return self.choices[0].logprobs
+
+    def raise_for_error(self) -> Completion:
+        """Returns the completion itself. Raises a copy of its error if the request failed."""
+        if self.error is not None:
+            raise copy(self.error)  # which may get a traceback, and with it the frames of the caller
+        return self
+
+    def to_dict(self, *, timings: bool = False) -> dict[str, Any]:
+        """The row that `cbatch run` writes for this request, in its own form or in that of the OpenAI Batch API.
+
+        timings: add times and cached tokens, as --timings does; those of `from_row` stay as they are
+
+        Each call makes a new one, which the caller may change.
+        """
+        if self._fields is not None:
+            return deepcopy(self._fields)
+        fields = self._openai_row() if self._row.call else self._plain_row()
+        if self.tool_messages:
+            fields["tool_messages"] = deepcopy(list(self.tool_messages))
+        if self.validation is not None:
+            fields["validation"] = deepcopy(self.validation)
+        if self._row.extra:
+            # Copying a text or a number deeply would take most of the time of a short row.
+            fields["extra"] = {
+                name: deepcopy(value) if isinstance(value, list | dict) else value
+                for name, value in self._row.extra.items()
+            }
+        if timings:
+            first, taken = self.timing.first_token_at, self.timing.taken_at
+            fields |= {
+                "cached_tokens": self.usage.cached_tokens,
+                "ttft_s": rounded_s(first - taken) if first is not None else None,
+                "elapsed_s": rounded_s(self.timing.finished_at - taken),
+            }
+            if self.from_cache:
+                fields["from_cache"] = True
+        return fields
+
+    @cached_property
+    def _mapping(self) -> dict[str, Any]:
+        """The row that the mapping shows: `dict(completion)` looks up each of its fields."""
+        return self.to_dict()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._mapping[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_mapping"}
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"Completion(error={self.error.code!r}, message={_shorten(str(self.error))!r})"
+        parts = [f"text={_shorten(self.text)!r}"]
+        if self.reasoning is not None:
+            parts.append(f"reasoning={_shorten(self.reasoning)!r}")
+        if self.tool_calls:
+            parts.append(f"tool_calls={[_shorten(str(call)) for call in self.tool_calls]}")
+        parts.append(f"finish_reason={self.finish_reason!r}")
+        if len(self.choices) > 1:
+            parts.append(f"choices={len(self.choices)}")
+        return f"Completion({', '.join(parts)}, tokens={self.usage.prompt_tokens}+{self.usage.completion_tokens})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: one row for each choice."""
+        if self.error is not None:
+            return f"<p><b>{html.escape(self.error.code)}</b>: {html.escape(str(self.error))}</p>"
+        rows = "".join(
+            f"<tr><td>{choice.index}</td><td style='text-align:left'>{_html_of(choice)}</td>"
+            f"<td>{choice.finish_reason}</td><td>{len(choice.token_ids) or ''}</td></tr>"
+            for choice in self.choices
+        )
+        return f"<table><tr><th></th><th>text</th><th>finish_reason</th><th>tokens</th></tr>{rows}</table>"
+
+    def _plain_row(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": self.index, "id": self.id}
+        if self.error is not None:
+            return fields | {"error": _error_fields(self.error), "key": self.key}
+        choices = [self._choice_fields(choice) for choice in self.choices]
+        for choice, shown in zip(self.choices, choices, strict=True):
+            if choice.logprobs is not None:
+                shown["logprobs"] = {"content": _tokens(choice.logprobs)}
+        fields |= choices[0]
+        if len(choices) > 1:
+            fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
+        if self.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._scores()
+        return fields | {"usage": self.usage.to_dict(), "key": self.key}
+
+    def _openai_row(self) -> dict[str, Any]:
+        call = self._row.call
+        assert call is not None
+        if self.error is not None:
+            return openai_batch.result_line(self._row, self.key, None, self.error)
+        choices = []
+        for choice in self.choices:
+            fields = self._choice_fields(choice)
+            logprobs = self._openai_logprobs(choice, is_chat=call.is_chat)
+            shown = openai_batch.choice(self._row, choice.index, fields, logprobs)
+            choices.append(shown | ({"token_ids": fields["token_ids"]} if self._with_token_ids else {}))
+        body = openai_batch.response_body(call, self.key, choices, self.usage.to_dict())
+        if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
+            body["prompt_logprobs"] = self._scores()
+        return openai_batch.result_line(self._row, self.key, body, None)
+
+    def _choice_fields(self, choice: Choice) -> dict[str, Any]:
+        """What one output says, and how it ended."""
+        fields: dict[str, Any] = {"text": choice.text if self._has_text else None}
+        fields["finish_reason"] = choice.finish_reason
+        if choice.reasoning is not None:
+            fields["reasoning"] = choice.reasoning
+        if choice.tool_calls:
+            fields["tool_calls"] = [call.to_dict() for call in choice.tool_calls]
+        if choice.stop_reason is not None:
+            fields["stop_reason"] = choice.stop_reason
+        if self._with_token_ids:
+            fields["token_ids"] = list(choice.token_ids)
+        return fields
+
+    def _scores(self) -> dict[str, Any]:
+        """The log-probabilities of the prompt's tokens, and their sum."""
+        scores = self.prompt_logprobs or ()
+        total = math.fsum(max(one.logprob, NEVER) for one in scores if one.logprob is not None)
+        return {"sum": round(total, 5), "content": _tokens(scores)}
+
+    def _openai_logprobs(self, choice: Choice, *, is_chat: bool) -> dict[str, Any] | None:
+        if choice.logprobs is None:
+            return None
+        if is_chat:
+            return {"content": _tokens(choice.logprobs), "refusal": None}
+        scored = [*((self.prompt_logprobs or ()) if self._echoes else ()), *choice.logprobs]
+        decoder, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+        for one in scored:
+            offsets.append(length)
+            if one.in_text:
+                length += len(one.token) if one.data is None else len(decoder.decode(one.data))
+        return {
+            "tokens": [_token_name(one) for one in scored],
+            # The first token of a prompt has no log-probability. The API gives null for it, in both lists.
+            "token_logprobs": [_rounded(one.logprob) for one in scored],
+            "top_logprobs": [
+                {_token_name(top): _rounded(top.logprob) for top in one.top} if one.logprob is not None else None
+                for one in scored
+            ],
+            "text_offset": offsets,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely the model finds a text.
+
+    logprob: sum of the log-probabilities of its tokens; nan if there is an error
+    tokens:  the tokens that were scored
+    error:   why it could not be scored, or None
+    """
+
+    logprob: float
+    tokens: Sequence[TokenLogprob] = field(default=(), repr=False)
+    error: RequestError | None = None
+
+    @classmethod
+    def of(cls, completion: Completion, start: int) -> Score:
+        """The score of a prompt from its token `start` on. Its first token has none: nothing comes before it."""
+        if completion.error is not None or completion.prompt_logprobs is None:
+            return cls(math.nan, error=completion.error)
+        tokens = completion.prompt_logprobs[max(start, 1) :]
+        return cls(math.fsum(one.logprob for one in tokens if one.logprob is not None), tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean negative log-probability of a token; nan if there is no token."""
+        return math.exp(-self.logprob / len(self.tokens)) if self.tokens else math.nan
+
+
+def _choice_of(fields: Mapping[str, Any]) -> Choice:
+    """An output from the fields of a row, or from a choice of OpenAI's bodies."""
+    message = fields.get("message", fields)
+    calls = [(call["function"], call["id"]) for call in message.get("tool_calls", ())]
+    logprobs = fields.get("logprobs")
+    return Choice(
+        index=fields.get("index", 0) if "key" not in fields else 0,
+        text=message.get("content" if "message" in fields else "text") or "",
+        reasoning=message.get("reasoning"),
+        tool_calls=tuple(ToolCall(function["name"], function["arguments"], name) for function, name in calls),
+        finish_reason=fields["finish_reason"],
+        stop_reason=fields.get("stop_reason"),
+        token_ids=fields.get("token_ids", ()),
+        logprobs=_logprobs_of(logprobs["content"]) if logprobs is not None and "content" in logprobs else None,
+    )
+
+
+def _logprobs_of(content: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(
+            one["token"],
+            -1,
+            one["logprob"],
+            bytes(one["bytes"]) if one["bytes"] is not None else None,
+            tuple(_logprobs_of(one.get("top_logprobs", ()))),
+        )
+        for one in content
+    ]
+
+
+def _error_fields(error: RequestError) -> dict[str, str]:
+    return {"code": error.code, "message": str(error)}
+
+
+def _tokens(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Tokens and their log-probabilities in the form of OpenAI's chat completions."""
+    return [one.to_dict() | {"top_logprobs": [top.to_dict() for top in one.top]} for one in logprobs]
+
+
+def _token_name(one: TokenLogprob) -> str:
+    """The text of a token, or its bytes in OpenAI's notation if it is only a part of a character."""
+    if one.data is None or "\ufffd" not in one.token:
+        return one.token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.data)
+
+
+def _rounded(logprob: float | None) -> float | None:
+    """Rounded to five places, because most further ones depend on which rows ran beside this one."""
+    return round(max(logprob, NEVER), 5) if logprob is not None else None
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def _html_of(choice: Choice) -> str:
+    """A choice's text with its line breaks; reasoning in italics before it, calls after it."""
+    parts = [f"<i>{html.escape(choice.reasoning)}</i>"] if choice.reasoning is not None else []
+    parts += [html.escape(choice.text)] if choice.text else []
+    parts += [f"<code>{html.escape(str(call))}</code>" for call in choice.tool_calls]
+    return "<div style='white-space:pre-wrap'>" + "<br>".join(parts) + "</div>"

@@ -1,0 +1,275 @@
+"""Turns the token events of a request into what its caller reads: text, reasoning, tool calls, log-probabilities."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from cbatch.base.errors import RequestError, as_error
+from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs, ToolCall
+from cbatch.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
+from cbatch.requests.request import EncodedRequest
+from cbatch.text.detokenizer import OutputDetokenizer
+from cbatch.text.output_parser import OutputParser, OutputStream
+from cbatch.text.tokenizer import ChatTokenizer
+
+
+@dataclass(slots=True)
+class StreamEvent:
+    """What is new in a request. The last event of each output has a `finish_reason`.
+
+    index:         number of the prompt in the call
+    sample_index:  number of the output among several for one prompt (`n`)
+    text:          new text, which may be empty: what could still become a stop string, a tag or the rest of a character
+                   is held back. All of them joined are the text of the choice
+    reasoning:     new reasoning, from between the model's think tags
+    token_id:      the new token; None in an event that only ends an output
+    finish_reason: `stop`, `length`, `tool_calls` or `error`; None while the output goes on
+    error:         why the request failed
+    logprobs:      of this token, if asked for
+    raw:           the new text as the model wrote it, with tags and tool calls
+    completion:    the whole result, in the last event of the request
+    """
+
+    index: int = 0
+    sample_index: int = 0
+    text: str = ""
+    reasoning: str = ""
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+    logprobs: TokenLogprob | None = None
+    raw: str = ""
+    completion: Completion | None = None
+
+
+@dataclass(slots=True)
+class Output:
+    """One output of a request, as far as it has come.
+
+    detokenizer: makes its text
+    texts:       its text, in pieces, if the engine made it to find stop strings
+    stream:      takes the text apart as it comes; None until somebody reads the output as a stream
+    """
+
+    detokenizer: OutputDetokenizer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    stream: OutputStream | None = None
+
+
+class OutputProcessor:
+    """Collects the events of one request, all of its `n` outputs, and makes its completion.
+
+    `take` is quick and may run on the engine's thread. `read` and `completion` make text, and belong to the thread that
+    reads the result: call `read` for each event, `completion` at the end, or both.
+    """
+
+    def __init__(
+        self,
+        request: EncodedRequest,
+        tokenizer: ChatTokenizer | None,
+        eos_ids: frozenset[int],
+        taken_at: float | None = None,
+    ) -> None:
+        """
+        tokenizer: None for a model that has none; such a request gets token ids only
+        eos_ids:   the model's own end tokens
+        taken_at:  when the request was taken (`time.monotonic`); now, by default
+        """
+        self.request = request
+        self._tokenizer = tokenizer
+        self.outputs = [Output(request.detokenizer(tokenizer, eos_ids)) for _ in range(request.params.n)]
+        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        self._error: tuple[int, RequestError] | None = None
+        self._cached_tokens = 0
+        self._num_known = 0
+        self._echoed: str | None = None
+        self._num_unfinished = self._num_unread = request.params.n
+        self._taken_at = time.monotonic() if taken_at is None else taken_at
+        self._first_token_at: float | None = None
+        self._finished_at: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all outputs have ended."""
+        return self._num_unfinished == 0
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `read` has given the completion."""
+        return self._num_unread == 0
+
+    def take(self, event: TokenEvent) -> None:
+        """Adds an event to the output that it belongs to."""
+        output = self.outputs[event.sample_index]
+        if event.token_id is not None:
+            output.token_ids.append(event.token_id)
+            self._num_known += event.is_known
+            if self._first_token_at is None and not event.is_known:
+                self._first_token_at = time.monotonic()
+        if event.text:
+            output.texts.append(event.text)
+        if event.logprobs is not None:
+            output.logprobs.append(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+        if event.error is not None:
+            self.fail(event.error, event.sample_index)
+        elif event.sample_index == 0:
+            self._cached_tokens = event.cached_tokens
+        if event.finish_reason is not None:
+            output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self._finished_at = time.monotonic()
+
+    def fail(self, error: RequestError, sample_index: int = 0) -> None:
+        """Makes the request fail. If several outputs fail, the error of the first one counts."""
+        if self._error is None or sample_index < self._error[0]:
+            self._error = sample_index, error
+
+    def read(self, event: TokenEvent) -> StreamEvent:
+        """What an event adds to its output. Takes each event once, in their order, after `take`.
+
+        The request fails if the text of an output cannot be made; the caller cancels it then. After the event with
+        the completion, further events of the request are not read.
+        """
+        output = self.outputs[event.sample_index]
+        finish_reason, error = event.finish_reason, event.error
+        calls: tuple[ToolCall, ...] = ()
+        raw = text = reasoning = ""
+        try:
+            raw = output.detokenizer.update(event)
+            if output.stream is None:
+                output.stream, text = self._new_stream(), self._echo()
+            new = output.stream.push(raw)
+            text, reasoning = text + new.text, new.reasoning
+            if finish_reason is not None and error is None:
+                new, calls = output.stream.finish()
+                text, reasoning = text + new.text, reasoning + new.reasoning
+        except BaseException as raised:
+            failed = raised if isinstance(raised, RequestError) else _unreadable(as_error(raised))
+            finish_reason, error = "error", failed
+            self.fail(failed, event.sample_index)
+        if calls and finish_reason == "stop":
+            finish_reason = "tool_calls"
+        if finish_reason is not None:
+            self._num_unread = 0 if error is not None else self._num_unread - 1
+        return StreamEvent(
+            self.request.index,
+            event.sample_index,
+            text,
+            reasoning,
+            event.token_id,
+            finish_reason,
+            error,
+            self._logprob(event.logprobs) if event.logprobs is not None else None,
+            raw,
+            self.completion() if self.is_read else None,
+        )
+
+    def completion(self) -> Completion:
+        """The result, once all outputs have ended."""
+        request = self.request
+        choices: list[Choice] = []
+        for number, output in enumerate(self.outputs):
+            if self._error is not None:
+                break
+            try:
+                choices.append(self._choice(number, output))
+            except RequestError as error:
+                self.fail(error, number)
+        usage = Usage(len(request.prompt_ids), sum(len(one.token_ids) for one in self.outputs), self._cached_tokens)
+        finished_at = time.monotonic() if self._finished_at is None else self._finished_at  # failed before its end
+        timing = Timing(self._taken_at, self._first_token_at, finished_at)
+        if self._error is not None:
+            located = request.source.located(self._error[1])
+            return Completion(request.source, key=request.key, usage=usage, error=located, timing=timing)
+        completion = Completion(
+            request.source,
+            key=request.key,
+            choices=choices,
+            usage=usage,
+            prompt_logprobs=self._scored_prompt(),
+            has_text=self._tokenizer is not None,
+            with_token_ids=request.with_token_ids,
+            echoes=request.params.echo,
+            timing=timing,
+        )
+        completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)
+        return completion
+
+    def _choice(self, number: int, output: Output) -> Choice:
+        request = self.request
+        made = output.detokenizer.text_of(output.token_ids, output.finish_reason)
+        raw = "".join(output.texts) if made is None else made
+        stream = self._new_stream()
+        first = stream.push(raw)
+        last, calls = stream.finish()
+        calls = calls[: request.max_calls]
+        has_calls = bool(calls) and output.finish_reason == "stop"
+        return Choice(
+            index=number,
+            text=self._echo() + first.text + last.text,
+            reasoning=first.reasoning + last.reasoning or None,
+            tool_calls=tuple(replace(call, id=_call_id(request.key, number, at)) for at, call in enumerate(calls)),
+            finish_reason="tool_calls" if has_calls else output.finish_reason or "error",
+            stop_reason=output.stop_reason,
+            token_ids=output.token_ids,
+            logprobs=[self._logprob(one) for one in output.logprobs] if request.params.logprobs is not None else None,
+        )
+
+    def _new_stream(self) -> OutputStream:
+        request = self.request
+        if self._tokenizer is None or not request.tags:
+            return OutputParser().stream()
+        return self._tokenizer.output_parser.stream(
+            is_thinking=request.opens_thinking, tools=request.tools, prefix=request.prefix
+        )
+
+    def _echo(self) -> str:
+        """The prompt's text, if the output begins with it."""
+        request = self.request
+        if not request.params.echo or self._tokenizer is None:
+            return ""
+        if self._echoed is None:
+            skip = request.params.skip_special_tokens
+            self._echoed = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=skip)
+        return self._echoed
+
+    def _scored_prompt(self) -> list[TokenLogprob] | None:
+        """The log-probabilities of the prompt's tokens, if asked for; the first token has none."""
+        if self.prompt_logprobs is None:
+            return None
+        first = self._token(self.request.prompt_ids[0], None)
+        return [first, *map(self._logprob, self.prompt_logprobs)]
+
+    def _logprob(self, one: TokenLogprobs) -> TokenLogprob:
+        top = tuple(self._token(token_id, logprob) for token_id, logprob in one.top)
+        return self._token(one.token_id, one.logprob)._replace(top=top)
+
+    def _token(self, token_id: int, logprob: float | None) -> TokenLogprob:
+        if self._tokenizer is None:
+            return TokenLogprob(f"token_id:{token_id}", token_id, logprob)
+        data = self._tokenizer.token_bytes(token_id)
+        is_hidden = self.request.params.skip_special_tokens and token_id in self._tokenizer.special_ids
+        return TokenLogprob(data.decode("utf-8", "replace"), token_id, logprob, data, in_text=not is_hidden)
+
+
+def _call_id(key: str, sample_index: int, number: int) -> str:
+    """An id of nine letters and digits, because Mistral's templates take no others."""
+    return hashlib.blake2b(f"{key}/{sample_index}/{number}".encode()).hexdigest()[:9]
+
+
+def _unreadable(error: Exception) -> RequestError:
+    return RequestError("internal_error", f"The output cannot be read: {error!r}")

@@ -1,0 +1,178 @@
+"""Prompts as Python programs give them: one or several, in any of their forms."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import ParamsLike
+from cbatch.requests.row import PROMPT_FIELDS, InputRow
+from cbatch.requests.row_forms import fill_row
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages: `[{"role": "user", "content": "Hi"}]`."""
+
+PromptLike = str | Mapping[str, Any] | Sequence[int]
+"""Text, token ids, or a row as `cbatch run` takes it: `{"messages": [...]}`, `{"prompt": ..., "max_tokens": 5}`."""
+
+WANTED = "a text, token ids, a row such as {'messages': [...]}, or a list of these"
+
+
+def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts of a call, and whether it has a single one. Raises RequestError for what is no prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts], True
+    values = _as_list(prompts)
+    if values is None:
+        raise _refuse(f"The prompts must be {WANTED}, not {type(prompts).__name__}{_hint(prompts)}.")
+    if values and all(map(_is_int, values)):
+        return [values], True
+    if values and all(map(_is_message, values)):
+        raise _refuse(
+            "These are the messages of one conversation: give them to engine.chat, or as {'messages': [...]}."
+        )
+    return values, False
+
+
+def list_conversations(conversations: Any) -> tuple[list[Any], bool]:
+    """The conversations of a call as rows, and whether it has a single one. Raises RequestError for what is none."""
+    if isinstance(conversations, str):
+        return [_conversation(conversations)], True
+    values = _as_list(conversations)
+    if values is None:
+        raise _refuse(
+            "A conversation is a list of messages such as [{'role': 'user', 'content': 'Hi'}], "
+            f"not {type(conversations).__name__}{_hint(conversations)}."
+        )
+    if values and (any(map(_is_message, values)) or all(isinstance(value, Mapping) for value in values)):
+        return [_conversation(values)], True
+    return [_conversation(value) for value in values], False
+
+
+def list_params(params: Any, count: int) -> list[ParamsLike | None]:
+    """The parameters of each of `count` prompts. Raises RequestError for another number of them."""
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [params] * count
+    values = _as_list(params)
+    if values is None:
+        raise _refuse(f"params must be SamplingParams, a mapping, or a list of these, not {type(params).__name__}.")
+    for number, value in enumerate(values):
+        if not isinstance(value, SamplingParams | Mapping | None):
+            raise _refuse(f"params[{number}] must be SamplingParams, a mapping or None, not {type(value).__name__}.")
+        if isinstance(value, Mapping):
+            values[number] = plain(value)
+    if len(values) != count:
+        raise _refuse(f"There are {count:,} prompts and {len(values):,} sampling parameters; give one for each prompt.")
+    return values
+
+
+def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> InputRow:
+    """A prompt as a row. Does not raise: whatever is wrong with the prompt is the row's `error`.
+
+    fields: further fields of the row, for prompts that do not have them
+    """
+    row = InputRow(index)
+    try:
+        fill_row(row, {**plain(fields), **row_fields(prompt)}, allow_unknown=False)
+    except RequestError as error:
+        row.error = error
+    except RecursionError:
+        row.error = _refuse("the row is nested too deeply")
+    except Exception as unforeseen:  # one prompt that breaks something harms no other
+        row.error = RequestError("internal_error", f"the prompt cannot be read: {unforeseen!r}")
+    try:
+        _check_json(row.extra)
+    except RequestError as error:
+        row.extra, row.error = {}, row.error or error
+    return row
+
+
+def row_fields(prompt: Any) -> dict[str, Any]:
+    """The fields of the row that a prompt stands for, in the types of JSON. Raises RequestError for what is none."""
+    if isinstance(prompt, str):
+        return {"prompt": plain(prompt)}
+    if isinstance(prompt, Mapping):
+        if strange := [name for name in prompt if not isinstance(name, str)]:
+            raise _refuse(f"the names of a row's fields are texts, not {type(strange[0]).__name__}")
+        return {name: plain(value) for name, value in prompt.items()}
+    values = _as_list(prompt)
+    if values is None:
+        raise _refuse(
+            f"a prompt must be a text, token ids or a row such as {{'messages': [...]}}, not {type(prompt).__name__}"
+        )
+    return {"messages" if values and isinstance(values[0], Mapping) else "prompt_token_ids": plain(values)}
+
+
+def _check_json(extra: Mapping[str, Any]) -> None:
+    """Raises RequestError for columns that no row of output could hold."""
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refuse(f"the row cannot be written as JSON: {error}") from None
+
+
+def _conversation(messages: Any) -> dict[str, Any]:
+    if isinstance(messages, str):
+        return {"messages": [{"role": "user", "content": messages}]}
+    return {"messages": messages}
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """The items of a collection with an order, such as a list, an array or a column of a table; None for others."""
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping | set | frozenset) or is_table(value):
+        return None
+    if not isinstance(value, Collection):
+        return None
+    convert = getattr(value, "tolist", None)  # numbers of numpy, torch and pandas as Python's
+    values = convert() if callable(convert) else list(value)
+    return values if isinstance(values, list) else None  # an array without dimensions is one number
+
+
+def is_table(value: Any) -> bool:
+    """Whether it is a data frame of pandas or polars, whose items are its columns."""
+    return hasattr(value, "iterrows") or hasattr(value, "iter_rows")
+
+
+def _hint(value: Any) -> str:
+    if is_table(value):
+        return "; give one of its columns, or its rows"
+    is_iterable = hasattr(value, "__iter__") and not isinstance(value, Collection)
+    return "; engine.map takes an iterable" if is_iterable else ""
+
+
+def plain(value: Any) -> Any:
+    """A value in the types of JSON, as far as it has a form in them. Lone surrogates become U+FFFD."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, Mapping):
+        return {plain(name): plain(item) for name, item in value.items()}
+    values = _as_list(value)
+    if values is not None:
+        return values if all(type(item) is int for item in values) else [plain(item) for item in values]
+    has_type_of_its_own = getattr(value, "ndim", None) == 0 and hasattr(value, "item")  # a number of numpy or torch
+    return value.item() if has_type_of_its_own else value
+
+
+def _is_int(value: Any) -> bool:
+    """Whether a value is a token id; numpy and torch have integers of their own."""
+    if type(value) is int:
+        return True
+    if isinstance(value, bool | str | float) or getattr(value, "ndim", 0) != 0:  # an array is more than one
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value and not any(name in value for name in PROMPT_FIELDS)
+
+
+def _refuse(message: str) -> RequestError:
+    return RequestError("invalid_row", message)

@@ -1,0 +1,125 @@
+"""What an engine has generated for a request, as bytes that can be kept, and a key that says for which requests.
+
+Only the engine's own work is recorded: tokens, log-probabilities, how outputs ended. Text, reasoning and tool calls are
+made of it again, by the code that makes those of a request that is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from cbatch.base.errors import RequestError
+from cbatch.base.outputs import TokenEvent, TokenLogprobs
+from cbatch.base.params import SamplingParams
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.requests.request import EncodedRequest
+from cbatch.requests.row_keys import canonical_params
+from cbatch.schedule.limits import SequenceLimits
+
+FORMAT = 1
+"""Changes if records of other versions cannot be read, or answers of other versions are not to be taken."""
+
+KEY_BYTES = 16
+
+
+def content_key(model: str, limits: SequenceLimits, request: EncodedRequest) -> bytes:
+    """A hash of all that decides what an engine generates for a request, KEY_BYTES long.
+
+    model: its fingerprint
+
+    Names, columns and places of rows do not count, nor does the seed of a request that takes the likeliest tokens.
+    """
+    limit = None
+    if limits.cache_is_small:
+        with suppress(RequestError):
+            limit = limits.limit_of_cache(len(request.prompt_ids), request.params.max_tokens)
+    return _key(model, request, request.params, limit)
+
+
+def continuation_key(model: str, request: EncodedRequest) -> bytes:
+    """The same without what only says where outputs end: `max_tokens`, and the size of the KV cache.
+
+    So requests with the same key get the same tokens as far as both go.
+    """
+    return _key(model, request, replace(request.params, max_tokens=None), None)
+
+
+def _key(model: str, request: EncodedRequest, params: SamplingParams, limit: int | None) -> bytes:
+    seed = request.seed if params.seed is None else params.seed
+    choice = request.asked.choice
+    others = [
+        FORMAT,
+        model,
+        None if params.greedy else seed,
+        limit,
+        request.tools,
+        [choice.name] if choice is not None else None,
+        request.tags,
+        request.opens_thinking,
+        request.is_thinking,
+        request.prefix,
+        *filter(None, [request.asked.adapter]),
+    ]
+    digest = hashlib.blake2b(json.dumps(others).encode(), digest_size=KEY_BYTES)
+    for part in (canonical_params(params), array("q", request.prompt_ids).tobytes()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def record(outputs: OutputProcessor) -> bytes | None:
+    """The outputs of a request that has ended; None if it has failed."""
+    if outputs.has_failed:
+        return None
+    fields = {
+        "outputs": [
+            {
+                "tokens": one.token_ids,
+                "text": "".join(one.texts),
+                "finish": one.finish_reason,
+                "stop": one.stop_reason,
+                "logprobs": _packed(one.logprobs),
+            }
+            for one in outputs.outputs
+        ],
+        "prompt": _packed(outputs.prompt_logprobs) if outputs.prompt_logprobs is not None else None,
+    }
+    return zlib.compress(json.dumps(fields, separators=(",", ":")).encode(), 1)
+
+
+def events_of(data: bytes) -> Iterator[TokenEvent]:
+    """The events that give the outputs of a record. Raises ValueError, KeyError or TypeError if it is damaged."""
+    try:
+        fields = json.loads(zlib.decompress(data))
+    except zlib.error as error:
+        raise ValueError("not compressed data") from error
+    scores = _unpacked(fields["prompt"]) if fields["prompt"] is not None else None
+    for number, one in enumerate(fields["outputs"]):
+        tokens: list[int | None] = one["tokens"] or [None]
+        logprobs: Sequence[TokenLogprobs | None] = _unpacked(one["logprobs"]) or [None] * len(tokens)
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            is_last = place + 1 == len(tokens)
+            yield TokenEvent(
+                None,
+                token,
+                one["text"] if is_last else "",
+                one["finish"] if is_last else None,
+                one["stop"] if is_last else None,
+                sample_index=number,
+                logprobs=logprob,
+                prompt_logprobs=scores if number == place == 0 else None,
+            )
+
+
+def _packed(logprobs: Sequence[TokenLogprobs]) -> list[Any]:
+    return [[one.token_id, float(one.logprob), [[at, float(value)] for at, value in one.top]] for one in logprobs]
+
+
+def _unpacked(packed: list[Any]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(at, value, [(other, top) for other, top in tops]) for at, value, tops in packed]

@@ -1,0 +1,92 @@
+"""Keys: short hashes of everything that decides a row's result, so that a later run can tell which results to keep."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+
+from cbatch.base.params import SamplingParams
+from cbatch.requests.row import InputRow
+
+MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
+"""The three parts of a key. The last is the longest because most rows of a run differ only there."""
+
+KEY_LENGTH = 32
+NO_SAMPLING = "00000000"
+_APART = ("seed", "lora")
+"""Parameters of which something else is in a key: the seed that a request gets, and the weights of its adapter."""
+_ENCODER = json.JSONEncoder(sort_keys=True)
+
+
+class KeyMaker:
+    """Makes the keys of a run's rows: one part for the model, one for the sampling, one for the input.
+
+    Device, batch sizes, order, priorities and the formatting of the JSON change no key. For a line that is refused,
+    all bytes count.
+    """
+
+    def __init__(self, model: str) -> None:
+        """`model`: fingerprint of the model and its chat template."""
+        self._model = _hash(model.encode(), MODEL)
+
+    def for_row(
+        self,
+        row: InputRow,
+        prompt: object,
+        sampling: bytes,
+        *others: object,
+        asked: Mapping[str, object] = MappingProxyType({}),
+    ) -> str:
+        """
+        prompt:   text, token ids or messages, with all options applied
+        sampling: the row's parameters, from `canonical_params`
+        others:   whatever else decides which tokens are generated, and which are shown
+        asked:    what the prompt asks for beside its messages and tools; what is not asked for is left out, so that a
+                  new option changes no existing key
+        """
+        call = (row.call.is_chat, row.call.model) if row.call else None
+        # A template may print tools as they are, so the order of their keys counts.
+        tools: tuple[object, ...] = (json.dumps(row.tools),) if row.tools else ()
+        tools += (row.tool_rounds,) if row.tool_rounds else ()
+        others += row.validation
+        more = (asked,) if asked else ()
+        row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools, *more)), INPUT)
+        return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
+
+    def for_invalid_row(self, source: bytes) -> str:
+        """The key of a row that is refused, from the bytes that it was read from."""
+        return self._model + NO_SAMPLING + _hash(source, INPUT)
+
+
+def canonical_params(params: SamplingParams) -> bytes:
+    """The parameters that differ from their defaults, so that a new parameter changes no existing key.
+
+    A seed is not among them, nor the name of an adapter, whose weights count.
+    """
+    values = {field.name: (getattr(params, field.name), field.default) for field in fields(params)}
+    return _dump({name: value for name, (value, default) in values.items() if value != default and name not in _APART})
+
+
+def _dump(value: object) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
+def explain_difference(here: str, there: str) -> str:
+    """Says what must have changed if two keys of the same line differ."""
+    if here[MODEL] != there[MODEL]:
+        return "another model, dtype, chat template or --date"
+    if (here[SAMPLING] == NO_SAMPLING) != (there[SAMPLING] == NO_SAMPLING):
+        return "a line that was refused then and is accepted now, or the other way round (perhaps --allow-unknown)"
+    if here[INPUT] != there[INPUT]:
+        return (
+            "another input, another --system, --template, --template-kwargs, --raw or --format, another LoRA adapter, "
+            "or a version of cbatch that read a column differently"
+        )
+    return "other sampling parameters, another seed, --token-ids, --validate, --tries, or a KV cache of another size"
+
+
+def _hash(data: bytes, part: slice) -> str:
+    return hashlib.blake2b(data, digest_size=(part.stop - part.start) // 2).hexdigest()

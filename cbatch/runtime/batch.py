@@ -1,0 +1,282 @@
+"""A scheduled step as arrays, on the host and on the device: all chunks in one row, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.state_pool import StatePool, StepStates
+from cbatch.runtime.transfer import to_device
+from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
+from cbatch.schedule.request import Request
+
+
+class InFlightTokens(NamedTuple):
+    """Tokens of the step in flight, which the host does not know yet.
+
+    tokens: [R] int64, sampled by that step
+    rows:   the row of each request's token
+    """
+
+    tokens: Tensor
+    rows: dict[Request, int]
+
+
+class BlockTables:
+    """Block ids of requests as rows of one array, which is kept from step to step, since most steps add few ids."""
+
+    def __init__(self) -> None:
+        self._array = np.zeros((0, 0), np.int32)
+        self._places: dict[int, int] = {}
+        """Row of the array by the id of the request."""
+        self._held: list[list[int]] = []
+        """For each row, the list that it was written from."""
+        self._counts: list[int] = []
+
+    def rows(self, requests: Sequence[Request], blocks: Sequence[list[int]]) -> NDArray[np.int32]:
+        """[S, B] block ids of each request; entries after its last one are undefined.
+
+        A list of blocks may only grow; another list for the same request is written anew.
+        """
+        if len(self._held) + len(requests) > len(self._array):
+            self._begin_anew(len(requests))
+        places, held, counts = self._places, self._held, self._counts
+        chosen = []
+        width = 0
+        for request, ids in zip(requests, blocks, strict=True):
+            place = places.get(request.id, -1)
+            if place < 0 or held[place] is not ids:
+                place = places[request.id] = len(held)
+                held.append(ids)
+                counts.append(0)
+            count = len(ids)
+            if counts[place] < count:
+                self._extend(place, ids)
+            if count > width:
+                width = count
+            chosen.append(place)
+        return self._array[chosen, :width]
+
+    def _extend(self, place: int, blocks: list[int]) -> None:
+        if len(blocks) > self._array.shape[1]:
+            wider = np.zeros((len(self._array), 2 * len(blocks)), np.int32)
+            wider[:, : self._array.shape[1]] = self._array
+            self._array = wider
+        count = self._counts[place]
+        self._array[place, count : len(blocks)] = blocks[count:]
+        self._counts[place] = len(blocks)
+
+    def _begin_anew(self, rows: int) -> None:
+        """Forgets all rows. This is rare, since the array has room for the requests of several steps."""
+        self._places, self._held, self._counts = {}, [], []
+        if 4 * rows > len(self._array):
+            self._array = np.zeros((8 * rows, self._array.shape[1]), np.int32)
+
+
+class Argmax(NamedTuple):
+    """The token with the largest logit of each of R rows (the first of equal ones), on the host.
+
+    tokens: [R] int64
+    logits: [R] float32, NaN if any logit of the row is
+    """
+
+    tokens: NDArray[np.int64]
+    logits: NDArray[np.float32]
+
+
+class SampledOnDevice(NamedTuple):
+    """Tokens [R] int64 and the largest logit [R] float32 of each row, on the device of the logits."""
+
+    tokens: Tensor
+    largest: Tensor
+
+
+class Logits(NamedTuple):
+    """What a model returns for R rows.
+
+    values:  [R, V]
+    argmax:  of the rows, if the model has computed it
+    sampled: tokens of the rows as they are, if sampling was part of a captured step
+    """
+
+    values: Tensor
+    argmax: Argmax | None = None
+    sampled: SampledOnDevice | None = None
+
+
+class DeviceTokens(NamedTuple):
+    """Input tokens that only the device knows: [N] their places in the batch, and their rows of `tokens` [R]."""
+
+    tokens: Tensor
+    places: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """S chunks with T tokens in all, concatenated; R of the tokens need logits.
+
+    On the host:
+    ids            [T] int64, tokens; 0 for those that only the device knows
+    positions      [T] int64, position of each token in its sequence, plus the offset of its request
+    slots          [T] int64, place of each token in the KV cache: block * block_size + offset
+    rows           [R] int64, which of the T tokens need logits, to sample the next token or to score the prompt
+    tables         [S, B] int32, block ids of each sequence; entries after its last one are undefined
+    starts, stops  S ints: chunk i computes tokens starts[i] .. stops[i]-1 of its sequence; each attends to the tokens
+                   of that sequence up to itself
+    scored         [R] bool, which of the R rows score a prompt; None if none does
+    device_tokens  tokens that only the device knows; None if there are none, which is so whenever the host samples
+    states         where the chunks have the states of recurrent layers; None for a model without such layers
+    adapters       [T] int64, number of each token's LoRA adapter, 0 for none; None if no token has one
+
+    sampling_params returns the parameters of the requests that get a token, packed (`sampler.pack_sampling_params`),
+    for a step that samples by itself; None if something changes the logits before.
+
+    On the device the arrays are the tensors `input_ids`, `position_ids`, `slot_mapping`, `logit_rows` and
+    `block_tables`; one copy brings all of them there when the first one is used.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    tables: NDArray[np.int32]
+    starts: Sequence[int]
+    stops: Sequence[int]
+    device: torch.device
+    scored: NDArray[np.bool_] | None = None
+    device_tokens: DeviceTokens | None = None
+    sampling_params: Callable[[], NDArray[np.int32] | None] | None = None
+    states: StepStates | None = None
+    adapters: NDArray[np.int64] | None = None
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """`stops` as an array."""
+        return np.array(self.stops, np.int64)
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """How many tokens each chunk has."""
+        return self.lengths - np.array(self.starts, np.int64)
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self._on_device[0]
+
+    @property
+    def position_ids(self) -> Tensor:
+        return self._on_device[1]
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        return self._on_device[2]
+
+    @property
+    def logit_rows(self) -> Tensor:
+        return self._on_device[3]
+
+    @property
+    def block_tables(self) -> Tensor:
+        return self._on_device[4]
+
+    def on(self, device: torch.device) -> RaggedBatch:
+        """The same step for layers on another device, which need no token ids."""
+        return self if device == self.device else replace(self, device=device, device_tokens=None)
+
+    @cached_property
+    def _on_device(self) -> list[Tensor]:
+        arrays: list[NDArray[Any]] = [self.ids, self.positions, self.slots, self.rows, self.tables]
+        if self.device_tokens is None:
+            return to_device(arrays, self.device)
+        *tensors, places, rows = to_device([*arrays, self.device_tokens.places, self.device_tokens.rows], self.device)
+        tensors[0].index_copy_(0, places, self.device_tokens.tokens.index_select(0, rows))
+        return tensors
+
+    @classmethod
+    def build(
+        cls,
+        scheduled: SchedulerOutput,
+        block_size: int,
+        device: torch.device,
+        tables: BlockTables | None = None,
+        in_flight_tokens: InFlightTokens | None = None,
+        sampling_params: Callable[[], NDArray[np.int32] | None] | None = None,
+        state_pool: StatePool | None = None,
+    ) -> RaggedBatch:
+        """The batch of a scheduled step.
+
+        tables:           kept from step to step, so that they need not be rebuilt
+        in_flight_tokens: tokens that the host does not know yet; on a CPU they are put into `ids` at once
+        sampling_params:  see `RaggedBatch`
+        state_pool:       of a model with recurrent layers
+        """
+        requests, starts, stops, are_last, blocks, _, states, drafts, _ = zip(*scheduled.chunks, strict=True)
+        # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
+        furthest = np.array(stops)
+        lengths = furthest - np.array(starts)
+        ends = lengths.cumsum()
+        table = (tables or BlockTables()).rows(requests, blocks)
+        sequence = np.repeat(np.arange(len(requests)), lengths)
+        positions = np.arange(ends[-1]) + (furthest - ends)[sequence]
+        slots = table[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+        offsets = [request.position_offset for request in requests]
+        if any(offsets):
+            positions += np.array(offsets)[sequence]
+        rows = (ends - 1)[np.array(are_last)]
+        if any(drafts):
+            first = [end - len(draft) for end, draft, is_last in zip(ends, drafts, are_last, strict=True) if is_last]
+            rows = np.concatenate([np.arange(one - 1, last + 1) for one, last in zip(first, rows, strict=True)])
+        scored = _scored_rows(scheduled)
+        if len(scored):
+            rows = np.union1d(rows, scored)
+        ids, unknown = _token_ids(scheduled.chunks)
+        device_tokens = None
+        if unknown:
+            assert in_flight_tokens is not None, "a token that is not in flight is unknown"
+            device_tokens = DeviceTokens(
+                in_flight_tokens.tokens,
+                ends[unknown] - 1,
+                np.array([in_flight_tokens.rows[requests[one]] for one in unknown]),
+            )
+            if in_flight_tokens.tokens.device.type == "cpu":
+                ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
+        is_scored = np.isin(rows, scored) if len(scored) else None
+        adapters = [request.adapter for request in requests]
+        token_adapters = np.array(adapters)[sequence] if any(adapters) else None
+        step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
+        return cls(
+            ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens, sampling_params,
+            step_states, token_adapters,
+        )  # fmt: skip
+
+
+def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], list[int]]:
+    """The tokens of all chunks, 0 for those the host does not know, and the numbers of the chunks that end with one."""
+    known = [chunk.request.token_ids[chunk.start : chunk.stop] for chunk in chunks]
+    unknown = []
+    for number, (chunk, tokens) in enumerate(zip(chunks, known, strict=True)):
+        tokens += chunk.draft
+        if len(tokens) < chunk.stop - chunk.start:
+            tokens.append(0)
+            unknown.append(number)
+    return np.fromiter(chain.from_iterable(known), np.int64), unknown
+
+
+def _scored_rows(scheduled: SchedulerOutput) -> NDArray[np.int64]:
+    """Tokens of the batch whose logits score a prompt; most steps have none."""
+    rows: list[int] = []
+    if any(chunk.request.scores_prompt for chunk in scheduled.chunks):
+        first = 0
+        for chunk in scheduled.chunks:
+            rows += [first + place - chunk.start for place in chunk.to_score]
+            first += chunk.num_tokens
+    return np.array(rows, np.int64)

@@ -1,0 +1,222 @@
+"""What each request of a step gets from its logits: a token, its log-probabilities, and those of the prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.base.errors import RequestError
+from cbatch.base.outputs import Sample, TokenLogprobs
+from cbatch.runtime.batch import InFlightTokens, Logits
+from cbatch.runtime.transfer import HostCopy, to_device
+from cbatch.sample.processors import Processors
+from cbatch.sample.row_masks import RowMasks
+from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params
+from cbatch.sample.structured.masks import Place, TokenMasks
+from cbatch.schedule.output import SchedulerOutput, StepResult
+from cbatch.schedule.request import Request
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have. OpenAI uses the same number."""
+
+MAX_ELEMENTS = 2**26
+"""Most logits that are converted to float32 at once: 256 MiB."""
+
+NAN = RequestError("nan_logits", "The model's output for this request is not a number.")
+NO_ALLOWED_TOKEN = RequestError(
+    "invalid_row",
+    "No token is left to choose from: each is forbidden by allowed_token_ids, bad_words, min_tokens, logit_bias or the "
+    "constraint.",
+)
+
+
+class PendingSample:
+    """A step whose tokens are being sampled, and are on their way to the host."""
+
+    def __init__(
+        self,
+        scheduled: SchedulerOutput,
+        logits: Logits,
+        sampler: Sampler,
+        scored: NDArray[np.bool_] | None = None,
+        masks: TokenMasks | None = None,
+    ) -> None:
+        """Starts sampling a token for each request of a step that gets one, and after each of its draft, if it has any;
+        and scoring prompts.
+
+        All earlier tokens of these requests must be known.
+
+        logits:  of R rows in the order of the ragged batch
+        scored:  [R] bool, which of the rows score prompts; None if none does
+        masks:   the tokens that the step's `grammar_places` allow; None if there are none
+        """
+        self.scheduled = scheduled
+        self._scores: PendingLogprobs | None = None
+        if scored is not None:
+            self._scores = _begin_scores(scheduled, _pick(logits.values, np.flatnonzero(scored)))
+            logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
+        requests, positions = _sampled_rows(scheduled)
+        self._requests = requests
+        self._constrained_rows = _constrained_rows(requests)
+        self._masks = masks
+        self._sampled: SampledTokens | None = None
+        self._logprobs: PendingLogprobs | None = None
+        if requests:
+            values, argmax, sampled = logits
+            row_masks = None
+            if masks is not None or any(request.changes_logits for request in requests):
+                values = Processors.build(requests, values.device).apply(values)
+                row_masks = RowMasks.build(requests, masks, self._constrained_rows, values)
+                argmax = sampled = None
+            if sampled is not None:
+                self._sampled = SampledTokens(*sampled)
+            else:
+                self._sampled = sampler.sample(values, requests, positions, argmax, row_masks)
+            self._logprobs = _begin_logprobs(requests, logits.values, self._sampled)
+
+    @property
+    def in_flight_tokens(self) -> InFlightTokens:
+        """The sampled tokens on the device, as inputs of the next step."""
+        tokens = self._sampled.tokens if self._sampled is not None else torch.empty(0, dtype=torch.int64)
+        rows: dict[Request, int] = {}
+        for row, request in enumerate(self._requests):
+            rows.setdefault(request, row)
+        return InFlightTokens(tokens, rows)
+
+    def get(self) -> StepResult:
+        """Waits for the results of the step."""
+        token_ids, largest = self._sampled.get() if self._sampled is not None else ([], [])
+        found_scores = iter(self._scores.get() if self._scores is not None else ())
+        scores = [[next(found_scores) for _ in chunk.to_score] for chunk in self.scheduled.to_score]
+        found = iter(self._logprobs.get() if self._logprobs is not None else ())
+        logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
+        wrong = [
+            None if math.isfinite(value) else _sampling_error(value, request)
+            for value, request in zip(largest, self._requests, strict=True)
+        ]
+        errors = self._masks.errors if self._masks is not None else ()
+        for row, sentence in zip(self._constrained_rows, errors, strict=True):
+            grammar_state = self._requests[row].grammar_state
+            if sentence is not None:
+                wrong[row] = RequestError("invalid_row", sentence)
+            elif grammar_state is not None and grammar_state.is_finished:
+                wrong[row] = None  # no token is allowed because the output is complete
+        _fail_nan_scores(self.scheduled, self._requests, scores, wrong)
+        return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
+
+
+def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
+    """Where the step's requests that get a token are in their grammars, in order."""
+    chunks = scheduled.to_sample
+    rows = _constrained_rows([chunk.request for chunk in chunks])
+    return [Place(chunks[row].request.grammar_state, chunks[row].draft) for row in rows]  # type: ignore[arg-type]
+
+
+def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
+    """Those of the step's requests that get a token, packed; None if a request changes the logits before.
+
+    The tokens before need not be known.
+    """
+    chunks = scheduled.to_sample
+    if any(chunk.request.changes_logits or chunk.request.grammar_state is not None for chunk in chunks):
+        return None
+    return pack_sampling_params(*_sampled_rows(scheduled))
+
+
+def _sampled_rows(scheduled: SchedulerOutput) -> tuple[list[Request], list[int]]:
+    """For each token that a step samples, the request as it is before that token, and the token's position."""
+    requests, positions = [], []
+    for chunk in scheduled.to_sample:
+        first = chunk.stop - len(chunk.draft)
+        for count in range(len(chunk.draft) + 1):
+            requests.append(chunk.request.followed_by(chunk.draft[:count]))
+            positions.append(first + count)
+    return requests, positions
+
+
+def _constrained_rows(requests: list[Request]) -> list[int]:
+    """Rows whose requests have a constraint and have not ended."""
+    return [row for row, request in enumerate(requests) if request.grammar_state is not None and not request.has_ended]
+
+
+def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
+    return rows.index_select(0, to_device([places], rows.device)[0])
+
+
+def _sampling_error(largest: float, request: Request) -> RequestError:
+    """Why no token can be sampled if the largest logit is not finite after processing."""
+    params = request.params
+    has_list = request.grammar_state is not None or params.allowed_token_ids is not None
+    forbids = has_list or params.logit_bias or request.bad_words or request.min_tokens > 0
+    return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
+
+
+def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs:
+    """Log-probabilities of the prompt tokens that follow those of the rows of logits [N, V]."""
+    token_ids, counts = [], []
+    for chunk in scheduled.to_score:
+        places, request = chunk.to_score, chunk.request
+        token_ids += request.token_ids[places.start + 1 : places.stop + 1]
+        counts += [request.params.prompt_logprobs or 0] * len(places)
+    return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
+
+
+def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledTokens) -> PendingLogprobs | None:
+    """Log-probabilities of the sampled tokens for the requests that ask for them; None if none does."""
+    rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    if not rows:
+        return None
+    places, counts = np.array(rows), [requests[row].params.logprobs or 0 for row in rows]
+    return PendingLogprobs(_pick(logits, places), _pick(chosen.tokens, places), counts)
+
+
+def _fail_nan_scores(
+    scheduled: SchedulerOutput,
+    requests: list[Request],
+    scores: list[list[TokenLogprobs]],
+    wrong: list[RequestError | None],
+) -> None:
+    """Fails the requests whose prompt has a score that is NaN, in this chunk or an earlier one."""
+    now = {chunk.request: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
+    for row, request in enumerate(requests):
+        is_scored = request.scores_prompt and request.num_generated == 0
+        if is_scored and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ()))):
+            wrong[row] = NAN
+
+
+class PendingLogprobs:
+    """Log-probabilities that a device is computing: of each row's token and of the likeliest tokens."""
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> None:
+        """
+        logits:    [N, V]
+        token_ids: [N] int64 on the same device
+        counts:    [N], how many of the likeliest tokens each row wants
+        """
+        self._counts = counts
+        size = max(MAX_ELEMENTS // logits.shape[-1], 1)
+        most = min(max(counts, default=0), logits.shape[-1])
+        parts = [_score(logits[at : at + size], token_ids[at : at + size], most) for at in range(0, len(counts), size)]
+        self._parts = [HostCopy(token_ids), *(HostCopy(*part) for part in parts)]
+
+    def get(self) -> list[TokenLogprobs]:
+        """Waits for one record for each row. They are NaN if the logits are."""
+        token_ids, *parts = [part.get() for part in self._parts]
+        chosen, ids, values = ([row for part in parts for row in part[place].tolist()] for place in range(3))
+        rows = zip(token_ids[0].tolist(), chosen, ids, values, self._counts, strict=True)
+        return [
+            TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
+            for token, logprob, ids, values, count in rows
+        ]
+
+
+def _score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [N, V]: log-probability of each token [N], ids and log-probabilities of the likeliest [N, most]."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1).clamp_(min=MIN_LOGPROB)
+    top = logprobs.topk(most, dim=-1)
+    return logprobs.gather(1, token_ids[:, None]).squeeze(1), top.indices, top.values

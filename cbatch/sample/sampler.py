@@ -1,0 +1,313 @@
+"""Samples tokens from logits, one row for each request that gets a token in this step.
+
+Randomness needs no generator: every (seed, sample, position, token id) has a uniform number of its own, a hash of the
+four (counter-based noise, as in Salmon et al., SC '11). A row gets the token with the largest
+`logit / temperature + Gumbel noise` among those that the filters keep, which is a draw from the softmax (the Gumbel
+trick). So neither other rows nor the order, chunking or repetition of steps can change it.
+
+This module defines sampling by operations of torch. Float32 on the CPU goes through `kernels/cpu/sampling.py`, a GPU
+through `kernels/triton/sampling.py`. They give the same tokens many times faster, and may differ only if two tokens
+are equally good to the last bits of a float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.batch import Argmax, SampledOnDevice
+from cbatch.runtime.cpu import num_threads
+from cbatch.runtime.device import is_nvidia
+from cbatch.runtime.transfer import HostCopy, to_device
+from cbatch.sample.row_masks import RowMasks
+from cbatch.schedule.request import Request
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+PARAM_WORDS = 8
+"""Words of a row in `pack_sampling_params`; unused ones are 0. A row of 32 bytes keeps all rows aligned."""
+
+_ROW = Struct("=fffiQQ")
+"""The first words of a row, then seed and sample number, from which its noise key is made."""
+
+_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """Parameters of the D rows of a step that are sampled at random.
+
+    restricted  whether any of them filters tokens
+    For each row: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
+    """
+
+    restricted: bool
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+
+    @classmethod
+    def build(cls, requests: Sequence[Request], positions: Sequence[int], device: torch.device) -> SamplingMetadata:
+        params = [request.params for request in requests]
+        (words,) = to_device([pack_sampling_params(requests, positions)], device)
+        temperature, top_p, min_p, top_k = words.T[:4].contiguous()
+        return cls(
+            restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            temperature=temperature.view(torch.float32),
+            top_k=top_k.long(),
+            top_p=top_p.view(torch.float32),
+            min_p=min_p.view(torch.float32),
+            keys=words[:, 4:6].long() & _MASK32,
+        )
+
+
+def pack_sampling_params(requests: Sequence[Request], positions: Sequence[int]) -> NDArray[np.int32]:
+    """The sampling parameters of R rows as [R, PARAM_WORDS] int32, so that one copy brings them to a device.
+
+    temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); two words of noise key;
+    the number of the row's mask from 1 on (0: none), which the sampler fills in
+
+    positions: [R], at which place of its sequence each token will be. That is the `stop` of the chunk that it follows,
+               so a step can be packed before the tokens of the previous one are known.
+
+    `SamplingMetadata.build` and the Triton kernels read these by their number. Words that are all 0 are a greedy row.
+    """
+    if all(request.params.greedy for request in requests):
+        return np.zeros((len(requests), PARAM_WORDS), np.int32)
+    rows = []
+    for request in requests:
+        p = request.params
+        temperature = 0.0 if p.greedy else p.temperature
+        rows.append(_ROW.pack(temperature, p.top_p, p.min_p, p.top_k, request.seed & _MASK64, request.sample_index))
+    words = np.frombuffer(bytearray().join(rows), np.int32).reshape(len(rows), PARAM_WORDS)
+    _, _, seeds, samples = words.view(np.uint64).T
+    words[:, 4:6] = noise_keys(seeds, samples, np.array(positions, np.uint64)).view(np.int32).T
+    words[:, 6:] = 0
+    return words
+
+
+class SampledTokens:
+    """Sampled tokens on their way to the host.
+
+    Those that a CPU has found remain arrays of numpy, because the first operations of torch after a step are slow.
+    """
+
+    def __init__(self, tokens: Tensor | NDArray[np.int64], largest: Tensor | NDArray[np.float32]) -> None:
+        """The token and the largest logit of R rows [R]: both tensors on the device of the logits, or both arrays."""
+        self._tokens, self._largest = tokens, largest
+        self._copy: HostCopy | None = None
+        if isinstance(tokens, Tensor) and isinstance(largest, Tensor):
+            self._copy = HostCopy(tokens, largest)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64, on the device of the logits."""
+        return self._tokens if isinstance(self._tokens, Tensor) else torch.from_numpy(self._tokens)
+
+    def get(self) -> tuple[list[int], list[float]]:
+        """Waits for the token and the largest logit of each row.
+
+        A row whose largest logit is not finite has no meaningful token: its logits are no numbers, or nothing is
+        allowed.
+        """
+        tokens, largest = self._copy.get() if self._copy is not None else (self._tokens, self._largest)
+        return tokens.tolist(), largest.tolist()
+
+
+class Sampler:
+    """Chooses the tokens of one engine. Does not wait for a GPU.
+
+    Whether the Triton kernel is used is decided when it is made; `disable_kernel` takes that back.
+    """
+
+    def __init__(self, device: torch.device, *, kernel: bool | None = None) -> None:
+        """kernel: whether the Triton kernel chooses tokens; by default it does on an NVIDIA GPU, if Triton is installed
+
+        Raises ImportError if the kernel is asked for and Triton is not installed.
+        """
+        self.device = device
+        self._kernel: _Kernel | None = None
+        if kernel or (kernel is None and is_nvidia(device)):
+            try:
+                from cbatch.kernels.triton.sampling import sample_rows
+            except ImportError:
+                if kernel:
+                    raise
+            else:
+                self._kernel = sample_rows
+
+    @property
+    def uses_kernel(self) -> bool:
+        """Whether the Triton kernel chooses tokens, so that `sample_on_device` may be called."""
+        return self._kernel is not None
+
+    def disable_kernel(self) -> None:
+        """From now on, operations of torch choose tokens."""
+        self._kernel = None
+
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        argmax: Argmax | None = None,
+        masks: RowMasks | None = None,
+    ) -> SampledTokens:
+        """Samples a token for each row of logits [R, V].
+
+        positions: see `pack_sampling_params`
+        argmax:    of these logits, if it is known and there are no masks
+        masks:     the allowed tokens of rows that do not allow all
+        """
+        if self._kernel is not None:
+            return self._sample_by_kernel(logits, requests, positions, masks)
+        if masks is not None:
+            logits = masks.apply(logits)
+        drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+        draw = None
+        if drawn:
+            chosen = [requests[row] for row in drawn], [positions[row] for row in drawn]
+            draw = SamplingMetadata.build(*chosen, logits.device)
+        if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
+            if argmax is None:
+                best = logits.numpy().argmax(axis=-1)  # many times faster than torch's
+                argmax = Argmax(best, logits.numpy()[np.arange(len(best)), best])
+            tokens, largest = argmax
+            if draw is not None:
+                tokens = tokens.copy()
+                tokens[drawn] = _draw_on_host(logits, drawn, draw)
+            return SampledTokens(tokens, largest)
+        highest, best_tokens = logits.max(dim=-1)
+        if draw is not None:
+            (rows,) = to_device([np.array(drawn, np.int64)], logits.device)
+            best_tokens[rows] = _draw(logits[rows].float(), draw)
+        return SampledTokens(best_tokens, highest)
+
+    def _sample_by_kernel(
+        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int], masks: RowMasks | None
+    ) -> SampledTokens:
+        packed, sets = pack_sampling_params(requests, positions), None
+        if masks is not None:
+            packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
+        (words,) = to_device([packed], logits.device)
+        logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
+        return SampledTokens(*self.sample_on_device(logits, words, masks=sets))
+
+    def sample_on_device(
+        self,
+        logits: Tensor,
+        words: Tensor,
+        tokens: Tensor | None = None,
+        largest: Tensor | None = None,
+        masks: Tensor | None = None,
+    ) -> SampledOnDevice:
+        """The token [R] int64 and the largest logit [R] float32 of each row, by the kernel.
+
+        Everything that changes from step to step is read on the device, so that a CUDA graph may contain the call.
+
+        logits:          [R, V] float32, float16 or bfloat16
+        words:           [R, PARAM_WORDS] int32, see `pack_sampling_params`
+        tokens, largest: where to write the result; made if not given
+        masks:           [M, bitmask_size] int32, see `token_bitmask`; needed if a row has the number of one
+        """
+        assert self._kernel is not None, "the kernel is not in use"
+        if tokens is None:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if largest is None:
+            largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        self._kernel(logits, words, tokens, largest, masks)
+        return SampledOnDevice(tokens, largest)
+
+
+def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> NDArray[np.int64]:
+    try:
+        from cbatch.kernels.cpu.sampling import DrawParams, draw_tokens
+        from cbatch.kernels.cpu.thread_pool import shared_thread_pool
+    except ImportError:  # numba does not support every Python
+        return _draw(logits[rows], draw).numpy()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    stride, vocabulary = logits.stride(0), logits.shape[1]
+    flat = logits.detach().as_strided(((len(logits) - 1) * stride + vocabulary,), (1,)).numpy()
+    rules = DrawParams(
+        np.array(rows, np.int64) * stride,
+        draw.temperature.numpy(),
+        draw.top_k.numpy(),
+        draw.top_p.numpy(),
+        draw.min_p.numpy(),
+        draw.keys.numpy().astype(np.uint32),
+    )
+    return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, rules)
+
+
+def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
+    logits = logits / draw.temperature[:, None]
+    if not draw.restricted:
+        noise = gumbel_noise(draw.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
+        return (logits + noise).argmax(dim=-1)
+    logits, ids = logits.sort(dim=-1, descending=True, stable=True)
+    kept = _kept(logits, draw)
+    if logits.device.type == "cpu":  # the host would have to wait for a GPU
+        width = int(kept.sum(dim=-1).max())
+        logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
+    noisy = (logits + gumbel_noise(draw.keys, ids)).masked_fill(~kept, float("-inf"))
+    return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _kept(logits: Tensor, draw: SamplingMetadata) -> Tensor:
+    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, one after the other.
+
+    The logits are divided by the temperature already. Filters after top-k see the softmax over what top-k keeps; no
+    filter renormalizes it for the next.
+    """
+    vocabulary = logits.shape[-1]
+    top_k = torch.where(draw.top_k > 0, draw.top_k, vocabulary)
+    kept = torch.arange(vocabulary, device=logits.device)[None] < top_k[:, None]
+    # Tokens as likely as the k-th are kept too, as in transformers' TopKLogitsWarper.
+    kth = logits.gather(1, (top_k.clamp(max=vocabulary) - 1)[:, None])
+    kept |= logits >= kth
+    probabilities = torch.softmax(logits.masked_fill(~kept, float("-inf")), dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept &= (before < draw.top_p[:, None]) | (draw.top_p[:, None] >= 1)
+    kept &= probabilities >= draw.min_p[:, None] * probabilities[:, :1]
+    kept[:, 0] = True  # the likeliest token is always kept, even in a row that is NaN and reported as such
+    return kept
+
+
+def noise_keys(
+    seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64]
+) -> NDArray[np.uint32]:
+    """Two 32-bit words [2, N] for each of N draws: splitmix64 over the row's seed, sample number and position."""
+    state = seeds
+    for words in (samples, positions):
+        state = state + np.uint64(0x9E3779B97F4A7C15) * (words + np.uint64(1))  # all of it modulo 2^64
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return np.stack([state >> np.uint64(32), state]).astype(np.uint32)
+
+
+def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for keys [D, 2] and token ids [D or 1, N]: float32 [D, N]."""
+    words = _mix(_mix(ids ^ keys[:, :1]) ^ keys[:, 1:])
+    # The smallest exponentials decide, so they are computed from the end where float32 is precise.
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)  # rounding must not make it 1
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _mix(words: Tensor) -> Tensor:
+    """A 32-bit integer hash on int64 tensors (the finalizer of MurmurHash3, public domain)."""
+    words = words ^ (words >> 16)
+    words = (words * 0x85EBCA6B) & _MASK32
+    words = words ^ (words >> 13)
+    words = (words * 0xC2B2AE35) & _MASK32
+    return words ^ (words >> 16)

@@ -1,0 +1,115 @@
+"""When a waiting request is admitted: there are blocks for it now, and probably until all requests have ended."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter
+
+from cbatch.schedule.block_pool import BlockPool
+from cbatch.schedule.forecast import Growth, OutputLengths, projected_peak
+from cbatch.schedule.limits import SequenceLimits
+from cbatch.schedule.request import Request
+
+MAX_PREEMPTIONS = 3
+"""How often requests of the same priority preempt a request, unless a higher priority comes in between."""
+
+GROWTH_SHARES = (0.25, 1, 4)
+"""The share of the projected growth that must fit, for a request that its peers preempted never, once, twice.
+
+It begins below 1: requests end at different times, and much of a preempted one is still in the prefix cache, so in
+simulated runs a few preemptions cost less than empty slots.
+"""
+
+
+def priority_key(request: Request) -> tuple[int, int]:
+    """The order of requests: priority, then arrival."""
+    return request.priority, request.id
+
+
+class AdmissionPolicy:
+    """Decides whether a waiting request fits, and learns from the lengths of outputs. Changes no request or block."""
+
+    def __init__(self, pool: BlockPool, limits: SequenceLimits) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._lengths = OutputLengths()
+        self._growing: dict[float, list[Growth]] = {}
+        """The running requests, shortest growth first, for each share of `GROWTH_SHARES` used in this step."""
+
+    def observe_length(self, length: int) -> None:
+        """Records the number of tokens of a finished output."""
+        self._lengths.add(length)
+
+    def running_changed(self) -> None:
+        """The running requests have changed: a step begins, or a request was preempted."""
+        self._growing.clear()
+
+    def admit(self, request: Request) -> None:
+        """The request runs now, too."""
+        for share, growing in self._growing.items():
+            insort(growing, self._projected_growth(request, share))
+
+    def find_victims(
+        self, request: Request, shared: list[int], running: list[Request], max_seqs: int
+    ) -> list[Request] | None:
+        """The requests to preempt so that a request can be admitted, or None if it has to wait.
+
+        Only requests of lower priority are preempted, the youngest of the lowest first. They are no reason to wait: if
+        blocks run out later, they are preempted then. One block for each remaining request stays free, so that they do
+        not preempt the new request at once.
+
+        shared: cached blocks that the request takes over
+        """
+        free = self._pool.num_free - sum(self._pool.ref_count(block) == 0 for block in shared)
+        need = self._pool.blocks_for(request.num_tokens) - len(shared)
+        lower = sorted((other for other in running if other.priority > request.priority), key=priority_key)
+        num_staying = len(running)
+        victims: list[Request] = []
+        given_up: Counter[int] = Counter()
+        while num_staying >= max_seqs or free < need + num_staying:
+            if not lower:
+                return None
+            victims.append(lower.pop())
+            num_staying -= 1
+            blocks = set(victims[-1].blocks).difference(shared)  # what the request takes over does not become free
+            given_up.update(blocks)
+            free += sum(given_up[block] == self._pool.ref_count(block) for block in blocks)
+        if num_staying == 0 or max_seqs * self._pool.blocks_for(self._limits.context) <= self._pool.num_blocks:
+            return victims
+        if request.num_peer_preemptions >= MAX_PREEMPTIONS:
+            return victims if self._fits_worst_case(request, running) else None
+        return victims if lower or self._fits_projected_peak(request, need, free, running, victims) else None
+
+    def _fits_projected_peak(
+        self, request: Request, need: int, free: int, running: list[Request], victims: list[Request]
+    ) -> bool:
+        """Whether a request fits until all have ended, if outputs get about as long as the recent ones."""
+        share = GROWTH_SHARES[request.num_peer_preemptions]
+        growing = None if victims else self._growing.get(share)
+        if growing is None:
+            growing = sorted(self._projected_growth(other, share) for other in running if other not in victims)
+            if not victims:
+                self._growing[share] = growing
+        growing = growing.copy()
+        insort(growing, self._projected_growth(request, share))
+        return (
+            projected_peak(self._pool.num_blocks - free + need, growing, self._pool.block_size) <= self._pool.num_blocks
+        )
+
+    def _fits_worst_case(self, request: Request, running: list[Request]) -> bool:
+        """Whether a request and all that go before it fit, even if all of them reach their longest."""
+        before = [other for other in running if other.priority <= request.priority]
+        held = len(set().union(*(other.blocks for other in before)))
+        to_come = sum(self._max_blocks(other) - len(other.blocks) for other in before)
+        return held + to_come + self._max_blocks(request) <= self._pool.num_blocks
+
+    def _projected_growth(self, request: Request, share: float) -> Growth:
+        left = request.max_new_tokens - request.num_generated
+        likely = self._lengths.remaining(request.num_generated, request.max_new_tokens)
+        own = self._pool.blocks_for(request.num_tokens) - request.num_cached // self._pool.block_size
+        return Growth(min(math.ceil(share * likely), left), own)
+
+    def _max_blocks(self, request: Request) -> int:
+        """Most blocks that a request may hold; its last token needs no place in the cache."""
+        return self._pool.blocks_for(request.num_prompt + max(request.max_new_tokens - 1, 0))

@@ -1,0 +1,95 @@
+"""What the scheduler decides for one step, and what the step gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cbatch.base.outputs import Sample, TokenLogprobs
+from cbatch.schedule.request import Request
+from cbatch.schedule.state_slots import ChunkState
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens `start .. stop-1` of one request, computed in one step.
+
+    is_last:  whether the request's last token is among them, so that its next one is sampled
+    blocks:   the request's own list of blocks; if `request.blocks` is another list, it has lost them since
+    to_score: positions whose logits give the log-probability of the prompt's next token, if those are asked for
+    draft:    tokens that the request may get after its last known one: the last ones of the chunk, whose places in the
+              cache hold them, and which count as computed only once they are accepted (see `drafts`)
+    state:    of a model with recurrent layers
+    replayed: accepted tokens that are computed once more, before the last known one (see `recurrent_states`)
+    """
+
+    request: Request
+    start: int
+    stop: int
+    is_last: bool
+    blocks: list[int]
+    to_score: range = range(0)
+    state: ChunkState | None = None
+    draft: tuple[int, ...] = ()
+    replayed: int = 0
+
+    @classmethod
+    def of(cls, request: Request, most: int, state: ChunkState | None = None) -> ScheduledChunk:
+        """The next tokens of a request, at most `most`."""
+        start, wanted = request.num_computed, request.num_tokens
+        stop = min(wanted, start + most)
+        to_score = range(0)
+        if request.scores_prompt:
+            to_score = range(max(start, len(request.scored)), min(stop, request.num_prompt - 1))
+        return cls(request, start, stop, stop == wanted, request.blocks, to_score, state)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it ends with a request's last known token and begins after its prompt, or with the last of that."""
+        return self.is_last and self.start > 0 and self.start >= self.request.num_prompt - 1
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """The chunks of one step, at most one for each request, and the requests that were admitted to it."""
+
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of decoding requests: one token that is not the first of a prompt, and perhaps a draft or replay."""
+        return sum(
+            chunk.is_last and chunk.num_tokens == 1 + chunk.replayed + len(chunk.draft) and chunk.start > 0
+            for chunk in self.chunks
+        )
+
+    @property
+    def to_sample(self) -> list[ScheduledChunk]:
+        """Chunks whose requests get a token from this step, in order."""
+        return [chunk for chunk in self.chunks if chunk.is_last]
+
+    @property
+    def to_score(self) -> list[ScheduledChunk]:
+        """Chunks with prompt tokens whose log-probabilities are asked for, in order."""
+        return [chunk for chunk in self.chunks if chunk.to_score]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step has computed.
+
+    samples: for each chunk of `to_sample` one, and one more after each token of its draft
+    scores:  for each chunk of `to_score`
+    """
+
+    samples: Sequence[Sample]
+    scores: Sequence[Sequence[TokenLogprobs]] = ()

@@ -1,0 +1,70 @@
+"""How the tokens that a step leaves to prompts are divided among them.
+
+Newly admitted requests come first, then running prompts, shortest remaining first: a short prompt does not wait for a
+long one that came before it. But half of the tokens belong to the oldest prompt, so that none starves, and all that it
+needs if the step can finish it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cbatch.schedule.request import Request
+
+ScheduleKey = tuple[int, int, int]
+
+
+def schedule_key(request: Request) -> ScheduleKey:
+    """The order of a step: priority; then decoding (0), admission (1) and prefill, shortest first; then age."""
+    if request.is_decoding:
+        return request.priority, 0, request.id
+    return request.priority, request.num_pending if request.is_running else 1, request.id
+
+
+class PrefillBudget:
+    """Says how many tokens of a step each prompt may have; asked in the order of `schedule_key`.
+
+    limit:      most tokens of all prompts, or None. It applies to prompts that come after a decoding request.
+    is_limited: whether a decoding request has been scheduled
+    multiple:   of which prompts get parts, if they do not get all; neither limit nor shares are below it
+    """
+
+    def __init__(self, limit: int | None, running: Iterable[tuple[ScheduleKey, Request]], multiple: int = 1) -> None:
+        self.is_limited = False
+        self._left = max(limit, multiple) if limit is not None and multiple > 1 else limit
+        self._multiple = multiple
+        self._kept: dict[int, int] = {}
+        self._oldest: dict[int, Request] = {}
+        for (priority, pending, _), request in running:
+            if pending and request.id <= self._oldest.get(priority, request).id:
+                self._oldest[priority] = request
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the limit is used up."""
+        return self.is_limited and self._left == 0
+
+    def allow(self, request: Request, budget: int) -> int:
+        """Most tokens that a prompt may have of the step's remaining `budget`."""
+        if self.is_limited and self._left is not None:
+            budget = min(budget, self._left)
+        oldest = self._oldest.get(request.priority)
+        if oldest is None or request.id <= oldest.id:  # preempted meanwhile only if all younger ones were
+            return budget
+        kept = self._kept.get(request.priority)
+        if kept is None:
+            wanted, half = oldest.num_pending, -(-budget // 2)
+            kept = wanted if wanted <= budget else min(-(-half // self._multiple) * self._multiple, budget)
+            self._kept[request.priority] = kept
+        return budget - kept
+
+    def spare(self, budget: int) -> int:
+        """Tokens of the step's remaining `budget` that drafts may have, for which the limit holds, too."""
+        return budget if self._left is None else min(budget, self._left)
+
+    def take(self, request: Request, count: int) -> None:
+        """Counts the tokens that a prompt was given."""
+        if self._left is not None:
+            self._left = max(self._left - count, 0)
+        if request is self._oldest.get(request.priority):
+            self._kept[request.priority] = 0

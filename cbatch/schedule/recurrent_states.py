@@ -1,0 +1,261 @@
+"""What the scheduler does for models with recurrent layers: slots, snapshots, and where prompts are cut.
+
+Snapshots are made where others are likely to go on: at the last block boundary of a prompt, where a chat's fork and the
+other outputs of a prompt begin; at the latest block boundary of an output, where a chat's next turn begins; and at the
+end of what a prompt has in common with cached blocks or with the requests that wait behind it. A request waits while an
+older one is computing a longer beginning of it than any snapshot has.
+
+Prompts are cut at multiples of the length in which the layers work (`chunk_multiple`), counted from the beginning of
+the sequence, so that what a request computes does not depend on how much of a step was left to it. A snapshot may cut
+them elsewhere.
+
+A step with a draft makes a snapshot of the state before the draft. If some of the draft is wrong, the request goes on
+in the slot of that snapshot, and computes the accepted tokens again with its next one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cbatch.schedule.admission import priority_key
+from cbatch.schedule.block_pool import UNKNOWN, BlockPool
+from cbatch.schedule.output import ScheduledChunk
+from cbatch.schedule.request import Request, RequestState
+from cbatch.schedule.state_slots import ChunkState, Snapshot, StateSlots
+
+LOOK_AHEAD = 4
+"""Waiting requests that are compared with one that is admitted."""
+
+
+class CachedPrefix(NamedTuple):
+    """The beginning of a request that need not be computed: its blocks, and the state after them."""
+
+    blocks: list[int]
+    snapshot: Snapshot | None
+
+
+class NoStates:
+    """For models without recurrent layers: what has pages can be taken over, and prompts are cut anywhere."""
+
+    multiple = 1
+    num_snapshots = 0
+    replay_weight = 1.0
+
+    def begin_step(self, running: Sequence[Request], room: int) -> None: ...
+
+    def allowed(self, request: Request, budget: int) -> int:
+        return budget
+
+    def cached_prefix(self, request: Request, blocks: list[int], running: Sequence[Request]) -> CachedPrefix | None:
+        return CachedPrefix(blocks, None)
+
+    def has_room(self) -> bool:
+        return True
+
+    def start(self, request: Request, prefix: CachedPrefix, cached: int, waiting: Sequence[Request]) -> None: ...
+
+    def schedule_chunk(self, request: Request, budget: int, *, spare: bool) -> ScheduledChunk:
+        return ScheduledChunk.of(request, budget)
+
+    def draft_room(self, chunk: ScheduledChunk) -> int:
+        return sys.maxsize
+
+    def before_draft(self, chunk: ScheduledChunk) -> ChunkState | None:
+        return None
+
+    def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None: ...
+
+    def publish(self, request: Request) -> None: ...
+
+    def release(self, request: Request) -> None: ...
+
+    def rollback(self, chunk: ScheduledChunk) -> None: ...
+
+    def evict(self, chunk: ScheduledChunk) -> None: ...
+
+    def check_integrity(self, running: Sequence[Request], others: Sequence[Request]) -> None: ...
+
+
+class RecurrentStates:
+    """Gives running requests slots, and plans snapshots. `slots` may be looked at by anybody.
+
+    multiple: where prompts are cut in this step
+    replay_weight: about how often an accepted token of a draft is computed
+    """
+
+    replay_weight = 1.5
+
+    def __init__(self, slots: StateSlots, pool: BlockPool, chunk_multiple: int, *, snapshots: bool) -> None:
+        """snapshots: whether any are made"""
+        self.slots = slots
+        self.chunk_multiple = chunk_multiple
+        self.multiple = 1
+        self._pool = pool
+        self._snapshots = snapshots
+        pool.on_evict = slots.forget
+
+    @property
+    def num_snapshots(self) -> int:
+        return self.slots.num_snapshots
+
+    def begin_step(self, running: Sequence[Request], room: int) -> None:
+        """room: tokens that decoding requests leave to prompts in any case"""
+        self.slots.begin_step()
+        self.multiple = self.chunk_multiple if room >= self.chunk_multiple else 1
+        for request in running:
+            state = request.state
+            if state is not None and state.planned:
+                state.planned = [tokens for tokens in state.planned if tokens > request.num_computed]
+
+    def allowed(self, request: Request, budget: int) -> int:
+        """The tokens of `budget` that a prompt can use: 0 if it is to be cut and does not reach a multiple."""
+        if request.num_pending <= budget or budget >= self.multiple - request.num_computed % self.multiple:
+            return budget
+        return 0
+
+    def has_room(self) -> bool:
+        """Whether there is a slot for another request."""
+        return self.slots.has_room()
+
+    def cached_prefix(self, request: Request, blocks: list[int], running: Sequence[Request]) -> CachedPrefix | None:
+        """What a request takes over of the cached `blocks` at its beginning; None if it should wait for more."""
+        snapshot = self.slots.find(self._pool.contents(blocks))
+        tokens = snapshot.tokens if snapshot is not None else 0
+        if any(_will_share_more(other, request, tokens) for other in running):
+            return None
+        return CachedPrefix(blocks[: tokens // self._pool.block_size], snapshot)
+
+    def start(self, request: Request, prefix: CachedPrefix, cached: int, waiting: Sequence[Request]) -> None:
+        """Gives an admitted request a slot; there is one.
+
+        cached:  blocks at its beginning that are cached
+        waiting: the requests behind it
+        """
+        slot, source = self.slots.take_with(prefix.snapshot)
+        planned: set[int] = set()
+        if self._snapshots:
+            size = self._pool.block_size
+            ends = {self._boundary(request.num_prompt - 1), self._boundary(len(request.token_ids) - 1), cached * size}
+            ends |= {self._common(request, other) for other in waiting[:LOOK_AHEAD]}
+            planned = {tokens for tokens in ends if tokens > len(prefix.blocks) * size}
+        request.state = RequestState(slot, source, sorted(planned), [prefix.snapshot] if prefix.snapshot else [])
+
+    def schedule_chunk(self, request: Request, budget: int, *, spare: bool) -> ScheduledChunk:
+        """The request's next tokens, as many as `budget` allows, with one snapshot at most.
+
+        spare: whether a snapshot has to leave a slot to a waiting request
+        """
+        state = request.state
+        assert state is not None, "a running request without a slot"
+        start, wanted = request.num_computed, request.num_tokens
+        stop = min(wanted, start + budget)
+        if stop < wanted and stop // self.multiple * self.multiple > start:
+            stop = stop // self.multiple * self.multiple
+        ends = [tokens for tokens in state.planned if start < tokens <= stop]
+        if not ends and self._snapshots and stop >= request.num_prompt and stop % self._pool.block_size == 0:
+            ends = [stop]
+        snapshot = self.slots.make(ends[0], spare) if ends else None
+        if snapshot is not None:
+            state.snapshots.append(snapshot)
+            stop = ends[0] if len(ends) > 1 else stop
+        source, state.source = state.source, None
+        return ScheduledChunk.of(request, stop - start, ChunkState(state.slot, state.snapshots, source, snapshot))
+
+    def draft_room(self, chunk: ScheduledChunk) -> int:
+        """Most tokens of a draft behind a chunk: up to a block's last but one, since snapshots are made at its end."""
+        if chunk.state is None or chunk.state.snapshot is not None:
+            return 0
+        return -(chunk.stop + 1) % self._pool.block_size
+
+    def before_draft(self, chunk: ScheduledChunk) -> ChunkState | None:
+        """The state of a chunk that gets a draft, with a snapshot before that; None if there is no slot for it."""
+        request_state = chunk.request.state
+        snapshot = self.slots.make(chunk.stop)
+        if snapshot is None or chunk.state is None or request_state is None:
+            return None
+        request_state.undrafted = snapshot
+        return chunk.state._replace(snapshot=snapshot)
+
+    def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None:
+        """Goes back to before a draft that was wrong in part."""
+        state, request = chunk.request.state, chunk.request
+        if state is None or state.undrafted is None or request.blocks is not chunk.blocks:
+            return
+        snapshot, state.undrafted = state.undrafted, None
+        if accepted < len(chunk.draft):
+            state.slot, snapshot.slot = snapshot.slot, state.slot
+            request.num_computed = snapshot.tokens
+            request.num_to_replay = accepted
+        self.slots.drop(snapshot)
+
+    def publish(self, request: Request) -> None:
+        """Lets others find the request's snapshots after tokens that are known by now."""
+        state = request.state
+        if state is None:
+            return
+        known = min(request.num_computed, len(request.token_ids))
+        for snapshot in [one for one in state.snapshots if one.content == UNKNOWN and one.tokens <= known]:
+            content = self._pool.contents(request.blocks)[snapshot.tokens // self._pool.block_size - 1]
+            if not self.slots.publish(snapshot, content if content in self._pool.cached_contents else UNKNOWN):
+                state.snapshots.remove(snapshot)
+            elif snapshot.tokens > request.num_prompt:
+                if state.latest is not None and self.slots.replace(state.latest):
+                    state.snapshots.remove(state.latest)
+                state.latest = snapshot
+
+    def release(self, request: Request) -> None:
+        """Takes the slot from a request, and the snapshots that nobody could find."""
+        state, request.state = request.state, None
+        if state is not None:
+            self.slots.give_back(state.slot)
+            for snapshot in state.snapshots:
+                if snapshot.content == UNKNOWN:
+                    self.slots.drop(snapshot)
+            if state.undrafted is not None:
+                self.slots.drop(state.undrafted)
+
+    def rollback(self, chunk: ScheduledChunk) -> None:
+        """Drops the snapshot of a chunk that was not computed."""
+        if chunk.state is not None and chunk.state.snapshot is not None:
+            self.slots.drop(chunk.state.snapshot)
+
+    def evict(self, chunk: ScheduledChunk) -> None:
+        """Drops the snapshots of a chunk's request, which may hold NaN, and uncaches what others made of them."""
+        for snapshot in chunk.state.snapshots if chunk.state is not None else ():
+            block = self._pool.cached_contents.get(snapshot.content)
+            if block is not None:
+                self._pool.evict([block])
+            self.slots.drop(snapshot)
+
+    def check_integrity(self, running: Sequence[Request], others: Sequence[Request]) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        states = [request.state for request in running]
+        assert all(state is not None for state in states), "a running request without a slot"
+        assert not any(request.state for request in others), "a slot of a request that does not run"
+        self.slots.check_integrity(
+            [state.slot for state in states if state is not None], self._pool.cached_contents.keys()
+        )
+
+    def _boundary(self, tokens: int) -> int:
+        """The last block boundary of so many tokens."""
+        return tokens // self._pool.block_size * self._pool.block_size
+
+    def _common(self, request: Request, other: Request) -> int:
+        """Tokens of the full blocks with which both begin, without the last token of either."""
+        if request.cache_kind != other.cache_kind:
+            return 0
+        first, second, size = request.token_ids, other.token_ids, self._pool.block_size
+        end = self._boundary(min(len(first), len(second)) - 1)
+        return next((at for at in range(0, end, size) if first[at : at + size] != second[at : at + size]), end)
+
+
+def _will_share_more(other: Request, request: Request, tokens: int) -> bool:
+    """Whether an older running request is about to make a snapshot with which `request` begins, after `tokens`."""
+    if other.state is None or other.cache_kind != request.cache_kind:
+        return False
+    return priority_key(other) < priority_key(request) and any(
+        tokens < end < len(request.token_ids) and request.token_ids[:end] == other.token_ids[:end]
+        for end in other.state.planned
+    )

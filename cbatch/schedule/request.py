@@ -1,0 +1,278 @@
+"""The state of a request, and the events it gives."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cbatch.base.errors import RequestError, as_error
+from cbatch.base.outputs import FinishReason, Sample, TokenEvent, TokenLogprobs
+from cbatch.base.params import SamplingParams
+from cbatch.schedule.state_slots import Snapshot
+
+ADAPTER_BITS = 20
+"""Of the number of an adapter."""
+
+
+class StopStringDetokenizer(Protocol):
+    """Makes the text of a request that has stop strings, to find them (see `IncrementalDetokenizer`)."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that was found, or None."""
+
+    def push(self, token_id: int, *, may_stop: bool) -> str:
+        """New text that is safe to show after this token."""
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of the output."""
+
+
+class TokenConstraint(Protocol):
+    """Follows a constrained output (`structured.grammar.GrammarState`)."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output is complete and nothing can follow it."""
+
+    def accept(self, token_id: int) -> None:
+        """Takes in one token of the output."""
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens with which the output probably goes on, because no other text may come; mostly none."""
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, may come next."""
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often each of them was generated.
+
+    tokens, counts: arrays of 64-bit integers, equally long
+    """
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        """`prompt`: tokens that count as generated zero times."""
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self.tokens = array("q", self._places)
+        self.counts = array("q", bytes(8 * len(self._places)))
+
+    def add(self, token_id: int) -> None:
+        """Counts one generated token."""
+        place = self._places.setdefault(token_id, len(self.tokens))
+        if place == len(self.tokens):
+            self.tokens.append(token_id)
+            self.counts.append(0)
+        self.counts[place] += 1
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The recurrent state of a running request.
+
+    source:    what its slot is to hold before the next chunk (see `ChunkState`)
+    planned:   numbers of tokens after which snapshots are still to be made, ascending
+    snapshots: from which it began, and which it made
+    latest:    the one of them that was made after the most generated tokens that are known
+    undrafted: the state before the draft of the step in flight
+    """
+
+    slot: int
+    source: int | None
+    planned: list[int]
+    snapshots: list[Snapshot]
+    latest: Snapshot | None = None
+    undrafted: Snapshot | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Prompt and generated tokens in one list, how many of them are in the KV cache, and the blocks that hold them.
+
+    Invariant: the keys and values of `token_ids[:num_computed]` are in `blocks`. Those of `token_ids[:num_cached]` were
+    cached already when the request was first admitted.
+    There is no prefill or decode state: a request needs `num_tokens - num_computed` more tokens computed, and when the
+    last of them is, it gets a new token. Ids grow with arrival, so a smaller id is older. The outputs of a prompt (`n`)
+    are requests of their own with ids in a row; their events bear the id of the first.
+    A scheduled step counts as computed. The token that it will give has a placeholder among the `num_tokens` until the
+    host knows it.
+
+    stop_ids:       tokens that end the output
+    bad_words:      sequences of tokens that may not be generated
+    detokenizer:    finds stop strings; None if it has none
+    grammar_state:  follows a constrained output
+    counts:         tokens that penalties look at
+    allowed_bitmask: `params.allowed_token_ids` as a set of tokens, made by the sampler when it first needs it
+    changes_logits: whether its parameters change logits before a token is sampled; most do not
+    num_output_placeholders: tokens that steps in flight will give it; `token_ids` holds those that are known
+    num_drafted:    tokens of its draft in the step in flight, if that has one and the request has kept its blocks
+    num_to_replay:  accepted tokens that are computed once more, with its last known one, because its recurrent state
+                    had to go back to before them
+    num_peer_preemptions: how often requests of the same priority preempted it
+    has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
+    scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
+    state:          its recurrent state while it runs, if the model has recurrent layers
+    position_offset: what is added to its position ids: a model may encode long sequences in another way
+    adapter:        number of its LoRA adapter from 1 on; 0 for none
+    """
+
+    id: int
+    token_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    seed: int = 0
+    sample_index: int = 0
+    priority: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    detokenizer: StopStringDetokenizer | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    grammar_state: TokenConstraint | None = None
+    counts: TokenCounts | None = None
+    allowed_bitmask: object = None
+    position_offset: int = 0
+    adapter: int = 0
+    changes_logits: bool = field(init=False)
+    num_prompt: int = field(init=False)
+    num_computed: int = 0
+    num_output_placeholders: int = 0
+    num_drafted: int = 0
+    num_to_replay: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    num_peer_preemptions: int = 0
+    has_ended: bool = False
+    scored: list[TokenLogprobs] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    state: RequestState | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.token_ids)
+        self.changes_logits = bool(self.bad_words) or self.params.changes_logits
+
+    @property
+    def first_id(self) -> int:
+        """The id of the prompt's first output, by which the caller knows all of them."""
+        return self.id - self.sample_index
+
+    @property
+    def cache_kind(self) -> int:
+        """What decides its keys and values beside its tokens: requests of different kinds share no blocks."""
+        return (self.position_offset << ADAPTER_BITS) + self.adapter
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and placeholders."""
+        return len(self.token_ids) + self.num_output_placeholders
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that no step has been scheduled for; at least 1 between steps."""
+        return len(self.token_ids) + self.num_output_placeholders - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether computing one token gives the next, but for a replay; also true for the last token of a prefill."""
+        known = len(self.token_ids) + self.num_output_placeholders
+        return self.num_computed > 0 and self.num_computed + 1 + self.num_to_replay == known
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether a step in flight gives it its last token."""
+        in_flight = self.num_output_placeholders
+        return in_flight > 0 and self.num_generated + in_flight >= self.max_new_tokens
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a slot: running requests hold blocks, waiting ones hold none."""
+        return bool(self.blocks)
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before which nothing ends the output; 0 for a constrained output, which ends when it is complete."""
+        return 0 if self.grammar_state is not None else self.params.min_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for."""
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def has_unscored_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for and not all known yet."""
+        return self.scores_prompt and len(self.scored) < self.num_prompt - 1
+
+    def followed_by(self, tokens: Sequence[int]) -> Request:
+        """The request as the sampler would see it after these tokens of its output; itself if that changes nothing."""
+        if not self.changes_logits or not tokens:
+            return self
+        later = copy(self)
+        later.token_ids = [*self.token_ids, *tokens]
+        if self.counts is not None:
+            later.counts = deepcopy(self.counts)
+            for token in tokens:
+                later.counts.add(token)
+        return later
+
+    def accept(self, sample: Sample) -> TokenEvent:
+        """Appends a sampled token and returns its event. Any error ends this request only."""
+        try:
+            return self._accept(sample)
+        except RequestError as error:
+            return self.fail(error)
+        except BaseException as raised:
+            return self.fail(RequestError("internal_error", f"The request failed: {as_error(raised)!r}"))
+
+    def _accept(self, sample: Sample) -> TokenEvent:
+        if sample.error is not None:
+            return self.fail(sample.error)
+        if self.max_new_tokens == 0 or (self.grammar_state is not None and self.grammar_state.is_finished):
+            reason: FinishReason = "length" if self.max_new_tokens == 0 else "stop"
+            return self._last(None, "", reason)
+        token_id = sample.token_id
+        self.token_ids.append(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
+        may_stop = self.num_generated >= self.min_tokens
+        if may_stop and token_id in self.stop_ids:
+            return self._last(sample, "", "stop")
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.push(token_id, may_stop=may_stop)
+            if self.detokenizer.stop_reason is not None:
+                return self._event(sample, text, "stop", self.detokenizer.stop_reason)
+        if self.grammar_state is not None:
+            self.grammar_state.accept(token_id)
+            if self.grammar_state.is_finished:
+                return self._last(sample, text, "stop")
+        if self.num_generated >= self.max_new_tokens:
+            return self._last(sample, text, "length")
+        return self._event(sample, text)
+
+    def fail(self, error: RequestError) -> TokenEvent:
+        """The event of a request that ends with an error."""
+        return TokenEvent(self.first_id, None, finish_reason="error", error=error, sample_index=self.sample_index)
+
+    def _last(self, sample: Sample | None, text: str, reason: FinishReason) -> TokenEvent:
+        return self._event(sample, text + self.detokenizer.flush() if self.detokenizer is not None else text, reason)
+
+    def _event(
+        self, sample: Sample | None, text: str, reason: FinishReason | None = None, stop_reason: str | None = None
+    ) -> TokenEvent:
+        return TokenEvent(
+            self.first_id,
+            sample.token_id if sample is not None else None,
+            text,
+            reason,
+            stop_reason,
+            cached_tokens=self.num_cached,
+            sample_index=self.sample_index,
+            logprobs=sample.logprobs if sample is not None else None,
+            prompt_logprobs=self.scored if self.scores_prompt and self.num_generated == bool(sample) else None,
+        )

@@ -1,0 +1,355 @@
+"""Decides how many tokens of which requests the next step computes.
+
+There is no prefill phase and no decode phase. Every request has tokens that are not in the KV cache yet. Each step has
+a budget of tokens and hands it out in one order over running and waiting requests: priority first, then decoding before
+prefill. A long prompt takes what is left of the budget, step by step (chunked prefill), or of a smaller limit
+(`step_time`), and shares that with the prompts after it (`prefill_budget`). Finished requests leave immediately, and
+waiting requests may be admitted at any step.
+(Iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
+
+Prompts that begin alike are computed once. A block counts as cached as soon as the step that fills it is scheduled,
+because each layer writes the keys and values of all tokens of a step before any of them is attended to. So a request
+can be admitted in the same step as the one whose blocks it shares.
+
+Steps may overlap: a step can be scheduled before the tokens of the previous one are known. So a step counts as computed
+when it is scheduled; steps run in the order in which they were scheduled, and a request's next token has its place (a
+placeholder) before it is known. That such a token ends its request is noticed one step late, and what that step has
+computed for the request is dropped. Its blocks may have a new owner by then, which writes to them in a later step.
+
+When blocks run out, a running request preempts the youngest request of the lowest priority, which may be itself; a
+waiting request preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is computed
+again later. So the oldest request of the highest priority is never preempted and always advances. Preemption is rare,
+because waiting requests are admitted once the projected peak of the KV cache fits (`admission`). Requests of the same
+priority preempt a request at most three times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Literal
+
+from cbatch.base.outputs import Sample, TokenEvent
+from cbatch.schedule.admission import AdmissionPolicy, priority_key
+from cbatch.schedule.block_pool import BlockPool
+from cbatch.schedule.drafts import Drafts, NoDrafts
+from cbatch.schedule.limits import SequenceLimits, StepLimits
+from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
+from cbatch.schedule.prefill_budget import PrefillBudget, ScheduleKey, schedule_key
+from cbatch.schedule.recurrent_states import NoStates, RecurrentStates
+from cbatch.schedule.request import Request
+from cbatch.schedule.state_slots import StateSlots
+
+
+class Scheduler:
+    """Owns the waiting and running requests and their blocks. Nothing else changes a request."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: StepLimits,
+        max_model_len: int,
+        *,
+        prefix_cache: bool = True,
+        state_slots: StateSlots | None = None,
+        chunk_multiple: int = 1,
+        speculate: int | Literal["auto", "off"] = "off",
+    ) -> None:
+        """
+        state_slots, chunk_multiple: of a model with recurrent layers; see `recurrent_states`
+        speculate:                   see `EngineConfig` and `drafts`
+        """
+        self.pool = pool
+        self.max_batch_tokens = limits.max_batch_tokens
+        # With more slots than budget, decoding requests could starve a prefill.
+        self.max_seqs = min(limits.max_seqs, limits.max_batch_tokens)
+        self.states: NoStates | RecurrentStates = NoStates()
+        if state_slots is not None:
+            self.max_seqs = min(self.max_seqs, state_slots.num_slots)
+            self.states = RecurrentStates(state_slots, pool, chunk_multiple, snapshots=prefix_cache)
+        self.drafts: NoDrafts | Drafts = NoDrafts()
+        if speculate != "off":
+            self.drafts = Drafts(pool, self.states, speculate if speculate != "auto" else None)
+        self.sequence_limits = SequenceLimits(max_model_len, pool.capacity)
+        self.prefix_cache = prefix_cache
+        self._admission = AdmissionPolicy(pool, self.sequence_limits)
+        self._limits = self.max_batch_tokens, self.max_seqs
+        self.prefill_limit: int | None = None
+        """Most prompt tokens in a step beside decoding requests that are as urgent; None for no limit."""
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.finishing: set[Request] = set()
+        """Requests that only wait for the last token of a step in flight: they need neither slot nor blocks."""
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        """Tokens of the prompts that were computed, and how many of them were cached already."""
+        self.held_back: Counter[str] = Counter(slots=0, cache=0, budget=0, target=0)
+        """Steps that left requests waiting, by what was short; `target` is the time of a step."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.finishing)
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=priority_key)
+
+    def resume(self, request: Request, known: Iterable[Sample]) -> list[TokenEvent]:
+        """Queues a request that has had tokens before, unless they end it, and returns their events.
+
+        It is then like one that was preempted: its tokens are to be computed again before it gets new ones.
+        """
+        events: list[TokenEvent] = []
+        for sample in known:
+            events.append(request.accept(sample)._replace(is_known=True))
+            if events[-1].finish_reason is not None:
+                request.has_ended = True
+                return events
+        self.add(request)
+        return events
+
+    def cancel(self, request: Request) -> None:
+        """Removes a request and frees its blocks. A token that a step in flight gives it is dropped."""
+        request.has_ended = True
+        self.drafts.forget(request)
+        if request.is_running:
+            self._free_blocks(request)
+        elif request in self.finishing:
+            self.finishing.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def schedule(self) -> SchedulerOutput:
+        """Schedules one step and gives each of its tokens a place in the cache. It counts as computed from now on.
+
+        A preempted request comes later in the order than the one that preempts it, so no chunk is ever taken back.
+        """
+        scheduled = SchedulerOutput()
+        for request in [request for request in self.running if request.is_finishing]:
+            self._stop_running(request)  # this step can use its slot and blocks
+        self._admission.running_changed()
+        budget, states = self.max_batch_tokens, self.states
+        states.begin_step(self.running, budget - self.max_seqs)
+        preempted: set[Request] = set()
+        running = sorted([(schedule_key(request), request) for request in self.running])
+        prompts = PrefillBudget(self.prefill_limit, running, states.multiple)
+        order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
+        for (_, pending, _), request in order:
+            if budget == 0:
+                break
+            allowed = states.allowed(request, prompts.allow(request, budget)) if pending else budget
+            awaits_draft = request.num_output_placeholders > 0 and self.drafts.holds_back(request)
+            if request in preempted or allowed == 0 or awaits_draft:
+                continue
+            if request.is_running:
+                preempted.update(self._extend_blocks(request))
+            elif request is self.waiting[0]:  # else an older request has just been preempted
+                preempted.update(self._admit(request))
+                if request.is_running:
+                    scheduled.admitted.append(request)
+            if request.is_running:
+                chunk = self._schedule_chunk(request, allowed)
+                scheduled.chunks.append(chunk)
+                budget -= chunk.stop - chunk.start
+                if pending:
+                    prompts.take(request, chunk.stop - chunk.start)
+                else:
+                    prompts.is_limited = True
+        self.drafts.extend(scheduled, prompts.spare(budget), self.max_seqs, may_allocate=not self.waiting)
+        if self.waiting:
+            full, is_late = len(self.running) >= self.max_seqs, prompts.is_exhausted
+            self.held_back["slots" if full else "target" if is_late else "cache" if budget else "budget"] += 1
+        return scheduled
+
+    def _schedule_chunk(self, request: Request, budget: int) -> ScheduledChunk:
+        """The request's next tokens, as many as `budget` allows; they count as computed."""
+        will_admit = bool(self.waiting) and len(self.running) < self.max_seqs
+        chunk = self.states.schedule_chunk(request, budget, spare=will_admit)
+        request.num_computed = chunk.stop
+        request.num_output_placeholders += chunk.is_last
+        if request.num_to_replay:
+            chunk = chunk._replace(replayed=min(request.num_to_replay, chunk.num_tokens))
+            request.num_to_replay -= chunk.replayed
+        self._cache_full_blocks(request, chunk.start)
+        return chunk
+
+    def _cache_full_blocks(self, request: Request, start: int) -> None:
+        """Caches the blocks that are full from token `start` on, as far as their tokens are known."""
+        stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
+        if self.prefix_cache and start // size < stop // size:
+            self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop, request.cache_kind)
+            self.states.publish(request)
+
+    def shrink(self, num_tokens: int) -> bool:
+        """Halves the size of steps, from `num_tokens`, which did not fit in memory; False if that is 1."""
+        num_tokens = min(num_tokens, self.max_batch_tokens)
+        if num_tokens <= 1:
+            return False
+        self.max_batch_tokens = num_tokens // 2
+        self.max_seqs = min(self.max_seqs, self.max_batch_tokens)
+        for request in sorted(self.running, key=priority_key)[self.max_seqs :]:
+            self._preempt(request)
+        return True
+
+    def grow(self) -> bool:
+        """Doubles the size of steps after `shrink`, up to the configured one; True if that is reached."""
+        tokens, seqs = self._limits
+        self.max_batch_tokens = min(2 * self.max_batch_tokens, tokens)
+        self.max_seqs = min(2 * self.max_seqs, seqs, self.max_batch_tokens)
+        return (self.max_batch_tokens, self.max_seqs) == self._limits
+
+    def _waiting_in_order(self, preempted: set[Request]) -> Iterator[tuple[ScheduleKey, Request]]:
+        """Yields the first waiting request until one is not admitted, or has just been preempted."""
+        while self.waiting and self.waiting[0] not in preempted:
+            head = self.waiting[0]
+            yield schedule_key(head), head
+            if not head.is_running:
+                return
+
+    def update_from_output(self, scheduled: SchedulerOutput, result: StepResult) -> list[TokenEvent]:
+        """Updates the requests of a step with its tokens, except those that have ended since it was scheduled."""
+        for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
+            known = chunk.request.scored
+            known += scores[len(known) - chunk.to_score.start :]
+        events, samples = [], iter(result.samples)
+        for chunk in scheduled.to_sample:
+            own = list(islice(samples, 1 + len(chunk.draft)))
+            if own[0].error is not None and own[0].error.code == "nan_logits":
+                self.states.evict(chunk)
+                self.pool.evict(chunk.blocks)  # their keys and values may be NaN, too
+            if not chunk.request.has_ended:
+                events += self._accept(chunk, own)
+        return events
+
+    def _accept(self, chunk: ScheduledChunk, samples: Sequence[Sample]) -> list[TokenEvent]:
+        """Replaces a request's placeholder by its token, and adds those after it as far as its draft was right."""
+        request, known = chunk.request, len(chunk.request.token_ids)
+        request.num_output_placeholders -= 1
+        request.num_drafted = 0
+        if request.num_generated == 0:
+            self.num_prompt_tokens += request.num_prompt
+            self.num_cached_tokens += request.num_cached
+        events = [request.accept(samples[0])]
+        # One that was preempted since has a place for one token only.
+        foreseen = chunk.draft if request.blocks is chunk.blocks else ()
+        for draft, before, sample in zip(foreseen, samples, samples[1:], strict=False):
+            if events[-1].finish_reason is not None or before.token_id != draft or sample.error is not None:
+                break  # an error counts only in a step of its own
+            request.num_computed += 1
+            events.append(request.accept(sample))
+        if chunk.draft:
+            self.drafts.observe(chunk, len(events) - 1)
+            self.states.settle_draft(chunk, len(events) - 1)
+        if events[-1].finish_reason is not None:
+            if events[-1].token_id is not None:
+                self._admission.observe_length(request.num_generated)
+            self.cancel(request)
+        else:
+            self._cache_full_blocks(request, known)
+        return events
+
+    def rollback(self, scheduled: SchedulerOutput) -> None:
+        """Undoes a step that was not computed: uncaches its blocks, and sends requests back that may rely on them.
+
+        Steps that were scheduled later have to be rolled back too.
+        """
+        size = self.pool.block_size
+        for chunk in scheduled.chunks:
+            request = chunk.request
+            self.pool.evict(chunk.blocks[chunk.start // size : chunk.stop // size])
+            request.num_output_placeholders -= chunk.is_last
+            request.num_drafted = 0
+            self.states.rollback(chunk)
+            if request.blocks is chunk.blocks and chunk.state is not None:
+                self._stop_running(request)  # parts of the step may have changed its state
+            elif request.blocks is chunk.blocks:
+                request.num_computed = min(request.num_computed, chunk.start)
+            elif request in self.finishing:
+                self.finishing.remove(request)
+                self.add(request)
+        for request in scheduled.admitted:
+            if request.is_running:
+                self._stop_running(request)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant is broken; tests call it after every step."""
+        self.pool.check_integrity()
+        held = Counter(block for request in self.running for block in request.blocks)
+        assert all(self.pool.ref_count(block) == count for block, count in held.items())
+        assert len(held) == self.pool.num_used, "a block is used by no request"
+        assert all(len(request.blocks) == len(set(request.blocks)) for request in self.running)
+        assert not any(request.blocks or request.num_computed for request in self.waiting)
+        assert not set(self.running) & set(self.waiting) and len(self.running) <= self.max_seqs
+        assert not any(request.blocks or request in self.waiting for request in self.finishing)
+        for request in self.running:
+            assert request.num_computed <= len(request.blocks) * self.pool.block_size
+        self.states.check_integrity(self.running, [*self.waiting, *self.finishing])
+
+    def _admit(self, request: Request) -> list[Request]:
+        """Admits a waiting request with blocks for all its tokens, or leaves it waiting.
+
+        Returns the requests of lower priority that it preempts.
+        """
+        if len(self.running) >= self.max_seqs and all(other.priority <= request.priority for other in self.running):
+            return []
+        # A prompt that is scored needs the logits of all its tokens.
+        may_share = self.prefix_cache and not request.has_unscored_prompt
+        cached = self.pool.get_cached_blocks(request.token_ids, request.cache_kind) if may_share else []
+        prefix = self.states.cached_prefix(request, cached, self.running if may_share else ())
+        if prefix is None:
+            return []
+        shared = prefix.blocks
+        victims = self._admission.find_victims(request, shared, self.running, self.max_seqs)
+        if victims is None or not (victims or self.states.has_room()):
+            return []
+        for victim in victims:
+            self._preempt(victim)
+        self.waiting.remove(request)
+        self.states.start(request, prefix, len(cached), self.waiting)
+        self.running.append(request)
+        self.pool.touch(shared)
+        request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
+        request.num_computed = len(shared) * self.pool.block_size
+        if request.num_generated == 0 and request.num_preemptions == 0:
+            request.num_cached = request.num_computed
+        self._admission.admit(request)
+        return victims
+
+    def _extend_blocks(self, request: Request) -> Sequence[Request]:
+        """Gives a running request blocks for all its tokens. Returns the preempted requests, perhaps itself."""
+        need = self.pool.blocks_for(request.num_tokens) - len(request.blocks)
+        if need <= 0:
+            return ()
+        victims: list[Request] = []
+        while self.pool.num_free < need and request not in victims:
+            victims.append(max(self.running, key=priority_key))
+            victims[-1].num_peer_preemptions += victims[-1].priority == request.priority
+            self._preempt(victims[-1])
+        if request not in victims:
+            request.blocks += self.pool.allocate(need)
+        return victims
+
+    def _preempt(self, request: Request) -> None:
+        self._stop_running(request)
+        self._admission.running_changed()
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _stop_running(self, request: Request) -> None:
+        """Takes slot and blocks from a request, which waits to be admitted again, or only for its last token."""
+        self._free_blocks(request)
+        request.num_computed = 0
+        if request.is_finishing:
+            self.finishing.add(request)
+        else:
+            self.add(request)
+
+    def _free_blocks(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.free(request.blocks)
+        request.blocks = []
+        request.num_drafted = request.num_to_replay = 0
+        self.states.release(request)

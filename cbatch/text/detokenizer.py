@@ -1,0 +1,151 @@
+"""Turns token ids into text as they arrive: whole characters only, and nothing that may become a stop string."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Sequence
+
+from cbatch.base.errors import RequestError, as_error
+from cbatch.base.outputs import TokenEvent
+from cbatch.text.backend.base import TokenizerBackend
+
+NUM_CONTEXT_TOKENS = 8
+"""Last tokens of the prompt that are decoded together with the output, since they decide its leading space."""
+
+
+class OutputDetokenizer:
+    """Makes the text of one output from its token events, on the thread that reads them.
+
+    The engine speaks token ids. It detokenizes a request itself only if it has to look for stop strings; the events
+    of such a request bring their text, which is passed on.
+    """
+
+    def __init__(self, make: Callable[[], IncrementalDetokenizer] | None = None, stop_ids: Container[int] = ()) -> None:
+        """
+        make:     begins the text; None if events bring it, or if the model has no tokenizer
+        stop_ids: tokens that end the output and are not part of its text
+        """
+        self._make = make
+        self._stop_ids = stop_ids
+        self._text: IncrementalDetokenizer | None = None
+
+    def update(self, event: TokenEvent) -> str:
+        """The text that the next event of the output adds. Raises RequestError if it cannot be made."""
+        if self._make is None or event.error is not None:
+            return event.text
+        return self._decode(self._make, [] if event.token_id is None else [event.token_id], event.finish_reason)
+
+    def text_of(self, token_ids: Sequence[int], finish_reason: str | None) -> str | None:
+        """The text of an output as a whole; None if events brought it. Raises RequestError if it cannot be made."""
+        if self._make is None:
+            return None
+        return OutputDetokenizer(self._make, self._stop_ids)._decode(self._make, token_ids, finish_reason)
+
+    def _decode(
+        self, make: Callable[[], IncrementalDetokenizer], token_ids: Sequence[int], finish_reason: str | None
+    ) -> str:
+        if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids:
+            token_ids = token_ids[:-1]
+        try:
+            text = self._text = self._text or make()
+            ends = finish_reason is not None and finish_reason != "error"
+            return text.push_all(token_ids) + (text.flush() if ends else "")
+        except RequestError:
+            raise
+        except BaseException as raised:
+            error = as_error(raised)
+            raise RequestError("internal_error", f"The output cannot be turned into text: {error!r}") from raised
+
+
+class IncrementalDetokenizer:
+    """The text of one output, in deltas that are safe to show.
+
+    The bytes of an unfinished character are held back until it is whole. The longest suffix that could begin a stop
+    string is held back until that is decided. All deltas together are the text of the output.
+    """
+
+    def __init__(
+        self,
+        backend: TokenizerBackend,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        hidden: Container[int] = (),
+    ) -> None:
+        """
+        prompt: the tokens before the output, whose end decides how a leading space is decoded
+        stop:   strings that end the output
+        hidden: tokens that are left out of the text
+        """
+        self._hidden = hidden
+        self._stream = backend.stream([token for token in prompt[-NUM_CONTEXT_TOKENS:] if token not in hidden])
+        self._held_back = ""
+        self._stop = tuple(stop)
+        self.stop_reason: str | None = None
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """The delta after one more token. When a stop string is found, the text before it is the last delta."""
+        if token_id in self._hidden:
+            return ""
+        chunk = self._stream.push([token_id])
+        return self._release(chunk, may_stop) if chunk else ""
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The same for several tokens, among which no stop string is looked for."""
+        return self._stream.push([token_id for token_id in token_ids if token_id not in self._hidden])
+
+    def flush(self) -> str:
+        """What was held back, at the end of the output. An unfinished character becomes U+FFFD."""
+        text = self._held_back + self._stream.flush()
+        self._held_back = ""
+        return text
+
+    def _release(self, chunk: str, may_stop: bool) -> str:
+        if not self._stop:
+            return chunk
+        text = self._held_back + chunk
+        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0] if may_stop else []
+        if found:
+            place, self.stop_reason = min(found, key=lambda pair: pair[0])
+            self._held_back = ""
+            return text[:place]
+        keep = max((partial_match_length(text, stop) for stop in self._stop), default=0)
+        self._held_back = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def partial_match_length(text: str, whole: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `whole`."""
+    return next((n for n in range(min(len(whole) - 1, len(text)), 0, -1) if text.endswith(whole[:n])), 0)
+
+
+class TokenBytes:
+    """The bytes that tokens stand for, in byte-level tokenizers and in those of pieces with a fallback to bytes."""
+
+    def __init__(self, backend: TokenizerBackend) -> None:
+        self._backend = backend
+        decoder = str(backend.decoder)
+        self._is_byte_level = "ByteLevel" in decoder
+        self._has_fallback = "ByteFallback" in decoder
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to a text, perhaps part of a character: the name of a special token, nothing if unknown."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            found = [_BYTE_OF.get(char) for char in piece]
+            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
+        if self._has_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable bytes are written as themselves, the others as letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

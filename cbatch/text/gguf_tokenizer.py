@@ -1,0 +1,243 @@
+"""The tokenizer of a GGUF file, from the metadata that llama.cpp reads it from.
+
+A file has tokens, their types and scores or merges, and a name for how text is split into words (`tokenizer.ggml.pre`).
+What the name stands for is not in the file: the patterns are those of the models' own `tokenizer.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from cbatch.base.errors import ModelError
+from cbatch.text.backend.local import LocalBackend
+from cbatch.text.backend.patterns import GPT4O, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
+from cbatch.text.fast_loader import TextTokenizer
+
+_TOKENS = "tokenizer.ggml.tokens"
+_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6
+_MAX_TOKEN_CHARACTERS = 2**12
+_MAX_MERGED_CHARACTERS = 256
+"""A longer piece of a vocabulary without merges is not cut into all of its pairs."""
+
+_GPT2, _DIGITS = "gpt2", "digits"
+
+_SPLITS = {
+    "default": _GPT2, "gpt-2": _GPT2, "gpt2": _GPT2, "mpt": _GPT2, "olmo": _GPT2,
+    "smollm": _DIGITS, "refact": _DIGITS, "starcoder": _DIGITS, "codeshell": _DIGITS,
+    "command-r": _DIGITS, "exaone": _DIGITS, "minerva-7b": _DIGITS,
+    "exaone4": _GPT2, "trillion": _GPT2, "granite-docling": _GPT2,
+    "glm4": LLAMA3, "chatglm-bpe": LLAMA3,
+    "stablelm2": QWEN2, "hunyuan": QWEN2, "seed-coder": SEED,
+    "llama3": LLAMA3, "llama-v3": LLAMA3, "llama-bpe": LLAMA3, "falcon3": LLAMA3, "falcon-h1": LLAMA3,
+    "pixtral": LLAMA3, "midm-2.0": LLAMA3, "lfm2": LLAMA3, "dbrx": LLAMA3, "smaug-bpe": LLAMA3,
+    "tekken": TEKKEN, "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2, "kormo": QWEN2,
+    "megrez": QWEN2, "qwen35": QWEN35, "gpt-4o": GPT4O, "llama4": GPT4O,
+    "kanana2": GPT4O, "minimax-m2": GPT4O,
+}  # fmt: skip
+"""What a text is cut into before merges, by the names that llama.cpp has for it."""
+
+_NORMALIZES = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
+"""Those whose texts are composed first (NFC)."""
+
+_IGNORES_MERGES = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"))
+"""Those that take a word as it is if it is a token."""
+
+_END_TOKENS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+    "<EOT>", "<|end_of_text|>",
+)  # fmt: skip
+"""Tokens that end an output in every model that has them, which files do not always name."""
+
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def with_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The same metadata with the tokens as a list, which is read more than once; an array of a file decodes them."""
+    return {**metadata, _TOKENS: _tokens(metadata)}
+
+
+def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer | None:
+    """The tokenizer of a GGUF file's metadata; None if it has none.
+
+    Raises ModelError if it is damaged, or of a kind that is not read.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None or kind in ("none", "no_vocab"):
+        return None
+    tokens = _tokens(metadata)
+    _check(all(isinstance(token, str) for token in tokens), "its tokens are not texts")
+    _check(0 < len(tokens) <= vocab_size, f"it has {len(tokens)} tokens for an embedding of {vocab_size}")
+    _check(max(map(len, tokens)) <= _MAX_TOKEN_CHARACTERS, "one of its tokens is too long")
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    _check(isinstance(types, list) and len(types) == len(tokens), "not all of its tokens have a type")
+    try:
+        if kind == "gpt2":
+            backend = _byte_level(metadata, tokens)
+        elif kind == "llama":
+            backend = _sentence_pieces(metadata, tokens, types)
+        else:
+            raise ModelError(f"The GGUF file has a tokenizer of the kind {str(kind)[:40]!r}, which is not read.")
+        for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+            backend.add_tokens(
+                [
+                    AddedToken(token, normalized=False, special=special)
+                    for token, its in zip(tokens, types, strict=True)
+                    if its == number and token
+                ]
+            )
+        bos = _adds_specials(backend, metadata, tokens, kind)
+    except ModelError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception
+        raise _damaged(str(error).splitlines()[0][:200] if str(error) else "it cannot be built") from error
+    _check(backend.get_vocab_size() <= vocab_size, "it has more tokens than the embedding")
+    special_tokens = {
+        name: tokens[place] for name, key in _NAMED.items() if (place := _token(metadata, key, tokens)) is not None
+    }
+    template = metadata.get("tokenizer.chat_template")
+    _check(template is None or isinstance(template, str), "its chat template is not a text")
+    return TextTokenizer(LocalBackend(backend), bos, template, special_tokens)
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end an output: those that the file names, and those that do so in every model."""
+    tokens = _tokens(metadata)
+    named = {number for key in ("eos", "eot", "eom") if (number := _token(metadata, key, tokens)) is not None}
+    found = {token: number for number, token in enumerate(tokens) if token in _END_TOKENS}
+    types = metadata.get("tokenizer.ggml.token_type")
+    if isinstance(types, list) and len(types) == len(tokens):
+        found = {token: number for token, number in found.items() if types[number] in (_CONTROL, _USER_DEFINED)}
+    if {"<|return|>", "<|call|>"} <= found.keys():  # GPT-OSS, where this one only ends a message
+        named.discard(found.pop("<|end|>", -1))
+    return sorted(named.union(found.values()))
+
+
+def _tokens(metadata: Mapping[str, Any]) -> list[Any]:
+    given = metadata.get(_TOKENS)
+    if isinstance(given, list):
+        return given
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+
+
+def _damaged(why: str) -> ModelError:
+    return ModelError(f"The tokenizer of the GGUF file is damaged: {why}.")
+
+
+def _check(is_right: bool, why: str) -> None:
+    if not is_right:
+        raise _damaged(why)
+
+
+def _token(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> int | None:
+    number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tokens):
+        return None
+    return number
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    """Byte-level BPE."""
+    name = str(metadata.get("tokenizer.ggml.pre", "default"))
+    split = _SPLITS.get(name)
+    if split is None:
+        raise ModelError(
+            f"The tokenizer of the GGUF file splits text in a way that is called {name[:40]!r}, which is not known."
+        )
+    merges = _merges(metadata.get("tokenizer.ggml.merges") or ())
+    backend = Tokenizer(BPE(_vocabulary(tokens), merges, ignore_merges=name in _IGNORES_MERGES))
+    if name in _NORMALIZES:
+        backend.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (_GPT2, _DIGITS))
+    if split == _GPT2:
+        backend.pre_tokenizer = byte_level
+    else:
+        first = (
+            pre_tokenizers.Digits(individual_digits=True)
+            if split == _DIGITS
+            else pre_tokenizers.Split(Regex(split), behavior="isolated", invert=False)
+        )
+        backend.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> Tokenizer:
+    """SentencePiece's BPE: spaces are a character, and unknown characters become bytes.
+
+    Files of Gemma have real spaces in tokens of spaces only, and scores that are not the order of its merges, which is
+    the order of its tokens.
+    """
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    scores = metadata.get("tokenizer.ggml.scores")
+    _check(isinstance(scores, list) and len(scores) == len(tokens), "not all of its tokens have a score")
+    is_gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
+    if is_gemma:
+        tokens = ["▁" * len(token) if token.strip(" ") == "" else token for token in tokens]
+        scores = [-float(number) for number in range(len(tokens))]
+    unknown = _token(metadata, "unknown", tokens)
+    unknown_token = tokens[unknown] if unknown is not None else None
+    vocabulary = _vocabulary(tokens)
+    given = metadata.get("tokenizer.ggml.merges")
+    merges = _merges(given) if given else _merges_of(vocabulary, tokens, types, scores or [])
+    backend = Tokenizer(BPE(vocabulary, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "▁")
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    if has_prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    else:
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    """Of equal tokens the first one counts."""
+    numbers = range(len(tokens))
+    vocabulary = dict(zip(tokens, numbers, strict=True))
+    if len(vocabulary) < len(tokens):
+        vocabulary = dict(zip(reversed(tokens), reversed(numbers), strict=True))
+    return vocabulary
+
+
+def _merges(given: Iterable[Any]) -> list[tuple[str, str]]:
+    """Pairs with a space between them. A piece may begin with one."""
+    texts = list(given)
+    _check(all(isinstance(merge, str) for merge in texts), "its merges are not texts")
+    places = [merge.find(" ", 1) for merge in texts]
+    merges = [(merge[:place], merge[place + 1 :]) for merge, place in zip(texts, places, strict=True)]
+    _check(min(places, default=1) > 0 and all(second for _, second in merges), "one of its merges is not a pair")
+    return merges
+
+
+def _merges_of(
+    vocabulary: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], scores: Sequence[Any]
+) -> list[tuple[str, str]]:
+    """The merges that a vocabulary with scores stands for: every pair of tokens that is a token, the best one first."""
+    found = []
+    for number, token in enumerate(tokens):
+        if types[number] in (_CONTROL, _BYTE, _UNUSED) or not 2 <= len(token) <= _MAX_MERGED_CHARACTERS:
+            continue
+        for place in range(1, len(token)):
+            first, second = vocabulary.get(token[:place]), vocabulary.get(token[place:])
+            if first is not None and second is not None:
+                found.append((-float(scores[number]), first, second, place, number))
+    return [(tokens[number][:place], tokens[number][place:]) for *_, place, number in sorted(found)]
+
+
+def _adds_specials(backend: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], kind: str) -> int | None:
+    """Makes texts begin and end with the tokens that the file asks for; the one that they begin with, if any."""
+    bos, eos = (_token(metadata, key, tokens) for key in ("bos", "eos"))
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") is True
+    adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False) is True
+    pieces, used = ["$A"], []
+    if adds_bos and bos is not None:
+        pieces, used = [f"{tokens[bos]}:0", *pieces], [(tokens[bos], bos)]
+    if adds_eos and eos is not None:
+        pieces, used = [*pieces, f"{tokens[eos]}:0"], [*used, (tokens[eos], eos)]
+    if used:
+        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=list(dict(used).items()))
+    return bos

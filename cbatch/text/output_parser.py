@@ -1,0 +1,269 @@
+"""Splits the text of a chat model into reasoning, answer and tool calls, in the format that its chat template shows.
+
+A template writes earlier answers back in the format in which the model writes them. It is only searched for tags;
+it is not run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cbatch.base.outputs import ToolCall
+from cbatch.text.detokenizer import partial_match_length
+from cbatch.text.tool_calls import LLAMA, TOOL_TAGS, extract_tool_calls
+
+_THINK_TAG = re.compile(r"<((?:\w+:)?(?:think(?:ing)?|thoughts?|reason(?:ing)?))>")
+_OTHER_THINK_TAGS = (("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("◁think▷", "◁/think▷"))
+# Llama's own instruction, or a call written back: {"name": function name, "parameters": dictionary of ...}
+_LLAMA_CALL = re.compile(r'\{\\?"name\\?": .{0,80}?\\?"parameters\\?": ', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOutput:
+    """The parts of one output. `reasoning` is None if the model did not think, or wrote only white space."""
+
+    text: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+
+
+class ParsedDelta(NamedTuple):
+    """What a part of an output adds to its text and to its reasoning."""
+
+    text: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParser:
+    """Parses the outputs of one model.
+
+    think_tags:    the tags around its reasoning; None if it has none
+    tool_call_tag: the tag that its tool calls begin with: HERMES, MISTRAL or LLAMA; None for an unknown format
+    """
+
+    think_tags: tuple[str, str] | None = None
+    tool_call_tag: str | None = None
+
+    @classmethod
+    def from_template(cls, source: str) -> OutputParser:
+        """The parser for a chat template's source. Of several pairs of think tags it takes the first."""
+        pairs = [(match[0], f"</{match[1]}>") for match in _THINK_TAG.finditer(source)]
+        pairs += [pair for pair in _OTHER_THINK_TAGS if pair[0] in source]
+        pairs = [pair for pair in pairs if pair[1] in source]
+        tool_call_tag = next((tag for tag in TOOL_TAGS if tag in source), None)
+        if tool_call_tag is None and _LLAMA_CALL.search(source):
+            tool_call_tag = LLAMA
+        return cls(min(pairs, key=lambda pair: source.index(pair[0]), default=None), tool_call_tag)
+
+    @property
+    def special_tags(self) -> tuple[str, ...]:
+        """All tags that `parse` looks for. Those that are special tokens have to stay in the text it is given.
+
+        Without tools, `think_tags` is enough and keeps the other tags out of the text.
+        """
+        return (self.think_tags or ()) + (TOOL_TAGS[self.tool_call_tag] if self.tool_call_tag else ())
+
+    def opens_thinking(self, prompt_end: str) -> bool:
+        """Whether a rendered prompt ends with an opening think tag, so that the output begins as reasoning.
+
+        prompt_end: its last tokens as text, with special tokens, without a beginning of the answer
+        """
+        return self.think_tags is not None and prompt_end.rstrip().endswith(self.think_tags[0])
+
+    def parse(
+        self, text: str, *, is_thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> ParsedOutput:
+        """The parts of a whole output. Never raises: what is not a think block or a tool call stays text.
+
+        Only a block at the beginning counts as reasoning, and its first closing tag ends it. If it is not closed, the
+        whole output is reasoning.
+
+        is_thinking: the prompt has opened the think tag (see `opens_thinking`)
+        tools:       the request's tools, as `check_tools` takes them; without any, no tool calls are looked for
+        """
+        reasoning, text = self._divide(text, is_thinking)
+        calls: list[ToolCall] = []
+        if tools and self.tool_call_tag is not None:
+            text, calls = extract_tool_calls(text, self.tool_call_tag, tools)
+        return ParsedOutput(text, reasoning, tuple(calls))
+
+    def stream(
+        self, *, is_thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, prefix: str = ""
+    ) -> OutputStream:
+        """Parses an output while it comes.
+
+        is_thinking, tools: as for `parse`
+        prefix:             the beginning of the output, which was shown before, as `parse` gives it; the stream gives
+                            only what the rest of the output adds
+        """
+        return OutputStream(self, is_thinking, tools, prefix)
+
+    def _divide(self, text: str, is_thinking: bool) -> tuple[str | None, str]:
+        if self.think_tags is None:
+            return None, text
+        opening, closing = self.think_tags
+        start = text.lstrip()
+        if start.startswith(opening):  # even if the prompt has opened it: some models write the tag once more
+            body = start[len(opening) :]
+        elif is_thinking:
+            body = text
+        else:
+            return None, text
+        reasoning, _, rest = body.partition(closing)
+        reasoning = reasoning.strip("\n")
+        return (reasoning if reasoning.strip() else None), rest.lstrip("\n")
+
+
+class OutputStream:
+    """Takes one output apart while it comes, in time linear in its length, and never takes back what it has given.
+
+    The deltas joined, and the tool calls, are what `OutputParser.parse` makes of the whole output. What may become a
+    tag, and white space that may go with it, is held back. If there are tools, everything from the first tag of a tool
+    call on waits for the end, and so does a text in Llama's format that begins with a brace.
+    """
+
+    def __init__(
+        self, parser: OutputParser, is_thinking: bool, tools: Sequence[Mapping[str, Any]] | None, prefix: str
+    ) -> None:
+        """For the arguments see `OutputParser.stream`."""
+        self._is_thinking = is_thinking
+        self._tools = tools or ()
+        self._call_tag = parser.tool_call_tag if tools else None
+        self._text = self._reasoning = ""  # for the next delta
+        self._start: list[str] = []  # what comes before it is decided whether the output begins with a think tag
+        self._word = ""  # the same without white space at its beginning
+        self._answer: list[str] = []  # all text, with tool calls
+        self._num_shown = 0  # characters of it that have been given
+        self._take_text = None if self._call_tag is None else self._find_call
+        self._call_finder = _TagFinder(self._call_tag or "", None)
+        self._stage: Callable[[str], None] | None = self._take_text
+        """Takes the next part of the output. None if it is text in any case."""
+        if parser.think_tags is not None:
+            self._opening, closing = parser.think_tags
+            self._closing_finder = _TagFinder(closing, "\n")
+            self._stage = self._find_opening
+        self._shown_before = ParsedDelta()  # what was held back of the prefix, and was shown nevertheless
+        self._calls_before: tuple[ToolCall, ...] = ()
+        if prefix:
+            given, shown = self.push(prefix), parser.parse(prefix, is_thinking=is_thinking, tools=tools)
+            text, reasoning = shown.text[len(given.text) :], (shown.reasoning or "")[len(given.reasoning) :]
+            self._shown_before, self._calls_before = ParsedDelta(text, reasoning), shown.tool_calls
+
+    def push(self, delta: str) -> ParsedDelta:
+        """Takes the next part of the output, and returns what can be shown now."""
+        if self._stage is None:
+            return ParsedDelta(delta)
+        self._stage(delta)
+        return self._new()
+
+    def finish(self) -> tuple[ParsedDelta, tuple[ToolCall, ...]]:
+        """What was held back, and the tool calls, once the output has ended."""
+        if self._stage == self._find_opening:
+            self._go_on_without_opening()
+        if self._stage == self._find_closing:
+            self._reasoning += self._closing_finder.rest()
+        calls: tuple[ToolCall, ...] = ()
+        if self._call_tag is not None:
+            text, found = extract_tool_calls("".join(self._answer), self._call_tag, self._tools)
+            self._text += text[self._num_shown :]
+            num_before = len(self._calls_before)
+            calls = tuple(found[num_before:] if tuple(found[:num_before]) == self._calls_before else found)
+        return self._new(), calls
+
+    def _new(self) -> ParsedDelta:
+        text, shown_text = _without_shown(self._text, self._shown_before.text)
+        reasoning, shown_reasoning = _without_shown(self._reasoning, self._shown_before.reasoning)
+        self._shown_before = ParsedDelta(shown_text, shown_reasoning)
+        self._text = self._reasoning = ""
+        return ParsedDelta(text, reasoning)
+
+    def _go_on(self, stage: Callable[[str], None] | None, rest: str) -> None:
+        self._stage = stage
+        if stage is None:
+            self._text += rest
+        else:
+            stage(rest)
+
+    def _find_opening(self, delta: str) -> None:
+        self._start.append(delta)
+        self._word += delta if self._word else delta.lstrip()
+        if self._word.startswith(self._opening):
+            self._shown_before = ParsedDelta()  # the prefix ended within this tag or before it
+            self._go_on(self._begin_reasoning, self._word[len(self._opening) :])
+        elif not self._opening.startswith(self._word):
+            self._go_on_without_opening()
+
+    def _go_on_without_opening(self) -> None:
+        self._go_on(self._begin_reasoning if self._is_thinking else self._take_text, "".join(self._start))
+
+    def _begin_reasoning(self, delta: str) -> None:
+        if rest := delta.lstrip("\n"):
+            self._go_on(self._find_closing, rest)
+
+    def _find_closing(self, delta: str) -> None:
+        reasoning, rest = self._closing_finder.push(delta)
+        self._reasoning += reasoning
+        if rest is not None:
+            self._go_on(self._begin_text, rest)
+
+    def _begin_text(self, delta: str) -> None:
+        if rest := delta.lstrip("\n"):
+            self._go_on(self._take_text, rest)
+
+    def _find_call(self, delta: str) -> None:
+        self._answer.append(delta)
+        text, rest = self._call_finder.push(delta)
+        may_be_call = self._call_tag == LLAMA and self._num_shown == 0 and text.lstrip().startswith("{")
+        if not may_be_call:
+            self._text += text
+            self._num_shown += len(text)
+        if may_be_call or rest is not None:
+            self._stage = self._answer.append
+
+
+class _TagFinder:
+    """Looks for a tag in a text that comes in parts.
+
+    Before the tag is found, it holds back what may begin it and white space in front of that. A text that is nothing
+    but white space is held back altogether.
+    """
+
+    def __init__(self, tag: str, white_space: str | None) -> None:
+        """`white_space` are the characters that may go with the tag; None means all white space."""
+        self._tag = tag
+        self._white_space = white_space
+        self._is_blank = True
+        self._spaces: list[str] = []
+        self._partial_tag = ""
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """What can be shown, and what came after the tag: None if it has not come yet."""
+        before, tag, after = (self._partial_tag + delta).partition(self._tag)
+        if not tag:
+            end = len(before) - partial_match_length(before, self._tag)
+            before, self._partial_tag = before[:end], before[end:]
+        text = before.rstrip(self._white_space)
+        if self._is_blank and not text.strip():
+            text = ""
+        spaces = before[len(text) :]
+        if text:
+            text = "".join(self._spaces) + text
+            self._is_blank = False
+            self._spaces.clear()
+        self._spaces.append(spaces)
+        return text, after if tag else None
+
+    def rest(self) -> str:
+        """What looked like the beginning of the tag at the end of the text, with the white space in front of it."""
+        return "".join(self._spaces) + self._partial_tag if self._partial_tag else ""
+
+
+def _without_shown(new: str, shown: str) -> tuple[str, str]:
+    """The part of `new` that was not shown, and what of `shown` may still come again."""
+    if new.startswith(shown):
+        return new[len(shown) :], ""
+    return ("", shown[len(new) :]) if shown.startswith(new) else (new, "")

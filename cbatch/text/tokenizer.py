@@ -1,0 +1,287 @@
+"""Turns text, or messages through the model's chat template, into token ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from itertools import chain
+from typing import Any
+
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
+from cbatch.schedule.limits import too_long_for
+from cbatch.text.backend.base import Encoded
+from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
+from cbatch.text.fast_loader import TextTokenizer
+from cbatch.text.output_parser import OutputParser
+from cbatch.text.template_renderer import TemplateRenderer
+from cbatch.text.tool_calls import template_messages
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}` with text content, which a message with tool calls may lack."""
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
+"""Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, optionally with `tools`."""
+
+_Objects = list[dict[str, Any]]
+
+CHARACTERS_PER_TOKEN, SPARE_CHARACTERS, SPARE_TOKENS = 6, 4096, 256
+"""How much of a text is encoded first: enough that ordinary text has more tokens than the context."""
+
+
+class ChatTokenizer:
+    """A model's tokenizer and chat template; `templates` is a dictionary by name if the model has several.
+
+    Special tokens that someone writes into a message stay text. Only those of the template itself are special.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.backend = tokenizer.backend
+        self.templates = tokenizer.chat_template
+        self.token_bytes = TokenBytes(self.backend).bytes_of
+        self.bad_word_ids = lru_cache(maxsize=256)(self._bad_word_ids)
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        special = sorted((added[number].content for number in self.special_ids), key=len, reverse=True)
+        self._renderer = TemplateRenderer()
+        self._special_pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; of several templates, the default one."""
+        return self.templates.get("default") if isinstance(self.templates, dict) else self.templates
+
+    @property
+    def template_source(self) -> str:
+        """The source of all of the model's templates; empty if it has none."""
+        return "\n".join(self.templates.values()) if isinstance(self.templates, dict) else self.templates or ""
+
+    @cached_property
+    def output_parser(self) -> OutputParser:
+        """Parses the model's outputs. All of its templates count, such as one of its own for tools."""
+        return OutputParser.from_template(self.template_source)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether any of the model's templates mentions tools."""
+        return "tools" in self.template_source
+
+    def encode(self, text: str, *, context: int | None = None) -> list[int]:
+        """Token ids of plain text, with BOS if the tokenizer adds it, but never twice.
+
+        context: refuses text that has far more tokens, before all of them are made
+
+        Raises RequestError (`prompt_too_long`).
+        """
+        ids, bos = self._encode(text, context).ids, self._tokenizer.bos_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    @property
+    def template_has_clock(self) -> bool:
+        """Whether the template may write the date into the prompt."""
+        return "strftime_now" in (self.chat_template or "")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: TemplateOptions = DEFAULT_TEMPLATE,
+        answer: str = "",
+        context: int | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template, up to the assistant's turn.
+
+        tools:    functions that the model may call (see `check_tools`); a template without tools ignores them
+        template: the date, further variables, and whether the last message is continued instead
+        answer:   the beginning of the assistant's turn, which the model is to continue
+        context:  see `encode`
+
+        Raises RequestError: `template_error` if the template refuses the messages, and `prompt_too_long`.
+        """
+        if not self.chat_template:
+            raise RequestError("template_error", "The model has no chat template; give a prompt, not messages.")
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError("invalid_row", "Messages must be a list of objects, each with a role and content.")
+        plain = template_messages(messages)
+        if not plain or not all(isinstance(message.get("content"), str) for message in plain):
+            raise RequestError("invalid_row", "Messages must be a list of at least one, each with text content.")
+        if template.continue_final_message:
+            if not isinstance(messages[-1].get("content"), str):
+                raise RequestError("invalid_row", "continue_final_message needs text content in the last message.")
+            if answer:
+                raise RequestError("invalid_row", "The last message or an answer can be continued, but not both.")
+        functions = [dict(tool) for tool in tools or ()]
+        variables = dict(template.kwargs)
+        if not any(self._special_pattern.search(text) for text in _strings([plain, functions, variables, answer])):
+            text = self._render(plain, functions, variables, template) + answer
+            return self._encode(text, context, add_special_tokens=False).ids
+        return self._encode_with_text_specials(plain, functions, variables, template, answer, context)
+
+    def detokenizer(
+        self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
+    ) -> IncrementalDetokenizer:
+        """Makes the text of an output that follows these prompt tokens.
+
+        tags: special tokens that stay in the text in any case
+        """
+        hidden = self.special_ids if params.skip_special_tokens else frozenset()
+        if tags:
+            hidden -= {self.backend.token_to_id(tag) for tag in tags}
+        return IncrementalDetokenizer(self.backend, prompt, params.stop, hidden)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence of tokens."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def opens_thinking(self, prompt: Sequence[int], continued: str = "") -> bool:
+        """Whether the template has opened the think tag of the answer, so that this begins as reasoning.
+
+        continued: text at the end of the prompt that is the beginning of the answer
+        """
+        start = continued.strip()
+        # No token is shorter than a byte.
+        end = self.decode(prompt[-NUM_CONTEXT_TOKENS - len(continued.encode()) :], skip_special_tokens=False)
+        return self.output_parser.opens_thinking(end.rpartition(start)[0] if start else end)
+
+    def is_thinking_after(self, answer: str, *, opened: bool) -> bool:
+        """Whether the model is inside its reasoning after the beginning of an answer.
+
+        opened: the template has opened the think tag (see `opens_thinking`)
+        """
+        if self.output_parser.think_tags is None:
+            return False
+        opening, closing = self.output_parser.think_tags
+        return (opened or answer.lstrip().startswith(opening)) and closing not in answer
+
+    def ends_thinking(self, token_ids: Sequence[int]) -> bool:
+        """Whether the closing think tag is among the last tokens of an output so far."""
+        tags = self.output_parser.think_tags
+        return tags is not None and tags[1] in self._end_of(token_ids)
+
+    def _end_of(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
+
+    def _encode(self, text: str, context: int | None, *, add_special_tokens: bool = True) -> Encoded:
+        """Encodes a text; first its beginning, if it is long for the context, since an encoding is large.
+
+        What follows a text can change its last tokens, but not make a quarter of them disappear.
+        """
+        if context is not None:
+            length = CHARACTERS_PER_TOKEN * context + SPARE_CHARACTERS
+            while length < len(text):
+                beginning = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)
+                if len(beginning.ids) > 1.25 * context + SPARE_TOKENS:
+                    raise too_long_for(context, f"more than {context}")
+                length *= 2
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _bad_word_ids(self, words: tuple[str, ...]) -> list[list[int]]:
+        """Token sequences that spell these words, at the start of a text and after a space."""
+        texts = [text for word in words for text in (word, f" {word}")]
+        spelt = [tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        return [list(ids) for ids in dict.fromkeys(spelt) if ids]
+
+    def _render(self, messages: _Objects, tools: _Objects, variables: dict[str, Any], options: TemplateOptions) -> str:
+        template, special_tokens = self.templates, self._tokenizer.special_tokens
+        if isinstance(template, dict):
+            template = template["tool_use" if tools and "tool_use" in template else "default"]
+        check_variables(variables, frozenset(special_tokens))
+        try:
+            return self._renderer.render(
+                template or "",
+                messages,
+                tools=tools,
+                special_tokens=special_tokens,
+                today=options.today,
+                variables=variables,
+                add_generation_prompt=options.begins_new_message,
+                continue_final_message=options.continue_final_message,
+            )
+        except OSError as error:
+            raise RequestError("internal_error", f"The chat template cannot be rendered: {error}.") from error
+        except Exception as error:  # a template is a program of the model's author and may raise anything
+            raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
+
+    def _encode_with_text_specials(
+        self,
+        messages: _Objects,
+        tools: _Objects,
+        variables: dict[str, Any],
+        options: TemplateOptions,
+        answer: str,
+        context: int | None,
+    ) -> list[int]:
+        """Encodes messages, tools, variables or the beginning of an answer with special tokens written in them.
+
+        A separator, a private-use character that occurs nowhere in them, is inserted after the first character of each
+        special token, so that the tokenizer does not recognize it. The tokens of the separators are then left out.
+        """
+        written = list(_strings([messages, tools, variables, answer]))
+        characters = set().union(*written)
+        separators = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
+        separator = next((one for one in separators if not any(_escape(one) in text for text in written)), None)
+        if separator is None:
+            raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
+        hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
+        hidden = [_map_strings(value, hide) for value in (messages, tools, variables)]
+        rendered = self._render(hidden[0], hidden[1], hidden[2], options) + hide(answer)
+        # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
+        rendered = rendered.replace(_escape(separator), separator)
+        encoding = self._encode(rendered, context, add_special_tokens=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
+
+
+def encode_prompt(
+    tokenizer: ChatTokenizer | None,
+    prompt: Prompt,
+    *,
+    raw: bool,
+    template: TemplateOptions,
+    answer: str,
+    context: int | None = None,
+) -> list[int]:
+    """See `SteppingEngine.encode`. `tokenizer` is None for a model that has none."""
+    if not isinstance(prompt, str | Mapping):
+        if answer:
+            raise RequestError("invalid_row", "An answer cannot be begun after token ids; put its tokens behind them.")
+        return list(prompt)
+    if tokenizer is None:
+        raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+    if isinstance(prompt, Mapping):
+        if "messages" not in prompt:
+            raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
+        messages, tools = prompt["messages"], prompt.get("tools")
+    elif raw or not tokenizer.chat_template:
+        return tokenizer.encode(prompt + answer, context=context)
+    else:
+        messages, tools = [{"role": "user", "content": prompt}], None
+    return tokenizer.encode_chat(messages, tools=tools, template=template, answer=answer, context=context)
+
+
+def _escape(separator: str) -> str:
+    return f"\\u{ord(separator):04x}"
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string of a JSON value, and every key: people also write the keys of tools and arguments."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value if isinstance(value, list) else chain(value, value.values()):
+            yield from _strings(item)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with every string and every key changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    if isinstance(value, dict):
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+    return value

@@ -1,0 +1,174 @@
+"""A KV cache of one byte a number: its conversions, every kernel that writes or reads it, and the engine around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+
+from cbatch.attention.base import AttentionBackend
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.attention.registry import check_kv_dtype
+from cbatch.attention.triton import TritonAttention
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.layer_ops import Heads, Positions
+from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.kernels.triton.attention_decode import DecodeTuning
+from cbatch.kernels.triton.attention_prefill import PrefillTuning
+from cbatch.kernels.triton.attention_tile import from_fp8, to_fp8
+from cbatch.kernels.triton.layer import TritonLayerOps
+from cbatch.model.loader import LoadedModel
+from cbatch.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_bytes, as_stored
+from tests.attention.test_triton_attention import CASES, CPU, DEVICE, Sequences
+from tests.support import triton_interpreter as interpreter
+from tests.support.generation import generate
+from tests.support.tiny_models import draw_weights, make_network, make_prompts
+
+pytestmark = pytest.mark.kernels
+
+interpreter.patch_loops()
+
+
+@triton.jit
+def _convert(source: Any, target: Any, COUNT: tl.constexpr, BACK: tl.constexpr) -> None:
+    place = tl.arange(0, COUNT)
+    if BACK:
+        tl.store(target + place, from_fp8(tl.load(source + place), target.dtype.element_ty))
+    else:
+        tl.store(target + place, to_fp8(tl.load(source + place)))
+
+
+def converted(source: Tensor, dtype: torch.dtype) -> Tensor:
+    target = torch.empty(len(source), dtype=dtype, device=DEVICE)
+    _convert[(1,)](source.to(DEVICE), target, len(source), source.dtype == torch.uint8)
+    return target.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_code_is_read_exactly(dtype: torch.dtype) -> None:
+    """Guards reading by integers: all 256 codes, subnormal numbers and NaN among them, as torch converts them."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(FP8).to(dtype)
+    assert expected.isnan().sum() == 2
+    assert torch.equal(converted(codes, dtype).nan_to_num(9e3), expected.nan_to_num(9e3))
+
+
+def test_numbers_are_rounded_as_torch_does() -> None:
+    """Guards writing: each number of FP8, each middle of two and its neighbours, what is too large, and NaN."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    up = torch.nextafter(middles, torch.tensor(torch.inf))
+    edges = torch.tensor([1e-30, 2.0**-10, 2.0**-10 * 1.001, 448.0, 463.9, 464.1, 1e9, torch.inf, torch.nan, 0.0])
+    source = torch.cat([numbers, middles, up, torch.nextafter(middles, torch.tensor(0.0)), edges])
+    source = torch.cat([source, -source, torch.zeros(2048 - 2 * len(source))])
+    expected = as_stored(source, FP8).view(torch.uint8)
+    found = converted(source, torch.uint8)
+    same = (found == expected) | (source.isnan() & ((found & 0x7F) == 0x7F))
+    assert same.all(), source[~same]
+    assert torch.equal(as_stored(torch.tensor([500.0, -1e9]), FP8).float(), torch.tensor([FP8_MAX, -FP8_MAX]))
+
+
+def stored_and_attended(attention: AttentionBackend, sequences: Sequences, dtype: torch.dtype) -> Tensor:
+    """Attention of a decode row, a narrow, a wide and a long chunk over a cache in which nothing else was written."""
+    device = DEVICE if attention.name == "triton" else CPU
+    shapes = attention.block_shapes(sequences.case.layer, sequences.case.block_size, FP8)
+    cache = tuple(torch.full((sequences.num_blocks, *shape), torch.nan).to(FP8).to(device) for shape in shapes)
+    chunks = [(0, 69, 70), (1, 66, 69), (2, 41, 61), (3, 0, 20)]
+    everything = [(one, 0, length) for one, length in enumerate(sequences.lengths)]
+    sequences.write(attention, cache, everything, dtype)  # type: ignore[arg-type]
+    metadata = attention.prepare(sequences.batch(chunks, device), sequences.case.block_size)
+    query = sequences.rows(sequences.query, chunks, dtype, device)
+    return attention.attend(query, *cache, metadata, **sequences.case.options).cpu()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_equals_the_reference(dtype: torch.dtype) -> None:
+    """Guards the kernels that write and read the cache: they add nothing to its rounding, and see no NaN in it."""
+    sequences = Sequences(replace(CASES["window"], window=50), [70, 69, 61, 20], dtype)
+    backend = TritonAttention(
+        DEVICE, DecodeTuning(split=16, tile_bytes=1024), PrefillTuning(rows=32, tokens=16, warps=4), kv_dtype=FP8
+    )
+    # Both store the same numbers; the reference computes in float32.
+    expected = stored_and_attended(ReferenceAttention(FP8), sequences, torch.float32)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+    found = stored_and_attended(backend, sequences, dtype)
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_it_is_near_a_cache_of_floats() -> None:
+    """Guards the accuracy: a number is rounded by 1/16 at most, so results differ by a few hundredths."""
+    sequences = Sequences(CASES["plain"], [70, 69, 61, 20])
+    found = stored_and_attended(ReferenceAttention(FP8), sequences, torch.float32)
+    chunks = [[(0, 69, 70), (1, 66, 69), (2, 41, 61), (3, 0, 20)]]
+    everything = [(one, 0, length) for one, length in enumerate(sequences.lengths)]
+    expected = sequences.run(ReferenceAttention(), [everything, *chunks], torch.float32, only_written=1)[0]
+    error = float((found - expected).square().mean().sqrt() / expected.std())
+    assert 1e-3 < error < 0.06, error
+
+
+def test_layers_write_it_as_the_reference_does() -> None:
+    """Guards the fused write of a program: rotated keys and values, each rounded once; padding not at all."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, heads, kv_heads, dim = 3, 4, 2, 16
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator) * 200
+    angles = torch.rand(tokens, dim // 2, generator=generator)
+    positions = Positions(angles.cos(), angles.sin(), torch.tensor([5, -1, 9]))
+    caches = []
+    for ops in (TritonLayerOps.for_device(DEVICE), TorchLayerOps(heads_first=True)):
+        keys, values = (torch.full((3, kv_heads, 4, dim), torch.nan).to(FP8).to(DEVICE) for _ in range(2))
+        query = torch.empty(tokens, heads, dim, device=DEVICE)
+        moved = Positions(*(part.to(DEVICE) for part in positions[:3]))
+        ops.prepare_heads(qkv.to(DEVICE), Heads(heads, kv_heads, dim, dim), moved, query, keys, values)
+        caches.append([as_bytes(cache).cpu() for cache in (keys, values)])
+    (my_keys, my_values), (keys, values) = caches
+    assert torch.equal(my_values, values)
+    near = (my_keys.int() - keys.int()).abs()
+    assert near.max() <= 1 and (near > 0).sum() <= 1, "rotated once more or less rounded"
+    assert (keys.view(FP8).float().abs() == FP8_MAX).any()
+
+
+def test_an_engine_keeps_its_cache_in_fp8() -> None:
+    """Guards what counts the cache: bytes of a token, blocks that fit, and the key that `--resume` compares."""
+    network = make_network("llama")
+    draw_weights(network)
+    params, prompts = [SamplingParams(max_tokens=6)] * 2, make_prompts([20, 7])
+    engines = {}
+    for kv_dtype in ("auto", "fp8"):
+        loaded = LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset())
+        config = EngineConfig(
+            attention="reference", kv_dtype=kv_dtype, kv_cache_memory="1MiB", max_seqs=400, device="cpu"
+        )
+        engines[kv_dtype] = SteppingEngine(config, loaded)
+    plain, small = engines["auto"], engines["fp8"]
+    assert small.runner.kv_cache.keys[0].dtype == FP8
+    assert small.limits.kv_bytes_per_token * 4 == plain.limits.kv_bytes_per_token
+    assert small.limits.num_blocks >= 4 * plain.limits.num_blocks
+    assert small.fingerprint != plain.fingerprint
+    outputs = [[list(one.token_ids) for one in generate(engine, prompts, params)] for engine in (small, plain)]
+    assert [len(tokens) for tokens in outputs[0]] == [6, 6] and outputs[0][0][0] == outputs[1][0][0]
+    for engine in engines.values():
+        engine.close()
+
+
+def test_what_has_no_fp8_cache_says_so() -> None:
+    """Guards the options: the CPU's kernels are refused with what helps, and so is a type that does not exist."""
+    with pytest.raises(ConfigError, match="--attention reference"):
+        check_kv_dtype("fp8", "auto", CPU)
+    with pytest.raises(ConfigError, match="auto, fp8 or u8"):
+        check_kv_dtype("int3", "auto", CPU)
+    with pytest.raises(ConfigError, match="--attention reference"):
+        SteppingEngine(EngineConfig(kv_dtype="fp8", device="cpu"))
+    assert check_kv_dtype("fp8", "reference", CPU) == check_kv_dtype("fp8", "auto", torch.device("cuda")) == FP8
+    assert check_kv_dtype("auto", "auto", CPU) is None
+    assert LayerShape(2, 64, 64).bytes_per_token(FP8) == 256

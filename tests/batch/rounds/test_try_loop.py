@@ -1,0 +1,276 @@
+"""Tries of rows: compared with runs of each try alone; what happened stands in the row, whatever disturbs the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.api import Engine
+from cbatch.base.errors import ConfigError
+from cbatch.base.params import derive_seed
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.python_rows import lines_of
+from cbatch.batch.rounds import try_loop
+from cbatch.batch.row_stream import RowStream
+from cbatch.cli.main import run_command
+from cbatch.requests.completion import Completion
+from cbatch.requests.input_processor import InputProcessor
+from cbatch.requests.request import EncodedRequest, GenerationRequest
+from cbatch.validation.validation import Validation
+from tests.cli.run.test_output_formats import ROUNDS
+from tests.support.model_folder import save_model
+
+ROWS: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": f"row {number}", "max_tokens": 4} for number in range(12)]
+ROWS[3]["seed"] = 5
+ROWS[4]["n"] = 2
+SAMPLED = {"temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = save_model(tmp_path_factory.mktemp("model"), context=600)
+    with Engine(str(folder), device="cpu", dtype="float32", max_seqs=4) as made:
+        yield made
+
+
+def good(text: str) -> bool:
+    return re.search("[aeiou]", text) is not None
+
+
+def run(engine: Engine, rows: list[dict[str, Any]] = ROWS, **options: Any) -> list[Completion]:
+    return list(engine.map(rows, params=SAMPLED, **options))
+
+
+def processor(engine: Engine, validation: Validation | None) -> LineProcessor:
+    inputs = engine.core.input_processor(RequestDefaults(params=SAMPLED))
+    return LineProcessor(inputs, validation=validation)
+
+
+def nth_alone(engine: Engine, number: int) -> list[Completion]:
+    """What the rows give at a try, each asked alone with the seed that it has then."""
+    rows = []
+    for row in ROWS:
+        own = row.get("seed", derive_seed(0, "id", row["id"]))
+        rows.append(row | {"seed": own if number == 1 else derive_seed(own, "try", number)})
+    return [next(engine.map([row], params=SAMPLED)) for row in rows]
+
+
+def mismatches(engine: Engine, tries: int) -> list[str]:
+    """Ids of rows that differ from the first good one of their tries, each run alone."""
+    alone = [nth_alone(engine, number) for number in range(1, tries + 1)]
+    found = []
+    for row, *each in zip(run(engine, validate=good, tries=tries), *alone, strict=True):
+        verdicts = [all(good(choice.text) for choice in one.choices) for one in each]
+        number = verdicts.index(True) + 1 if any(verdicts) else tries
+        assert row.validation is not None
+        expected = (
+            [choice.text for choice in each[number - 1].choices],
+            number,
+            any(verdicts),
+            sum(one.usage.completion_tokens for one in each[:number]),
+        )
+        told = ([c.text for c in row.choices], row.validation["tries"], row.validation["valid"])
+        if (*told, row.usage.completion_tokens) != expected or (row.error is None) != any(verdicts):
+            found.append(str(row.id))
+    return found
+
+
+def test_tries_are_those_of_rows_alone(engine: Engine) -> None:
+    """Guards the result against company: the first good one of the tries, each with its own seed, and their tokens."""
+    assert mismatches(engine, 3) == []
+    tries = [row.validation["tries"] for row in run(engine, validate=good, tries=3) if row.validation]
+    assert set(tries) == {1, 2, 3}, "the rows try all sorts"
+
+
+def test_the_same_seed_in_each_try_would_be_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above: plants tries that repeat the first one."""
+    right = try_loop.nth_try
+    monkeypatch.setattr(try_loop, "nth_try", lambda request, number, messages: right(request, 1, messages))
+    assert mismatches(engine, 3)
+
+
+def test_the_row_says_what_happened(engine: Engine) -> None:
+    """Guards rows of both forms: number of tries, errors, the last answer of one that never was good."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    rows = [ROWS[0], {"custom_id": "c", "url": "/v1/chat/completions", "body": body}]
+    good_one, batch_one = run(engine, rows, validate="regex=(?s).*", tries=2)
+    assert good_one["validation"] == {"valid": True, "tries": 1, "errors": []} and good_one["text"]
+    assert batch_one["validation"]["valid"] is True and batch_one["error"] is None
+    bad, batch_bad = run(engine, rows, validate="regex=never", tries=2)
+    assert set(bad) == {"index", "id", "error", "key", "validation"}
+    assert bad["error"]["code"] == "invalid_answer"
+    assert bad["error"]["message"] == "line 1: no valid answer in 2 tries; it does not match never"
+    assert bad["validation"] == {
+        "valid": False,
+        "tries": 2,
+        "errors": ["it does not match never"] * 2,
+        "text": bad.text,
+    }
+    assert bad.text and bad.usage.completion_tokens > len(bad.token_ids)
+    assert batch_bad["response"]["status_code"] == 500 and batch_bad["error"]["code"] == "invalid_answer"
+    assert batch_bad["validation"]["tries"] == 2
+    assert Completion.from_row(dict(bad)).validation == bad["validation"]
+
+
+def test_greedy_rows_try_once(engine: Engine) -> None:
+    """Guards against tries that can only give the same, and says so."""
+    (row,) = engine.map([{"prompt": "a", "max_tokens": 3}], validate="regex=never", tries=5)
+    assert row.validation is not None and row.validation["tries"] == 1
+    assert "at temperature 0, another try gives the same" in str(row.error)
+
+
+def test_the_model_is_told_what_was_wrong(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the conversation of further tries: every answer so far, and what was wrong with it."""
+    asked: list[Any] = []
+    encode = InputProcessor.encode
+
+    def spy(self: InputProcessor, request: GenerationRequest) -> EncodedRequest:
+        asked.append(request.messages)
+        return encode(self, request)
+
+    monkeypatch.setattr(InputProcessor, "encode", spy)
+    rows = [{"prompt": "a", "max_tokens": 3}, {"prompt": "b", "raw": True, "max_tokens": 2}]
+    told, raw = engine.map(rows, validate=lambda text: f"{len(text)} is wrong.", tries=3, tell_error=True)
+    assert told.validation is not None and told.validation["tries"] == 3, "also at temperature 0"
+    last = max((messages for messages in asked if messages), key=len)
+    assert [message["role"] for message in last] == ["user", "assistant", "user", "assistant", "user"]
+    assert last[2]["content"].startswith(f"That answer is not valid: {len(last[1]['content'])} is wrong. Give")
+    assert raw.validation is not None and raw.validation["tries"] == 1, "there is no conversation"
+
+
+def test_a_conversation_that_grows_too_long_ends_with_its_last_answer(engine: Engine) -> None:
+    """Guards against an error about the prompt, which the user did not write."""
+    (row,) = engine.map(
+        [{"prompt": "a", "max_tokens": 90, "ignore_eos": True}], validate="regex=never", tries=50, tell_error=True
+    )
+    assert row.error is not None and row.error.code == "invalid_answer"
+    assert row.validation is not None and 2 <= row.validation["tries"] < 20 and row.validation["text"]
+
+
+def test_a_check_that_breaks_ends_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the run against waiting for ever for a row whose check has raised."""
+    monkeypatch.setattr(try_loop.TryLoop, "_first_error", lambda self, completion: 1 / 0)
+    for row in run(engine, validate="regex=a"):
+        assert row.error is not None and row.error.code == "internal_error" and "ZeroDivisionError" in str(row.error)
+
+
+def test_generation_does_not_wait_for_checks(engine: Engine) -> None:
+    """Guards the engine against slow checks: all rows are generated while the first ones are still checked."""
+    gate, seen = threading.Event(), []
+
+    def slow(text: str) -> bool:
+        seen.append(text)
+        return gate.wait(30)
+
+    before = engine.stats().num_tokens
+    results = engine.map(ROWS, params=SAMPLED | {"ignore_eos": True}, validate=slow, window=12)
+    rows: list[Completion] = []
+    thread = threading.Thread(target=lambda: rows.extend(results))
+    thread.start()
+    while engine.stats().num_tokens - before < sum(4 * row.get("n", 1) for row in ROWS):
+        assert thread.is_alive()
+        thread.join(0.01)
+    assert len(seen) <= try_loop.NUM_THREADS and not rows
+    gate.set()
+    thread.join(30)
+    assert len(rows) == 12 and all(row.error is None for row in rows)
+
+
+def test_leaving_early_ends_the_checks(engine: Engine, tmp_path: Path) -> None:
+    """Guards the machine against a check that goes on after its run was left."""
+    note = tmp_path / "pid"
+    check = Validation.of([f"command=sh -c 'echo $$ > {note}; sleep 60'"])
+    stream = RowStream(engine.thread, processor(engine, check), window=4)
+    with closing(stream.finished(lines_of(ROWS[:1]))) as finished:
+        while not (note.exists() and note.read_text()):
+            assert next(finished) == []
+    with pytest.raises(ProcessLookupError):
+        for _ in range(1000):
+            os.kill(int(note.read_text()), 0)
+            time.sleep(0.01)
+
+
+def test_an_answer_after_the_end_stays_unfinished(engine: Engine) -> None:
+    """Guards a loop that is left while answers wait to be read: no error, and no row that nobody has checked."""
+    check = Validation.of([good])
+    stream = RowStream(engine.thread, processor(engine, check), window=12)
+    with closing(stream.finished(lines_of(ROWS))) as finished:
+        next(finished)
+        while stream._inbox.qsize() < 3:
+            time.sleep(0.001)
+    assert all(row.completion.validation is not None for row in stream.finished_by_now())
+
+
+def test_keys_know_the_checks_and_the_tries(engine: Engine) -> None:
+    """Guards --resume: other checks or another number of tries make other keys, and none of them leaves keys alone."""
+    plain = [row.key for row in run(engine, ROWS[:2])]
+    seen = {plain[0]}
+    for options in (
+        {"validate": "regex=(?s).*"},
+        {"validate": "regex=(?s)a?.*"},
+        {"validate": "regex=(?s).*", "tries": 2},
+        {"validate": "regex=(?s).*", "tries": 2, "tell_error": True},
+    ):
+        seen.add(run(engine, ROWS[:1], **options)[0].key)
+    assert len(seen) == 5 and [row.key for row in run(engine, ROWS[:2])] == plain
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tries": 3},
+        {"validate": "nothing"},
+        {"validate": good, "tell_error": True},
+        {"cache": "c", "cache_size": "1"},
+    ],
+)
+def test_wrong_options_of_python_are_refused(engine: Engine, options: dict[str, Any]) -> None:
+    """Guards map against options that make no sense, before a row is read."""
+    with pytest.raises(ConfigError):
+        run(engine, **options)
+
+
+def test_further_tries_go_on_where_earlier_runs_ended(engine: Engine) -> None:
+    """Guards --retry-errors: its tries are new ones, and are counted on."""
+
+    def tries_from(start: int) -> tuple[int, list[str]]:
+        seen: list[str] = []
+        check = Validation.of([lambda text: seen.append(text) or "no"], tries=2)
+        stream = RowStream(engine.thread, processor(engine, check), window=4)
+        lines = (replace(line, tries=start) for line in lines_of([ROWS[0]]))
+        (row,) = [one.completion for rows in stream.finished(lines) for one in rows]
+        assert row.validation is not None
+        return row.validation["tries"], seen
+
+    alone = [nth_alone(engine, number)[0].text for number in (1, 2, 3, 4)]
+    assert tries_from(0) == (2, alone[:2])
+    assert tries_from(2) == (4, alone[2:])
+
+
+def test_tools_are_run_in_every_try(tmp_path: Path) -> None:
+    """Guards rows that call tools and are validated: each try is a conversation of its own, and usage counts all."""
+    (tmp_path / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n')
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    model = save_model(tmp_path / "model", context=1500)
+    (model / "chat_template.jinja").write_text(ROUNDS)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": "a", "choice": [call]}) + "\n")
+    command = ["run", str(source), "-o", str(out), "-m", str(model), "--tools", str(tmp_path / "tools.py"), "-q"]
+    command += ["--max-tool-rounds", "1", "--overwrite"]
+    assert run_command(command) == 0
+    once = json.loads(out.read_text())
+    assert run_command([*command, "--validate", "regex=never", "--tries", "2", "--tell-error"]) == 1
+    twice = json.loads(out.read_text())
+    assert twice["validation"]["tries"] == 2 and twice["validation"]["text"] == call
+    assert len(twice["tool_messages"]) == len(once["tool_messages"]) == 2

@@ -1,0 +1,189 @@
+"""Tables of results: made once at the end, of a journal that a killed run leaves."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.base.errors import ConfigError, Interrupted, RunFailed
+from cbatch.batch.journal import Journal
+from cbatch.batch.jsonl import format_result
+from cbatch.batch.lines import Line
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.tables.forms import Compression, OutputForm
+from cbatch.batch.tables.table_writer import TableWriter, journal_of
+
+KEYS = [f"{number:032x}" for number in range(9)]
+
+
+def row(index: int, *, error: bool = False, **extra: Any) -> OutputRow:
+    fields: dict[str, Any] = {"index": index, "id": None}
+    fields |= {"error": {"code": "c", "message": "m"}} if error else {"text": f"t{index}", "finish_reason": "stop"}
+    return OutputRow(index, index, format_result(fields | {"key": KEYS[index], "extra": extra}))
+
+
+def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+    return ((line, KEYS[line.index]) for line in lines)
+
+
+def lines(count: int) -> Iterator[Line]:
+    return iter([Line(index, b"") for index in range(count)])
+
+
+def write(path: Path, rows: list[OutputRow], form: OutputForm = "csv", kind: Compression | None = None) -> str:
+    """A whole run. Returns its note."""
+    with TableWriter(path, form, kind) as writer:
+        writer.start(Journal())
+        writer.write(rows)
+        writer.finish(lambda: None)
+        return writer.note
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_bytes().decode(), newline="")))
+
+
+ROWS = [row(1, city="x,\r\n", n=1.0), row(0, city='"', text="mine"), row(2, tags=["a"], flag=True)]
+
+
+def test_a_table_in_the_order_of_the_input(tmp_path: Path) -> None:
+    """Guards order, quotes, line ends in values, names that are taken, and columns that only some rows have."""
+    assert write(tmp_path / "out.csv", ROWS) == ""
+    first, second, third = read(tmp_path / "out.csv")
+    assert (
+        list(first)
+        == (
+            "index city input_text n tags flag text finish_reason prompt_tokens completion_tokens total_tokens "
+            "error_code error_message key"
+        ).split()
+    )
+    assert (first["city"], first["input_text"], first["text"], first["key"]) == ('"', "mine", "t0", KEYS[0])
+    assert (second["city"], second["n"], second["tags"]) == ("x,\r\n", "1.0", "")
+    assert (third["tags"], third["flag"]) == ('["a"]', "true")
+    assert (tmp_path / "out.csv").read_bytes().count(b"\r") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "kind"), [("o.tsv", "tsv", None), ("o.csv.gz", "csv", "gz"), ("o.gz", "jsonl", "gz")]
+)
+def test_other_forms(tmp_path: Path, name: str, form: OutputForm, kind: Compression | None) -> None:
+    """Guards tabs and compression; the rows of JSON Lines are those of the journal."""
+    write(tmp_path / name, ROWS, form, kind)
+    data = (tmp_path / name).read_bytes()
+    text = (gzip.decompress(data) if kind else data).decode()
+    if form == "jsonl":
+        assert text.encode() == b"".join(one.data for one in sorted(ROWS, key=lambda one: one.index))
+    else:
+        found = list(csv.DictReader(io.StringIO(text), delimiter="\t" if form == "tsv" else ","))
+        assert [one["text"] for one in found] == ["t0", "t1", "t2"]
+    with TableWriter(tmp_path / name, form, kind) as writer:
+        assert list(writer.journal().indices) == [0, 1, 2]
+
+
+def test_an_interrupted_run_leaves_its_journal(tmp_path: Path) -> None:
+    """Guards a run that is stopped while it makes the table: the old table stays, and the journal is continued."""
+    path = tmp_path / "out.csv"
+    path.write_text("old")
+    path.chmod(0o640)
+
+    def interrupt() -> None:
+        raise Interrupted(2)
+
+    with TableWriter(path, "csv") as writer:
+        writer.start(Journal())
+        writer.write(ROWS[:2])
+        with pytest.raises(Interrupted):
+            writer.finish(interrupt)
+        assert "out.csv.journal.jsonl; --resume continues" in writer.resume_hint
+    assert path.read_text() == "old" and {one.name for one in tmp_path.iterdir()} == {"out.csv", journal_of(path).name}
+    with TableWriter(path, "csv") as writer:
+        with pytest.raises(ConfigError, match=r"out.csv.journal.jsonl exists and is not empty; --resume continues it"):
+            writer.check_empty()
+        plan = writer.resume(writer.journal(), lines(3), keyed)
+        assert plan.rows == 2 and 2 not in plan
+        writer.write(ROWS[2:])
+        writer.finish(lambda: None)
+    assert len(read(path)) == 3 and path.stat().st_mode & 0o777 == 0o640 and not journal_of(path).exists()
+
+
+def test_a_damaged_row_is_noticed(tmp_path: Path) -> None:
+    """Guards the journal of a table, and finished files of compressed JSON Lines, against bytes that have changed."""
+    path = tmp_path / "out.jsonl.gz"
+    write(path, ROWS, "jsonl", "gz")
+    data = gzip.decompress(path.read_bytes()).replace(b"mine", b"mice")
+    path.write_bytes(gzip.compress(data))
+    with TableWriter(path, "jsonl", "gz") as writer, pytest.raises(ConfigError, match=r"It has 1 damaged line \(first"):
+        writer.resume(writer.journal(), lines(3), keyed, recompute_changed=True)
+    journal_of(path).write_bytes(data)
+    with TableWriter(path, "jsonl", "gz") as writer:
+        with pytest.raises(ConfigError, match=r"journal.jsonl has 1 damaged line .*--recompute-changed removes"):
+            writer.resume(writer.journal(), lines(3), keyed)
+        plan = writer.resume(writer.journal(), lines(3), keyed, recompute_changed=True)
+        assert plan.rows == 2 and 0 not in plan
+        writer.write(ROWS[1:2])
+        writer.finish(lambda: None)
+    assert gzip.decompress(path.read_bytes()) == data.replace(b"mice", b"mine")
+
+
+def test_error_rows_keep_the_journal(tmp_path: Path) -> None:
+    """Guards --retry-errors behind a finished table: its journal stays until all rows are good."""
+    path = tmp_path / "out.csv"
+    assert "--retry-errors" in write(path, [row(0), row(1, error=True)])
+    assert read(path)[1]["error_code"] == "c" and journal_of(path).exists()
+    with TableWriter(path, "csv") as writer:
+        assert list(writer.resume(writer.journal(), lines(2), keyed, retry_errors=True).kept) == [1]
+        writer.write([row(1)])
+        writer.finish(lambda: None)
+    assert read(path)[1]["text"] == "t1" and not journal_of(path).exists()
+
+
+def test_a_finished_table_is_left_alone(tmp_path: Path) -> None:
+    """Guards --resume in a loop: a table whose rows all fit is done; one that does not fit is refused, untouched."""
+    path = tmp_path / "out.csv"
+    write(path, ROWS)
+    before = path.read_bytes()
+    with TableWriter(path, "csv") as writer:
+        with pytest.raises(ConfigError, match=r"out.csv exists and is not empty"):
+            writer.check_empty()
+        assert writer.has_content and writer.resume(writer.journal(), lines(3), keyed).rows == 3
+        writer.finish(lambda: None)
+    for count, why in ((4, "The input has rows that it does not hold"), (2, "lines that the input does not have")):
+        with TableWriter(path, "csv") as writer, pytest.raises(ConfigError, match=f"{why}.*--overwrite starts again"):
+            writer.resume(writer.journal(), lines(count), keyed, recompute_changed=True)
+    path.with_name("mine.csv").write_text("a,b\n1,2\n")
+    with (
+        TableWriter(path.with_name("mine.csv"), "csv") as writer,
+        pytest.raises(ConfigError, match="not a table of res"),
+    ):
+        writer.journal()
+    assert path.read_bytes() == before and not journal_of(path).exists()
+
+
+def test_a_second_run_is_refused(tmp_path: Path) -> None:
+    """Guards one table against two runs, also by a link."""
+    link = tmp_path / "link.csv"
+    link.symlink_to(tmp_path / "out.csv")
+    (tmp_path / "out.csv").touch()
+    with TableWriter(link, "csv"), pytest.raises(ConfigError, match="Another run is writing"):
+        TableWriter(tmp_path / "out.csv", "csv")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["link.csv", "out.csv"]
+
+
+def test_a_journal_that_another_process_changed(tmp_path: Path) -> None:
+    """Guards against making a table of a file that is not the run's own any more."""
+    path = tmp_path / "out.csv"
+    with TableWriter(path, "csv") as writer:
+        writer.start(Journal())
+        writer.write(ROWS)
+        with journal_of(path).open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(RunFailed, match="Another process wrote"):
+            writer.finish(lambda: None)
+    assert not path.exists()

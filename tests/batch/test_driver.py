@@ -1,0 +1,111 @@
+"""What the rows of a batch run on: the driver of one engine, and what all drivers share."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import RequestError
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.template_options import TemplateOptions
+from cbatch.batch.driver import BatchDriver, StreamObserver
+from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.journal import Journal
+from cbatch.batch.jsonl import format_row
+from cbatch.batch.lines import Line
+from cbatch.batch.output_row import RowOutcome
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.unfinished.resume_plan import plan_resume
+from cbatch.engine.stats import EngineStats, total_stats
+
+OPTIONS = RowOptions(
+    RequestDefaults(params={"max_tokens": 2}, template=TemplateOptions(kwargs={"think": False})), timings=True
+)
+
+
+def test_rows_and_keys_of_one_engine(model_folder: Path) -> None:
+    """Guards the driver of one engine: each line's row of output, its key, and what a run counts."""
+    lines = [Line(0, b'{"prompt": "a", "ignore_eos": true}'), Line(2, b"{bad"), Line(5, b'{"prompt": "c"}')]
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as engine:
+        driver: BatchDriver = EngineDriver(engine.thread)
+        keys = {line.index: key for line, key in driver.keyed(OPTIONS, lines)}
+        source = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        rows = {row.index: row for found in source.finished(lines, kept=[5]) for row in found}
+        assert driver.stats().num_tokens == 2 and driver.stats().num_steps > 0 and not driver.each()
+    assert rows.keys() == {0, 2}
+    assert all(f'"key": "{keys[index]}"'.encode() in row.data for index, row in rows.items())
+    good, bad = rows[0].outcome, rows[2].outcome
+    assert (good.error_code, good.completion_tokens) == (None, 2) and good.prompt_tokens > 0
+    assert good.ttft_s is not None and good.tpot_s is not None and b'"ttft_s"' in rows[0].data
+    assert bad.error_code == "invalid_json" and bad.error_message.startswith("line 3")
+
+
+def test_keys_may_be_made_ahead() -> None:
+    """Guards --resume with a driver that takes lines in pieces: each key is compared with its own row."""
+    rows = {0: "a", 1: "b", 3: "c", 4: "d", 9: "e"}
+    stored = [format_row({"index": index, "key": key * 32}) for index, key in rows.items()]
+    stored[3] = format_row({"index": 4, "error": {}, "key": "d" * 32})
+    taken: list[int] = []
+
+    def lines() -> Iterator[Line]:
+        for index in (0, 2, 3, 4, 9, 10, 11):
+            taken.append(index)
+            yield Line(index, b"")
+
+    def keyed(some: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+        asked.extend(some)
+        yield from ((line, ("e" if line.index == 3 else rows[line.index]) * 32) for line in asked)
+
+    asked: list[Line] = []
+    plan = plan_resume(Journal.read(io.BytesIO(b"".join(stored)), "out"), lines(), keyed, retry_errors=True)
+    assert [line.index for line in asked] == [0, 3, 9] and taken == [0, 2, 3, 4, 9]
+    assert [index for index in range(12) if index in plan] == [0, 9] and plan.rows == 2
+    assert plan.misfits.total() == 2 and plan.first_misfit["for lines that the input does not have"] == 2
+    assert str(plan).startswith("1 made with another model")
+
+
+def test_sums_over_engines() -> None:
+    """Guards the figures of several engines: work of those that died counts, what they held does not."""
+    one = EngineStats(1, 2, 3, 0.5, 10, 1, 100, 20, {"slots": 2}, "A.", 7, 1, 0, "first", 0.5)
+    two = replace(one, cache_used=0.1, held_back={"slots": 1, "cache": 4}, last_error="second")
+    both = total_stats([one, two], ended=[replace(one, fallback="B.", last_error="")])
+    assert (both.num_running, both.num_waiting, both.used_blocks, both.cache_used) == (2, 4, 6, 0.3)
+    assert (both.num_steps, both.num_preemptions, both.num_tokens, both.idle_s) == (30, 3, 21, 1.5)
+    assert both.held_back == {"slots": 5, "cache": 4}
+    assert (both.fallback, both.last_error) == ("B. A.", "second")
+    assert total_stats([]).num_steps == 0 == total_stats([]).cache_used
+
+
+def test_what_replicas_are_sent_can_be_sent() -> None:
+    """Guards the messages to other processes: they arrive as they were."""
+    sent = (
+        OPTIONS,
+        Line(3, b"x"),
+        RowOutcome("invalid_row", "m", 1, 2, 3, 0.5, 0.1),
+        EngineConfig(max_seqs=2),
+        total_stats([]),
+    )
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    error = pickle.loads(pickle.dumps(RequestError("invalid_row", "m")))
+    assert (error.code, str(error)) == ("invalid_row", "m")
+
+
+def test_driving_a_batch_imports_no_model_library() -> None:
+    """Guards the process that drives replicas: it starts in a moment, and needs no torch."""
+    code = """if True:
+        import sys
+        import cbatch.cli.run.batch_run, cbatch.cli.run.command, cbatch.cli.run.files
+        from cbatch.cli.run.options import RunOptions
+        from cbatch.engine import FileWriter, Pipeline, RowInput, StreamWriter, TableWriter
+        RunOptions().row_options()
+        print([name for name in ("torch", "numpy", "transformers", "tokenizers", "jinja2") if name in sys.modules])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,621 @@
+"""Rows from Python: lazily, in order, and in a file that `cbatch run` and `map` continue for each other."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import threading
+import time
+from collections import UserDict
+from collections.abc import Generator, Iterable, Iterator
+from datetime import date, datetime
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError, EngineError, RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.map import MapWriter, map_rows
+from cbatch.cli.main import run_command
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.completion import Completion
+from tests.support.rows import parse_rows, read_rows
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "hello", "max_tokens": 12},
+    {"prompt": "sampled", "temperature": 1.0, "max_tokens": 9, "note": {"x": [1, None]}},
+    {"prompt": "x " * 400},
+    {"prompt_token_ids": [5, 6, 7], "max_token": 3},
+    {"id": 7, "messages": [{"role": "user", "content": "hé 😀 \ud800"}], "max_tokens": 3},
+    {"prompt": "nan", "score": float("nan")},
+    {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "two", "max_tokens": 5, "n": 2}},
+    {"custom_id": "d", "url": "/v1/chat/completions", "body": {"messages": [{"role": "nobody", "content": "a"}]}},
+    {"prompt": "last", "max_tokens": 20, "ignore_eos": True},
+]
+"""Good rows and bad ones; the third is too long, the fourth misspelt, the sixth no JSON."""
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[SteppingEngine]:
+    with SteppingEngine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as made:
+        yield made
+
+
+class Mapper:
+    """An engine's thread, and `map_rows` on it."""
+
+    def __init__(self, engine: SteppingEngine) -> None:
+        self.engine_thread = EngineThread(engine)
+
+    def __call__(
+        self, rows: Iterable[object], *, params: dict[str, Any] | None = None, **options: Any
+    ) -> Generator[Completion]:
+        inputs = self.engine_thread.engine.input_processor(RequestDefaults(params=params or {}))
+        return map_rows(self.engine_thread, inputs, rows, **options)
+
+
+@pytest.fixture
+def mapped(engine: SteppingEngine) -> Iterator[Mapper]:
+    mapper = Mapper(engine)
+    yield mapper
+    mapper.engine_thread.close()
+    assert mapper.engine_thread.failure is None and engine.scheduler.pool.num_used == 0
+
+
+def run(folder: Path, model: Path, *arguments: str, rows: Iterable[object] = ROWS) -> int:
+    """`cbatch run` on the same rows, into the file that `map` has in these tests."""
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    return run_command(["run", *files, "-m", str(model), "--dtype", "float32", "--device", "cpu", *arguments])
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What `cbatch run` writes for ROWS."""
+    folder = tmp_path_factory.mktemp("expected")
+    assert run(folder, model_folder) == 1
+    return (folder / "out.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_results_and_file_are_those_of_run(mapped: Mapper, expected: bytes, tmp_path: Path, ordered: bool) -> None:
+    """Guards one meaning of a row: the same bytes and keys as the command, for good rows and bad ones."""
+    path = tmp_path / "out.jsonl"
+    results = list(mapped(ROWS, path=path, ordered=ordered))
+    assert path.read_bytes() == expected
+    wanted = parse_rows(expected)
+    assert results == wanted if ordered else sorted(results, key=lambda row: row["index"]) == wanted
+    assert results == wanted or [row["index"] for row in results] != sorted(row["index"] for row in results)
+    assert list(mapped(ROWS)) == wanted  # without a file, too
+
+
+def test_an_abandoned_map_is_continued(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+    """Guards results of a loop that was left: they are in the file, in flight is nothing, and the rest follows."""
+    path = tmp_path / "out.jsonl"
+    first = mapped(ROWS, path=path)
+    begun = [next(first), next(first)]
+    first.close()
+    kept = read_rows(path)
+    assert all(row in kept for row in begun) and len(kept) < len(ROWS)
+    results = list(mapped(iter(ROWS), path=path, resume=True))
+    assert path.read_bytes() == expected and results == read_rows(path)
+
+
+def test_what_finished_meanwhile_is_written_when_a_map_is_left(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards work: rows that finish while the consumer does something else are in the file when it leaves."""
+    results = mapped((f"row {n}" for n in range(10**9)), path=tmp_path / "out.jsonl", params={"max_tokens": 1})
+    next(results)
+    steps = mapped.engine_thread.engine.stats
+    before = -1
+    while before != (before := steps().num_steps) or steps().num_running:  # until all of the window has finished
+        time.sleep(0.2)
+    results.close()
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1 + 4 * 2
+
+
+def test_the_file_is_in_order_before_the_last_result_is_given(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+    """Guards consumers that stop at the last result and never ask for one more, such as `zip`."""
+    for options in ({}, {"resume": True}):
+        results = mapped(ROWS, path=tmp_path / "out.jsonl", **options)
+        assert [row["index"] for _, row in zip(range(len(ROWS)), results, strict=False)] == list(range(len(ROWS)))
+        assert (tmp_path / "out.jsonl").read_bytes() == expected
+        results.close()
+        (tmp_path / "out.jsonl").write_bytes(b"".join(reversed(expected.splitlines(keepends=True))))
+
+
+def test_kept_rows_are_not_computed_again(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards the work of an earlier call: a finished file is given from the disk, and left alone."""
+    path = tmp_path / "out.jsonl"
+    first = list(mapped(ROWS, path=path))
+    steps, inode = mapped.engine_thread.engine.stats().num_steps, path.stat().st_ino
+    kept = list(mapped(ROWS, path=path, resume=True))
+    assert kept == first and [said(one) for one in kept] == [said(one) for one in first]
+    assert list(mapped(ROWS, path=path, resume=True, ordered=False)) == first
+    assert mapped.engine_thread.engine.stats().num_steps == steps and path.stat().st_ino == inode
+
+
+def said(completion: Completion) -> tuple[object, ...]:
+    """What a completion says by its attributes, which a row that was kept has too."""
+    choices = [(one.text, one.reasoning, one.finish_reason) for one in completion.choices]
+    outcome = (completion.error.code, str(completion.error)) if completion.error else completion.usage.total_tokens
+    return choices, outcome, completion.id, completion.extra, completion.key
+
+
+def test_run_continues_a_map(
+    mapped: Mapper, expected: bytes, tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the file against being understood by Python only."""
+    results = mapped(ROWS, path=tmp_path / "out.jsonl")
+    next(results)
+    results.close()
+    count = len(read_rows(tmp_path / "out.jsonl"))
+    assert run(tmp_path, model_folder, "--resume") == 1
+    assert f"resuming: {count} rows are kept" in capfd.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+def test_a_damaged_file_is_refused_in_the_words_of_python(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+    """Guards against giving a result whose text has changed in the file; what to do needs no option of a command."""
+    path = tmp_path / "out.jsonl"
+    changed = expected.replace(b'"text": "', b'"text": "#', 1)
+    path.write_bytes(changed)
+    with pytest.raises(ConfigError, match=r"has 1 damaged line \(first: line 1.* Remove damaged lines, which"):
+        next(mapped(ROWS, path=path, resume=True))
+    assert path.read_bytes() == changed
+    path.write_bytes(changed.split(b"\n", 1)[1])
+    assert list(mapped(ROWS, path=path, resume=True)) == parse_rows(expected) and path.read_bytes() == expected
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_map_continues_a_run(
+    mapped: Mapper, expected: bytes, tmp_path: Path, model_folder: Path, ordered: bool
+) -> None:
+    """Guards rows of the command that was cut off: a torn row and missing rows are computed, the others kept."""
+    lines = expected.splitlines(keepends=True)
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"".join([lines[4], lines[0], lines[5]]) + lines[1][:30])
+    results = list(mapped(ROWS, path=path, resume=True, ordered=ordered))
+    assert path.read_bytes() == expected
+    assert sorted(row["index"] for row in results) == list(range(len(ROWS)))
+    assert [row["index"] for row in results][: 9 if ordered else 3] == ([*range(9)] if ordered else [0, 4, 5])
+
+
+def test_a_file_with_rows_is_refused(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards results of an earlier call: the sentence of `cbatch run`, in words of Python, and its bytes."""
+    path = tmp_path / "out.jsonl"
+    list(mapped(ROWS[:2], path=path))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"out.jsonl exists and is not empty; resume=True continues it\.$"):
+        next(mapped(ROWS, path=path))
+    with pytest.raises(ConfigError, match=r"2 made with another input.* The file is left as it is\. Give"):
+        next(mapped(["other", "rows"], path=path, resume=True))
+    with pytest.raises(ConfigError, match=r"1 for lines that the input does not have \(first: line 2\)"):
+        next(mapped(ROWS[:1], path=path, resume=True))
+    with MapWriter(path, input_order=True), pytest.raises(ConfigError, match="Another run is writing"):
+        next(mapped(ROWS, path=path, resume=True))
+    assert path.read_bytes() == before
+    results = mapped(ROWS, path=path, resume=True)
+    next(results)
+    del results  # and a generator that is dropped gives the lock back
+    gc.collect()
+    assert len(list(mapped(ROWS, path=path, resume=True))) == len(ROWS)
+
+
+def test_rows_are_taken_lazily(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards memory, and sources without an end: only so many rows are taken as results are missing."""
+    taken = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield f"row {taken}"
+
+    for options in ({}, {"path": tmp_path / "out.jsonl"}, {"ordered": False}):
+        taken = 0
+        results = mapped(endless(), params={"max_tokens": 1}, **options)
+        assert taken == 0
+        for count in range(1, 40):
+            next(results)
+            assert taken <= count + 4 * 2 + 1
+        results.close()
+        assert any(thread.name == "cbatch-reader" for thread in threading.enumerate()) is False or waited()
+    assert len(read_rows(tmp_path / "out.jsonl")) >= 39
+
+
+def waited() -> bool:
+    for _ in range(500):
+        if all(thread.name != "cbatch-reader" for thread in threading.enumerate()):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_results_do_not_wait_for_the_next_row(mapped: Mapper) -> None:
+    """Guards programs whose next row depends on a result."""
+    ready, answers = threading.Event(), []
+
+    def dialogue() -> Iterator[str]:
+        yield "first"
+        assert ready.wait(30)
+        yield "second"
+
+    for result in mapped(dialogue(), params={"max_tokens": 2}):
+        answers.append(result["index"])
+        ready.set()
+    assert answers == [0, 1]
+
+
+def test_all_forms_of_rows(mapped: Mapper) -> None:
+    """Guards texts, token ids, messages and dictionaries, and mappings and tuples in their place."""
+    message = {"role": "user", "content": "hi"}
+    forms: list[Any] = ["hi", [message], (message,), {"messages": [message]}, {"prompt": "hi"}, UserDict(prompt="hi")]
+    results = list(mapped(forms, params={"max_tokens": 3}))
+    assert len({row["text"] for row in results}) == 1 and results[0]["usage"]["completion_tokens"] == 3
+    first, second, third = mapped([[5, 6, 7], (5, 6, 7), np.array([5, 6, 7])], params={"max_tokens": 3})
+    assert first["usage"]["prompt_tokens"] == 3 and first["text"] == second["text"] == third["text"]
+
+
+def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards the other rows, and a file whose error rows are kept like all others."""
+    circle: list[Any] = []
+    circle.append(circle)
+    bad: list[Any] = [
+        None,
+        {"id": 3, "prompt": "a", "when": object},
+        {"prompt": "a", "x": circle},
+        [],
+        "",
+        b"bytes",
+        {"prompt": "a", (1, 2): 3},
+        "x" * (16 * 2**20),
+    ]
+    path = tmp_path / "out.jsonl"
+    results = list(mapped([*bad, "good"], path=path, params={"max_tokens": 1}))
+    assert [row.get("error", {}).get("code") for row in results] == ["invalid_row"] * 7 + ["line_too_long", None]
+    assert results[0]["error"]["message"].startswith("line 1: a prompt must be a text, token ids or a row such as")
+    assert results[1]["id"] == 3 and "line 2: the row cannot be written as JSON" in results[1]["error"]["message"]
+    assert len({row["key"] for row in results}) == len(results)
+    again = list(mapped([*bad, "good"], path=path, resume=True, params={"max_tokens": 1}))
+    assert again == results == read_rows(path)
+
+
+def test_what_the_rows_raise_is_raised(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards against results that look complete: the source's own error, after the rows before it."""
+
+    def breaking() -> Iterator[str]:
+        yield from "abc"
+        raise OSError("the disk is gone")
+
+    path, found = tmp_path / "out.jsonl", []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for result in mapped(breaking(), path=path, params={"max_tokens": 1}):
+            found.append(result["index"])
+    assert found == [0, 1, 2] and len(read_rows(path)) == 3
+
+
+def test_a_failing_engine_is_raised(engine: SteppingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against error rows for requests that an engine lost, and against a loop that never ends."""
+    mapper = Mapper(engine)
+    step, limit = SteppingEngine.step, engine.stats().num_steps + 20
+
+    def failing(self: SteppingEngine) -> Any:
+        if self.stats().num_steps >= limit:
+            raise RuntimeError("the device is on fire")
+        return step(self)
+
+    monkeypatch.setattr(SteppingEngine, "step", failing)
+    path, found = tmp_path / "out.jsonl", []
+    with pytest.raises(Exception, match="on fire"):
+        for result in mapper(["a"] * 50, path=path, params={"max_tokens": 4, "ignore_eos": True}):
+            found.append(result)
+    mapper.engine_thread.close()
+    monkeypatch.undo()
+    assert found and all("error" not in row for row in read_rows(path)) and len(read_rows(path)) >= len(found)
+
+
+TEMPLATE = "Translate to {language}: {text} {{literally}}"
+
+
+def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: Path) -> None:
+    """Guards what a template makes: the prompt; of the other columns, only the id is a field of the row."""
+    rows = [
+        {"language": "French", "text": "{language} a.b {0}", "id": "x", "max_token": 1},
+        {"language": "German", "text": 5, "custom_id": 4, "where": None},
+    ]
+    rendered = [
+        {"prompt": "Translate to French: {language} a.b {0} {literally}", "max_tokens": 4, **rows[0]},
+        {"prompt": "Translate to German: 5 {literally}", "max_tokens": 4, **rows[1]},
+    ]
+    results = list(mapped(rows, template=TEMPLATE, params={"max_tokens": 4}))
+    assert [(row["id"], row["extra"]) for row in results] == [
+        ("x", {"language": "French", "text": "{language} a.b {0}", "max_token": 1}),
+        (4, {"language": "German", "text": 5, "where": None}),
+    ]
+    assert run(tmp_path, model_folder, "--allow-unknown", rows=rendered) == 0
+    assert read_rows(tmp_path / "out.jsonl") == results
+
+    def by_function(row: dict[str, Any]) -> str:
+        return f"Translate to {row['language']}: {row['text']} {{literally}}"
+
+    assert list(mapped(rows, template=by_function, params={"max_tokens": 4})) == results
+    path = tmp_path / "translate.jinja"
+    path.write_text("Translate to {{ language }}: {{ text }} {literally}\n")
+    assert list(mapped(rows, template=path, params={"max_tokens": 4})) == results
+
+
+def test_columns_of_a_template_may_have_any_names(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards data sets, whose columns are called like fields of rows, parameters, or OpenAI Batch requests."""
+    names = "choice n stop tools tool_choice priority seed system prompt messages raw url body method max_token top_p"
+    table: dict[str, Any] = {name: [f"some {name}"] for name in names.split()} | {"key": 1, "index": "x", "text": {}}
+    options: dict[str, Any] = {"params": {"max_tokens": 3}, "path": tmp_path / "out.jsonl"}
+    (result,) = mapped([table], template="Sum up {body}", **options)
+    assert result["extra"] == table and "error" not in result and result["usage"]["completion_tokens"] == 3
+    steps = mapped.engine_thread.engine.stats().num_steps
+    assert list(mapped([table], template="Sum up {body}", resume=True, **options)) == [result]
+    assert mapped.engine_thread.engine.stats().num_steps == steps
+
+
+def test_the_row_that_a_function_makes_counts(mapped: Mapper) -> None:
+    """Guards parameters for each row beside a template: those of the row that it returns, in any form of a row."""
+    tables = [{"id": 1, "n": 3, "size": 2}, {"id": 2, "n": 4, "size": 5}]
+    first, second = mapped(tables, template=lambda row: {"prompt": "a", "max_tokens": row["size"], "ignore_eos": True})
+    assert [first["usage"]["completion_tokens"], second["usage"]["completion_tokens"]] == [2, 5]
+    assert (first["id"], first["extra"]) == (1, {"n": 3, "size": 2})
+    made = {3: {"prompt": "a", "id": 9, "b": 1}, 4: {"prompt": "a", "max_token": 1}}
+    own, misspelt = mapped(tables, template=lambda row: made[row["n"]])
+    assert (own["id"], own["extra"]) == (9, {"n": 3, "size": 2, "b": 1})
+    assert misspelt["error"]["code"] == "unknown_parameter" and misspelt["id"] == 2
+
+
+class Opaque:
+    """Its text has an address, like that of a picture."""
+
+
+class Missing:
+    """Compares like the NA of pandas."""
+
+    def __ne__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards rows against a column that nobody asked for, and keys against addresses and the order of sets."""
+
+    def row() -> dict[Any, Any]:
+        return {
+            "id": np.int64(3),
+            "q": "hello",
+            "whole": np.int32(4),
+            "real": np.float64("nan"),
+            "list": [float("inf"), 1.5, np.array([1, 2])],
+            "day": date(2024, 5, 6),
+            "moment": datetime(2024, 5, 6, 7),
+            "numpy": np.datetime64("2024-05-06T07", "ns"),
+            "days": np.array(["2024-05-06", "NaT"], "M8[D]"),
+            "no_time": np.datetime64("NaT"),
+            "price": Decimal("1.50"),
+            "set": {"b", "a"},
+            "bytes": b"x",
+            "object": Opaque(),
+            "missing": Missing(),
+            7: "number",
+        }
+
+    options: dict[str, Any] = {"template": "Say {q}", "params": {"max_tokens": 1}, "path": tmp_path / "out.jsonl"}
+    (result,) = mapped([row()], **options)
+    assert "error" not in result and result["id"] == 3
+    assert result["extra"] == {
+        "q": "hello",
+        "whole": 4,
+        "real": None,
+        "list": [None, 1.5, [1, 2]],
+        "day": "2024-05-06",
+        "moment": "2024-05-06T07:00:00",
+        "numpy": "2024-05-06T07:00:00.000000000",
+        "days": ["2024-05-06", None],
+        "no_time": None,
+        "price": "1.50",
+        "set": ["a", "b"],
+        "bytes": "b'x'",
+        "object": f"<{__name__}.Opaque object>",
+        "missing": None,
+        "7": "number",
+    }
+    assert list(mapped([row()], resume=True, **options)) == [result]
+    huge = {"q": "a", "huge": 10**5000, "id": 5}
+    missing, digits, shown, good = mapped(
+        [{"q": float("nan"), "id": 4}, huge, {**huge, "q": None}, {"q": date(2024, 5, 6)}], template="Say {q}"
+    )
+    assert missing["error"]["message"] == "line 1: the column 'q' of the template is null" and missing["id"] == 4
+    assert missing["extra"] == {"q": None}
+    assert digits["error"]["code"] == "invalid_row" and shown["error"]["code"] == "template_error"
+    assert "error" not in good
+
+
+def test_a_template_over_prompts(mapped: Mapper) -> None:
+    """Guards templates around plain texts, and around the prompts of rows, which they replace."""
+    wanted = list(mapped(["Say: a", "Say: b"], params={"max_tokens": 4}))
+    assert list(mapped(["a", "b"], template="Say: {prompt}", params={"max_tokens": 4})) == wanted
+    results = list(mapped([{"prompt": "a"}, {"prompt": "b"}], template="Say: {prompt}", params={"max_tokens": 4}))
+    assert [one.text for one in results] == [one.text for one in wanted] and results[0].extra == {"prompt": "a"}
+    messages = [{"role": "user", "content": "Say: a"}]
+    for made in ("Say: a", messages, {"messages": messages}, {"prompt": "Say: a"}):
+        (result,) = mapped([object()], template=lambda row, made=made: made, params={"max_tokens": 4})
+        assert result["text"] == wanted[0]["text"]
+
+
+def test_a_template_that_fails_is_an_error_of_its_row(mapped: Mapper, tmp_path: Path) -> None:
+    """Guards the other rows against a column that one row lacks, and against what a function raises."""
+    rows = [{"text": "a", "language": "French"}, {"text": "a"}, {"language": None, "text": "a", "id": 4}, ["x"], 7]
+    results = list(mapped(rows, template=TEMPLATE, path=tmp_path / "out.jsonl", params={"max_tokens": 1}))
+    codes = [row.get("error", {}).get("code") for row in results]
+    assert codes == [None, "template_error", "template_error", "template_error", "invalid_row"]
+    message = "line 2: the column 'language' of the template is missing; the row has text"
+    assert results[1]["error"]["message"] == message
+    assert results[2]["error"]["message"].endswith("is null") and results[2]["id"] == 4
+    again = mapped(rows, template=TEMPLATE, path=tmp_path / "out.jsonl", resume=True, params={"max_tokens": 1})
+    assert list(again) == results
+    first, second = mapped([1, 0], template=lambda row: f"{1 / row}", params={"max_tokens": 1})
+    assert "error" not in first
+    assert second["error"] == {
+        "code": "template_error",
+        "message": "line 2: the template raised ZeroDivisionError('division by zero')",
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{}", r"\{\} is not one"),
+        ("{a.__class__}", r"\{a.__class__\} is not one"),
+        ("{a[0]}", r"\{a\[0\]\} is not one"),
+        ("{a!r}", r"\{a!r\} is not one"),
+        ("{a:>{b}}", r"\{a:>\{b\}\} is not one"),
+        ("{a", "cannot be read: expected '}'"),
+        ("a}", "cannot be read: Single '}'"),
+    ],
+)
+def test_templates_reach_nothing_but_columns(mapped: Mapper, template: str, message: str) -> None:
+    """Guards against templates that look into values, and says so before any row is taken."""
+    with pytest.raises(ConfigError, match=message):
+        mapped(["a"], template=template)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("one text", "rows must be an iterable of rows, not one str; put it into a list"),
+        (b"bytes", "not one bytes; put"),
+        ({"prompt": "one row"}, "not one dict; put"),
+        (SimpleNamespace(iterrows=0, __iter__=0), "gives its columns"),
+        (5, "rows must be an iterable of rows, not int"),
+    ],
+)
+def test_what_is_no_iterable_of_rows(mapped: Mapper, rows: Any, message: str) -> None:
+    """Guards against a prompt for every character of a text, and for the name of every column of a table."""
+    with pytest.raises(ConfigError, match=message):
+        mapped(rows)
+    with pytest.raises(ConfigError, match="a file is needed"):
+        next(mapped(["a"], path="/dev/null"))
+    with pytest.raises(ConfigError, match="resume needs the path"):
+        mapped(["a"], resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": -1}, "window must be a whole number of at least 1, or None, not -1."),
+        ({"window": 0}, "at least 1, or None, not 0."),
+        ({"window": "a"}, "at least 1, or None, not 'a'."),
+        ({"window": True}, "at least 1, or None, not True."),
+        ({"template": 5}, "template must be a text, a path or a function of the row, not int."),
+        ({"path": 5}, "path must be the path of a file, not int."),
+    ],
+)
+def test_options_that_cannot_be_meant(mapped: Mapper, options: dict[str, Any], message: str) -> None:
+    """Guards against a map that waits for ever, or fails somewhere below, for an option of a wrong type."""
+    with pytest.raises(ConfigError) as raised:
+        mapped(["a"], **options)
+    assert str(raised.value).endswith(message)
+    assert len(list(mapped(["a"] * 3, window=1, params={"max_tokens": 1}))) == 3
+
+
+def test_what_holds_for_all_rows_is_checked(model_folder: Path, tmp_path: Path) -> None:
+    """Guards calls with a wrong type for all rows, and new randomness against a file that could not be resumed."""
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"params": 5}, "params must be SamplingParams or a mapping for all rows, not int."),
+            ({"params": [{}]}, "not list."),
+            ({"system": 5}, "system must be a text or None, not int."),
+            ({"seed": "x"}, "seed must be a whole number or None, not 'x'."),
+            ({"seed": 1.5}, "not 1.5."),
+            ({"seed": True}, "not True."),
+        ]
+        for options, message in wrong:
+            with pytest.raises(RequestError) as raised:
+                engine.map(["a"], **options)
+            assert str(raised.value).endswith(message)
+        for method in (engine.generate, engine.chat, engine.stream):
+            with pytest.raises(RequestError, match="seed must be a whole number or None, not 'x'"):
+                method("a", seed="x")
+        with pytest.raises(ConfigError, match="give a seed with a path"):
+            engine.map(["a"], seed=None, path=tmp_path / "out.jsonl")
+        warm: dict[str, Any] = {"params": {"temperature": np.float64(1.0), "max_tokens": 12, "ignore_eos": True}}
+        texts = [next(engine.map(["a"], seed=seed, **warm)).token_ids for seed in (None, None, 3, np.int64(3))]
+        assert texts[0] != texts[1] and texts[2] == texts[3]
+
+
+def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
+    """Guards `Engine.map`: what it is given arrives, and maps inside each other and other calls do not disturb it."""
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as engine:
+        options: dict[str, Any] = {"params": {"max_tokens": 4, "temperature": 1.0}, "seed": 5, "system": "Be odd."}
+        plain = list(engine.map((f"Say: row {n}" for n in range(6)), **options))
+        assert len({one.text for one in plain}) > 3
+        mapped = engine.map(
+            (f"row {n}" for n in range(6)),
+            template="Say: {prompt}",
+            path=tmp_path / "out.jsonl",
+            ordered=False,
+            window=3,
+            **options,
+        )
+        found, inner = [], []
+        for one in mapped:
+            found.append(one)
+            inner.append(next(iter(engine.map([f"Say: row {one.index}"], **options))).text)
+            assert engine.generate("hi", {"max_tokens": 1}).error is None
+        assert sorted(found, key=lambda one: one.index) == plain and len(set(inner)) > 1
+        kept = engine.map(
+            (f"row {n}" for n in range(6)),
+            template="Say: {prompt}",
+            path=tmp_path / "out.jsonl",
+            resume=True,
+            **options,
+        )
+        assert list(kept) == plain == read_rows(tmp_path / "out.jsonl")
+        assert next(iter(engine.map(["Say: row 0"], **{**options, "seed": 6}))).text != plain[0].text
+        with pytest.raises(RequestError, match="topp"):
+            engine.map(["a"], params={"topp": 1})
+        wrong: Any = [{"top_p": 1}]
+        with pytest.raises(RequestError, match="a mapping for all rows, not list"):
+            engine.map(["a"], params=wrong)
+        left = engine.map(itertools.repeat("endless"), params={"max_tokens": 90})
+        next(left)
+    with pytest.raises(EngineError, match="closed"):
+        list(left)
+
+
+def test_an_engine_maps_with_complete_params_and_progress(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards an object as `params`, and the bar on stderr: from the first row to the last, or until it is dropped."""
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        rows = ["hello", {"prompt": "again", "max_tokens": 2}]
+        found = list(engine.map(rows, params=params, progress=True))
+        assert [one.usage.completion_tokens for one in found] == [3, 2]
+        assert [one.to_dict() for one in found] == [one.to_dict() for one in engine.generate(rows, params)]
+        assert "2/2" in capsys.readouterr().err
+        dropped = engine.map(rows, params=params, progress=True)
+        assert capsys.readouterr().err == "" and not tqdm._instances
+        next(dropped)
+        assert len(tqdm._instances) == 1
+        del dropped
+        gc.collect()
+        assert not tqdm._instances and "1/2" in capsys.readouterr().err
+        assert len(list(engine.map(iter(rows), params=params, progress=True))) == 2
+        assert "2 rows" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""The pipeline's threads: one row out for each row in, in bounded memory, whatever the rows are."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import Interrupted
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch import lines as lines_module
+from cbatch.batch import row_stream
+from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.lines import read_lines
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row_options import RowOptions
+from cbatch.batch.writer import StreamWriter
+from cbatch.cli.main import run_command
+from cbatch.cli.run.stats import RunStats
+from scripts.benchmarks.rows import measure_apart
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+        yield made
+
+
+def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
+    """Runs an input through the real reader, engine thread and writer."""
+    stream = io.BytesIO()
+    options, stats = RowOptions(RequestDefaults(params={"max_tokens": 2})), RunStats()
+    output = StreamWriter(stream, input_order=True)
+    pipeline = Pipeline(EngineDriver(engine.thread).open(options, window=window, observer=stats), output, stats)
+    pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
+    assert engine.failure is None and engine.core.scheduler.pool.num_used == 0
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+names = ["prompt", "messages", "prompt_token_ids", "id", "raw", "priority", "seed", "stop", "max_tokens", "temperature"]
+names += ["top_k", "top_p", "body", "url", "custom_id", "method", "note", "max_token", "stop_token_ids"]
+good = st.sampled_from(
+    [
+        b'{"prompt": "fine", "max_tokens": 1}',
+        b'{"prompt_token_ids": [5, 6], "temperature": 1, "id": "same"}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "id": "same"}',
+        b'{"custom_id": "x", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "a"}], '
+        b'"max_tokens": 2}}',
+    ]
+)
+odd = st.sampled_from(
+    [
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "x": 1e999}',
+        b'{"prompt": "a", "x": ' + b"7" * 5000 + b"}",
+        b'{"prompt": "\\ud800 lone"}',
+        b'{"prompt": "a", "prompt": "b", "max_tokens": 1}',
+        b"[" * 5000,
+        b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b"\xef\xbb\xbf{}",
+        b"\x00\x00",
+        b"\xff\xfe",
+        b"x" * 3000,
+    ]
+)
+
+
+def mutated(row: bytes, position: int, byte: int) -> bytes:
+    """A good row with one byte changed."""
+    position %= len(row)
+    return row[:position] + bytes([byte]) + row[position + 1 :]
+
+
+line = (
+    good
+    | odd
+    | st.binary(max_size=40)
+    | st.builds(mutated, good, st.integers(0, 200), st.integers(0, 255))
+    | st.dictionaries(st.sampled_from(names), values, max_size=4).map(lambda fields: json.dumps(fields).encode())
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(line, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
+def test_every_line_has_exactly_one_outcome(engine: Engine, many: list[bytes], end: bytes, closed: bool) -> None:
+    """Guards against lost, doubled and broken rows, and a row that ends the run, whatever the bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines_module, "MAX_LINE_BYTES", 2000)
+        data = b"".join(line + end for line in many)
+        data = data if closed else data.removesuffix(end)
+        rows = run(engine, data)
+        wanted = [number for number, line in enumerate(data.split(b"\n")) if line.strip(b"\r\n") and line.strip()]
+        if data.startswith(b"\xef\xbb\xbf") and not data.split(b"\n")[0][3:].strip():
+            wanted.remove(0)
+    assert [row["index"] for row in rows] == wanted
+    for row in rows:
+        good = row["response"]["status_code"] == 200 if "custom_id" in row else row.get("finish_reason")
+        assert len(row["key"]) == 32 and bool(good) != bool(row.get("error"))
+        code = (row.get("error") or {}).get("code")
+        assert code != "internal_error", row
+
+
+def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> None:
+    """Guards memory against one endless line, and the rows around it."""
+    stream = io.BytesIO(b'{"prompt": "a"}\n' + b"x" * 64 * 2**20 + b'\n{"prompt": "b"}\n')
+    tracemalloc.start()
+    found = list(read_lines(stream))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [line.data for line in found] == [b'{"prompt": "a"}', None, b'{"prompt": "b"}']
+    assert peak < 3.5 * lines_module.MAX_LINE_BYTES
+    stream.seek(0)
+    rows = run(engine, stream.read())
+    assert [(row.get("error") or {}).get("code") for row in rows] == [None, "line_too_long", None]
+
+
+def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
+    monkeypatch.setattr(row_stream, "MAX_ROWS_AT_ONCE", 4)
+    stream = io.BytesIO()
+    pipeline: Pipeline
+
+    class Slow(StreamWriter):
+        """Its first write takes until all rows are finished, and then comes the signal."""
+
+        def write(self, rows: Any) -> Any:
+            if not stream.tell() and rows:
+                while any(thread.name == "cbatch-reader" for thread in threading.enumerate()):
+                    time.sleep(0.001)
+                pipeline.interrupt(2)
+            return super().write(rows)
+
+    output, stats = Slow(stream, input_order=True), RunStats()
+    pipeline = Pipeline(EngineDriver(engine.thread).open(RowOptions(), window=100, observer=stats), output, stats)
+    with pytest.raises(Interrupted):
+        pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
+    assert len(stream.getvalue().splitlines()) == 40
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3, "top_p": 0.9},
+    {"logit_bias": {"70": 5}, "bad_words": ["e"], "min_tokens": 5},
+    {"regex": "[a-z]{3,20} [0-9]+"},
+]
+SAMPLED: list[dict[str, Any]] = [
+    {"id": f"r{n}", "prompt": "all begin alike: " + f"row {n} " * (1 + n % 7), "temperature": 1.0, "max_tokens": 9 + n}
+    | ASKED[n % 5]
+    for n in range(24)
+]
+SETTINGS: dict[str, list[str]] = {
+    "shuffled": [],
+    "few slots": ["--max-seqs", "2"],
+    "many slots": ["--max-seqs", "24"],
+    "small steps": ["--max-batch-tokens", "7"],
+    "preempted": ["--block-size", "2", "--kv-blocks", "70", "--max-seqs", "24"],
+    "resumed": ["--max-seqs", "5"],
+    "no prefix cache": ["--no-prefix-cache", "--block-size", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def texts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_rows(SAMPLED, model_folder, tmp_path_factory.mktemp("texts"))
+
+
+def run_rows(rows: list[dict[str, Any]], model: Path, folder: Path, *arguments: str) -> dict[str, str]:
+    """The text of each row by its id, by the command."""
+    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(source), "-o", str(out), "--stats", str(folder / "stats.json"), "--resume"]
+    assert run_command(["run", *files, "-m", str(model), "--dtype", "float32", *arguments]) == 0
+    return {row["id"]: row["text"] for row in map(json.loads, out.read_bytes().splitlines())}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_rows_change_no_text(texts: dict[str, str], model_folder: Path, tmp_path: Path, name: str) -> None:
+    """Guards the contract's promise at temperature 1 for rows with an id, through the whole command."""
+    rows = list(SAMPLED)
+    if name == "shuffled":
+        random.Random(0).shuffle(rows)
+    if name == "resumed":
+        run_rows(rows, model_folder, tmp_path)
+        left = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+        (tmp_path / "out.jsonl").write_bytes(b"".join(left[1::3]) + left[0][:9])
+    assert run_rows(rows, model_folder, tmp_path, *SETTINGS[name]) == texts
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert (stats["preemptions"] > 0) == (name == "preempted")
+    assert (stats["cached_tokens"] == 0) == (name == "no prefix cache")
+    assert (stats["rows_kept"] == 8) == (name == "resumed")
+    assert len(set(texts.values())) > 20
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_input() -> None:
+    """Guards flat memory: a million rows may take 200 MiB, and 60,000 their share of that."""
+    few, many = measure_apart(1_000, 61_000, 64)
+    assert many["peak_mib"] - few["peak_mib"] < 200 * 60_000 / 1_000_000

@@ -1,0 +1,205 @@
+"""The stream of rows: what is given before it ends, and what becomes of rows in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import EngineError
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch import row_stream
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line
+from cbatch.batch.row_stream import RowStream
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[SteppingEngine]:
+    with SteppingEngine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+        yield made
+
+
+@pytest.fixture
+def engine_thread(engine: SteppingEngine) -> Iterator[EngineThread]:
+    made = EngineThread(engine)
+    yield made
+    made.close()
+    assert made.failure is None and engine.scheduler.pool.num_used == 0
+
+
+def stream_on(engine_thread: EngineThread, window: int = 8, max_tokens: int = 2) -> RowStream:
+    defaults = RequestDefaults(params={"max_tokens": max_tokens, "ignore_eos": True})
+    return RowStream(engine_thread, LineProcessor(engine_thread.engine.input_processor(defaults)), window=window)
+
+
+def endless() -> Iterator[Line]:
+    index = 0
+    while True:
+        yield Line(index, b'{"prompt": "a"}')
+        index += 1
+
+
+def wait_for_reader_to_end() -> None:
+    for _ in range(500):
+        if all(thread.name != "cbatch-reader" for thread in threading.enumerate()):
+            return
+        time.sleep(0.01)
+    raise AssertionError("the reader still runs")
+
+
+def test_many_heavy_rows_wait_unread(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: rows are read as far as their weight allows, however many the window may hold."""
+    monkeypatch.setattr(row_stream, "WINDOW_BYTES", 2**20)
+    num_taken = 0
+
+    def heavy() -> Iterator[Line]:
+        nonlocal num_taken
+        while True:
+            num_taken += 1
+            yield Line(num_taken, b'{"prompt": "a", "note": "%s"}' % (b"x" * 100_000))
+
+    with closing(stream_on(engine_thread, window=1000).finished(heavy())) as finished:
+        num_finished = 0
+        while num_finished < 3:
+            num_finished += len(next(finished))
+        next(finished)
+    assert num_taken == 4  # the last one waits for a place
+    wait_for_reader_to_end()
+
+
+def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineThread) -> None:
+    """Guards the engine against requests of a consumer that went away, and against a reader that waits for ever."""
+    stream = stream_on(engine_thread, max_tokens=90)
+    with closing(stream.finished(endless())) as finished:
+        next(finished)
+        while engine_thread.engine.stats().num_running < 4:
+            time.sleep(0.001)
+    wait_for_reader_to_end()
+    for _ in range(500):
+        if engine_thread.engine.stats().num_running == 0:
+            break
+        time.sleep(0.01)
+    assert engine_thread.engine.stats().num_running == 0 == engine_thread.engine.stats().num_waiting
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("the source broke"), SystemExit("the source broke"), KeyboardInterrupt("Ctrl-C")]
+)
+def test_what_the_source_raises_comes_after_the_rows_before_it(
+    engine_thread: EngineThread, error: BaseException
+) -> None:
+    """Guards rows against an input that breaks off, its error against being wrapped, and exits against a hang."""
+
+    def breaking() -> Iterator[Line]:
+        yield from (Line(index, b'{"prompt": "a"}') for index in range(5))
+        raise error
+
+    found = []
+    with pytest.raises(type(error), match=str(error)):
+        for requests in stream_on(engine_thread).finished(breaking()):
+            found += [request.completion.index for request in requests]
+    assert sorted(found) == list(range(5))
+
+
+def test_the_window_bounds_what_is_not_released(engine_thread: EngineThread) -> None:
+    """Guards memory against a consumer that is slower than the engine."""
+    stream, taken = stream_on(engine_thread, window=3), []
+
+    def counted() -> Iterator[Line]:
+        for line in endless():
+            taken.append(line.index)
+            yield line
+
+    with closing(stream.finished(counted())) as finished:
+        found = 0
+        while found < 3:
+            found += len(next(finished))
+        assert next(finished) == [] and len(taken) == 4  # the fourth waits for room
+        stream.release([0])
+        while found < 4:
+            found += len(next(finished))
+        assert next(finished) == [] and len(taken) == 5
+
+
+def test_stop_gives_what_is_finished_and_no_more(engine_thread: EngineThread) -> None:
+    """Guards the end after a signal: finished rows are given, and nothing waits for the others."""
+    stream = stream_on(engine_thread, window=100, max_tokens=90)
+    lines = [Line(index, b"{bad") for index in range(40)] + [Line(40, b'{"prompt": "long"}')]
+    found = []
+    with closing(stream.finished(iter(lines))) as finished:
+        for requests in finished:
+            found += [request.completion.index for request in requests]
+            if len(found) >= 40:
+                stream.stop()
+    assert found == list(range(40))
+
+
+@pytest.mark.parametrize("source", [endless, lambda: iter([Line(index, b'{"prompt": "a"}') for index in range(9)])])
+def test_closing_the_engine_ends_the_stream(engine: SteppingEngine, source: Callable[[], Iterator[Line]]) -> None:
+    """Guards against error rows for requests that a closed engine has lost, and against reading on for ever."""
+    engine_thread, found = EngineThread(engine), []
+    with pytest.raises(EngineError, match="closed before the last row was finished"):
+        for rows in stream_on(engine_thread, window=100, max_tokens=90).finished(source()):
+            found += [row.completion for row in rows]
+            if engine.stats().num_running:
+                engine_thread.close()
+    assert all(completion.error is None for completion in found)
+    wait_for_reader_to_end()
+
+
+def test_closing_the_engine_after_the_last_row_is_no_error(engine: SteppingEngine) -> None:
+    """Guards complete results against an engine that is closed while the consumer still reads."""
+    engine_thread, found = EngineThread(engine), []
+    lines = [Line(index, b'{"prompt": "a"}') for index in range(3)]
+    stream = stream_on(engine_thread)
+    for rows in stream.finished(iter(lines)):
+        found += rows
+        if stream.has_given_all:
+            engine_thread.close()
+    assert len(found) == 3
+
+
+SKEWED = [
+    Line(index, b'{"prompt_token_ids": [5, %d], "max_tokens": %d}' % (index, 1 + 7 * index % 23)) for index in range(40)
+]
+
+
+def begun_order(engine_thread: EngineThread, *, reorders: bool) -> tuple[list[int], list[object]]:
+    """Indices of SKEWED in the order of their first tokens, and the rows by index."""
+    inputs = engine_thread.engine.input_processor(RequestDefaults(params={"ignore_eos": True}))
+    stream = RowStream(engine_thread, LineProcessor(inputs), window=40, reorders=reorders)
+    done = [row.completion for rows in stream.finished(iter(SKEWED)) for row in rows]
+    order = sorted(done, key=lambda completion: completion.timing.first_token_at or 0.0)
+    return [one.index for one in order], [one.to_dict() for one in sorted(done, key=lambda one: one.index)]
+
+
+def test_the_longest_of_the_last_rows_begin_first_and_no_row_changes(engine_thread: EngineThread) -> None:
+    """Guards the tail of a run, the first results, which keep the order of the input, and the bytes of all rows."""
+    in_order, expected = begun_order(engine_thread, reorders=False)
+    order, rows = begun_order(engine_thread, reorders=True)
+    assert rows == expected and sorted(order[:5]) == sorted(in_order[:5]) == list(range(5))
+    assert in_order == sorted(in_order)
+    last = [1 + 7 * index % 23 for index in order[-8:]]
+    assert max(last) <= 8 < max(1 + 7 * index % 23 for index in in_order[-8:])
+
+
+def test_cancelling_a_row_that_waits(engine_thread: EngineThread) -> None:
+    """Guards replicas whose row another one has finished, although it has not begun here."""
+    stream = stream_on(engine_thread, window=40, max_tokens=20)
+    found: list[int] = []
+    with closing(stream.finished(Line(index, b'{"prompt": "a"}') for index in range(12))) as finished:
+        found += [row.completion.index for row in next(finished)]
+        while len(stream._in_flight) + len(found) < 12:
+            found += [row.completion.index for row in next(finished)]
+        stream.cancel(11)
+        while len(found) < 11:
+            found += [row.completion.index for row in next(finished)]
+    assert sorted(found) == list(range(11)) and engine_thread.engine.stats().num_waiting == 0

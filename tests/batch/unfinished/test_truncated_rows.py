@@ -1,0 +1,104 @@
+"""What rows of a run with a lower limit say: whether they stay, and with which tokens they go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cbatch.batch.jsonl import format_result, format_row
+from cbatch.batch.row_check import with_check
+from cbatch.batch.unfinished.truncated_rows import earlier_limits, known_tokens, with_key
+
+OLD, NEW = "0" * 32, "1" * 32
+
+
+def row(finish: str = "stop", tokens: int = 4, **fields: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": tokens + 3}
+    ids = {"token_ids": list(range(tokens))}
+    return {"index": 0, "id": "é", "text": "…", "finish_reason": finish} | ids | {"usage": usage, "key": OLD} | fields
+
+
+def several(*finish: str) -> dict[str, Any]:
+    choices = [
+        {"index": number, "text": "", "finish_reason": reason, "token_ids": [number]}
+        for number, reason in enumerate(finish)
+    ]
+    return row(finish[0], len(finish), choices=choices)
+
+
+def answer(finish: str = "stop", **message: Any) -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": finish, "logprobs": None, "message": {"content": "…"} | message}
+    body = {"id": f"chatcmpl-{OLD}", "choices": [choice | {"token_ids": [7]}], "usage": {"completion_tokens": 1}}
+    response = {"status_code": 200, "request_id": f"req_{OLD}", "body": body}
+    return {"id": f"batch_req_{OLD}", "custom_id": "c", "response": response, "error": None, "index": 0, "key": OLD}
+
+
+CALL = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+FAILED = {"index": 0, "id": None, "error": {"code": "nan_logits", "message": "m"}, "key": OLD}
+LOST = answer() | {"error": {"code": "nan_logits", "message": "m"}, "response": {"body": {"error": {}}}}
+
+
+@pytest.mark.parametrize("fields", [row(), row(extra={"key": OLD, "x": 1e300}), several("stop", "stop"), answer()])
+def test_rows_that_ended_by_themselves_get_the_new_key(fields: dict[str, Any]) -> None:
+    """Guards rows that a higher limit leaves as they are: all that is made of the key changes, then the check."""
+    kept, of_older_version = with_key(format_result(fields), NEW), with_key(format_row(fields), NEW)
+    expected = format_row(fields).replace(OLD.encode(), NEW.encode())
+    if "extra" in fields:
+        expected = expected.replace(f'"extra": {{"key": "{NEW}"'.encode(), f'"extra": {{"key": "{OLD}"'.encode())
+    assert kept == of_older_version == with_check(expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        row("length"),
+        several("stop", "length"),
+        answer("length"),
+        answer("stop", tool_calls=CALL),
+        row("tool_calls", tool_calls=CALL),
+        row(tool_messages=[{"role": "tool"}]),
+        row(validation={"valid": True, "tries": 2, "errors": ["e"]}),
+        FAILED,
+        LOST,
+    ],
+)
+def test_other_rows_are_computed(fields: dict[str, Any]) -> None:
+    """Guards rows that the limit has ended, or may have changed on the way."""
+    assert with_key(format_row(fields), NEW) is None
+
+
+def test_a_row_that_others_have_written_is_computed() -> None:
+    """Guards bytes: a row that would not come out the same is not taken over."""
+    assert with_key(format_row(row()).replace(b'": ', b'":'), NEW) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        (row("length"), ((0, 1, 2, 3),)),
+        (several("stop", "length"), ((0,), (1,))),
+        (answer("length"), ((7,),)),
+        (row("length", logprobs={"content": []}), ()),
+        (row("length", prompt_logprobs={"sum": 0, "content": []}), ()),
+        ({name: value for name, value in row("length").items() if name != "token_ids"}, ()),
+        (row("length", validation={"valid": True, "tries": 1, "errors": []}), ((0, 1, 2, 3),)),
+        (row("length", validation={"valid": True, "tries": 3, "errors": []}), ()),
+        (row("length", tool_messages=[{}]), ()),
+        (FAILED, ()),
+    ],
+)
+def test_tokens_that_a_row_holds(fields: dict[str, Any], tokens: tuple[tuple[int, ...], ...]) -> None:
+    """Guards against tokens of another request, and against log-probabilities that were rounded."""
+    assert known_tokens(format_row(fields)) == tokens
+
+
+def test_limits_are_found_in_the_rows_that_they_ended() -> None:
+    """Guards the search: the most frequent ones, below the new one, also where rows have no token ids."""
+    bare = {name: value for name, value in row("length", 9).items() if name != "token_ids"}
+    pair = several("length", "length") | {"usage": {"completion_tokens": 12}}
+    for choice in pair["choices"]:
+        del choice["token_ids"]
+    rows = [row("length", 4)] * 3 + [row("stop", 5), bare, bare, pair, several("stop", "length"), row("length", 20)]
+    rows += [FAILED, row("length", 7, tool_messages=[{}])]
+    assert earlier_limits(map(format_row, rows), 20) == [4, 9, 6, 1]

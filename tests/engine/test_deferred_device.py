@@ -1,0 +1,411 @@
+"""The engine on a GPU that is as late as it may be: the same tokens, whatever the host does meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.engine import fallback, kv_cache_sizing
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.cuda import CudaModel
+from cbatch.model.loader import LoadedModel, load_model
+from cbatch.runtime import transfer
+from cbatch.runtime.memory import DeviceMemory
+from cbatch.runtime.transfer import HostCopy
+from cbatch.sample.output import PendingSample
+from tests.engine import test_overlap as overlap
+from tests.support.deferred_device import DeferredDevice, HostMemoryReused
+from tests.support.device import HAS_GPU
+from tests.support.fake_cuda import CUDA, DeviceFault
+from tests.support.tiny_models import generate_alone, loaded, make_engine, make_network, make_prompts
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.kernels.triton import attention_metadata
+from tests.support import queued_kernels
+from tests.support import triton_interpreter as interpreter
+from tests.support.queued_kernels import QueuedAttention, QueuedLayerOps
+
+interpreter.patch_loops()
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="torch has a real device")
+
+LENGTHS = [5, 40, 3, 12, 9, 21]
+ASKED = [
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=4, repetition_penalty=1.5),
+    SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, seed=3, logprobs=2, frequency_penalty=0.5),
+    SamplingParams(max_tokens=4, prompt_logprobs=1, logit_bias=((3, 1.0),), allowed_token_ids=tuple(range(30))),
+    SamplingParams(max_tokens=7, temperature=0.8, seed=8, stop_token_ids=(1, 2, 3, 4), min_tokens=3),
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Kernels that are quick here. No steps are run to measure their memory."""
+    monkeypatch.setattr("cbatch.kernels.triton.sampling.sample_rows", queued_kernels.sample_rows)
+    select = fallback.select_attention
+    monkeypatch.setattr(
+        fallback,
+        "select_attention",
+        lambda name, device, *rest: QueuedAttention(CUDA) if device == CUDA else select(name, device, *rest),
+    )
+    monkeypatch.setattr(fallback, "is_checked", lambda _: False)
+    without_measuring(monkeypatch)
+    return monkeypatch
+
+
+def without_measuring(patch: pytest.MonkeyPatch) -> None:
+    memory = DeviceMemory("a device", "90%", lambda: 2**30)
+    patch.setattr(kv_cache_sizing, "device_memory", lambda _: memory)
+
+
+@cache
+def network(family: str) -> Any:
+    return make_network(family)
+
+
+def make(family: str = "llama", ops: Any = None, **config: Any) -> SteppingEngine:
+    """An engine on the device that is entered, with the CudaModel of a tiny network."""
+    weights = network(family).config.to_dict(), network(family).state_dict()
+    model = CudaModel(*weights, torch.float32, CUDA, ops or QueuedLayerOps())
+    fast = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
+    settings: dict[str, Any] = {"max_seqs": 4, "block_size": 4, "kv_blocks": 40, "max_batch_tokens": 24} | config
+    return SteppingEngine(EngineConfig(device="cuda", **settings), fast)
+
+
+def run(engine: SteppingEngine, *, failures: int = 0, every: int = 1) -> list[list[int | None]]:
+    """Tokens of every so manyth request. failures: how many steps may fail"""
+    work = list(zip(make_prompts(LENGTHS), ASKED, strict=True))[::every]
+    ids = [engine.add(prompt, asked) for prompt, asked in work]
+    found: dict[int | None, list[int | None]] = {number: [] for number in ids}
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except overlap.Hiccup:
+            failures -= 1
+            assert failures >= 0
+            continue
+        for event in events:
+            assert event.error is None
+            found[event.request_id].append(event.token_id)
+    assert engine.scheduler.pool.num_used == 0
+    return list(found.values())
+
+
+@cache
+def expected(family: str = "llama") -> list[list[int | None]]:
+    return run(make_engine(network(family)))
+
+
+@pytest.fixture
+def device() -> Iterator[DeferredDevice]:
+    with DeferredDevice() as device:
+        yield device
+
+
+@pytest.mark.parametrize("config", [{}, {"cuda_graphs": False}, {"run_ahead": False}, {"kv_blocks": 14}], ids=str)
+@pytest.mark.parametrize("others_first", [False, True])
+def test_tokens_are_those_of_a_cpu(others_first: bool, config: dict[str, Any], kernels: pytest.MonkeyPatch) -> None:
+    """Guards the order of copies, kernels, graphs and frees: a device that is late gives the same tokens."""
+    with DeferredDevice(others_first=others_first) as device:
+        engine = make(**config)
+        with device.no_waits():
+            assert run(engine) == expected()
+            assert run(engine) == expected()
+    assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in config)
+
+
+def test_engines_do_not_disturb_each_other(device: DeferredDevice, kernels: pytest.MonkeyPatch) -> None:
+    """Guards two engines on one device, whose steps alternate, and which end while work of the other is queued."""
+    engines, work = [make(), make("qwen3")], list(zip(make_prompts(LENGTHS), ASKED, strict=True))
+    found: list[dict[int | None, list[int | None]]] = [
+        {engine.add(*one): [] for one in work[:number]} for engine, number in zip(engines, (3, 6), strict=True)
+    ]
+    with device.no_waits():
+        while any(engine.has_work for engine in engines):
+            for engine, tokens in zip(engines, found, strict=True):
+                for event in engine.step() if engine.has_work else ():
+                    tokens[event.request_id].append(event.token_id)
+    engines[0].close()
+    assert list(found[0].values()) == expected()[:3] and list(found[1].values()) == expected("qwen3")
+    assert run(engines[1]) == expected("qwen3")
+
+
+@pytest.mark.parametrize("where", ["forward", "sample", "get"])
+def test_steps_that_fail_change_no_token(where: str, device: DeferredDevice, kernels: pytest.MonkeyPatch) -> None:
+    """Guards retries: what a failed step has queued still runs, on buffers that its next attempt fills again."""
+    engine = make()
+    assert run(engine) == expected()
+    if where == "forward":
+        kernels.setattr(engine.runner, "forward", overlap.every(5, engine.runner.forward))
+    else:
+        name = "__init__" if where == "sample" else "get"
+        kernels.setattr(PendingSample, name, overlap.every(5, getattr(PendingSample, name)))
+    assert run(engine, failures=99) == expected()
+
+
+def is_close(found: Any, wanted: Any) -> bool:
+    """Whether outcomes are the same but for the last decimals of log-probabilities, which depend on orders of sums."""
+    if isinstance(found, float) and isinstance(wanted, float):
+        return abs(found - wanted) < 1e-3
+    if isinstance(found, tuple | list) and isinstance(wanted, tuple | list):
+        return len(found) == len(wanted) and all(map(is_close, found, wanted))
+    return bool(found == wanted)
+
+
+@pytest.mark.slow
+def test_all_features_are_those_of_a_cpu(kernels: pytest.MonkeyPatch) -> None:
+    """Guards every feature that reads or writes something beside the logits, through preemption."""
+    with DeferredDevice() as device:
+        fast = load_model(None, None, CUDA, "float32", fast=True)
+        assert isinstance(fast.fast_model, CudaModel)
+        fast.fast_model.ops = QueuedLayerOps()
+        engine = SteppingEngine(EngineConfig(device="cuda", max_seqs=9, max_batch_tokens=100), fast)
+        with device.no_waits():
+            found = overlap.run(engine, shaken=True)
+    wrong = [name for name, outcome in overlap.expected().items() if not is_close(found[name], outcome)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_models_of_transformers_are_not_waited_for(family: str, kernels: pytest.MonkeyPatch) -> None:
+    """Guards the path of models that have no kernels of their own: same tokens as `generate`, and no hidden wait."""
+    lengths = [5, 20, 3]
+    with DeferredDevice() as device:
+        with torch.inference_mode():
+            there = make_network(family).to(CUDA)
+        config = EngineConfig(device="cuda", block_size=4, kv_blocks=64, max_seqs=8)
+        engine = SteppingEngine(config, loaded(there))
+        ids = [engine.add(prompt, SamplingParams(max_tokens=5)) for prompt in make_prompts(lengths)]
+        found: dict[int | None, list[int | None]] = {number: [] for number in ids}
+        with device.no_waits():
+            while engine.has_work:
+                for event in engine.step():
+                    found[event.request_id].append(event.token_id)
+    assert list(found.values()) == generate_alone(network(family), make_prompts(lengths), [5] * 3)
+
+
+def test_checks_of_kernels_pass(device: DeferredDevice, kernels: pytest.MonkeyPatch) -> None:
+    """Guards the checks at load against mixed devices, and against numbers read too early: all would step down."""
+    kernels.setattr(fallback, "is_checked", lambda _: True)
+    engine = make("qwen3")
+    assert engine.stats().fallback == "" and engine.runner.graph_problem == ""
+    with device.no_waits():
+        assert run(engine) == expected("qwen3")
+
+
+@pytest.mark.slow
+@pytest.mark.kernels
+def test_kernels_give_the_tokens_of_a_cpu(device: DeferredDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the real kernels with their buffers, captured and replayed."""
+    from cbatch.kernels.triton.layer import TritonLayerOps
+
+    without_measuring(monkeypatch)
+    monkeypatch.setattr(fallback, "is_checked", lambda _: False)
+    engine = make("qwen3", ops=TritonLayerOps(90), max_seqs=2, max_batch_tokens=8)
+    with device.no_waits():
+        assert run(engine, every=3) == expected("qwen3")[::3]
+    assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()
+
+
+# The device itself.
+
+
+def on_device(value: float) -> Tensor:
+    return torch.full((4,), value, device=CUDA)
+
+
+def arrived(tensor: Tensor) -> list[float]:
+    (found,) = HostCopy(tensor).get()
+    return list(found.tolist())
+
+
+def test_nothing_is_done_before_it_is_waited_for() -> None:
+    """Guards the device itself: results, copies to the host and freed memory are poisoned, and come in order."""
+    with DeferredDevice() as device:
+        x = on_device(1.0)
+        copy = HostCopy(x)
+        x += 1
+        y = x * 2
+        assert all(value != value for value in copy._tensors[0].tolist())
+        assert copy.get()[0].tolist() == [1.0] * 4
+        assert arrived(y) == [4.0] * 4 and arrived(x[1:]) == [2.0] * 3
+        values = y.numbers  # type: ignore[attr-defined]
+        del y
+        device.finish()
+        assert bool(values.isnan().all())
+
+
+def test_graphs_are_replayed_in_order() -> None:
+    """Guards the device itself: a capture runs nothing, and a replay reads its inputs in the stream's order."""
+    with DeferredDevice():
+        x, graph, stream = on_device(1.0), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, None, stream):
+            out = x * 2 + 1
+        assert all(value != value for value in arrived(out))
+        graph.replay()
+        first = HostCopy(out)
+        x.fill_(5.0)
+        graph.replay()
+        assert arrived(out) == [11.0] * 4 and first.get()[0].tolist() == [3.0] * 4
+
+
+def overwrite_the_host() -> list[float]:
+    x, host = on_device(1.0), torch.ones(4, pin_memory=True)
+    x.copy_(host, non_blocking=True)
+    host.fill_(2.0)
+    return arrived(x)
+
+
+def return_pinned_memory_too_early() -> list[float]:
+    pool = [torch.zeros(4, pin_memory=True)]
+    there = []
+    for value in (1.0, 2.0):
+        host = pool.pop()
+        host.fill_(value)
+        there.append(torch.empty(4, device=CUDA).copy_(host, non_blocking=True))
+        pool.append(host)
+    return arrived(there[0])
+
+
+def copy_in_a_graph() -> list[float]:
+    x, host, graph = on_device(1.0), torch.ones(4, pin_memory=True), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.copy_(host, non_blocking=True)
+    graph.replay()
+    return arrived(x)
+
+
+def read_too_early() -> list[float]:
+    return list(HostCopy(on_device(1.0))._tensors[0].tolist())
+
+
+def share_a_target() -> list[float]:
+    host = torch.empty(4, pin_memory=True)
+    host.copy_(on_device(1.0), non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    host.copy_(on_device(2.0), non_blocking=True)
+    event.synchronize()
+    host.copy_(on_device(3.0), non_blocking=True)
+    return list(host.tolist())
+
+
+def free_while_another_stream_reads() -> list[float]:
+    x, stream = on_device(1.0), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = x * 1
+        del x
+        copy = HostCopy(y)
+    torch.cuda.current_stream().record_event().synchronize()
+    return list(copy.get()[0].tolist())
+
+
+def forget_to_wait_for_a_stream() -> list[float]:
+    x, stream = on_device(1.0), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        return arrived(x * 1)
+
+
+def overwrite_what_another_stream_reads() -> list[float]:
+    logits, stream = on_device(1.0), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        copy = HostCopy(logits * 1)
+    logits.fill_(2.0)  # the next step
+    return list(copy.get()[0].tolist())
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        overwrite_the_host,
+        return_pinned_memory_too_early,
+        copy_in_a_graph,
+        read_too_early,
+        share_a_target,
+        free_while_another_stream_reads,
+        forget_to_wait_for_a_stream,
+        overwrite_what_another_stream_reads,
+    ],
+)
+def test_races_are_noticed(plant: Callable[[], list[float]]) -> None:
+    """Guards the device itself: each race gives an error or other numbers than 1, in one order of streams at least."""
+    found = []
+    for others_first in (False, True):
+        with suppress(DeviceFault), DeferredDevice(others_first=others_first):
+            found.append(plant())
+    assert found != [[1.0] * 4] * 2
+
+
+def reuse_host_buffers(patch: pytest.MonkeyPatch) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def pack(arrays: Any, layout: Any, *, pin: bool) -> Tensor:
+        made = original(arrays, layout, pin=pin)
+        if len(made):
+            made = kept.setdefault(len(made), made).copy_(made)
+        return made
+
+    original = transfer.pack
+    patch.setattr(transfer, "pack", pack)
+    patch.setattr(attention_metadata, "pack", pack)
+
+
+def read_tokens_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostCopy, "get", lambda copy: copy._tensors)
+
+
+def fill_graphs_from_a_stream_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    fill = attention_metadata.StepBuffers.fill
+
+    def aside(buffers: Any, batch: Any) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            fill(buffers, batch)
+
+    patch.setattr(attention_metadata.StepBuffers, "fill", aside)
+
+
+def sample_on_a_stream_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    sample = queued_kernels.sample_rows
+    streams: list[Any] = []
+
+    def aside(*args: Any) -> None:
+        streams.append(torch.cuda.Stream())
+        streams[-1].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[-1]):
+            sample(*args)
+
+    patch.setattr("cbatch.kernels.triton.sampling.sample_rows", aside)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        reuse_host_buffers,
+        read_tokens_too_early,
+        fill_graphs_from_a_stream_of_their_own,
+        sample_on_a_stream_of_its_own,
+    ],
+)
+def test_planted_faults_are_found(plant: Callable[[pytest.MonkeyPatch], None], kernels: pytest.MonkeyPatch) -> None:
+    """Guards the tests of this file against a device on which every order is right."""
+    with pytest.raises((AssertionError, IndexError, ValueError)), DeferredDevice():
+        plant(kernels)
+        assert run(make()) == expected()
+
+
+def test_reused_host_memory_is_named() -> None:
+    """Guards the sentence that says what was wrong, rather than other tokens."""
+    with pytest.raises(HostMemoryReused, match="overwrote memory"), DeferredDevice():
+        overwrite_the_host()

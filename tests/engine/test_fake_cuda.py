@@ -1,0 +1,315 @@
+"""The engine on a GPU that only has shapes: no step mixes devices, and none makes the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.engine import stepping_engine
+from cbatch.engine.fallback import Execution
+from cbatch.engine.kernel_checks.gpu import without_kernels
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.cuda import CudaModel
+from cbatch.model.dtypes import _warn_once
+from cbatch.model.loader import LoadedModel
+from cbatch.model.programs.declarations import read_program
+from cbatch.runtime import transfer
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.transfer import HostCopy, to_device
+from cbatch.sample.output import PendingSample
+from tests.engine.test_overlap import add_all
+from tests.support.device import HAS_GPU
+from tests.support.fake_cuda import CUDA, DeviceFault, DeviceMix, FakeCuda, HiddenWait
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="torch has a real device")
+
+RARER: list[dict[str, Any]] = [
+    {"logit_bias": ((3, 1.0), (4, -100.0)), "n": 2, "temperature": 1.0},
+    {"logit_bias": ((5, 2.0),), "frequency_penalty": 0.5, "allowed_token_ids": tuple(range(200)), "logprobs": 0},
+    {"prompt_logprobs": 3, "logprobs": 2, "repetition_penalty": 1.2, "top_k": 5, "temperature": 0.5},
+    {"temperature": 0.7, "min_p": 0.1, "n": 3},
+]
+
+
+@pytest.fixture
+def device() -> Iterator[FakeCuda]:
+    with FakeCuda() as device:
+        yield device
+
+
+def make_engine(**config: Any) -> SteppingEngine:
+    """The demo model on the fake device."""
+    settings: dict[str, Any] = {"device": "cuda", "max_seqs": 8, "kv_blocks": 60, "max_batch_tokens": 48} | config
+    return SteppingEngine(EngineConfig(**settings))
+
+
+def run(engine: SteppingEngine) -> None:
+    """Requests with all features, to their end. Tokens are made up, which may be an error where output has a form."""
+    names = add_all(engine)
+    for asked in RARER:
+        engine.add([7, 8, 9, 10], SamplingParams(max_tokens=6).merged(asked))
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None or "form" in names.get(event.request_id or 0, "")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"kv_dtype": "fp8"},
+        {"dtype": "float32", "cuda_graphs": False},
+        {"run_ahead": False, "cuda_graphs": False, "kv_blocks": 14},
+    ],
+    ids=str,
+)
+def test_no_step_waits_for_the_device(config: dict[str, Any], device: FakeCuda) -> None:
+    """Guards every feature against hidden waits and against tensors on the wrong device."""
+    engine = make_engine(**config)
+    with device.no_waits():
+        run(engine)
+    assert engine.attention == "triton" and engine.stats().num_steps > 20
+    assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()
+    assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in config)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_thread_is_warmed_up_by_products(dtype: str, device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first request: what cuBLAS keeps for a thread is made by both kinds of products of a step."""
+    engine, dispatch = make_engine(dtype=dtype), device.dispatch
+    products = list[str]()
+
+    def note(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func._overloadpacket.__name__ in ("linear", "mm"):
+            products.append(f"{func} in {args[0].dtype}")
+        return dispatch(func, args, kwargs)
+
+    monkeypatch.setattr(device, "dispatch", note)
+    with device.no_waits():
+        engine.warm_up_thread()
+    expected = ["aten.linear.default in torch.float16", "aten.mm.dtype in torch.float16"]
+    assert products == (expected if dtype == "float16" else ["aten.linear.default in torch.float32"])
+
+
+def test_an_old_gpu_computes_in_float16(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a T4, whose kernels have no bfloat16, in all that a bfloat16 model launches; and that it is said."""
+    _warn_once.cache_clear()
+    with FakeCuda(capability=(7, 5)) as device:
+        engine = make_engine(kv_blocks=30)
+        assert engine.model.dtype == torch.float16 and isinstance(engine.model, CudaModel)
+        assert engine.runner.kv_cache.keys[0].dtype == torch.float16
+        run(engine)
+    assert device.launches and "runs in float16" in caplog.text
+
+
+def layers_by_torch(chosen: Execution) -> Execution:
+    return replace(chosen, model=without_kernels(chosen.model, heads_first=True), graphs=False)
+
+
+def all_by_torch(chosen: Execution) -> Execution:
+    chosen.sampler.disable_kernel()
+    return replace(chosen, model=without_kernels(chosen.model), attention=ReferenceAttention(), graphs=False)
+
+
+@pytest.mark.parametrize("step_down", [layers_by_torch, all_by_torch])
+def test_no_rung_waits_for_the_device(
+    step_down: Callable[[Execution], Execution], device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards what an engine steps down to: without kernels it is slower, and waits and mixes devices no more."""
+    choose = stepping_engine.choose_execution
+    monkeypatch.setattr(stepping_engine, "choose_execution", lambda *asked: step_down(choose(*asked)))
+    engine = make_engine()
+    with device.no_waits():
+        run(engine)
+    assert ("_decode_kernel" in device.launches) == bool(device.launches) == (step_down is layers_by_torch)
+    assert "_norm_kernel" not in device.launches
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=CUDA)
+
+
+def pinned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+
+def fill(tensor: Tensor, index: Any, value: Any) -> None:
+    tensor[index] = value
+
+
+WAITS: dict[str, Callable[[], object]] = {
+    "item": lambda: on_device(1).item(),
+    "tolist": lambda: on_device(3).tolist(),
+    "bool": lambda: bool(on_device(3).any()),
+    "int": lambda: int(on_device(3).sum()),
+    "float": lambda: float(on_device(1)),
+    "if equal": lambda: torch.equal(on_device(3), on_device(3)),
+    "nonzero": lambda: on_device(3).nonzero(),
+    "where": lambda: torch.where(on_device(3) > 0),
+    "unique": lambda: on_device(3).unique(),
+    "mask": lambda: on_device(3)[on_device(3) > 0],
+    "mask of rows": lambda: on_device(3, 4)[:, on_device(4) > 0],
+    "written mask": lambda: fill(on_device(3), on_device(3) > 0, on_device(2)),
+    "a number as index": lambda: on_device(3, 4)[on_device(1, dtype=torch.int64)[0]],
+    "a list as index": lambda: on_device(3)[[0, 1]],
+    "an array as index": lambda: on_device(3)[np.arange(2)],
+    "written by a list": lambda: fill(on_device(3), [0, 1], 1.0),
+    "repeats of unknown length": lambda: on_device(3).repeat_interleave(on_device(3, dtype=torch.int64)),
+    "tensor of a list": lambda: torch.tensor([1, 2], device=CUDA),
+    "as_tensor": lambda: torch.as_tensor([1.0], device=CUDA),
+    "to, pageable": lambda: torch.zeros(3).to(CUDA, non_blocking=True),
+    "to, blocking": lambda: pinned(3).to(CUDA),
+    "copy_, pageable": lambda: on_device(3).copy_(torch.zeros(3), non_blocking=True),
+    "copy_, blocking": lambda: on_device(3).copy_(pinned(3)),
+    "copy_, another type": lambda: on_device(3).copy_(pinned(3, dtype=torch.int64), non_blocking=True),
+    "copy_, transposed": lambda: on_device(3, 4).copy_(pinned(4, 3).t(), non_blocking=True),
+    "rows of the host": lambda: fill(on_device(3, 4), 0, torch.zeros(4)),
+    "cpu": lambda: on_device(3).cpu(),
+    "to cpu": lambda: on_device(3).to("cpu", non_blocking=True),
+    "to pageable": lambda: torch.zeros(3).copy_(on_device(3), non_blocking=True),
+    "synchronize": lambda: torch.cuda.synchronize(),
+    "stream": lambda: torch.cuda.current_stream().synchronize(),
+    "event": lambda: torch.cuda.Event().synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_waits_are_noticed(name: str) -> None:
+    """Guards the device itself: each way to wait for a GPU fails where it is forbidden."""
+    with pytest.raises(HiddenWait), FakeCuda() as device, device.no_waits():
+        WAITS[name]()
+
+
+def test_what_does_not_wait_passes(device: FakeCuda) -> None:
+    """Guards the device itself: what a GPU does without waiting is no fault."""
+    with device.no_waits():
+        x, rows = on_device(3, 4), on_device(2, dtype=torch.int64)
+        x[rows] = x[rows].masked_fill_(x[rows] > 0, 1.0)
+        x[rows, rows] = -1.0
+        x[x > 1] = 0.0
+        x[0, 1:] = x.view(torch.int32)[1, None, :-1][0].float()
+        x[..., rows] += torch.tensor(2.0)
+        pinned(3, 4).copy_(x, non_blocking=True)
+        x[1].copy_(pinned(4), non_blocking=True)
+        there = to_device([np.arange(5), np.ones((2, 2), np.bool_)], CUDA)
+        assert [list(one.shape) for one in there] == [[5], [2, 2]] and there[1].dtype == torch.bool
+        assert x.device == there[0].device == CUDA and x.is_cuda and x.t().is_contiguous() is False
+        assert HostCopy(x).get()[0].shape == (3, 4) and device.num_waits == 1
+
+
+MIXES: dict[str, Callable[[], object]] = {
+    "sum": lambda: on_device(3) + torch.zeros(3),
+    "product": lambda: torch.nn.functional.linear(on_device(2, 3), torch.zeros(4, 3)),
+    "rows": lambda: on_device(3).index_select(0, torch.zeros(2, dtype=torch.int64)),
+    "a number among places": lambda: on_device(3).index_select(0, torch.tensor(1)),
+    "concatenation": lambda: torch.cat([on_device(3), torch.zeros(3)]),
+    "written": lambda: torch.zeros(3).add_(on_device(3)),
+    "indexed": lambda: torch.zeros(3)[on_device(2, dtype=torch.int64)],
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_mixed_devices_are_noticed(name: str) -> None:
+    """Guards the device itself: an operation with tensors of the host and of the device fails."""
+    with pytest.raises(DeviceMix), FakeCuda():
+        MIXES[name]()
+
+
+def read_a_logit(patch: pytest.MonkeyPatch) -> None:
+    sample = PendingSample.__init__
+
+    def curious(self: PendingSample, scheduled: Any, logits: Any, *rest: Any) -> None:
+        assert logits.values.shape[0] == 0 or logits.values[0, 0].item() is not None
+        sample(self, scheduled, logits, *rest)
+
+    patch.setattr(PendingSample, "__init__", curious)
+
+
+def forget_to_pin(patch: pytest.MonkeyPatch) -> None:
+    pack = transfer.pack
+    patch.setattr(transfer, "pack", lambda arrays, layout, *, pin: pack(arrays, layout, pin=False))
+
+
+def leave_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RaggedBatch, "logit_rows", property(lambda batch: torch.from_numpy(batch.rows)))
+
+
+def copy_back_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostCopy, "__init__", lambda self, *tensors: setattr(self, "_tensors", [t.cpu() for t in tensors]))
+
+
+@pytest.mark.parametrize(
+    ("plant", "fault"),
+    [
+        (read_a_logit, HiddenWait),
+        (forget_to_pin, HiddenWait),
+        (copy_back_at_once, HiddenWait),
+        (leave_on_the_host, DeviceMix),
+    ],
+)
+def test_planted_faults_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], fault: type[DeviceFault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the tests of this file against a device that notices nothing in an engine's steps."""
+    with pytest.raises(fault), FakeCuda() as device:
+        engine = make_engine(cuda_graphs=False)
+        with device.no_waits(), monkeypatch.context() as patch:
+            plant(patch)
+            run(engine)
+
+
+def test_a_fault_that_is_caught_is_raised_in_the_end() -> None:
+    """Guards against faults that the engine takes for a device that fails, and steps around."""
+    with pytest.raises(HiddenWait), FakeCuda() as device, device.no_waits(), suppress(AssertionError):
+        on_device(1).item()
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False,
+}
+
+
+def test_steps_fit_beside_the_cache() -> None:
+    """Guards the size of the cache: on a device that it fills, the largest steps do not run out of memory.
+
+    With the bytes of an 8B model, all of whose operations only have shapes.
+    """
+    with FakeCuda(memory_bytes=24 * 2**30) as device:
+        shapes = read_program(LLAMA_8B).shapes
+        weights = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+        model = CudaModel(LLAMA_8B, weights, torch.bfloat16, CUDA)
+        loaded = LoadedModel("8B", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
+        engine = SteppingEngine(EngineConfig(device="cuda", max_seqs=64), loaded)
+        cache = engine.limits.num_blocks * engine.limits.block_size * engine.limits.kv_bytes_per_token
+        assert 0.5 * (24 * 2**30 - model.weight_bytes) < cache
+        params = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=5)
+        for number in range(64):
+            engine.add([number + 1] * 700, params)
+        device.peak = 0
+        with device.no_waits():
+            while engine.has_work:
+                engine.step()
+        assert engine.stats().num_preemptions == 0 and cache < device.peak < device.memory_bytes

@@ -1,0 +1,235 @@
+"""What an engine steps down to when a kernel fails its check. Without a GPU, Triton's interpreter runs the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.attention.registry import select_attention
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError, ModelError
+from cbatch.base.params import SamplingParams
+from cbatch.engine import fallback
+from cbatch.engine.fallback import choose_execution
+from cbatch.engine.kernel_checks import attention as attention_checks
+from cbatch.engine.kernel_checks import captured_step
+from cbatch.engine.kernel_checks import whole_step as step_checks
+from cbatch.engine.kernel_checks.gpu import GpuChecks
+from cbatch.engine.kernel_checks.kernel_check import KernelCheck
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.sample.sampler import Sampler
+from tests.support.cuda_model import DEVICE, engine_around, model_of
+from tests.support.generation import generate
+from tests.support.tiny_models import generate_alone, make_engine, make_network, make_prompts
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.attention import triton as triton_attention
+from cbatch.attention.triton import TritonAttention
+from cbatch.kernels.triton.layer import TritonLayerOps
+
+pytestmark = pytest.mark.kernels
+LENGTHS, OUTPUT = [5, 3], 3
+STEPS = [(0, 3), (0, 1)], [(3, 4), (1, 3)], [(4, 5), (3, 4)], [(5, 6), (4, 5)]
+RIGHT = KernelCheck("right", 0.0, 0.1)
+
+
+@cache
+def network() -> Any:
+    return make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16)
+
+
+@cache
+def expected() -> list[list[int]]:
+    return generate_alone(network(), make_prompts(LENGTHS), [OUTPUT] * len(LENGTHS))
+
+
+class OutOfResources(Exception):
+    """As Triton raises it at a launch."""
+
+
+def does_not_fit(*_: Any, **__: Any) -> None:
+    raise OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376.")
+
+
+def wrong(name: str) -> KernelCheck:
+    return KernelCheck(name, 0.5, 0.01)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are checked on this device, on a few tokens, and a graph is a function that is called again."""
+    monkeypatch.setattr(fallback, "is_checked", lambda _: True)
+    monkeypatch.setattr(fallback, "triton_problem", lambda _: None)
+    monkeypatch.setattr(attention_checks, "CHUNKS", {"decode attention": [(0, 3), (4, 5)]})
+    monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
+    monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", [[(4, 5), (0, 2)]])
+    for module in (attention_checks, captured_step):
+        monkeypatch.setattr(module, "GraphCapturer", lambda _: lambda run: run)
+
+
+def kernel_engine(monkeypatch: pytest.MonkeyPatch, samples: bool = False, **config: Any) -> SteppingEngine:
+    """samples: whether it samples by the kernel"""
+    monkeypatch.setattr(fallback, "Sampler", lambda device, kernel=None: Sampler(device, kernel=samples))
+    return engine_around(monkeypatch, model_of(network()), block_size=4, **config)
+
+
+def check_text(engine: SteppingEngine) -> None:
+    params = [SamplingParams(max_tokens=OUTPUT)] * len(LENGTHS)
+    outputs = generate(engine, make_prompts(LENGTHS), params)
+    assert [list(output.token_ids) for output in outputs] == expected()
+
+
+def rung_of(engine: SteppingEngine) -> str:
+    attention, ops = engine.attention, engine.model.ops  # type: ignore[attr-defined]
+    return attention if isinstance(ops, TritonLayerOps) else f"{attention}, torch"
+
+
+def doubled(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """The function, whose argument at a place is twice as large afterwards."""
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        arguments[place].mul_(2)
+        return result
+
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "replacement", "rung", "sentence"),
+    [
+        (None, "", None, "triton", ""),
+        (TritonLayerOps, "activate", doubled(TritonLayerOps.activate, -1), "triton, torch",
+         "The layers run by operations of torch on {device}: activate differs from torch by 1; rounding "
+         "explains 0.0001."),
+        (triton_attention, "attend_decode", does_not_fit, "reference, torch",
+         "Attention runs by operations of torch, which is slow, on {device}: decode attention (heads of 16) fails "
+         "(OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376)."),
+    ],
+)  # fmt: skip
+def test_each_rung_gives_the_right_text(
+    module: Any, name: str, replacement: Any, rung: str, sentence: str, checked: None, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Guards the text of an engine whose kernel is wrong or does not fit, and that it says so once."""
+    if module is not None:
+        monkeypatch.setattr(module, name, replacement)
+    engine = kernel_engine(monkeypatch)
+    sentence = sentence.format(device=DEVICE)
+    assert rung_of(engine) == rung and engine.stats().fallback == sentence
+    assert [record.getMessage() for record in caplog.records if record.name == "cbatch"] == [sentence] * bool(sentence)
+    check_text(engine)
+
+
+def test_sampling_falls_back_alone(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a sampling kernel that does not fit: everything else stays."""
+    monkeypatch.setattr("cbatch.kernels.triton.sampling.sample_rows", does_not_fit)
+    give(monkeypatch)
+    engine = kernel_engine(monkeypatch, samples=True)
+    assert rung_of(engine) == "triton"
+    sentence = f"Tokens are sampled by operations of torch on {DEVICE}: sampling fails (OutOfResources: "
+    assert engine.stats().fallback.startswith(sentence)
+    check_text(engine)
+
+
+def give(monkeypatch: pytest.MonkeyPatch, **results: Any) -> None:
+    """Gives the checks these results; those that are not named agree."""
+    right = {"attention_kernels": [RIGHT], "layer_kernels": [RIGHT], "step": RIGHT, "step_by_torch": RIGHT}
+    for part, result in (right | {"captured_steps": [RIGHT]} | results).items():
+        monkeypatch.setattr(GpuChecks, part, result)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "graphs triton kernels"),
+    "attention": ({"attention_kernels": [RIGHT, wrong("decode attention")]}, "reference torch: decode attention"),
+    "layer": ({"layer_kernels": [wrong("embed_and_norm"), RIGHT]}, "triton torch: embed_and_norm"),
+    "step": ({"step": wrong("a whole step")}, "triton torch: a whole step"),
+    "steps": ({"step": wrong("a"), "step_by_torch": wrong("b")}, "reference torch: b"),
+    "graph": ({"captured_steps": [wrong("a captured step")]}, "triton kernels: a captured step"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the order of the rungs: only what fails is left out, and a named backend is never replaced."""
+    results, found = FAULTS[fault]
+    give(monkeypatch, **results)
+    monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
+    config, model = EngineConfig(attention=name), model_of(network())
+    if name == "triton" and results:
+        with pytest.raises(ConfigError, match=rf"^The attention backend triton cannot be used on {DEVICE}: "):
+            choose_execution(config, model)
+        return
+    chosen = choose_execution(config, model)
+    ops = chosen.model.ops  # type: ignore[attr-defined]
+    told = [chosen.attention.name, "kernels" if isinstance(ops, TritonLayerOps) else "torch"]
+    reason = chosen.fallback.partition(f"{DEVICE}: ")[2].partition(" differs")[0]
+    assert " ".join(["graphs"] * chosen.graphs + told) + (f": {reason}" if reason else "") == found
+    if not isinstance(ops, TritonLayerOps):
+        assert ops == TorchLayerOps(heads_first=chosen.attention.name == "triton")
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a GPU without a C compiler: nothing is launched, neither attention nor sampling."""
+    monkeypatch.setattr(fallback, "triton_problem", lambda _: "There is no C compiler.")
+    monkeypatch.setattr("cbatch.engine.kernel_checks.gpu.GpuChecks", None)
+    monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
+    if name == "triton":
+        with pytest.raises(ConfigError, match=r"cannot be used on .*: There is no C compiler\."):
+            choose_execution(EngineConfig(attention=name), model_of(network()))
+        return
+    engine = kernel_engine(monkeypatch, samples=True)
+    assert rung_of(engine) == "reference, torch" and not engine._core._sampler.uses_kernel
+    assert engine.stats().fallback.endswith(f"on {DEVICE}: There is no C compiler.")
+    check_text(engine)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards other families: Triton's attention is checked as the layers call it; the reference replaces it."""
+    gemma = make_network("gemma2", num_hidden_layers=2, max_position_embeddings=16, attn_logit_softcapping=20.0)
+    monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
+    assert make_engine(gemma, device=str(DEVICE)).attention == "triton"
+    forms = []
+    right = triton_attention.attend_arguments
+
+    def without_softcap(query: Tensor, **options: Any) -> Any:
+        forms.append((options["window"], options["softcap"]))
+        return right(query, **options | {"softcap": None})
+
+    monkeypatch.setattr(triton_attention, "attend_arguments", without_softcap)
+    engine = make_engine(gemma, device=str(DEVICE))
+    assert engine.attention == "reference" and set(forms) == {(None, 20.0), (12, 20.0)}
+    assert "softcap, heads of 16) differs from torch by" in engine.stats().fallback
+
+
+def test_a_model_that_runs_nowhere(checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against blaming a kernel for a device on which not even torch runs."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(TorchLayerOps, "embed_and_norm", fail)
+    with pytest.raises(ModelError, match=r"even by operations of torch alone .*no kernel image is available"):
+        kernel_engine(monkeypatch)
+
+
+def test_nothing_is_checked_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time to start on a CPU, and users who ask for the reference there or anywhere."""
+    monkeypatch.setattr(fallback, "_step_down", None)
+    with make_engine(network()) as engine:
+        assert engine.stats().fallback == ""
+    cpu = torch.device("cpu")
+    assert select_attention("reference", cpu, [], 16, torch.float32).name == "reference"
+    asked = choose_execution(EngineConfig(attention="reference"), model_of(network()))
+    assert not asked.sampler.uses_kernel

@@ -1,0 +1,577 @@
+"""The checks of the kernels: they agree with what is right, and see every fault that is planted into one kernel.
+
+Without a GPU, Triton's interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.attention.cpu import CpuAttention
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.base.errors import ModelError
+from cbatch.base.quantization import STORED, Quantization
+from cbatch.engine.cuda_graphs import Run
+from cbatch.engine.kernel_checks import attention as attention_checks
+from cbatch.engine.kernel_checks import cpu as cpu_checks
+from cbatch.engine.kernel_checks import layer as layer_checks
+from cbatch.engine.kernel_checks import whole_step as step_checks
+from cbatch.engine.kernel_checks.attention import AttentionCall, AttentionChecks
+from cbatch.engine.kernel_checks.captured_step import check_captured
+from cbatch.engine.kernel_checks.comparison import product_tolerance
+from cbatch.engine.kernel_checks.kernel_check import KernelCheck, run_check
+from cbatch.engine.kernel_checks.layer import LayerChecks
+from cbatch.engine.kernel_checks.recurrent_calls import StateChunk
+from cbatch.engine.kernel_checks.sampling import check_sampling
+from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.cpu.matmul.formats import FLOAT32, FORMATS
+from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.cpu import CpuModel
+from cbatch.model.cuda import CudaModel
+from cbatch.model.float8 import float8_problem
+from cbatch.runtime.kv_cache import FP8, LayerShape, as_bytes
+from cbatch.sample.sampler import Sampler
+from scripts.benchmarks.models import Float8Tensors
+from tests.support.cuda_model import DEVICE, model_of
+from tests.support.programs import saved_model
+from tests.support.tiny_models import make_fast_engine, make_network
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.attention import triton as triton_attention
+from cbatch.attention.triton import TritonAttention
+from cbatch.kernels.triton.attention_decode import DecodeTuning
+from cbatch.kernels.triton.layer import TritonLayerOps
+from cbatch.kernels.triton.sampling import sample_rows
+
+pytestmark = pytest.mark.kernels
+CPU = torch.device("cpu")
+SHAPE = LayerShape(2, 12, 12)
+CALLS = [AttentionCall(4, SHAPE, 0.3), AttentionCall(4, SHAPE, 0.3, window=9, softcap=20.0, has_sinks=True)]
+CHUNKS = {
+    "decode attention": [(0, 1), (16, 17), (30, 31)],
+    "short chunk attention": [(0, 2), (20, 23), (8, 9)],
+    "prefill attention": [(0, 5), (3, 14)],
+}
+# Long enough to be split by `SPLITTING`; merging the longest takes a second turn of 16 splits.
+SPLITTING = DecodeTuning(split=8)
+SPLIT_CALL = AttentionCall(2, LayerShape(1, 12, 12), 0.3)
+LONG_CHUNKS = {"decode attention": [(0, 1), (263, 264)]}
+CAPTURED_STEPS = [(39, 40), (263, 264), (0, 1)], [(39, 40), (262, 264), (0, 1), (39, 59)]
+RECURRENT_STEPS = {"decode": [StateChunk(1, 1)], "chunks": [StateChunk(1), StateChunk(6, 4)]}
+STEPS = [(0, 3), (0, 1)], [(3, 4), (1, 3)], [(4, 5), (3, 4)], [(5, 6), (4, 5)]
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_checks, "CHUNKS", CHUNKS)
+    monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", CAPTURED_STEPS)
+    monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
+    monkeypatch.setattr(layer_checks, "STEPS", RECURRENT_STEPS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of(make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16))
+
+
+def wrong_of(checks: Any) -> list[str]:
+    return [check.name for check in checks if not check.agrees]
+
+
+def attention_errors(dtype: torch.dtype = torch.float32, calls: list[AttentionCall] = CALLS) -> list[KernelCheck]:
+    return list(AttentionChecks(TritonAttention(DEVICE), 16, dtype, DEVICE).run(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_right_attention_agrees(dtype: torch.dtype) -> None:
+    """Guards users of right kernels against a check that sends them away; each kernel and each form is checked."""
+    checks = attention_errors(dtype)
+    assert wrong_of(checks) == [] and len(checks) == 1 + 2 * len(CHUNKS)
+    assert "window 9, softcap, sinks, heads of 12" in checks[-1].name
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[..., None]) -> None:
+    """Damages what a function of the attention has written; it gets the function's arguments."""
+    right = getattr(triton_attention, name)
+
+    def wrong(*arguments: Any, **keywords: Any) -> None:
+        right(*arguments, **keywords)
+        damage(*arguments)
+
+    monkeypatch.setattr(triton_attention, name, wrong)
+
+
+def spoil_chunks(*arguments: Any) -> None:
+    out = arguments[3]
+    if len(out) > 3:  # not a step of the three decode rows
+        out[2:-1].fill_(torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("function", "damage", "found"),
+    [
+        ("store_kv", lambda keys, *_: keys[:, 0, 0].nan_to_num_(1.0), ["cache write"]),
+        ("attend_decode", lambda q, k, v, out, *_: out[-1].mul_(1.01), ["decode attention", "short chunk attention"]),
+        ("attend_prefill", spoil_chunks, ["short chunk attention", "prefill attention"]),
+    ],
+)
+def test_wrong_attention_is_seen(
+    function: str, damage: Callable[..., None], found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards each kernel of the attention: a wrong slot, a wrong row of 1%, and a row of NaN."""
+    plant(monkeypatch, function, damage)
+    checks = attention_errors(calls=CALLS[:1])
+    assert [name.partition(" (")[0] for name in wrong_of(checks)] == found
+
+
+def layer_check(model: Any, name: str) -> KernelCheck:
+    (check,) = (check for check in LayerChecks(model, 16, FP8).run() if check.name == name)
+    return check
+
+
+def more(keys: Tensor, by: int, places: int | None = 1) -> None:
+    """Moves numbers of a cache to other numbers of FP8, away from 0."""
+    there = (keys.float().abs() < 200).nonzero()[:places].unbind(1)
+    as_bytes(keys)[there] += by
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards right kernels that round the middle of two numbers elsewhere, and sees each of the wrong ones."""
+    model = model_of(make_network("qwen3", num_hidden_layers=1), dtype)
+    right = TritonLayerOps.prepare_heads
+    damages: list[tuple[Callable[[Tensor], None], bool]] = [
+        (lambda keys: None, True),
+        (lambda keys: more(keys, 1), True),
+        (lambda keys: more(keys, 4), False),
+        (lambda keys: more(keys, 1, None), False),
+        (lambda keys: as_bytes(keys)[..., -1, :].fill_(0x7F), False),
+        (lambda keys: as_bytes(keys)[..., 0, :].fill_(0), False),
+    ]
+    for damage, agrees in damages:
+
+        def wrong(*arguments: Any, damage: Callable[[Tensor], None] = damage) -> None:
+            right(*arguments)
+            damage(arguments[-2])
+
+        monkeypatch.setattr(TritonLayerOps, "prepare_heads", wrong)
+        assert layer_check(model, "prepare_heads").agrees is agrees
+
+
+def lose_split(split: int) -> Callable[..., None]:
+    """Leaves out a split of the last sequence, counted from its end if negative."""
+
+    def damage(*arguments: Any) -> None:
+        parts, metadata = arguments[4], arguments[5]
+        length, _, _, size, first = metadata.sequences[-1].tolist()[1:]
+        parts.sums[first + split % -(-length // size)] = -torch.inf
+
+    return damage
+
+
+def lose_last_tokens(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves out the last three tokens before the one that is computed."""
+
+    def attend(self: Any, query: Tensor, keys: Tensor, values: Tensor, metadata: Any, **options: Any) -> Tensor:
+        blocks = metadata.block_ids.view(len(metadata.sequences), -1)
+        for length, table in zip(metadata.sequences[:, 1].tolist(), blocks, strict=True):
+            for place in range(max(length - 4, 0), length - 1):
+                keys[table[place // 16], :, place % 16] = keys[table[0], :, 0]
+                values[table[place // 16], :, place % 16] = values[table[0], :, 0]
+        result: Tensor = right(self, query, keys, values, metadata, **options)
+        return result
+
+    return attend
+
+
+@pytest.mark.slow
+def test_small_faults_behind_long_pasts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what bfloat16 lets pass: rows behind long pasts are small beside that of a first token."""
+    monkeypatch.setattr(attention_checks, "CHUNKS", LONG_CHUNKS)
+    # The interpreter has no bfloat16, but its tolerance serves.
+    monkeypatch.setitem(attention_checks.TOLERANCES, torch.float32, attention_checks.TOLERANCES[torch.bfloat16])
+    checks = AttentionChecks(TritonAttention(DEVICE, SPLITTING), 16, torch.float32, DEVICE)
+
+    def error() -> float:
+        *_, check = checks.run([SPLIT_CALL])
+        return check.error / check.tolerance
+
+    assert error() < 0.05
+    for split in (0, -2, -1):
+        with monkeypatch.context() as patch:
+            plant(patch, "attend_decode", lose_split(split))
+            assert error() > 1, split
+    with monkeypatch.context() as patch:
+        patch.setattr(TritonAttention, "attend", lose_last_tokens(TritonAttention.attend))
+        assert error() > 1
+
+
+OPERATIONS = {name for name, value in vars(TorchLayerOps).items() if callable(value) and not name.startswith("_")}
+WRITTEN = {
+    "embed_and_norm": (3, 5), "add_and_norm": (0, 3), "select_and_norm": (5,), "normalize": (4,),
+    "prepare_heads": (3, 4, 5), "activate": (2,), "gate": (4,), "finish_logits": (0,), "expert_linear": (3,),
+    "combine": (3,), "convolve": (2, 4), "gated_delta": (3, 5), "selective_scan": (3, 5), "gated_norm": (4,),
+    "linear": (3,), "quantized_linear": (3,), "float8_linear": (3,), "look_up": (2,), "logits": (), "route": (),
+}  # fmt: skip
+"""The arguments that each operation writes; the last two return what they have computed."""
+QUANTIZED = ("quantized_linear", "look_up")
+NO_FLOAT8 = float8_problem(DEVICE, torch.float16)
+"""Why there is no `float8_linear` here; empty if there is."""
+RECURRENT = {
+    "convolve": "lfm2", "gated_delta": "qwen3_5_text", "selective_scan": "granitemoehybrid",
+    "gated_norm": "granitemoehybrid",
+}  # fmt: skip
+"""A family that calls an operation of recurrent layers."""
+
+
+@cache
+def family_model(family: str) -> Any:
+    saved = saved_model(family)
+    return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
+
+
+def varied_model() -> Any:
+    """Experts, a gate after attention, and norms on both sides."""
+    return family_model("afmoe")
+
+
+@cache
+def quantized_model() -> Any:
+    """Its embedding, which is its head, has integers, too."""
+    network = make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16, tie_word_embeddings=True)
+    weights = network.config.to_dict(), network.state_dict()
+    return CudaModel(*weights, torch.float32, DEVICE, quantize=Quantization("int8"))
+
+
+@cache
+def float8_model() -> Any:
+    """Its linears have activations that are rounded to FP8."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    network = make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16, **sizes)
+    weights = network.config.to_dict(), Float8Tensors(network.state_dict())
+    return CudaModel(*weights, torch.float16, DEVICE, quantize=Quantization(STORED, "fp8"))
+
+
+def models_of(name: str, model: Any) -> Any:
+    """A model that calls an operation."""
+    if name == "linear":
+        return model.as_batch_invariant()
+    if name == "float8_linear":
+        return float8_model()
+    if name in QUANTIZED:
+        return quantized_model()
+    families = {"finish_logits": "gemma2", "normalize": "olmo2"} | RECURRENT
+    if name in families:
+        return family_model(families[name])
+    return varied_model() if name in ("gate", "route", "expert_linear", "combine") else model
+
+
+def test_right_layer_kernels_agree(model: Any) -> None:
+    """Guards the checks of a layer: every operation that some model calls has one."""
+    seen = set()
+    for each in (
+        model,
+        *(
+            models_of(name, model)
+            for name in ("linear", "gate", "finish_logits", "normalize", "look_up", "float8_linear", *RECURRENT)
+        ),
+    ):
+        checks = list(LayerChecks(each, 16).run())
+        assert wrong_of(checks) == []
+        seen |= {check.name for check in checks}
+    missing = {"logits", *(["float8_linear"] if NO_FLOAT8 else [])}
+    assert seen >= OPERATIONS - missing | {"output head"} and WRITTEN.keys() == OPERATIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, argument) for name, places in WRITTEN.items() for argument in (places or (None,))],
+)
+def test_wrong_layer_kernels_are_seen(
+    name: str, argument: int | None, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards each operation: one wrong number in any tensor that it writes."""
+    if name == "float8_linear" and NO_FLOAT8:
+        pytest.skip(NO_FLOAT8)
+    right = getattr(TritonLayerOps, name)
+
+    def wrong(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = right(self, *arguments, **keywords)
+        tensor = arguments[argument] if argument is not None else result.weights if name == "route" else result
+        if tensor is not None:
+            tensor[tensor.isfinite().nonzero()[-1].unbind()] += 0.5
+        return result
+
+    monkeypatch.setattr(TritonLayerOps, name, wrong)
+    seen = " ".join(wrong_of(LayerChecks(models_of(name, model), 16).run()))
+    assert ("output head" if name == "logits" else name) in seen
+
+
+@pytest.mark.slow
+def test_a_whole_step(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a model that calls right kernels wrongly, and one that is right."""
+    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
+    assert expected.calls == (AttentionCall(4, LayerShape(2, 16, 16), 0.25),)
+    assert expected.check("a whole step", model, TritonAttention(DEVICE), 16).agrees
+    attend = TritonAttention.attend
+    monkeypatch.setattr(TritonAttention, "attend", lambda *a, **options: attend(*a, **options | {"scale": 0.5}))
+    check = expected.check("a whole step", model, TritonAttention(DEVICE), 16)
+    assert not check.agrees and check.reason.startswith("a whole step differs from torch by 0.")
+
+
+def at_once(run: Run) -> Run:
+    """Captures a step so that its replay runs it again."""
+    return run
+
+
+def never(run: Run) -> Run:
+    """Captures a step so that its replay leaves what it gave when it was captured."""
+    return lambda: None
+
+
+def not_allowed(run: Run) -> Run:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capture", "reason"),
+    [
+        (at_once, "a captured step differs from torch by "),
+        (never, "a captured step differs from torch by "),
+        (not_allowed, "a captured step fails (operation not permitted when stream is capturing)."),
+    ],
+)
+def test_captured_steps(capture: Callable[[Run], Run], reason: str, model: Any) -> None:
+    """Guards replays: one that does not read its new inputs is seen, and so is a capture that fails."""
+    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
+    by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
+    check = check_captured(expected, by_torch, TritonAttention(DEVICE), sampler, 16, capture)
+    assert check.agrees is (capture is at_once) and check.reason.startswith(reason)
+
+
+def without_second_turn(patch: pytest.MonkeyPatch) -> None:
+    def damage(*arguments: Any) -> None:
+        parts, metadata = arguments[4], arguments[5]
+        length, count, size, first = metadata.sequences[1, [1, 2, 4, 5]].tolist()
+        parts.sums[first + 16 * count : first + -(-length // max(size, 1)) * count] = -torch.inf
+
+    plant(patch, "attend_decode", damage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "capture", "agrees"),
+    [
+        (lambda _: None, at_once, True),
+        (lambda _: None, never, False),
+        (without_second_turn, at_once, False),
+    ],
+)
+def test_captured_attention(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    capture: Callable[[Run], Run],
+    agrees: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards the buffers of captured steps that are split, and the merging of their partial results."""
+    fault(monkeypatch)
+    attention = TritonAttention(DEVICE, SPLITTING)
+    checks = AttentionChecks(attention, 16, torch.float32, DEVICE)
+    check = checks.check_captured(attention, [replace(SPLIT_CALL, window=9), SPLIT_CALL], capture)
+    assert check.agrees is agrees and not check.failure
+
+
+def test_tf32_is_no_fault() -> None:
+    """Guards programs that allow TF32 against stepping down; the other types are not affected."""
+    assert product_tolerance(torch.float32, 1e-3) == 1e-3
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "tf32"
+        assert product_tolerance(torch.float32, 1e-3) == 1e-2 and product_tolerance(torch.float16, 1e-3) == 1e-3
+    finally:
+        products.fp32_precision = before
+
+
+@pytest.mark.slow
+def test_captured_samples(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the tokens that a captured step samples: parameters that do not reach it are seen."""
+    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
+    by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
+    monkeypatch.setattr("cbatch.engine.cuda_graphs._Shared.fill_words", lambda *_: None)
+    assert not check_captured(expected, by_torch, TritonAttention(DEVICE), sampler, 16, at_once).agrees
+
+
+def test_right_sampling_agrees() -> None:
+    """Guards users of the right kernel, and a row that is not a number, which has to be seen as such."""
+    assert check_sampling(Sampler(DEVICE, kernel=True), 89).agrees
+    sampler = Sampler(DEVICE, kernel=True)
+    sampler._kernel = lambda logits, *rest: sample_rows(logits.nan_to_num(), *rest)
+    check = check_sampling(sampler, 89)
+    assert not check.agrees and check.reason == "sampling fails (a row that is not a number looks like one)."
+
+
+class Forgetful(Sampler):
+    """Leaves something out."""
+
+    def __init__(self, forgotten: dict[str, Any]) -> None:
+        super().__init__(CPU, kernel=False)
+        self._forgotten = forgotten
+
+    def sample(self, logits: Tensor, requests: Any, positions: Any, argmax: Any = None, masks: Any = None) -> Any:
+        params = {key: value for key, value in self._forgotten.items() if hasattr(requests[0].params, key)}
+        requests = [copy(request) for request in requests]
+        for request in requests:
+            request.params = replace(request.params, **params)
+        for name in {"masks", "positions"} & self._forgotten.keys():
+            masks, positions = (None, positions) if name == "masks" else (masks, [9] * len(positions))
+        return super().sample(logits, requests, positions, argmax, masks)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "agrees"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, False),
+        ({"top_k": 0}, False),
+        ({"top_p": 1.0}, False),
+        ({"min_p": 0.0}, False),
+        ({"masks": None}, False),
+        ({"positions": None}, False),
+    ],
+    ids=str,
+)
+def test_wrong_sampling_is_seen(forgotten: dict[str, Any], agrees: bool) -> None:
+    """Guards each filter, the mask and the noise, and the reason that a user reads: nothing is rounded here."""
+    check = check_sampling(Forgetful(forgotten), 300)
+    assert check.agrees is agrees and re.search(r"than torch in \d+% of the rows\.$|another one\)\.$", check.reason)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_workload_does_not_fit_into_a_cache(window: int | None) -> None:
+    """Guards shares of the bandwidth: behind a short window, more sequences read as many bytes."""
+    checks = AttentionChecks(ReferenceAttention(), 16, torch.float32, CPU, workload_bytes=2**20)
+    work = checks._workload("decode attention", replace(SPLIT_CALL, window=window))
+    assert 0.9 * 2**20 < work.bytes_read <= 2**20
+
+
+def test_what_raises_is_a_sentence() -> None:
+    """Guards the reason that a user reads: the kind of the error and its first line."""
+
+    class OutOfResources(Exception):
+        pass
+
+    def fail() -> float:
+        raise OutOfResources("out of resource: shared memory, Required: 131072, Hardware limit: 101376.\nReduce it.")
+
+    check = run_check("decode attention", CPU, 0.1, fail)
+    assert not check.agrees
+    assert check.reason == (
+        "decode attention fails (OutOfResources: out of resource: shared memory, Required: 131072, "
+        "Hardware limit: 101376)."
+    )
+
+
+def test_a_lost_device_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against stepping down on a GPU on which nothing runs any more."""
+
+    def fail(*_: Any) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("cbatch.engine.kernel_checks.kernel_check.synchronize", fail)
+    with pytest.raises(ModelError, match=r"illegal memory access.*start again with --attention reference"):
+        run_check("decode attention", CPU, 0.1, fail)
+
+
+@pytest.fixture
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SteppingEngine]:
+    monkeypatch.setattr(cpu_checks, "_WORKLOAD_BYTES", 2**10)
+    with make_fast_engine(make_network("qwen3", hidden_size=64)) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+def test_right_kernels_of_a_cpu_agree(cpu_engine: SteppingEngine) -> None:
+    """Guards `info --check` on a CPU: every kernel is there, and can be timed."""
+    checks = list(cpu_engine.check_kernels())
+    assert wrong_of(checks) == []
+    assert [check.name.partition(" (")[0] for check in checks] == [
+        *CHUNKS,
+        "linear, one row",
+        "linear, many rows",
+        "a whole step, against transformers",
+        "argmax",
+        "sampling",
+    ]
+    for check in checks:
+        if check.workload is not None:
+            work = check.workload()
+            work.run()
+            assert (work.bytes_read > 0) != (work.flops > 0)
+
+
+@pytest.mark.parametrize("kind", range(len(FORMATS)), ids=FORMATS)
+def test_products_are_compared_in_every_format(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the check of a model whose weights are in a format that only files have."""
+    dtype = torch.float32 if kind == FLOAT32 else torch.bfloat16
+    right, wrong = (cpu_checks._Product(64, 96, dtype, kind, 1) for _ in range(2))
+    assert all(right.error(rows) <= right.tolerance for rows in (1, 20))
+    for name in ("pack_weight", "pack_integers"):
+        pack = getattr(cpu_checks, name)
+        monkeypatch.setattr(cpu_checks, name, lambda *given, pack=pack: np.roll(pack(*given), 4))
+    assert wrong.error(20) > wrong.tolerance
+
+
+def wrong_weights(patch: pytest.MonkeyPatch) -> None:
+    pack = cpu_checks.pack_weight
+    patch.setattr(cpu_checks, "pack_weight", lambda *given: np.roll(pack(*given), 1))
+
+
+def wrong_attention(patch: pytest.MonkeyPatch) -> None:
+    attend = CpuAttention.attend
+    patch.setattr(CpuAttention, "attend", lambda *arguments, **options: 1.1 * attend(*arguments, **options))
+
+
+def wrong_steps(patch: pytest.MonkeyPatch) -> None:
+    forward = CpuModel.forward
+
+    def wrong(*arguments: Any) -> Any:
+        logits = forward(*arguments)
+        logits.values[:, 0] += 40.0
+        return logits
+
+    patch.setattr(CpuModel, "forward", wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (wrong_attention, [*CHUNKS]),
+        (wrong_weights, ["linear, one row", "linear, many rows"]),
+        (wrong_steps, ["a whole step, against transformers", "argmax"]),
+    ],
+)
+def test_wrong_kernels_of_a_cpu_are_seen(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    found: list[str],
+    cpu_engine: SteppingEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards each check of a CPU."""
+    plant(monkeypatch)
+    assert [name.partition(" (")[0] for name in wrong_of(cpu_engine.check_kernels())] == found

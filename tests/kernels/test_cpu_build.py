@@ -1,0 +1,94 @@
+"""Guards kernels that other processes compile: they are found on disk, and nothing depends on those processes."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import types
+
+from cbatch.kernels.cpu import jit
+from cbatch.kernels.cpu.build import built_beside
+from cbatch.kernels.cpu.jit import Part, address_of, call_address, is_kept
+from cbatch.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.kernels.cpu.work_queue import Worker
+from tests.support.fake_replicas import wait_until
+
+pytestmark = pytest.mark.kernels
+
+
+def triple(number: int) -> int:
+    return 3 * number
+
+
+def add_up(worker: Worker, numbers: Any) -> int:
+    total = 0
+    for number in numbers:
+        total += number
+    return total
+
+
+@jit.entry
+def call_part(worker: Worker, address: int, numbers: Any, out: Any) -> None:
+    out[0] = call_address(address, (worker, numbers))
+
+
+TRIPLE = Part(triple, types.int64(types.int64))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where code is kept, for this process and those that it starts."""
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for function in (jit._callback, address_of):
+        function.cache_clear()
+    return tmp_path
+
+
+def call(address: int) -> int:
+    return int(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(5))
+
+
+def test_another_process_compiles(folder: Path) -> None:
+    """Guards the first start: the code comes from another process, and is not compiled here."""
+    assert not is_kept(TRIPLE)
+    with built_beside([TRIPLE], processes=1):
+        wait_until(lambda: is_kept(TRIPLE), seconds=60)
+    assert call(address_of(TRIPLE)) == 15
+    assert jit._callback(TRIPLE).cache_hits == 1
+
+
+@pytest.mark.parametrize(("program", "processes"), [("/bin/false", 1), ("/no/such/program", 1), (sys.executable, 0)])
+def test_nothing_depends_on_it(folder: Path, program: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a start where such a process fails, or cannot be started, or there is no processor for it."""
+    monkeypatch.setattr("sys.executable", program)
+    with built_beside([TRIPLE], processes):
+        assert call(address_of(TRIPLE)) == 15
+    assert jit._callback(TRIPLE).cache_hits == 0 and is_kept(TRIPLE)
+
+
+def test_a_frozen_program_starts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards programs that were made into one file: they would start themselves, again and again."""
+    monkeypatch.setattr("sys.frozen", True, raising=False)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with built_beside([TRIPLE], processes=2):
+        assert not is_kept(TRIPLE)
+
+
+def test_other_types_are_refused() -> None:
+    """Guards memory: what is called by its address would read an array of other numbers as if it were its own."""
+    pool, numbers, out = shared_thread_pool(1), np.arange(5), np.zeros(1, np.int64)
+    worker = types.NamedTuple([types.int64[::1], types.int64], Worker)
+    address = address_of(Part(add_up, types.int64(worker, types.int64[::1])))
+    pool.compile(call_part, address, numbers, out)
+    pool.run(call_part, address, numbers, out)
+    assert out[0] == 10
+    for wrong in (numbers[::2], numbers.astype(np.float32)):
+        with pytest.raises(TypeError, match="No matching definition"):
+            pool.run(call_part, address, wrong, out)
+    assert out[0] == 10

@@ -1,0 +1,244 @@
+"""Guards products with quantized weights: formats, the rounding of rows, and the loops of every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from cbatch.kernels.cpu import jit
+from cbatch.kernels.cpu.activation import ActivationParams
+from cbatch.kernels.cpu.matmul import linear
+from cbatch.kernels.cpu.matmul import quantized as loops
+from cbatch.kernels.cpu.matmul.formats import (
+    BFLOAT16,
+    FLOAT32,
+    FORMATS,
+    GROUP,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    IQ4_NL,
+    LEVELS,
+    MXFP4,
+    OFFSETS,
+    matrix_bytes,
+    pack_integers,
+    pack_weight,
+    unpack_column,
+)
+from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
+from cbatch.kernels.cpu.matmul.quantized_rows import quantize_row, quantized_row_bytes
+from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.model.packing import quantized
+from tests.support.kernels import callable_kernel
+
+pytestmark = pytest.mark.kernels
+
+NOTHING = np.empty(0, np.float32)
+COLUMNS, PADDED = 70, 96
+QUANTIZED = range(INT8, len(FORMATS))
+unpack, quantize = callable_kernel(unpack_column), callable_kernel(quantize_row)
+
+
+@jit.entry
+def matmul(worker: Worker, a: Any, matrix: Any, out: Any, mode: int, workspace: Any) -> None:
+    linear.matmul(worker, 0, a, matrix, out, mode, ActivationParams(0, matrix.bias), workspace)
+
+
+def bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def as_float(numbers: NDArray[np.uint16]) -> NDArray[np.float64]:
+    return (numbers.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def rows_of(count: int, depth: int) -> NDArray[np.uint16]:
+    return bfloat16(np.random.default_rng(depth).standard_normal((count, depth), dtype=np.float32))
+
+
+def draw(kind: int, depth: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """A matrix [columns, depth] packed, and its numbers."""
+    generator, groups = np.random.default_rng(depth), -(-depth // GROUP)
+    low, high = (-127, 128) if kind == INT8 else (0, 16)
+    integers = generator.integers(low, high, (COLUMNS, depth))
+    scales = generator.uniform(0.5, 2, (COLUMNS, groups)).astype(np.float16)
+    zeros = generator.uniform(0, 15, (COLUMNS, groups)).astype(np.float16) if kind == INT4_ZEROS else None
+
+    def spread(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        return np.repeat(numbers.astype(np.float64), GROUP, axis=1)[:, :depth]
+
+    if kind == MXFP4:
+        scales = np.exp2(generator.integers(-3, 4, (COLUMNS, groups)).astype(np.float32))
+    centred = np.array(LEVELS[kind])[integers] if kind in LEVELS else integers - 8 * (kind == INT4)
+    centred = centred if zeros is None else integers - spread(zeros)
+    return pack_integers(kind, integers, scales, zeros), centred * spread(scales)
+
+
+def multiply(
+    a: NDArray[Any], packed: NDArray[np.uint8], kind: int, left_bytes: int, out: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """a [rows, depth] times the matrix; added to `out` if it is given."""
+    mode, out = WRITE if out is None else ADD, np.full((len(a), PADDED), np.nan, np.float32) if out is None else out
+    workspace = new_linear_workspace(1, [kind], a.shape[1], rows=len(a), left_bytes=left_bytes)
+    workspace.rows[:] = workspace.few_rows[:] = 0xFF  # NaN, where nothing is written
+    matrix = PackedMatrix(packed, 0, kind, NOTHING, NOTHING)
+    matmul(Worker(new_work_queue(), 0), a, matrix, out, mode, workspace)
+    return out[:, :COLUMNS]
+
+
+@pytest.fixture(params=["avx512", "256 bits", "any processor"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The loops of this processor, and those of ones that have less, compiled anew."""
+    if request.param != "avx512":
+        monkeypatch.setattr(loops, "HAS_VNNI", False)
+        monkeypatch.setattr(loops, "HAS_VNNI_256", request.param == "256 bits" and jit.HAS_VNNI_256)
+        monkeypatch.setattr(loops, "ROW_COUNTS", (1, 2))
+        monkeypatch.setattr(loops, "MAX_ROWS", 2)
+        kept = {name: width for name, width in loops._LOOKUPS.items() if width == 32 and request.param == "256 bits"}
+        monkeypatch.setattr(loops, "_LOOKUPS", kept)
+        monkeypatch.setattr(jit, "_keep", lambda *_: None)
+    loops.quantized_address.cache_clear()
+    yield
+    loops.quantized_address.cache_clear()
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+def test_products(kind: int, instructions: None) -> None:
+    """Guards every instruction set, depths that end within a block or a group, and every number of rows."""
+    for depth, left_bytes in product((16, 80, 336), (1, 2)):
+        packed, numbers = draw(kind, depth)
+        assert packed.nbytes == matrix_bytes(kind, COLUMNS, depth)
+        a = rows_of(29, depth)
+        found, expected = multiply(a, packed, kind, left_bytes), as_float(a) @ numbers.T
+        sizes = np.linalg.norm(as_float(a), axis=1)[:, None] * np.linalg.norm(numbers, axis=1)
+        assert (np.abs(found - expected) / sizes).max() < (8e-3 if left_bytes == 1 else 3e-5)
+        for rows in range(1, 14):
+            assert np.array_equal(multiply(a[:rows].copy(), packed, kind, left_bytes), found[:rows])
+        before = np.ones((29, PADDED), np.float32)
+        assert np.allclose(multiply(a, packed, kind, left_bytes, before), found + 1, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+def test_rows_that_are_integers_lose_nothing(kind: int) -> None:
+    """Guards the integer sums: with rows that rounding does not change they are those of float64."""
+    packed, numbers = draw(kind, 336)
+    a = np.random.default_rng(1).integers(-127, 128, (7, 336)).astype(np.float32)
+    a[:, ::16] = 127  # so that a block's unit is 1
+    assert np.allclose(multiply(bfloat16(a), packed, kind, 1), a @ numbers.T, rtol=2e-6, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+def test_extreme_sums(kind: int) -> None:
+    """Guards the int32 against overflow: all weights and all numbers of a row are as large as they can be."""
+    for sign, left_bytes in product((-1, 1), (1, 2)):
+        a = bfloat16(np.full((1, 512), sign, np.float32))
+        ones, zeros = np.ones((COLUMNS, 16)), np.zeros((COLUMNS, 16)) if kind == INT4_ZEROS else None
+        most = {INT8: -127, INT4: 0, INT4_ZEROS: 15, MXFP4: 15, IQ4_NL: 0}[kind]
+        weight = LEVELS[kind][most] if kind in LEVELS else most - 8 * (kind == INT4)
+        packed = pack_integers(kind, np.full((COLUMNS, 512), most), ones, zeros)
+        assert np.allclose(multiply(a, packed, kind, left_bytes), sign * weight * 512, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
+    """Guards rows with NaN or infinity, which must come out as NaN, and tiny ones, which may become 0."""
+    a = rows_of(9, 64)
+    packed, _ = draw(kind, 64)
+    clean = multiply(a, packed, kind, 1)
+    for row, value in enumerate([float("nan"), float("inf"), float("-inf")]):
+        a[row, 5] = torch.tensor([value]).bfloat16().view(torch.uint16).item()
+    a[3] = torch.tensor([1e-38]).bfloat16().view(torch.uint16).item()
+    found = multiply(a, packed, kind, 1)
+    assert np.isnan(found[:3]).all() and (found[3] == 0).all() and np.array_equal(found[4:], clean[4:])
+
+
+@pytest.mark.parametrize("left_bytes", [1, 2])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+def test_rows_as_integers(kind: int, left_bytes: int) -> None:
+    """Guards the memory of a row number by number: whole groups, the end of a depth, both types, nothing behind it."""
+    integers, most = (np.int8, 127) if left_bytes == 1 else (np.int16, 32767)
+    for row in (rows_of(1, 80)[0], np.random.default_rng(1).standard_normal(75, dtype=np.float32)):
+        numbers = row if row.dtype == np.float32 else as_float(row).astype(np.float32)
+        memory = np.full(quantized_row_bytes(left_bytes, len(row)), 0xAA, np.uint8)
+        quantize(row, memory, kind, left_bytes)
+        padded = np.pad(numbers, (0, -len(numbers) % GROUP)).reshape(-1, GROUP)
+        size = GROUP * left_bytes + 8
+        for group, part in zip(memory[: len(padded) * size].reshape(-1, size), padded, strict=True):
+            largest = np.abs(part).max()
+            found = group[:-8].view(integers)
+            if left_bytes == 2:
+                found = found.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(-1)
+            assert np.array_equal(found, np.rint(part * (np.float32(most) / largest)))
+            assert group[-8:-4].view(np.float32)[0] == largest / np.float32(most)
+            total = int(found.sum(dtype=np.int64))
+            if kind == INT4_ZEROS:
+                assert group[-4:].view(np.float32)[0] == -total
+            else:
+                assert group[-4:].view(np.int32)[0] == -OFFSETS[kind] * total
+        assert (memory[len(padded) * size :] == 0xAA).all()
+
+
+def test_wrong_scales_are_seen() -> None:
+    """Guards the comparisons above: scales of the neighbouring group would be noticed."""
+    integers = np.random.default_rng(0).integers(0, 16, (COLUMNS, 64))
+    a, scales = rows_of(3, 64), np.tile([1.0, 2.0], (COLUMNS, 1))
+    right = multiply(a, pack_integers(INT4, integers, scales), INT4, 1)
+    wrong = multiply(a, pack_integers(INT4, integers, scales[:, ::-1]), INT4, 1)
+    assert np.abs(right - wrong).max() > 0.5
+
+
+@pytest.mark.parametrize("kind", range(len(FORMATS)), ids=FORMATS)
+def test_columns_that_are_read_back(kind: int) -> None:
+    """Guards embeddings that are read from a packed head, in every format."""
+    if kind in (FLOAT32, BFLOAT16):
+        given = np.random.default_rng(0).standard_normal((COLUMNS, 64), dtype=np.float32)
+        weight = given if kind == FLOAT32 else bfloat16(given)
+        packed, numbers = pack_weight(weight), given if kind == FLOAT32 else as_float(weight)
+    else:
+        packed, numbers = draw(kind, 64)
+    memory = np.concatenate([np.zeros(128, np.uint8), packed])
+    for column in (0, 15, 16, 33, COLUMNS - 1):
+        out = np.full(64, np.nan, np.float32)
+        unpack(memory, 128, kind, column, np.float32(2), out)
+        assert np.allclose(out, 2 * numbers[column], rtol=1e-6)
+
+
+def test_scales_that_float16_does_not_have() -> None:
+    """Guards the scales of MXFP4: every power of 2 that its 8 bits name, down to those that float32 denormalizes."""
+    scales = np.ldexp(np.float32(1), np.array([[-128, -40], [17, 120]]))
+    packed = pack_integers(MXFP4, np.full((2, 64), 7), scales)
+    for column in (0, 1):
+        out = np.empty(64, np.float32)
+        unpack(packed, 0, MXFP4, column, np.float32(0.5), out)
+        assert np.array_equal(out, np.repeat(6 * scales[column].astype(np.float64), GROUP).astype(np.float32))
+    rows = np.eye(64, dtype=np.float32)[[0, 32]]
+    assert np.allclose(multiply(bfloat16(rows), packed, MXFP4, 1)[:, :2], 12 * scales.T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4], ids=lambda kind: FORMATS[kind])
+def test_rounding_of_weights(kind: int) -> None:
+    """Guards the integers of a weight: within one step of it, half a step for most, and zeros stay zeros."""
+    weight = torch.randn(40, 80, generator=torch.Generator().manual_seed(0))
+    weight[3, :32] = 0
+    integers, scales = quantized(weight, kind)
+    steps = scales.repeat_interleave(GROUP, dim=1)[:, :80]
+    rounded = (integers.float() - 8 * (kind == INT4)) * steps
+    assert (rounded[3, :32] == 0).all()
+    assert integers.min() >= (-127 if kind == INT8 else 0) and integers.max() <= (127 if kind == INT8 else 15)
+    errors = (rounded - weight).abs() / steps.abs().clamp(min=1e-9)
+    assert errors.max() <= 1.01 and errors.median() < 0.3
+
+
+def test_the_first_of_the_largest_numbers_decides() -> None:
+    """Guards int4 groups that have their largest number with both signs: llama.cpp takes the first for the scale."""
+    weight = torch.randint(-3, 4, (64, 96), generator=torch.Generator().manual_seed(0)).float()
+    _, scales = quantized(weight, INT4)
+    for group, scale in zip(weight.view(-1, GROUP).tolist(), scales.flatten().tolist(), strict=True):
+        assert scale == max(group, key=abs) / -8

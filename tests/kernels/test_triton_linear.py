@@ -1,0 +1,97 @@
+"""Guards products in tiles of one size: right for every shape, and a row's bits depend on nothing but the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.device import DEVICE
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.kernels.layer_ops import ExpertWeights, Router
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.triton.layer import TritonLayerOps
+from cbatch.kernels.triton.products import linear
+from cbatch.kernels.triton.products.linear import LinearTile
+
+pytestmark = pytest.mark.kernels
+
+OPS = {"triton": TritonLayerOps(90, True), "triton, without matrix units": TritonLayerOps(75, True)}
+DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def product(ops: TritonLayerOps, source: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.full((len(source), len(matrix)), torch.nan, device=DEVICE)
+    ops.linear(source, matrix, bias, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+def test_linear(ops: TritonLayerOps, dtype: torch.dtype) -> None:
+    """Guards tiles that are not full, depths that end within one, biases, both types of results, and logits."""
+    for rows, columns, depth in [(1, 40, 64), (3, 33, 100), (70, 130, 160)]:
+        source, matrix = draw(rows, depth, dtype=dtype), draw(columns, depth, dtype=dtype, seed=1)
+        bias = draw(columns, dtype=dtype, seed=2)
+        exact = source.double() @ matrix.double().T
+        torch.testing.assert_close(product(ops, source, matrix).double(), exact, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(ops.logits(source, matrix).double(), exact, rtol=1e-5, atol=2e-5)
+        out = torch.full((rows, columns), torch.nan, dtype=dtype, device=DEVICE)
+        ops.linear(source, matrix, bias, out)
+        torch.testing.assert_close(out.double(), exact + bias.double(), rtol=2e-3, atol=2e-3)
+
+
+def differing(multiply: Callable[[Tensor], Tensor], source: Tensor) -> int:
+    """How many rows have other bits alone than among all others, or in another place among some of them."""
+    whole, reversed_ = multiply(source), multiply(source[:40].flip(0).contiguous()).flip(0)
+    alone = torch.cat([multiply(row) for row in source[:40].split(1)])
+    assert whole.isfinite().all()
+    return int(((whole[:40] != alone) | (whole[:40] != reversed_)).any(1).sum())
+
+
+@pytest.mark.usefixtures("placeless_products")
+@pytest.mark.parametrize("kind", ["numbers", "int4", "experts"])
+def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
+    """Guards `--deterministic`: numbers of rows for which there would be other tiles otherwise."""
+    ops, source, router = TritonLayerOps(90, True), draw(70, 160, dtype=torch.float16), Router(2, "softmax")
+    matrix, scores = draw(70, 160, dtype=torch.float16, seed=1), draw(160, 6, seed=2)
+    packed = QuantizedMatrix.empty("int4", 70, 160, DEVICE)
+    packed.fill(0, torch.randint(0, 16, (70, 160), dtype=torch.uint8).to(DEVICE), draw(70, 5, seed=3).half().abs())
+    experts = ExpertWeights(draw(6, 70, 160, dtype=torch.float16, seed=4), None)
+
+    def multiply(rows: Tensor) -> Tensor:
+        if kind == "numbers":
+            return product(ops, rows, matrix)
+        if kind == "int4":
+            return ops.logits(rows, packed)
+        routing = ops.route(rows.float() @ scores, router)
+        each = torch.empty(2 * len(rows), 70, dtype=torch.float16, device=DEVICE)
+        ops.expert_linear(rows, routing, experts, each, gathers=True, weighs=False)
+        out = torch.empty(len(rows), 70, device=DEVICE)
+        weights = torch.ones_like(routing.weights)  # those of another product would differ
+        ops.combine(each, routing._replace(weights=weights), 1.0, out, weighs=True, add=False)
+        return out
+
+    assert differing(multiply, source) == 0
+
+
+@pytest.mark.usefixtures("placeless_products")
+def test_a_tile_that_depends_on_the_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the worth of the test above: it notices sums that are cut elsewhere with few rows."""
+    ops, source, matrix = TritonLayerOps(90, True), draw(70, 160), draw(33, 160, seed=1)
+    assert differing(lambda rows: product(ops, rows, matrix), source) == 0
+
+    def by_rows(rows: Tensor) -> Tensor:
+        tile = LinearTile(32, 32, 16 if len(rows) == 1 else 64, 4, 2)
+        monkeypatch.setattr(linear.LinearTile, "of", lambda *_: tile)
+        return product(ops, rows, matrix)
+
+    assert differing(by_rows, source) > 20

@@ -1,0 +1,155 @@
+"""Guards products with weights of 8 and 4 bits, by Triton's kernels and by torch, against products in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.device import DEVICE
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.kernels.layer_ops import ExpertWeights, LayerOps, Router
+from cbatch.kernels.quantized_matrix import KINDS, QuantizedMatrix
+from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.kernels.triton.layer import TritonLayerOps
+
+pytestmark = pytest.mark.kernels
+
+OPS: dict[str, LayerOps] = {
+    "triton": TritonLayerOps.for_device(DEVICE),
+    "triton, without matrix units": TritonLayerOps(75),
+    "torch": TorchLayerOps(heads_first=True),
+}
+LEVELS = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
+DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
+SIZES = [(1, 40, 64), (3, 33, 100), (20, 130, 288), (70, 70, 32)]
+"""Rows, columns and depth, few of which are multiples of anything."""
+
+
+@pytest.fixture(params=OPS)
+def ops(request: pytest.FixtureRequest) -> LayerOps:
+    return OPS[request.param]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def drawn_matrix(kind: str, columns: int, depth: int, out: QuantizedMatrix, seed: int = 0) -> Tensor:
+    """Fills a matrix in two pieces. Returns its numbers [columns, depth] in float64."""
+    generator, groups = np.random.default_rng(seed), -(-depth // 32)
+    scales = generator.uniform(0.01, 0.1, (columns, groups)).astype(np.float16)
+    if kind == "fp8":
+        return drawn_float8(columns, depth, out, seed)
+    if kind == "mxfp4":
+        scales = np.exp2(generator.integers(-6, -2, (columns, groups))).astype(np.float16)
+    zeros = generator.uniform(0, 15, (columns, groups)).astype(np.float16) if kind == "int4_zeros" else None
+    low, high = (-128, 128) if kind == "int8" else (0, 16)
+    numbers = generator.integers(low, high, (columns, depth)).astype(np.int8 if kind == "int8" else np.uint8)
+    cut = columns // 3
+    for first, stop in ((0, cut), (cut, columns)):
+        parts = [None if part is None else torch.from_numpy(part[first:stop]) for part in (numbers, scales, zeros)]
+        assert parts[0] is not None and parts[1] is not None
+        out.fill(first, parts[0].to(DEVICE), parts[1].to(DEVICE), None if parts[2] is None else parts[2].to(DEVICE))
+    middle = {"int8": 0.0, "int4": 8.0}.get(kind) if zeros is None else np.repeat(zeros, 32, 1)[:, :depth]
+    wide = np.array(LEVELS)[numbers] if kind == "mxfp4" else numbers - np.asarray(middle, np.float64)
+    exact = np.repeat(scales, 32, 1)[:, :depth].astype(np.float64) * wide
+    return torch.from_numpy(exact).to(DEVICE)
+
+
+def drawn_float8(columns: int, depth: int, out: QuantizedMatrix, seed: int) -> Tensor:
+    """The same for FP8, with a scale for as many numbers as `out` has."""
+    numbers = draw(columns, depth, seed=seed).to(torch.float8_e4m3fn)
+    scales = draw(columns, -(-depth // out.group), seed=seed + 1).abs() + 1e-9
+    out.fill(0, numbers.view(torch.uint8), scales)
+    return numbers.double() * scales.double().repeat_interleave(out.group, dim=1)[:, :depth]
+
+
+def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Weights are rounded to the type of the rows, and so are the sums."""
+    assert bool(found.isfinite().all())
+    error = (found.double() - expected).abs().amax(1) / expected.abs().amax(1)
+    assert float(error.max()) < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear(ops: LayerOps, kind: str, dtype: torch.dtype) -> None:
+    """Guards every format, tiles that are not full, depths that end within a part, biases, and logits."""
+    for rows, columns, depth in SIZES:
+        matrix = QuantizedMatrix.empty(kind, columns, depth, DEVICE)
+        exact = drawn_matrix(kind, columns, depth, matrix)
+        torch.testing.assert_close(matrix.values(slice(1, columns)).double(), exact[1:], rtol=1e-6, atol=1e-6)
+        source, bias = draw(rows, depth, dtype=dtype), draw(columns, dtype=dtype, seed=1)
+        out = torch.full((rows, columns), torch.nan, dtype=dtype, device=DEVICE)
+        expected = source.double() @ exact.T
+        ops.quantized_linear(source, matrix, None, out)
+        check(out, expected, dtype)
+        ops.quantized_linear(source, matrix, bias, out)
+        check(out, expected + bias.double(), dtype)
+        logits = ops.logits(source, matrix)
+        assert logits.dtype == torch.float32
+        check(logits, expected, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_look_up(ops: LayerOps, kind: str) -> None:
+    """Guards embeddings: rows by their ids, exactly, whichever stand beside them."""
+    matrix = QuantizedMatrix.empty(kind, 50, 1100, DEVICE)
+    exact = drawn_matrix(kind, 50, 1100, matrix)
+    ids, out = torch.tensor([7, 0, 49, 7], device=DEVICE), torch.full((4, 1100), torch.nan, device=DEVICE)
+    ops.look_up(matrix, ids, out)
+    torch.testing.assert_close(out.double(), exact[ids], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (40, 3)])
+def test_experts(ops: LayerOps, tokens: int, top_k: int, kind: str) -> None:
+    """Guards the matrices of experts, also of those without rows."""
+    matrices = QuantizedMatrix.empty(kind, 50, 72, DEVICE, experts=6)
+    exact = torch.stack([drawn_matrix(kind, 50, 72, matrices.expert(number), number) for number in range(6)])
+    routing = ops.route(draw(tokens, 6, seed=3), Router(top_k, "softmax"))
+    source, bias = draw(tokens, 72), draw(6, 50, seed=2)
+    rows = torch.full((tokens * top_k, 50), torch.nan, device=DEVICE)
+    pairs = routing.order.long()
+    chosen = torch.repeat_interleave(torch.arange(6, device=DEVICE), routing.counts.long())
+    product = torch.einsum("pd,pcd->pc", source[pairs // top_k].double(), exact[chosen])
+    ops.expert_linear(source, routing, ExpertWeights(matrices, bias), rows, gathers=True, weighs=True)
+    weights = routing.weights.flatten()[pairs, None].double()
+    check(rows, product * weights + bias.double()[chosen], torch.float32)
+    ops.expert_linear(source[pairs // top_k], routing, ExpertWeights(matrices, None), rows, gathers=False, weighs=False)
+    check(rows, product, torch.float32)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    """Guards a row's bits: the same alone, and among as many others as share its tile."""
+    ops, matrix = TritonLayerOps.for_device(DEVICE), QuantizedMatrix.empty("int4", 70, 160, DEVICE)
+    drawn_matrix("int4", 70, 160, matrix)
+    source = draw(16, 160, dtype=torch.float16)
+    whole, alone = torch.empty(16, 70, device=DEVICE), torch.empty(1, 70, device=DEVICE)
+    ops.quantized_linear(source, matrix, None, whole)
+    ops.quantized_linear(source[3:4], matrix, None, alone)
+    assert torch.equal(whole[3:4], alone)
+
+
+@pytest.mark.parametrize("group", [64, 128, 320])
+def test_float8(ops: LayerOps, group: int) -> None:
+    """Guards FP8 with a scale for a block, and for a row, of a depth that is no multiple of either."""
+    matrix = QuantizedMatrix.empty("fp8", 70, 290, DEVICE, group=group)
+    exact = drawn_matrix("fp8", 70, 290, matrix)
+    source, out = draw(5, 290), torch.full((5, 70), torch.nan, device=DEVICE)
+    ops.quantized_linear(source, matrix, None, out)
+    check(out, source.double() @ exact.T, torch.float32)
+    found = torch.full((5, 290), torch.nan, device=DEVICE)
+    ops.look_up(matrix, torch.tensor([9, 0, 69, 9, 1], device=DEVICE), found)
+    torch.testing.assert_close(found.double(), exact[[9, 0, 69, 9, 1]], rtol=1e-6, atol=1e-6)
+
+
+def test_memory() -> None:
+    """Guards the bits of a weight, with its scales and zero points."""
+    bits = {"int8": 8.5, "int4": 4.5, "int4_zeros": 5.0, "mxfp4": 4.5, "fp8": 9.0}
+    for kind in KINDS:
+        assert 8 * QuantizedMatrix.empty(kind, 48, 256, DEVICE).nbytes == bits[kind] * 48 * 256

@@ -1,0 +1,170 @@
+"""Checkpoints that the package compressed-tensors writes give the numbers that it unpacks, and its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.cpu.matmul.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
+from cbatch.model.checkpoint import load_fast_model
+from cbatch.model.cpu import CpuModel
+from cbatch.model.formats import compressed_tensors
+from cbatch.model.formats.quantized import QuantizedCheckpoint, without_quantization
+from cbatch.model.programs.declarations import read_program
+from cbatch.model.tensor_files import Tensors
+from tests.support.generation import generate
+from tests.support.gguf_files import network_of
+from tests.support.model_checks import PROMPTS
+from tests.support.quantized_folders import tiny_model
+from tests.support.tiny_models import generate_alone
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture(autouse=True)
+def package() -> None:
+    """Imported here and not above: the package takes seconds, and every worker imports all modules of tests."""
+    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+
+
+class Case(NamedTuple):
+    """weights, activations: arguments of the package; format: of the quantized matrices once they are packed"""
+
+    weights: dict[str, Any]
+    format: int
+    activations: dict[str, Any] | None = None
+
+
+GROUPS = {"strategy": "group", "group_size": 128}
+CHANNELS = {"strategy": "channel"}
+FLOAT = {"num_bits": 8, "type": "float"}
+TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+FLOAT_TOKENS = TOKENS | {"type": "float"}
+CASES = {
+    "w4a16": Case({"num_bits": 4, **GROUPS}, INT4),
+    "w4a16, zero points": Case({"num_bits": 4, "symmetric": False, **GROUPS}, INT4_ZEROS),
+    "w4a16, columns": Case({"num_bits": 4, **CHANNELS}, INT4),
+    "w4a16, columns, zero points": Case({"num_bits": 4, "symmetric": False, **CHANNELS}, INT4_ZEROS),
+    "w4a16, act-order": Case({"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "weight"}, INT4),
+    "w8a16": Case({"num_bits": 8, **GROUPS}, INT8),
+    "w8a16, zero points": Case({"num_bits": 8, "symmetric": False, **CHANNELS}, INT8),
+    "w8a8": Case({"num_bits": 8, **CHANNELS}, INT8, TOKENS),
+    "w8a8, one scale": Case({"num_bits": 8, "strategy": "tensor"}, INT8, {"num_bits": 8, "strategy": "tensor"}),
+    "fp8, rows": Case({**FLOAT, **CHANNELS}, INT8, FLOAT_TOKENS),
+    "fp8, one scale": Case({**FLOAT, "strategy": "tensor"}, INT8, {**FLOAT, "strategy": "tensor"}),
+    "fp8, blocks": Case(
+        {**FLOAT, "strategy": "block", "block_structure": [128, 128]}, INT8,
+        {**FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
+    ),
+}  # fmt: skip
+
+
+def write_folder(folder: Path, case: Case) -> Any:
+    """Writes a tiny model as tools over the package do, whose own part is to find the scales. Returns its scheme."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    saved = tiny_model()
+    network = network_of(folder.with_name("plain"), saved.config, saved.tensors).bfloat16()
+    inputs = QuantizationArgs(**case.activations) if case.activations is not None else None
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**case.weights), input_activations=inputs)
+    apply_quantization_config(network, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    for module in network.modules():
+        if (given := getattr(module, "quantization_scheme", None)) is not None:
+            with torch.no_grad():
+                for name, found in zip(("scale", "zero_point"), _scales(module.weight, given.weights), strict=True):
+                    if (stored := getattr(module, f"weight_{name}", None)) is not None:
+                        stored.copy_(found.view(stored.shape))
+    compressor = ModelCompressor.from_pretrained_model(network)
+    compressor.compress_model(network)
+    network.save_pretrained(folder)
+    compressor.update_config(folder)
+    return scheme
+
+
+def _scales(weight: Tensor, arguments: Any) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of a matrix, from the smallest and largest of the numbers that share one."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    rows, depth = weight.shape
+    high, wide = {
+        "tensor": (rows, depth), "channel": (1, depth), "group": (1, arguments.group_size),
+        "block": tuple(arguments.block_structure or ()),
+    }[arguments.strategy]  # fmt: skip
+    blocks = weight.view(rows // high, high, depth // wide, wide)
+    scales, zeros = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments)
+    return scales, zeros
+
+
+def unpacked(folder: Path, scheme: Any) -> dict[str, Tensor]:
+    """The numbers of a folder in float32, as the package unpacks them."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    tensors = load_file(folder / "model.safetensors")
+    modules = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
+    numbers = {name: tensor.float() for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}
+    for module in modules:
+        state = {
+            name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items() if name.startswith(f"{module}.")
+        }
+        state["weight_scale"] = state["weight_scale"].float()
+        numbers[f"{module}.weight"] = compressor.decompress(state, scheme)["weight"].float()
+    return numbers
+
+
+def read(folder: Path) -> Mapping[str, Tensor]:
+    config = json.loads((folder / "config.json").read_text())
+    return QuantizedCheckpoint(config).weights(read_program(without_quantization(config)), Tensors(folder))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_and_tokens_are_those_of_the_package(name: str, tmp_path: Path) -> None:
+    """Guards what the package writes, which descriptions of it may miss: names, packing, scales and settings."""
+    case, folder = CASES[name], tmp_path / "model"
+    scheme = write_folder(folder, case)
+    expected, found = unpacked(folder, scheme), read(folder)
+    assert found.keys() == expected.keys()
+    for weight, numbers in expected.items():
+        torch.testing.assert_close(found[weight].float(), numbers, rtol=1e-6, atol=0)
+
+    network = network_of(tmp_path / "unpacked", tiny_model().config, expected)
+    network.generation_config.eos_token_id = None
+    engine = SteppingEngine(
+        EngineConfig(
+            model=str(folder), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu", dtype="float32",
+            weight_cache=False,
+        )
+    )  # fmt: skip
+    assert engine.loaded.path == "fast"
+    outputs = generate(engine, PROMPTS[:3], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [list(output.token_ids) for output in outputs] == generate_alone(network, PROMPTS[:3], [12] * 3)
+
+    model = load_fast_model(str(folder), None, torch.device("cpu"), "auto")
+    assert isinstance(model, CpuModel) and model.formats == {case.format, BFLOAT16}
+
+
+def test_other_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison: integers that are one too large are not those of the package."""
+    scheme = write_folder(tmp_path / "model", CASES["w4a16"])
+    right = compressed_tensors.unpacked
+    monkeypatch.setattr(compressed_tensors, "unpacked", lambda *given: right(*given) + 1)
+    found, expected = read(tmp_path / "model"), unpacked(tmp_path / "model", scheme)
+    different = [name for name in expected if not torch.equal(found[name].float(), expected[name])]
+    assert len(different) == 14 and all(name.endswith("_proj.weight") for name in different)

@@ -1,0 +1,96 @@
+"""Blocks of GGUF files in the engine's packed formats have the numbers of llama.cpp's own package."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+
+from cbatch.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8, pack_integers, unpack_column
+from cbatch.model.formats import gguf_blocks
+from cbatch.model.formats.gguf_blocks import BLOCKS, block_name, integers_of, packed_format, values_of
+from tests.support.gguf_files import Piece, blocks_of
+from tests.support.kernels import callable_kernel
+
+EXACT = [Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.IQ4_NL, Kind.MXFP4]
+NEARLY = {Kind.Q4_1: 1e-3, Kind.Q4_K: 2e-3, Kind.IQ4_XS: 1e-3}
+"""Errors as a share of the largest number of a group; float16 has 11 bits."""
+
+PACKED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4]
+ROWS, DEPTH = 40, 512
+unpack = callable_kernel(unpack_column)
+
+
+def draw(kind: Kind) -> NDArray[np.uint8]:
+    """Rows of blocks of a format, with scales of both signs, and groups whose numbers are all equal."""
+    numbers = np.random.default_rng(kind).standard_normal((ROWS, DEPTH), np.float32)
+    numbers[3:5] = numbers[3:5, :1]  # which Q4_1 writes with the scale 0
+    numbers[5] = 0
+    return blocks_of(Piece(kind.name, numbers, lambda found: {}), kind).view(np.uint8)
+
+
+def test_sizes_are_those_of_the_package() -> None:
+    """Guards the table of block sizes, by which every tensor is found."""
+    for kind, sizes in BLOCKS.items():
+        assert gguf.GGML_QUANT_SIZES[Kind(kind)] == sizes and block_name(kind) == Kind(kind).name
+
+
+@pytest.mark.parametrize("kind", [*EXACT, *NEARLY], ids=lambda kind: kind.name)
+def test_integers_have_the_numbers_of_the_package(kind: Kind) -> None:
+    """Guards the order of nibbles, high bits and 6-bit scales, and what is said to be lost."""
+    data, target = draw(kind), packed_format(kind)
+    expected = gguf.quants.dequantize(data, kind)
+    assert target is not None and np.array_equal(values_of(kind, data).numpy(), expected)
+    integers = integers_of(kind, data, target)
+    assert integers is not None
+    assert kind == Kind.MXFP4 or np.array_equal(integers.scales, integers.scales.astype(np.float16))
+    errors = np.abs(integers.values(target) - expected).reshape(-1, GROUP).max(axis=1)
+    largest = np.abs(expected).reshape(-1, GROUP).max(axis=1)
+    assert (errors <= NEARLY.get(kind, 0) * largest).all()
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4], ids=lambda kind: kind.name
+)
+def test_packed_bytes_have_these_numbers(kind: Kind) -> None:
+    """Guards the way into the kernels' layout: a column that they unpack is a row of the file."""
+    data, target = draw(kind), packed_format(kind)
+    assert target is not None
+    integers = integers_of(kind, data, target)
+    assert integers is not None
+    packed, expected = pack_integers(target, *integers), integers.values(target)
+    out = np.empty(DEPTH, np.float32)
+    for row in range(ROWS):
+        unpack(packed, 0, target, row, 1.0, out)
+        assert np.allclose(out, expected[row], rtol=1e-6, atol=1e-6)
+
+
+def test_narrow_integers_go_to_wider_formats_without_loss() -> None:
+    """Guards parts of one matrix in several formats."""
+    targets = {Kind.Q4_0: (INT4, INT4_ZEROS, INT8), Kind.IQ4_NL: (INT8,), Kind.MXFP4: (INT8,)}
+    for kind in targets:
+        data = draw(kind)
+        expected = gguf.quants.dequantize(data, kind)
+        for target in targets[kind]:
+            integers = integers_of(kind, data, target)
+            assert integers is not None and np.array_equal(integers.values(target), expected)
+    assert integers_of(Kind.Q4_1, draw(Kind.Q4_1), INT8) is None
+    assert integers_of(Kind.Q6_K, draw(Kind.Q6_K), INT8) is None
+
+
+@pytest.mark.parametrize("fault", ["_nibbles", "_halves", "_with_minimum"])
+def test_wrong_blocks_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards these tests: halves of bytes in turns, scales of the wrong place, or minima of the wrong sign."""
+    right = getattr(gguf_blocks, fault)
+    wrong = {
+        "_nibbles": lambda blocks, place: right(blocks, place).reshape(*blocks.shape[:2], 2, -1).swapaxes(2, 3).reshape(
+            *blocks.shape[:2], -1
+        ),
+        "_halves": lambda blocks, place: right(np.roll(blocks, 1, axis=1), place),
+        "_with_minimum": lambda numbers, scales, minima: right(numbers, scales, -minima),
+    }  # fmt: skip
+    monkeypatch.setattr(gguf_blocks, fault, wrong[fault])
+    with pytest.raises(AssertionError):
+        test_integers_have_the_numbers_of_the_package(Kind.Q4_K if fault == "_with_minimum" else Kind.Q4_0)

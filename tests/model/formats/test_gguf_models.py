@@ -1,0 +1,347 @@
+"""Models of GGUF files give what transformers gives with the numbers that the package of llama.cpp reads from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from cbatch.attention.cpu import CpuAttention
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError, ModelError
+from cbatch.base.gguf_source import gguf_paths
+from cbatch.base.params import SamplingParams
+from cbatch.base.quantization import Quantization
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.cpu.matmul.formats import (
+    BFLOAT16,
+    FLOAT32,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    IQ4_NL,
+    MXFP4,
+)
+from cbatch.model.cpu import CpuModel
+from cbatch.model.formats import gguf_names, gguf_weights
+from cbatch.model.formats.gguf import GgufModel
+from cbatch.model.formats.gguf_architectures import architecture, qwen
+from cbatch.model.formats.integers import Integers
+from cbatch.model.loader import load_model
+from cbatch.model.programs.program import Experts, Linear
+from cbatch.model.weight_cache import WeightCache
+from tests.support.generation import generate
+from tests.support.gguf_files import ARCHITECTURES, byte_level_metadata, gguf_model, write_model
+from tests.support.model_checks import PROMPTS, is_greedy_output, reference_logits
+from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error
+
+pytestmark = pytest.mark.kernels
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+"""Of models whose rows K-quants divide."""
+
+
+def load(path: Path, dtype: str = "auto", activations: str = "int8", quantize: Quantization | None = None) -> CpuModel:
+    model = GgufModel([path]).load(CPU, dtype, quantize=quantize, activations=activations, weight_cache=None)
+    assert isinstance(model, CpuModel)
+    return model
+
+
+def outputs_of(path: Path, **config: Any) -> list[list[int]]:
+    engine = SteppingEngine(
+        EngineConfig(model=str(path), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu", **config)
+    )
+    return [list(output.token_ids) for output in generate(engine, PROMPTS[:5], SamplingParams(max_tokens=12))]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_equals_generate(kind: str, tmp_path: Path) -> None:
+    """Guards names, permuted rows, offsets of norms, experts and settings: token for token, in float32.
+
+    Matrices are Q8_0 in the file, and the reference has the numbers that llama.cpp's package reads from it.
+    """
+    path = tmp_path / "model.gguf"
+    network = write_model(path, gguf_model(kind), Kind.Q8_0)
+    outputs = outputs_of(path, dtype="float32")
+    assert all(len(output) == 12 for output in outputs)
+    assert all(is_greedy_output(network, prompt, output) for prompt, output in zip(PROMPTS, outputs, strict=False))
+
+
+FORMATS = {
+    Kind.F32: (FLOAT32, "float32"), Kind.F16: (FLOAT32, "float32"), Kind.BF16: (BFLOAT16, "bfloat16"),
+    Kind.Q8_0: (INT8, "bfloat16"), Kind.Q5_0: (INT8, "bfloat16"), Kind.Q5_1: (INT8, "bfloat16"),
+    Kind.Q4_0: (INT4, "bfloat16"), Kind.Q4_1: (INT4_ZEROS, "bfloat16"), Kind.Q2_K: (INT8, "bfloat16"),
+    Kind.Q3_K: (INT8, "bfloat16"), Kind.Q4_K: (INT4_ZEROS, "bfloat16"), Kind.Q5_K: (INT8, "bfloat16"),
+    Kind.Q6_K: (INT8, "bfloat16"), Kind.IQ4_NL: (IQ4_NL, "bfloat16"), Kind.IQ4_XS: (IQ4_NL, "bfloat16"),
+    Kind.MXFP4: (MXFP4, "bfloat16"),
+}  # fmt: skip
+"""What matrices of each format become, and the dtype of the model."""
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+def test_formats(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards each format: where it goes, that its logits are near those in float32, and that a rounding is told."""
+    path = tmp_path / "model.gguf"
+    network = write_model(path, gguf_model("qwen3", **SIZES), kind)
+    packed, dtype = FORMATS[kind]
+    model = load(path, activations="bf16")
+    assert model.formats == {packed} and str(model.dtype) == f"torch.{dtype}"
+    expected = reference_logits(network, [PROMPT])[0]
+    found = logits_in_chunks(model, CpuAttention())
+    assert typical_error(found, expected) < (1e-4 if dtype == "float32" else 0.1)
+    is_rounded = kind in (Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q5_K, Kind.Q6_K)
+    said = [record.getMessage() for record in caplog.records if "are rounded to int8" in record.getMessage()]
+    assert len(said) == is_rounded and all(kind.name in sentence for sentence in said)
+
+
+def mixed(name: str) -> Kind:
+    """As llama.cpp mixes formats: parts of one matrix differ."""
+    if "attn_v" in name:
+        return Kind.Q8_0
+    if "attn_k" in name or "ffn_up" in name:
+        return Kind.Q4_0
+    if "ffn_down" in name:
+        return Kind.BF16
+    return Kind.Q4_1 if "blk" in name else Kind.Q8_0
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss", "granitemoe", "qwen3_5_text"])
+def test_integers_of_matrices_are_their_numbers(kind: str, tmp_path: Path) -> None:
+    """Guards merged matrices in several formats, rows of several tensors, and columns that move in whole groups."""
+    path = tmp_path / "model.gguf"
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if kind == "qwen3_5_text" else {}
+    write_model(path, gguf_model(kind, **sizes), mixed)
+    model = GgufModel([path])
+    weights, checked = model._weights, set()
+    for operation in model._program.operations:
+        matrices = (
+            [operation.matrix] if isinstance(operation, Linear)
+            else [*operation.up, *operation.down] if isinstance(operation, Experts) else []
+        )  # fmt: skip
+        for matrix in matrices:
+            format = weights.format(matrix.parts)
+            checked.add(format)
+            if format is None:
+                continue
+            spans = [(part, 0, part.size[0]) for part in matrix.parts]
+            found = Integers(*weights.packed(spans, format)).values(format)
+            expected = torch.cat([weights.rows(*span).float() for span in spans]).numpy()
+            tolerance = np.abs(expected).max() / (127 if format == INT8 else 1000)
+            assert found.shape == expected.shape and np.abs(found - expected).max() < tolerance
+    assert checked >= ({None, INT8} if kind == "qwen3" else {None, INT4_ZEROS})
+
+
+def test_mixed_formats_compute(tmp_path: Path) -> None:
+    """Guards programs whose matrices have all formats at once, experts and the embedding among them."""
+    path = tmp_path / "model.gguf"
+    for kind in ("qwen3", "gpt_oss"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        network = write_model(folder / path.name, gguf_model(kind), mixed)
+        expected = reference_logits(network, [PROMPT])[0]
+        model = load(folder / path.name, activations="bf16")
+        assert {BFLOAT16, INT8, INT4_ZEROS} <= model.formats
+        error = typical_error(logits_in_chunks(model, CpuAttention()), expected)
+        assert error < (0.1 if kind == "qwen3" else 0.4)  # a token of GPT-OSS may get another expert
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.MXFP4, Kind.F32], ids=lambda kind: kind.name)
+def test_kernels_are_checked(kind: Kind, tmp_path: Path) -> None:
+    """Guards `info --check`: transformers does not load such a file, so its numbers in plain torch are the judge."""
+    path = tmp_path / "model.gguf"
+    write_model(path, gguf_model("qwen3", **SIZES), kind)
+    config = EngineConfig(model=str(path), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu")
+    checks = list(SteppingEngine(config).check_kernels())
+    assert "a whole step, against plain torch" in [check.name for check in checks]
+    assert [check for check in checks if not check.agrees] == []
+
+
+def test_embeddings_stay_small(tmp_path: Path) -> None:
+    """Guards the memory of a model whose head is not its embedding: both have the bits of the file."""
+    path = tmp_path / "model.gguf"
+    write_model(path, gguf_model("llama"), Kind.Q4_0)
+    model = load(path)
+    assert model.weight_bytes < 1.3 * sum(tensor.data.nbytes for tensor in GgufModel([path])._file.tensors.values())
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_quantize_rounds_anew(kind: Kind, tmp_path: Path) -> None:
+    """Guards `--quantize int4` on a file with other formats."""
+    path = tmp_path / "model.gguf"
+    write_model(path, gguf_model("llama"), kind)
+    assert load(path, quantize=Quantization("int4")).formats == {INT4, INT8}
+    with pytest.raises(ConfigError, match="with --dtype bfloat16 only"):
+        load(path, "float32", quantize=Quantization("int4"))
+
+
+def test_factors_of_frequencies(tmp_path: Path) -> None:
+    """Guards Llama 3.1, whose file has a divisor for each frequency instead of its rule."""
+    saved = gguf_model("llama")
+    rule = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+    scaled = replace(saved, config=saved.config | {"rope_parameters": rule})
+    network = write_model(tmp_path / "plain.gguf", scaled)
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2).float() / 16)
+    factors = (plain / network.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() == 8 and factors.min() == 1
+    path = tmp_path / "model.gguf"
+    original = gguf.GGUFWriter.write_header_to_file
+
+    def add(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", factors)
+        original(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", add)
+        write_model(path, scaled)
+    found = logits_in_chunks(load(path), CpuAttention())
+    assert error_of(found, reference_logits(network, [PROMPT])[0]) < 1e-4
+    assert error_of(logits_in_chunks(load(tmp_path / "plain.gguf"), CpuAttention()), found) > 1e-2
+
+
+def test_layers_behind_the_model(tmp_path: Path) -> None:
+    """Guards files with layers that predict several tokens at once: they are no layers of the model."""
+    path, saved = tmp_path / "model.gguf", gguf_model("glm4_moe")
+    saved = replace(saved, config=saved.config | {"num_nextn_predict_layers": 1})
+    original = gguf.GGUFWriter.write_header_to_file
+
+    def add(writer: Any) -> None:
+        writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+        original(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", add)
+        network = write_model(path, saved)
+    found = logits_in_chunks(load(path), CpuAttention())
+    assert error_of(found, reference_logits(network, [PROMPT])[0]) < 1e-4
+
+
+def test_split_files(tmp_path: Path) -> None:
+    """Guards models in parts: whichever part is named, and without one of them."""
+    whole = tmp_path / "model.gguf"
+    metadata = byte_level_metadata()
+    saved = gguf_model("llama", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    write_model(whole, saved, Kind.Q8_0, metadata)
+    original = gguf.GGUFWriter.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gguf.GGUFWriter,
+            "__init__",
+            lambda *args: original(*args, split_max_tensors=8),  # type: ignore[misc]
+        )
+        write_model(tmp_path / "split.gguf", saved, Kind.Q8_0, metadata)
+    parts = sorted(tmp_path.glob("split-*-of-00003.gguf"))
+    assert len(parts) == 3
+    expected = logits_in_chunks(load(whole), CpuAttention())
+    for part in parts:
+        model = GgufModel(gguf_paths(str(part), None))
+        loaded = model.load(CPU, "auto", quantize=None, activations="int8", weight_cache=None)
+        assert torch.equal(logits_in_chunks(loaded, CpuAttention()), expected) and model.tokenizer is not None
+    with pytest.raises(ModelError, match="is not part 1 of 1"):
+        GgufModel([parts[0]])
+    with pytest.raises(ModelError, match="is not part 1 of 3"):
+        GgufModel([parts[1], parts[0], parts[2]])
+
+
+def test_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second start, which reads no tensor, and a file with other weights of the same name and size."""
+    path, cache = tmp_path / "model.gguf", WeightCache(tmp_path / "cache")
+    write_model(path, gguf_model("qwen3"), Kind.Q4_1)
+
+    def logits() -> torch.Tensor:
+        model = GgufModel([path]).load(CPU, "auto", quantize=None, activations="int8", weight_cache=cache)
+        return logits_in_chunks(model, CpuAttention())
+
+    first, fingerprint = logits(), GgufModel([path]).fingerprint
+    reads = gguf_weights.GgufWeights._integers
+    monkeypatch.setattr(gguf_weights.GgufWeights, "_integers", None)
+    assert torch.equal(logits(), first)
+    monkeypatch.setattr(gguf_weights.GgufWeights, "_integers", reads)
+    content = bytearray(path.read_bytes())
+    content[-4096:] = content[-4096:][::-1]
+    path.write_bytes(content)
+    assert GgufModel([path]).fingerprint != fingerprint and not torch.equal(logits(), first)
+
+
+def test_keys_know_the_weights_and_the_rounding(tmp_path: Path) -> None:
+    """Guards result keys: the file's content counts and its name does not; formats and activations count."""
+    saved, metadata = gguf_model("llama"), {"general.name": "one"}
+    for name, kind in (("a", Kind.Q8_0), ("b", Kind.Q8_0), ("c", Kind.Q4_0)):
+        write_model(tmp_path / f"{name}.gguf", saved, kind, metadata)
+
+    def key(name: str, **config: Any) -> str:
+        settings = EngineConfig(model=str(tmp_path / f"{name}.gguf"), kv_blocks=8, device="cpu", **config)
+        return SteppingEngine(settings).fingerprint
+
+    first = key("a")
+    assert first == key("b") != key("c")
+    others = [key("a", activations="bf16"), key("a", dtype="float32"), key("a", quantize="int8")]
+    assert len({first, *others}) == 4
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """Guards the sentences for what GGUF files do not have: other paths, other architectures."""
+    path = tmp_path / "model.gguf"
+    write_model(path, gguf_model("llama"), Kind.Q8_0)
+    with pytest.raises(ConfigError, match="only the fast path of a CPU or an NVIDIA GPU runs"):
+        load_model(str(path), None, CPU, "auto", fast=False)
+    with pytest.raises(ModelError, match=r"holds GGUF files; name the one to load, such as .*model\.gguf"):
+        load_model(str(tmp_path), None, CPU, "auto", fast=True)
+    with pytest.raises(ModelError, match="There is no file"):
+        load_model(str(tmp_path / "none.gguf"), None, CPU, "auto", fast=True)
+    path.write_bytes(path.read_bytes().replace(b"\0llama", b"\0rwkv7", 1))
+    with pytest.raises(
+        ModelError, match=r"architecture 'rwkv7' are not read, but those of .*gemma2, gemma3, .*qwen35, qwen35moe"
+    ):
+        load_model(str(path), None, CPU, "auto", fast=True)
+
+
+def test_loading_says_how_much_memory_other_types_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a user who asks for float32 and gets eight times the memory of the file."""
+    path = tmp_path / "model.gguf"
+    write_model(path, gguf_model("llama"), Kind.Q4_0)
+    with caplog.at_level(logging.WARNING):
+        load(path, "float32")
+    assert "are kept in float32, and take" in caplog.text
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "rows stay permuted": lambda patch: patch.setattr(
+        architecture, "deinterleaved", lambda heads, dim, rotated: torch.arange(heads * dim)
+    ),
+    "norms keep their offset": lambda patch: patch.setattr(
+        gguf_names, "Source", lambda *args, **others: gguf_weights.Source(*args, **others | {"offset": 0.0})
+    ),
+    "heads of values stay in turns": lambda patch: patch.setattr(
+        qwen,
+        "_values_by_key",
+        lambda config, width: torch.arange(config["linear_num_value_heads"] * width),
+    ),
+    "gate and up change places": lambda patch: patch.setattr(
+        gguf_names, "Source", lambda tensors, *args, **others: gguf_weights.Source(tensors[::-1], *args, **others)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    zip(FAULTS, ["llama", "gemma3_text", "qwen3_5_text", "gpt_oss"], strict=True),
+    ids=lambda value: str(value),
+)
+def test_wrong_weights_are_seen(fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards these tests: a weight that is not turned back gives other logits."""
+    path = tmp_path / "model.gguf"
+    network = write_model(path, gguf_model(kind))
+    expected = reference_logits(network, [PROMPT])[0]
+    assert error_of(logits_in_chunks(load(path), CpuAttention()), expected) < 1e-4
+    FAULTS[fault](monkeypatch)
+    assert error_of(logits_in_chunks(load(path), CpuAttention()), expected) > 0.05

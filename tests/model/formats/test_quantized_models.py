@@ -1,0 +1,438 @@
+"""Quantized checkpoints give what transformers gives with the numbers that their files stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+from cbatch.attention.cpu import CpuAttention
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ModelError
+from cbatch.base.params import SamplingParams
+from cbatch.base.quantization import Quantization
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.model.checkpoint import NoFastPath, load_fast_model
+from cbatch.model.cpu import CpuModel
+from cbatch.model.formats import awq as awq_reader
+from cbatch.model.formats import matrices, method
+from cbatch.model.formats.awq import AwqMatrix
+from cbatch.model.formats.compressed_tensors import CompressedMatrix
+from cbatch.model.formats.gptq import GptqMatrix
+from cbatch.model.formats.mxfp4 import Mxfp4Matrix
+from cbatch.model.loader import load_model
+from cbatch.model.tensor_files import Tensors
+from cbatch.model.weight_cache import WeightCache
+from tests.support.generation import generate
+from tests.support.model_checks import PROMPTS, reference_logits
+from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error
+from tests.support.quantized_folders import (
+    Encoder,
+    awq,
+    awq_settings,
+    change_tensors,
+    compressed,
+    compressed_settings,
+    fp8,
+    fp8_settings,
+    gptq,
+    gptq_settings,
+    mxfp4,
+    tiny_model,
+    whole_int8,
+    write_folder,
+)
+from tests.support.tiny_models import generate_alone
+
+pytestmark = pytest.mark.kernels
+
+CPU = torch.device("cpu")
+
+
+class Case(NamedTuple):
+    """A checkpoint.
+
+    formats: of its quantized matrices once they are packed; others stay bfloat16
+    label:   how many matrices are stored in which way
+    lost:    whether it is said that int8 loses something
+    """
+
+    settings: dict[str, Any]
+    encode: Encoder
+    formats: set[int]
+    label: str
+    lost: bool = False
+    kind: str = "qwen3"
+
+
+def case(settings: dict[str, Any], encode: Encoder, format: int, label: str, *, lost: bool = False) -> Case:
+    return Case(settings, encode, {format}, f"14 of {label}", lost)
+
+
+ZEROS = "groups of 128 with zero points"
+FLOAT = {"num_bits": 8, "type": "float", "group_size": None}
+WHOLE = {"num_bits": 8, "group_size": None}
+V2 = {"checkpoint_format": "gptq_v2", "sym": False}
+CASES = {
+    "awq, groups of 128": case(awq_settings(), awq(), INT4_ZEROS, f"4 bits in {ZEROS}"),
+    "awq, groups of 32": case(awq_settings(32), awq(32), INT4_ZEROS, "4 bits in groups of 32 with zero points"),
+    "awq, columns": case(awq_settings(-1), awq(-1), INT4_ZEROS, "4 bits in columns with zero points"),
+    "awq, symmetric": case(awq_settings(64, zero_point=False), awq(64, symmetric=True), INT4, "4 bits in groups of 64"),
+    "awq, groups of 16": case(awq_settings(16), awq(16), INT8, "4 bits in groups of 16 with zero points", lost=True),
+    "gptq": case(gptq_settings(), gptq(), INT4, "4 bits in groups of 128"),
+    "gptq, zero points": case(gptq_settings(sym=False), gptq(symmetric=False), INT4_ZEROS, f"4 bits in {ZEROS}"),
+    "gptq, version 2": case(
+        gptq_settings(**V2), gptq(symmetric=False, version=2), INT4_ZEROS, f"4 bits in {ZEROS}"
+    ),
+    "gptq, 8 bits": case(gptq_settings(8, 32), gptq(8, 32), INT8, "8 bits in groups of 32"),
+    "gptq, 8 bits, zero points": case(
+        gptq_settings(8), gptq(8, symmetric=False), INT8, f"8 bits in {ZEROS}", lost=True
+    ),
+    "gptq, columns": case(gptq_settings(4, -1), gptq(4, -1), INT4, "4 bits in columns"),
+    "gptq, act-order": case(
+        gptq_settings(desc_act=True, sym=False), gptq(symmetric=False, act_order=True), INT8,
+        f"4 bits in {ZEROS} in another order", lost=True,
+    ),
+    "gptq, act-order, columns": case(
+        gptq_settings(4, -1, desc_act=True), gptq(4, -1, act_order=True), INT4, "4 bits in columns"
+    ),
+    "w4a16": case(compressed_settings(), compressed(), INT4, "4 bits in groups of 128"),
+    "w4a16, zero points": case(
+        compressed_settings(symmetric=False), compressed(symmetric=False), INT4_ZEROS, f"4 bits in {ZEROS}"
+    ),
+    "w4a16, zero points in int8": case(
+        compressed_settings(symmetric=False), compressed(symmetric=False, raw_zeros=True), INT4_ZEROS,
+        f"4 bits in {ZEROS}",
+    ),
+    "w4a16, columns": case(
+        compressed_settings(strategy="channel", group_size=None), compressed(4, -1), INT4, "4 bits in columns"
+    ),
+    "w8a16": case(compressed_settings(num_bits=8), compressed(8), INT8, "8 bits in groups of 128"),
+    "w8a16, zero points": case(
+        compressed_settings(num_bits=8, symmetric=False), compressed(8, symmetric=False), INT8, f"8 bits in {ZEROS}",
+        lost=True,
+    ),
+    "w8a8": case(
+        compressed_settings("int-quantized", strategy="channel", **WHOLE), whole_int8(), INT8, "8 bits in columns"
+    ),
+    "w8a8, one scale": case(
+        compressed_settings("naive-quantized", strategy="tensor", **WHOLE), whole_int8(per_tensor=True), INT8,
+        "8 bits in columns",
+    ),
+    "w8a8 of float8, rows": case(
+        compressed_settings("float-quantized", strategy="channel", **FLOAT), fp8(None, "weight_scale"), INT8, "FP8",
+        lost=True,
+    ),
+    "w8a8 of float8, one scale": case(
+        compressed_settings("naive-quantized", strategy="tensor", **FLOAT), fp8((0, 0), "weight_scale"), INT8, "FP8",
+        lost=True,
+    ),
+    "fp8": case(fp8_settings(), fp8(), INT8, "FP8", lost=True),
+    "fp8, small blocks": case(fp8_settings((32, 64)), fp8((32, 64)), INT8, "FP8", lost=True),
+    "fp8, one scale": case(fp8_settings(None, activation_scheme="static"), fp8((0, 0)), INT8, "FP8", lost=True),
+    "mxfp4": Case(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, {MXFP4}, "4 of MXFP4", kind="gpt_oss"
+    ),
+}  # fmt: skip
+
+
+def load(folder: Path, dtype: str = "auto", **options: Any) -> CpuModel:
+    model = load_fast_model(str(folder), None, CPU, dtype, **options)
+    assert isinstance(model, CpuModel)
+    return model
+
+
+def written(case: Case, folder: Path, kind: str | None = None) -> Any:
+    return write_folder(folder, tiny_model(kind or case.kind), case.settings, case.encode)
+
+
+def logits_of(folder: Path, dtype: str = "float32", **options: Any) -> Tensor:
+    return logits_in_chunks(load(folder, dtype, **options), CpuAttention())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_generate(name: str, tmp_path: Path) -> None:
+    """Guards the numbers of each format: token for token, in float32."""
+    network = written(CASES[name], tmp_path / "model")
+    network.generation_config.eos_token_id = None
+    engine = SteppingEngine(
+        EngineConfig(
+            model=str(tmp_path / "model"), block_size=16, kv_blocks=60, max_batch_tokens=32, device="cpu",
+            dtype="float32", weight_cache=False,
+        )
+    )  # fmt: skip
+    assert engine.loaded.path == "fast"
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    outputs = [list(output.token_ids) for output in generate(engine, PROMPTS[:5], params)]
+    assert outputs == generate_alone(network, PROMPTS[:5], [12] * 5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formats(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards where each format goes, that its logits are near those in float32, and that a rounding is told."""
+    case = CASES[name]
+    network = written(case, tmp_path / "model")
+    model = load(tmp_path / "model", activations="bf16")
+    assert model.formats == case.formats | {BFLOAT16} and model.dtype == torch.bfloat16
+    assert f"matrices: {case.label})" in model.stored
+    names = ", ".join(sorted(FORMATS[format] for format in model.formats))
+    assert f"({names}), multiplied with bf16 activations" in model.packed
+    expected = reference_logits(network, [PROMPT])[0]
+    error = typical_error(logits_in_chunks(model, CpuAttention()), expected)
+    assert error < (0.04 if case.kind == "qwen3" else 0.4)  # a token of GPT-OSS may get another expert
+    said = [record.getMessage() for record in caplog.records if "are rounded to int8" in record.getMessage()]
+    assert len(said) == case.lost and all(case.label.partition(" of ")[2] in sentence for sentence in said)
+
+
+def test_experts_compute(tmp_path: Path) -> None:
+    """Guards experts, whose gate and up lie in turns, and parts of a matrix that differ."""
+    network = written(CASES["awq, groups of 32"], tmp_path / "model", "qwen3_moe")
+    expected = reference_logits(network, [PROMPT])[0]
+    assert error_of(logits_of(tmp_path / "model"), expected) < 1e-4
+    assert typical_error(logits_of(tmp_path / "model", "auto", activations="bf16"), expected) < 0.2
+
+
+def test_some_matrices_stay_numbers(tmp_path: Path) -> None:
+    """Guards lists of modules that are not converted: what counts is which tensors are there."""
+    case = CASES["awq, symmetric"]
+    network = write_folder(
+        tmp_path / "model",
+        tiny_model("llama"),
+        case.settings | {"modules_to_not_convert": ["down_proj", "v_proj"]},
+        lambda module: None if "down_proj" in module or "1.self_attn.v_proj" in module else case.encode,  # type: ignore[arg-type,return-value]
+        by_name=True,
+    )
+    expected = reference_logits(network, [PROMPT])[0]
+    assert error_of(logits_of(tmp_path / "model"), expected) < 1e-4
+    model = load(tmp_path / "model", activations="bf16")
+    assert model.formats == {BFLOAT16, INT4} and "11 of 4 bits" in model.stored
+    assert typical_error(logits_in_chunks(model, CpuAttention()), expected) < 0.04
+
+
+def test_quantize_rounds_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards `--quantize int8` on weights of 4 bits, and what is said of float32."""
+    written(CASES["awq, symmetric"], tmp_path / "model")
+    assert load(tmp_path / "model", quantize=Quantization("int8")).formats == {INT8}
+    assert not caplog.records
+    load(tmp_path / "model", "float32")
+    assert "The AWQ weights are kept in float32, and take" in caplog.text
+
+
+def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
+    """Guards tools that give every matrix a bias, and a bias that is none of zeros."""
+    written(CASES["awq, symmetric"], tmp_path / "model")
+    expected, name = logits_of(tmp_path / "model"), "model.layers.0.mlp.up_proj.bias"
+    change_tensors(tmp_path / "model", lambda tensors: tensors.update({name: torch.zeros(256)}))
+    assert torch.equal(logits_of(tmp_path / "model"), expected)
+    change_tensors(tmp_path / "model", lambda tensors: tensors.update({name: torch.ones(256)}))
+    with pytest.raises(NoFastPath, match=f"unknown in its family: {name}"):
+        load(tmp_path / "model")
+
+
+def test_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second start, which reads no matrix; other activations and other weights."""
+    written(CASES["awq, groups of 128"], tmp_path / "model")
+    cache = WeightCache(tmp_path / "cache")
+    first = logits_of(tmp_path / "model", "auto", weight_cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(matrices.GroupedMatrix, "integers", None)
+        assert torch.equal(logits_of(tmp_path / "model", "auto", weight_cache=cache), first)
+    name = "model.layers.0.mlp.up_proj.qweight"
+    change_tensors(tmp_path / "model", lambda tensors: tensors[name].neg_())
+    assert not torch.equal(logits_of(tmp_path / "model", "auto", weight_cache=cache), first)
+
+
+def test_keys_know_the_weights(tmp_path: Path) -> None:
+    """Guards result keys: weights, activations and dtype count."""
+    for name, case in (("a", "awq, groups of 128"), ("b", "awq, groups of 128"), ("c", "awq, groups of 32")):
+        written(CASES[case], tmp_path / name)
+
+    def key(name: str, **config: Any) -> str:
+        settings = EngineConfig(model=str(tmp_path / name), kv_blocks=8, device="cpu", weight_cache=False, **config)
+        return SteppingEngine(settings).fingerprint
+
+    first = key("a")
+    assert first == key("b")
+    assert len({first, key("c"), key("a", activations="bf16"), key("a", dtype="float32")}) == 4
+
+
+LAST = "model.layers.1.mlp.down_proj"
+STACK = "model.layers.1.mlp.experts.down_proj"
+
+
+def cut(end: str, axis: int = 0, name: str = LAST) -> Callable[[dict[str, Tensor]], Any]:
+    """Leaves half of a tensor."""
+    return lambda tensors: tensors.update({name + end: tensors[name + end].chunk(2, axis)[0].clone()})
+
+
+def put(end: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update({LAST + end: tensor})
+
+
+def narrow_all(tensors: dict[str, Tensor]) -> None:
+    tensors.update({name: one.chunk(2, 1)[0].clone() for name, one in tensors.items() if LAST in name})
+
+
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+    "no scales": ("awq", lambda tensors: tensors.pop(LAST + ".scales"), f"its quantized weights lack {LAST}.scales"),
+    "few scales": ("awq", cut(".scales", 1), r"scales is F16 [2, 128], and should be F16 or BF16 or F32 [2, 256]"),
+    "few zero points": ("awq", cut(".qzeros", 1), "qzeros is I32 [2, 16], and should be I32 [2, 32]"),
+    "another type": ("awq", put(".qweight", torch.ones(256, 32)), "is F32 [256, 32], and should be I32 in 2 dim"),
+    "another shape": ("awq", narrow_all, f"{LAST}.weight is [128, 256], and its config.json has [256, 256]"),
+    "twice": ("awq", put(".weight", torch.ones(256, 256)), "down_proj.weight twice, once quantized"),
+    "no numbers": ("awq", put(".qweight", torch.ones(0, 32, dtype=torch.int32)), "should be I32 in 2 dimensions"),
+    "no order": ("gptq", cut(".g_idx"), "g_idx is I32 [128], and should be I32 or I64 [256]"),
+    "a group that is not there": (
+        "gptq", put(".g_idx", torch.full((256,), 2, dtype=torch.int32)), "g_idx names groups other than 0 to 1"
+    ),
+    "zero points of other rows": ("gptq", cut(".qzeros", 1), "qzeros is I32 [2, 16], and should be I32 [2, 32]"),
+    "a shape that lies": (
+        "w4a16", put(".weight_shape", torch.tensor([256, 2**40])),
+        "weight_packed is I32 [256, 32], and should be packed integers of a matrix [256, 1099511627776]",
+    ),
+    "a negative shape": ("w4a16", put(".weight_shape", torch.tensor([256, -256])), "of a matrix [256, -256]"),
+    "scales of other rows": ("w4a16", cut(".weight_scale"), "weight_scale is BF16 [128, 2], and should be"),
+    "no shape": ("w4a16", lambda tensors: tensors.pop(LAST + ".weight_shape"), f"lack {LAST}.weight_shape"),
+    "few blocks": ("fp8", cut("_scale_inv", 0, LAST + ".weight"), "weight_scale_inv is F32 [1, 2], and should be"),
+    "no blocks": ("fp8", lambda tensors: tensors.pop(LAST + ".weight_scale_inv"), f"lack {LAST}.weight_scale_inv"),
+    "few exponents": ("mxfp4", cut("_scales", 1, STACK), "down_proj_scales is U8 ["),
+    "short blocks": ("mxfp4", cut("_blocks", 3, STACK), "8], and should be U8 ["),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files(name: str, tmp_path: Path) -> None:
+    """Guards tensors that are missing, or are not as the format has them: one sentence that names one."""
+    case, damage, sentence = DAMAGES[name]
+    written(CASES["awq, groups of 128" if case == "awq" else case], tmp_path / "model")
+    change_tensors(tmp_path / "model", damage)
+    with pytest.raises(ModelError, match=f"^Cannot load {tmp_path}/model: .*{re.escape(sentence)}.*\\.$"):
+        load_model(str(tmp_path / "model"), None, CPU, "auto", fast=True)
+
+
+UNREAD = [
+    ({"quant_method": "bitsandbytes"}, "weights of quant_method bitsandbytes are not read"),
+    ({"quant_method": None}, "weights of quant_method None are not read"),
+    (awq_settings(version="gemv"), "awq weights with version = 'gemv' are not read"),
+    (awq_settings(bits=8), "awq weights with bits = 8 are not read"),
+    (awq_settings(group=0), "awq weights with group_size = 0 are not read"),
+    (awq_settings(some_rotation="hadamard"), "awq weights with some_rotation = 'hadamard' are not read"),
+    (gptq_settings(3), "gptq weights with bits = 3 are not read"),
+    (gptq_settings(checkpoint_format="marlin"), "gptq weights with checkpoint_format = 'marlin' are not read"),
+    (gptq_settings(dynamic={"lm_head": {"bits": 8}}), "gptq weights with dynamic = {'lm_head': {'bits': 8}} are not"),
+    (compressed_settings("nvfp4-pack-quantized"), "with format = 'nvfp4-pack-quantized' are not read"),
+    (compressed_settings(num_bits=2), "compressed-tensors weights with num_bits = 2 are not read"),
+    (compressed_settings(num_bits=4, type="float"), "compressed-tensors weights with num_bits = 4 are not read"),
+    (compressed_settings(strategy="token"), "compressed-tensors weights with strategy = 'token' are not read"),
+    (compressed_settings() | {"transform_config": {"R1": 1}}, "with transform_config = {'R1': 1} are not read"),
+    (compressed_settings() | {"sparsity_config": {"format": "sparse-24"}}, "with sparsity_config = {'format': 'sparse"),
+    (compressed_settings() | {"config_groups": None}, "with config_groups = None are not read"),
+    (fp8_settings(fmt="e5m2"), "fp8 weights with fmt = 'e5m2' are not read"),
+    (fp8_settings((128, 0)), r"fp8 weights with weight_block_size = \[128, 0\] are not read"),
+    ({"quant_method": "mxfp4", "bits": 5}, "mxfp4 weights with bits = 5 are not read"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), UNREAD, ids=[sentence for _, sentence in UNREAD])
+def test_what_is_not_read(settings: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """Guards methods and options that nobody here has understood: transformers gets them, and both reasons are told."""
+    write_folder(tmp_path / "model", tiny_model(), settings, awq())
+    with pytest.raises(NoFastPath, match=sentence):
+        load(tmp_path / "model")
+
+
+def test_what_nobody_reads_is_said_once(tmp_path: Path) -> None:
+    """Guards the sentence for a checkpoint that transformers refuses, too."""
+    write_folder(tmp_path / "model", tiny_model(), awq_settings(version="gemv"), awq())
+    with pytest.raises(
+        ModelError, match="and without transformers awq weights with version = 'gemv' are not read"
+    ) as caught:
+        load_model(str(tmp_path / "model"), None, CPU, "auto", fast=True)
+    assert "\n" not in str(caught.value)
+
+
+def changed(kind: type[Any], method: str, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault: what a reader's method gives is changed."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(kind, method)
+        patch.setattr(kind, method, lambda self, rows: change(original(self, rows)))
+
+    return plant
+
+
+def neighbour(scales: NDArray[Any]) -> NDArray[Any]:
+    return np.roll(scales, 1, axis=1)
+
+
+def swapped(codes: NDArray[Any]) -> NDArray[Any]:
+    """Pairs of numbers the other way round, as if the high bits of a byte came first."""
+    return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
+
+
+def off_by_one(zeros: NDArray[Any]) -> NDArray[Any]:
+    return zeros + 1
+
+
+def larger_blocks(patch: pytest.MonkeyPatch) -> None:
+    original = method.Headers.block
+    patch.setattr(method.Headers, "block", lambda self, *which: (2 * original(self, *which)[0], 64))
+
+
+FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], Any]]] = {
+    "awq, order of a word": ("awq, groups of 32", lambda patch: patch.setattr(awq_reader, "_PLACES", np.arange(8))),
+    "awq, zero points": ("awq, groups of 32", changed(AwqMatrix, "zeros", off_by_one)),
+    "awq, scales": ("awq, groups of 32", changed(AwqMatrix, "scales", neighbour)),
+    "gptq, order of a byte": ("gptq", changed(GptqMatrix, "codes", swapped)),
+    "gptq, zero points": ("gptq, zero points", changed(GptqMatrix, "zeros", off_by_one)),
+    "gptq, scales": ("gptq", changed(GptqMatrix, "scales", neighbour)),
+    "gptq, order": (
+        "gptq, act-order", lambda patch: patch.setattr(method.Headers, "order", lambda self, *_: None)
+    ),
+    "w4a16, order of a byte": ("w4a16", changed(CompressedMatrix, "codes", swapped)),
+    "w4a16, zero points": ("w4a16, zero points", changed(CompressedMatrix, "zeros", off_by_one)),
+    "w4a16, scales": ("w4a16", changed(CompressedMatrix, "scales", neighbour)),
+    "w8a8, integers": ("w8a8", changed(CompressedMatrix, "codes", swapped)),
+    "mxfp4, order of a byte": ("mxfp4", changed(Mxfp4Matrix, "codes", swapped)),
+    "mxfp4, exponents": ("mxfp4", changed(Mxfp4Matrix, "scales", neighbour)),
+    "fp8, blocks": ("fp8, small blocks", larger_blocks),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_wrong_numbers_are_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards these tests: a reader that takes a file for what it is not gives other logits, or none, in both ways."""
+    case, plant = FAULTS[name]
+    network = written(CASES[case], tmp_path / "model")
+    expected = reference_logits(network, [PROMPT])[0]
+    assert error_of(logits_of(tmp_path / "model"), expected) < 1e-4
+    plant(monkeypatch)
+    assert error_of(logits_of(tmp_path / "model"), expected) > 0.05
+    assert typical_error(logits_of(tmp_path / "model", "auto", activations="bf16"), expected) > 0.1
+
+
+def test_mxfp4_of_transformers() -> None:
+    """Guards the reference of these tests: transformers reads the same numbers from the same bytes."""
+    parts, numbers = mxfp4(torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0)))
+    found = _convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=torch.float32)
+    assert torch.equal(found, numbers)
+
+
+def test_mxfp4_scales_keep_their_powers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards scales that float16 does not have, which other formats are rounded to."""
+    matrix = Mxfp4Matrix(cast(Tensors, None), "blocks", 2, 64, 1, is_transposed=True, scale="scales")
+    exponents = np.array([[60, 127], [190, 200]], np.uint8)
+    parts = {"blocks": np.full((2, 32), 0x76, np.uint8), "scales": exponents}
+    monkeypatch.setattr(Mxfp4Matrix, "_taken", lambda _, name, rows: parts[name][rows])
+    found = matrix.integers(np.arange(2))
+    assert np.array_equal(found.scales, np.ldexp(1.0, exponents.astype(int) - 128))
+    assert np.array_equal(matrix.values(np.arange(2))[:, 32:34], found.scales[:, 1:] * [8, 12])

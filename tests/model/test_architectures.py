@@ -1,0 +1,85 @@
+"""Every causal architecture of the installed transformers gives its own greedy output, or is refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cbatch.model.hf.attention_calls import AttentionCalls
+from tests.support.architectures import CLASSES, NOT_BUILT_HERE
+from tests.support.model_checks import (
+    EQUAL,
+    INSENSITIVE,
+    NOT_BUILT,
+    REFUSED,
+    CheckResult,
+    Fault,
+    check_model,
+    compare_combined_run,
+    table_row,
+    with_fault,
+)
+from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
+
+pytestmark = pytest.mark.slow
+
+TABLE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+IS_DOCUMENTED = f"transformers {transformers.__version__}," in TABLE
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_equal_or_refused(model_type: str) -> None:
+    """Guards against a family that is silently wrong, and against a table in the docs that says something else."""
+    result = check_model(model_type, compare_combined_run)
+    is_new = result.status == INSENSITIVE or (result.status == NOT_BUILT and model_type not in NOT_BUILT_HERE)
+    if is_new and not IS_DOCUMENTED:
+        pytest.skip(f"no test of {model_type} in transformers {transformers.__version__}: {result.reason}")
+    assert result.status in (EQUAL, REFUSED, NOT_BUILT), result
+    assert result.status != REFUSED or result.reason
+    if IS_DOCUMENTED:
+        assert table_row(model_type, result) in TABLE.splitlines()
+
+
+@pytest.mark.skipif(not IS_DOCUMENTED, reason="docs/models.md is of another version of transformers")
+def test_the_table_names_every_architecture_once() -> None:
+    """Guards the counts in the docs, and against rows of what is no longer there."""
+    rows = [line for line in TABLE.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == sorted(CLASSES)
+    for word in (EQUAL, REFUSED, NOT_BUILT):
+        count = sum(row.split(" | ")[3] == word for row in rows)
+        assert f"{count} {word}" in TABLE, word
+
+
+def share_caches(patch: pytest.MonkeyPatch) -> None:
+    """Calls that follow each other keep their keys and values in one place."""
+
+    def attend(self: AttentionCalls, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+        call, self.calls = self.calls, self.calls + 1
+        keys, values = self.kv_cache.keys[call // 2], self.kv_cache.values[call // 2]
+        metadata = self.metadata_on(query.device)
+        self.backend.store_kv(keys, values, key, value, metadata)
+        del options["indices"]
+        return self.backend.attend(query, keys, values, metadata, window=self.windows[call], **options)
+
+    patch.setattr(AttentionCalls, "attend", attend)
+
+
+# Learned positions, rotary ones on all or half of a head, latent attention, sinks, shared keys, loops over layers.
+FAULTS: dict[Fault, list[str]] = {
+    shift_positions: ["gpt2", "opt", "gpt_neox", "deepseek_v3", "gpt_oss", "hrm_text"],
+    leak_neighbour: ["gpt2", "llama", "deepseek_v3", "gemma4_text", "diffllama", "phimoe"],
+    widen_window: ["mistral", "gemma3_text", "gpt_oss", "modernbert-decoder", "gemma4_text", "mimo_v2_flash"],
+    share_caches: ["llama", "diffllama", "hrm_text", "longcat_flash"],
+}
+
+
+@pytest.mark.parametrize(
+    ("plant", "model_type"), [(plant, model_type) for plant, types in FAULTS.items() for model_type in types]
+)
+def test_planted_faults_are_seen(plant: Fault, model_type: str) -> None:
+    """Guards the comparison itself: with a fault planted in a running engine it must fail, in families of all kinds."""
+    assert check_model(model_type, with_fault(plant)) == CheckResult("wrong", "combined")

@@ -1,0 +1,124 @@
+"""The dtype that a model gets, and which path that leaves it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.attention.registry import select_attention
+from cbatch.base.errors import ConfigError
+from cbatch.model import checkpoint, dtypes
+from cbatch.model.checkpoint import NoFastPath, load_fast_model
+from cbatch.model.dtypes import choose_dtype
+from cbatch.model.hf.adapter import TransformersModel
+from cbatch.model.hf.self_check import _paged_logits
+from cbatch.runtime.kv_cache import LayerShape
+from tests.support.gpu_machine import Gpu, Machine
+from tests.support.tiny_models import make_network
+
+GPU = torch.device("cuda", 0)
+T4 = Gpu("Tesla T4", (7, 5), total_memory=15 * 2**30)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def t4(machine: Machine) -> Machine:
+    machine.gpus = [T4]
+    machine.install()
+    dtypes._warn_once.cache_clear()
+    return machine
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_gpu_without_bfloat16_gets_float16(t4: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards free T4s: Triton has no bfloat16 there, and float16 overflows, which nobody may learn from nan_logits."""
+    assert choose_dtype("auto", "bfloat16", GPU) == torch.float16
+    assert choose_dtype("auto", torch.bfloat16, GPU) == torch.float16
+    assert said(caplog) == [
+        "Tesla T4 (compute capability 7.5) does not compute in bfloat16, so the model runs in float16, whose numbers "
+        "end at 65504; if it gives no numbers (nan_logits), use --dtype float32."
+    ]
+    for name, stored in (("auto", "float16"), ("auto", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")):
+        expected = stored if name == "auto" else name
+        assert choose_dtype(name, stored, GPU) == getattr(torch, expected)
+    assert len(said(caplog)) == 1
+
+
+def test_bfloat16_is_emulated_if_it_is_asked_for(t4: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a model that overflows in float16: slow and right, without kernels that do not compile there."""
+    assert choose_dtype("bfloat16", "bfloat16", GPU) == torch.bfloat16
+    assert said(caplog) == [
+        "Tesla T4 (compute capability 7.5) does not compute in bfloat16: torch emulates it, without the kernels of "
+        "this program; use --dtype float16 if that is too slow."
+    ]
+    layers = [LayerShape(2, 64, 64)]
+    assert isinstance(select_attention("auto", GPU, layers, 16, torch.bfloat16), ReferenceAttention)
+    with pytest.raises(ConfigError, match=r"triton does not serve this model in torch\.bfloat16"):
+        select_attention("triton", GPU, layers, 16, torch.bfloat16)
+
+
+def test_emulated_logits_are_sampled_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the sampling kernel, which would be compiled for bfloat16 at the first step."""
+    network = make_network("llama").to(torch.bfloat16)
+    assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.bfloat16
+    monkeypatch.setattr("cbatch.model.hf.adapter.has_bfloat16", lambda device: False)
+    assert _paged_logits(TransformersModel(network), [[1, 2], [3]], [[(0, 2), (0, 1)]]).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float16), ("bfloat16", None)])
+def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
+    dtype: str, expected: torch.dtype | None, t4: Machine, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the fused path, which would compile bfloat16 kernels for a GPU that has none."""
+    made: list[torch.dtype] = []
+
+    def make(config: Any, tensors: Any, number: torch.dtype, device: torch.device, *, quantize: None) -> Any:
+        made.append(number)
+        return object()
+
+    read = checkpoint.read_model_config
+    monkeypatch.setattr(checkpoint, "read_model_config", lambda path: read(path) | {"dtype": "bfloat16"})
+    if expected is None:
+        with pytest.raises(NoFastPath, match="does not compute in bfloat16"):
+            load_fast_model(str(model_folder), None, GPU, dtype)
+    else:
+        monkeypatch.setattr("cbatch.model.cuda.CudaModel", make)
+        load_fast_model(str(model_folder), None, GPU, dtype)
+    assert made == ([] if expected is None else [expected])
+
+
+def test_newer_gpus_and_those_of_others_keep_bfloat16(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards every other device against a dtype that is not the checkpoint's."""
+    machine.gpus = [Gpu("NVIDIA A100", (8, 0))]
+    machine.install()
+    assert choose_dtype("auto", "bfloat16", GPU) == torch.bfloat16
+    assert choose_dtype("auto", "bfloat16", torch.device("xpu", 0)) == torch.bfloat16
+    machine.cuda, machine.hip, machine.gpus = None, "6.4", [Gpu("AMD Radeon", (7, 0))]
+    machine.install()
+    assert choose_dtype("auto", "bfloat16", GPU) == torch.bfloat16
+    assert said(caplog) == []
+    with pytest.raises(ConfigError, match="There is no dtype 'int4'"):
+        choose_dtype("int4", None, GPU)
+
+
+@pytest.mark.parametrize(("multiplies", "widens"), [(True, False), (False, True), (False, False)])
+def test_bfloat16_on_a_cpu(multiplies: bool, widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards processors without bfloat16: kernels that widen it keep half the memory, and torch gets float32."""
+    monkeypatch.setattr(dtypes, "_cpu_has_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(dtypes, "_kernels_widen_bfloat16", lambda: widens)
+    cpu, narrow = torch.device("cpu"), {False: torch.float32, True: torch.bfloat16}
+    assert choose_dtype("auto", "bfloat16", cpu) == narrow[multiplies]
+    assert choose_dtype("auto", "bfloat16", cpu, by_kernels=True) == narrow[multiplies or widens]
+    assert choose_dtype("auto", "float16", cpu, by_kernels=True) == torch.float32

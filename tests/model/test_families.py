@@ -1,0 +1,236 @@
+"""Every family that has a program gives what transformers gives, and every wrong operation is seen."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from cbatch.attention.cpu import CpuAttention
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.base.quantization import Quantization
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.cpu.program import run_step
+from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.cpu import CpuModel
+from cbatch.model.cuda import CudaModel
+from cbatch.model.loader import LoadedModel
+from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.programs.declarations import read_program
+from cbatch.model.programs.families.registry import declared_kinds
+from cbatch.model.programs.program import Program
+from tests.support.architectures import CLASSES
+from tests.support.cuda_model import engine_around
+from tests.support.generation import generate
+from tests.support.model_checks import LENGTHS, PARAMS, PROMPTS, TRUNK, is_greedy_output
+from tests.support.program_faults import FAULTS
+from tests.support.programs import (
+    BLOCK_SIZE,
+    SavedModel,
+    error_of,
+    expected_logits,
+    logits_in_chunks,
+    reconfigured,
+    saved_model,
+    typical_error,
+)
+
+pytestmark = pytest.mark.kernels
+
+KINDS = [kind for kind in declared_kinds() if kind in CLASSES]
+
+
+def describe(program: Program) -> str:
+    """All of a program but the orders of rows and columns."""
+    shown = replace(program, name="")
+    return re.sub(r"tensor\(.*?\)", "", repr(shown), flags=re.DOTALL)
+
+
+def cpu_model(kind: str, dtype: torch.dtype = torch.float32, *, quantize: Quantization | None = None) -> CpuModel:
+    saved = saved_model(kind)
+    return CpuModel(saved.config, saved.tensors, dtype, quantize=quantize)
+
+
+def run_with_preemption(engine: SteppingEngine) -> list[list[int]]:
+    """Outputs for PROMPTS, of which the last ones come later and go first."""
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    places, late, step = {}, 4, 0
+    for place in range(late):
+        places[engine.add(PROMPTS[place], PARAMS[place], priority=1)] = place
+    while engine.has_work:
+        if step == 14:
+            places |= {engine.add(PROMPTS[place], PARAMS[place]): place for place in range(late, len(PROMPTS))}
+        for event in engine.step():
+            if event.request_id is not None and event.token_id is not None:
+                outputs[places[event.request_id]].append(event.token_id)
+        step += 1
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_generate(kind: str) -> None:
+    """Guards every declaration, token for token in float32: chunks, shared prefixes, and rows that give way."""
+    model, network = cpu_model(kind), saved_model(kind).network
+    loaded = LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
+    config = EngineConfig(block_size=BLOCK_SIZE, kv_blocks=9, max_seqs=6, max_batch_tokens=16, device="cpu")
+    engine = SteppingEngine(config, loaded)
+    outputs = run_with_preemption(engine)
+    assert [len(output) for output in outputs] == LENGTHS
+    pairs = zip(PROMPTS, outputs, strict=True)
+    assert all(is_greedy_output(network, prompt, output) for prompt, output in pairs)
+    assert engine.scheduler.num_preemptions > 0, "nothing was preempted"
+    assert engine.scheduler.num_cached_tokens >= len(TRUNK) // BLOCK_SIZE * BLOCK_SIZE, "no blocks were shared"
+    assert model.num_parameters <= sum(parameter.numel() for parameter in network.parameters()) + 64
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_logits_equal_those_of_the_network(kind: str) -> None:
+    """Guards the comparison by which planted faults are seen, and every row of a prompt in chunks."""
+    assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected_logits(kind)) < 2e-4
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the comparison with transformers: each of these mistakes in a program changes its logits."""
+    kind, plant = FAULTS[name]
+    expected = expected_logits(kind)
+    assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) < 2e-4
+    monkeypatch.setattr("cbatch.model.cpu.read_program", lambda config: plant(read_program(config)))
+    monkeypatch.setattr("cbatch.model.cpu.check_weights", lambda *_: 0)
+    assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) > 5e-4
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "starcoder2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_rounded_weights_are_near_float32(kind: str) -> None:
+    """Guards the other kinds of weights, with rounding as all that they may differ by."""
+    expected = expected_logits(kind)
+    assert typical_error(logits_in_chunks(cpu_model(kind, torch.bfloat16), CpuAttention()), expected) < 0.1
+    for weights, activations, tolerance in (("int8", "int8", 0.2), ("int8", "bf16", 0.15), ("int4", "int8", 0.8)):
+        rounded = cpu_model(kind, torch.bfloat16, quantize=Quantization(weights, activations))
+        error = typical_error(logits_in_chunks(rounded, CpuAttention()), expected)
+        assert error < tolerance
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "gemma2", "stablelm"])
+def test_company_changes_no_bit(kind: str) -> None:
+    """Guards rows whose experts others use too: the same log-probabilities alone, in a batch and in small steps."""
+    model = cpu_model(kind, torch.bfloat16)
+    loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
+    params = SamplingParams(max_tokens=5, logprobs=3)
+
+    def run(prompts: list[list[int]], tokens: int) -> list[object]:
+        config = EngineConfig(
+            block_size=BLOCK_SIZE, kv_blocks=60, max_batch_tokens=tokens, device="cpu", prefix_cache=False
+        )
+        return [output.logprobs for output in generate(SteppingEngine(config, loaded), prompts, params)]
+
+    batched = run(PROMPTS[:5], 512)
+    assert run(PROMPTS[:5], 9) == batched
+    assert [run([prompt], 512)[0] for prompt in PROMPTS[:5]] == batched
+
+
+def test_one_step_is_compiled_for_all_models() -> None:
+    """Guards the first start with another kind of model: only its experts or recurrent layers are compiled anew."""
+    cpu_model("llama")
+    compiled = len(run_step.signatures)  # type: ignore[attr-defined]
+    for kind in ("qwen3_moe", "qwen3_5_text"):
+        cpu_model(kind)
+    assert len(run_step.signatures) == compiled  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_transformers_stays_out(tmp_path: Path) -> None:
+    """Guards the seconds that importing transformers takes when a model of any declared family is loaded."""
+    for kind in KINDS:
+        saved = saved_model(kind)
+        saved.network.save_pretrained(tmp_path / kind)
+    code = (
+        "import sys, torch; from pathlib import Path; "
+        "from cbatch.model.loader import load_model; "
+        "folders = [str(path) for path in Path(sys.argv[1]).iterdir()]; "
+        "paths = {load_model(one, None, torch.device('cpu'), 'float32', fast=True).path for one in folders}; "
+        "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
+        "sys.exit(f'loads {heavy} for {paths}' if heavy or paths != {'fast'} else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_keys_send_a_model_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards settings of newer files: one counts as unknown, unless it is what the class has by default, or nothing."""
+    config = saved_model("gemma2").config
+    for value in (None, False, [], ""):
+        assert read_program(config | {"new_scale": value}).kind == "gemma2"
+    monkeypatch.setattr("cbatch.model.programs.declarations._class_defaults", lambda _: {"new_scale": 2.0})
+    assert read_program(config | {"new_scale": 2.0}).kind == "gemma2"
+    with pytest.raises(UnsupportedConfig, match="says new_scale = 3"):
+        read_program(config | {"new_scale": 3.0})
+
+
+def test_defaults_of_absent_keys_come_from_transformers_if_they_are_asked_for() -> None:
+    """Guards the comparison with the class of a config, which is only imported for unknown keys."""
+    config = saved_model("gemma2").config
+    assert read_program(config | {"chunk_size_feed_forward": 0, "is_encoder_decoder": False}).kind == "gemma2"
+    with pytest.raises(UnsupportedConfig, match="says per_layer_scale"):
+        read_program(config | {"per_layer_scale": 0.5})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_those_of_the_class(kind: str) -> None:
+    """Guards what a declaration takes for keys that a file leaves out: the program stays the same without them."""
+    config = saved_model(kind).config
+    text = config.get("text_config", config)
+    defaults = CONFIG_MAPPING[text["model_type"]]().to_dict()
+    absent = {key for key in text if key in defaults and defaults[key] == text[key] and key != "model_type"}
+    shorter = {key: value for key, value in text.items() if key not in absent}
+    whole = read_program(config)
+    try:
+        program = read_program(config | {"text_config": shorter} if "text_config" in config else shorter)
+    except UnsupportedConfig as error:
+        assert "has no" in str(error), error
+        return
+    assert describe(program) == describe(whole)
+
+
+def longrope_model(switch: int) -> SavedModel:
+    """A Phi-3 whose frequencies are others in texts of more tokens than `switch`."""
+    config = saved_model("phi3").config
+    width = config["hidden_size"] // config["num_attention_heads"] // 2
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "attention_factor": 1.2, "partial_rotary_factor": 1.0}
+    rope |= {"short_factor": [1.0 + i / 8 for i in range(width)], "long_factor": [2.0 + i for i in range(width)]}
+    rope["original_max_position_embeddings"] = switch
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": switch, "max_position_embeddings": 160}
+    return reconfigured(saved_model("phi3"), settings)
+
+
+@pytest.mark.parametrize("interpreter", ["cpu", "torch"])
+def test_longrope_beyond_its_switch(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards requests that may become long: other frequencies from the first token on, and no blocks of short ones."""
+    saved, always_long = longrope_model(40), longrope_model(1)
+    if interpreter == "cpu":
+        model: Any = CpuModel(saved.config, saved.tensors, torch.float32)
+        loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
+        engine = SteppingEngine(EngineConfig(block_size=BLOCK_SIZE, kv_blocks=40, device="cpu"), loaded)
+    else:
+        model = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), TorchLayerOps())
+        engine = engine_around(monkeypatch, model, ReferenceAttention(), block_size=BLOCK_SIZE, kv_blocks=40)
+    assert model.max_model_len == 160 and model.short_context == 40
+    long, short, later = TRUNK + PROMPTS[2], TRUNK[:33], TRUNK + PROMPTS[2][:30]
+    cases = [(long, 8, saved), (short, 7, saved), (later, 8, saved), (short, 7, saved), (short, 8, always_long)]
+    shared = []
+    for prompt, length, expected in cases:  # the others' beginnings are in the cache
+        before = engine.scheduler.num_cached_tokens
+        (output,) = generate(engine, [prompt], SamplingParams(max_tokens=length))
+        assert is_greedy_output(expected.network, prompt, list(output.token_ids))
+        shared.append(engine.scheduler.num_cached_tokens - before)
+    assert shared == [0, 0, 64, 32, 32], "beginnings are shared by those of one kind only"

@@ -1,0 +1,256 @@
+"""`--activations fp8`: which matrices get it, what is said of the others, and whole models against transformers.
+
+Without a GPU, Triton's interpreter rounds rows, and torch multiplies FP8 on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.attention.reference import ReferenceAttention
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.base.quantization import Quantization
+from cbatch.engine.kernel_checks.layer import LayerChecks
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.kernels.float8_matrix import Float8Matrix
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.kernels.triton.occupancy import CHIPS
+from cbatch.model import checkpoint, dtypes, float8
+from cbatch.model.dtypes import choose_formats
+from cbatch.model.float8 import float8_problem, tell_float8
+from cbatch.model.hf.adapter import TransformersModel
+from tests.support.device import DEVICE, HAS_GPU
+from tests.support.model_checks import reference_logits
+from tests.support.programs import PROMPT, logits_in_chunks, saved_model, typical_error
+from tests.support.quantized_folders import (
+    Encoder,
+    awq,
+    awq_settings,
+    compressed_settings,
+    fp8,
+    fp8_settings,
+    tiny_model,
+    write_folder,
+)
+from tests.support.tiny_models import make_network
+
+pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
+
+from cbatch.attention.triton import TritonAttention
+from cbatch.kernels.triton.products import float8 as kernels
+from cbatch.model import cuda
+from cbatch.model.cuda import CudaModel
+
+pytestmark = pytest.mark.kernels
+PROBLEM = float8_problem(DEVICE, torch.float16)
+needs_float8 = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "products of FP8 work")
+
+TOKENS, CHUNKS = PROMPT[:8], [0, 6, 7, 8]
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+ROWS = (
+    compressed_settings("float-quantized", strategy="channel", num_bits=8, type="float", group_size=None),
+    fp8(None, "weight_scale"),
+)
+TENSORS, BLOCKS = (fp8_settings(None), fp8((0, 0))), (fp8_settings((32, 32)), fp8((32, 32)))
+
+
+@pytest.fixture(autouse=True)
+def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (checkpoint, dtypes):
+        monkeypatch.setattr(module, "is_accelerator", lambda _: True)
+    yield
+    float8_problem.cache_clear()  # of chips that a test has made up
+
+
+def load(folder: Path, dtype: str = "float16", **options: Any) -> CudaModel:
+    model = checkpoint.load_fast_model(str(folder), None, DEVICE, dtype, **{"activations": "fp8"} | options)
+    assert isinstance(model, CudaModel)
+    return model
+
+
+def folder_of(path: Path, kind: str, format: tuple[dict[str, Any], Encoder], **sizes: Any) -> Path:
+    write_folder(path / "model", tiny_model(kind, **SMALL | sizes), *format)
+    return path / "model"
+
+
+def line_of(model: Any, caplog: pytest.LogCaptureFixture) -> str:
+    """The line that an engine would say of the model, with its level."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "cbatch"):
+        tell_float8(model)
+    [record] = caplog.records
+    return f"{record.levelname}: {record.getMessage()}"
+
+
+def kinds_of(model: CudaModel) -> list[str]:
+    """What the matrices of its linears are kept as, if they are not numbers."""
+    names = []
+    for matrix in model._on_device._loader.matrices:
+        if isinstance(matrix, QuantizedMatrix | Float8Matrix):
+            names.append("float8" if isinstance(matrix, Float8Matrix) else matrix.kind)
+    return names
+
+
+def logits_of(model: CudaModel) -> Tensor:
+    return logits_in_chunks(model, TritonAttention(DEVICE), TOKENS, CHUNKS)
+
+
+@contextmanager
+def rounded_inputs(network: Any) -> Iterator[None]:
+    """The network with what goes into its quantized linears rounded to e4m3, each row by its largest number."""
+
+    def rounded(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        rows = arguments[0]
+        scales = rows.abs().amax(-1, keepdim=True) / 448
+        return ((rows / scales).to(torch.float8_e4m3fn).float() * scales, *arguments[1:])
+
+    linears = [module for name, module in network.named_modules() if name.endswith("_proj")]
+    hooks = [module.register_forward_pre_hook(rounded) for module in linears]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@needs_float8
+@pytest.mark.skipif(HAS_GPU, reason="only a CPU has products of FP8 in float32, in which the test is sharp")
+@pytest.mark.parametrize(("kind", "format"), [("qwen3", ROWS), ("qwen2", TENSORS)])
+def test_a_whole_model_in_float32(
+    kind: str, format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards scales for rows and for tensors, fused matrices and biases: logits are those of transformers with rows
+    that are rounded, and not those without."""
+    monkeypatch.setattr(cuda, "float8_problem", lambda *_: "")
+    network = write_folder(tmp_path / "model", tiny_model(kind, **SMALL), *format)
+    model = load(tmp_path / "model", "float32")
+    assert set(kinds_of(model)) == {"float8"}
+    count = len(kinds_of(model))
+    assert line_of(model, caplog) == f"INFO: Activations are rounded to fp8 for all {count} FP8 matrices."
+    with rounded_inputs(network):
+        expected = reference_logits(network, [TOKENS])[0]
+    exact, found = reference_logits(network, [TOKENS])[0], logits_of(model)
+    by_torch = logits_in_chunks(model.with_ops(TorchLayerOps()), ReferenceAttention(), TOKENS, CHUNKS)
+    assert typical_error(found, expected) < 0.01 < typical_error(found, exact)
+    assert typical_error(by_torch, expected) < 0.01
+
+
+@needs_float8
+def test_a_whole_model(tmp_path: Path) -> None:
+    """Guards what a GPU computes in: logits are near those of torch's operations, a weight takes as much memory as
+    without, and result keys differ."""
+    folder = folder_of(tmp_path, "qwen3", ROWS)
+    model, other = load(folder), load(folder, activations="int8")
+    assert set(kinds_of(other)) == {"fp8"} and str(other.quantization) == "stored with float16 activations"
+    assert str(model.quantization) == "stored with fp8 activations"
+    assert model.weight_bytes == other.weight_bytes
+    by_torch = logits_in_chunks(model.with_ops(TorchLayerOps()), ReferenceAttention(), TOKENS, CHUNKS)
+    assert typical_error(logits_of(model), by_torch) < 0.1  # a number that is rounded the other way changes others
+    assert 0.01 < typical_error(logits_of(model), logits_of(other)) < 0.2
+
+
+@needs_float8
+@pytest.mark.parametrize(
+    ("kind", "format", "sizes", "kinds", "line"),
+    [
+        ("qwen3", BLOCKS, {}, {"fp8"}, "none of 8 FP8 matrices, and stay float16 for 8 with scales for blocks."),
+        (
+            "llama", TENSORS, {"intermediate_size": 104}, {"float8", "fp8"},
+            "6 of 8 FP8 matrices, and stay float16 for 2 whose sizes are no multiples of 16.",
+        ),
+        ("qwen3_moe", ROWS, {}, {"float8", "fp8"}, "4 of 20 FP8 matrices, and stay float16 for 16 of experts."),
+    ],
+)  # fmt: skip
+def test_others_keep_their_activations(
+    kind: str, format: Any, sizes: Any, kinds: set[str], line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards FP8 matrices without such products: they keep Triton's, and a line says which they are."""
+    model = load(folder_of(tmp_path, kind, format, **sizes))
+    assert set(kinds_of(model)) == kinds
+    assert line_of(model, caplog) == f"WARNING: Activations are rounded to fp8 for {line}"
+    assert str(model.quantization) == f"stored with {'fp8' if 'float8' in kinds else 'float16'} activations"
+    assert bool(logits_of(model).isfinite().all())
+
+
+def test_no_matrix_is_fp8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the line for models without FP8 weights: integers of files, those of `--quantize`, and none."""
+    saved = saved_model("qwen3")
+    models = [
+        load(folder_of(tmp_path, "qwen3", (awq_settings(32), awq(32)))),
+        CudaModel(saved.config, saved.tensors, torch.float16, DEVICE, quantize=Quantization("int8", "fp8")),
+        CudaModel(saved.config, saved.tensors, torch.float16, DEVICE),
+    ]
+    for model in models:
+        assert line_of(model, caplog) == "WARNING: None of the model's matrices is FP8, so activations stay float16."
+        assert "fp8" not in str(model.quantization)
+
+
+def test_chips_without_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards chips before 8.9, and those for which torch has no such product: a line says why, and Triton's products
+    are used. In float32 there are none either."""
+    folder, expected = folder_of(tmp_path, "qwen3", ROWS), "WARNING: Activations stay float16 for all 8 FP8 matrices: "
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic(...)`")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(float8, "device_limits", lambda _: CHIPS[86])
+        float8_problem.cache_clear()
+        model = load(folder)
+        assert set(kinds_of(model)) == {"fp8"} and str(model.quantization) == "stored with float16 activations"
+        assert line_of(model, caplog).startswith(expected)
+        assert "has no matrix units for FP8, which came with compute capability 8.9" in line_of(model, caplog)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", refused)
+        float8_problem.cache_clear()
+        model = load(folder)
+        assert set(kinds_of(model)) == {"fp8"} and line_of(model, caplog).startswith(expected)
+        assert "a scale for each row there (CUDA error: CUBLAS_STATUS_NOT_SUPPORTED" in line_of(model, caplog)
+    float8_problem.cache_clear()
+    line = line_of(load(folder, "float32"), caplog)
+    assert "Activations stay float32 for all 8 FP8 matrices: the model computes in float32" in line
+
+
+def test_devices_without_the_fast_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a CPU, where products of integers take int8 instead, and models of transformers on any GPU."""
+    network = TransformersModel(make_network("llama"))
+    assert line_of(network, caplog).startswith("WARNING: Activations are not rounded to fp8, which is for NVIDIA GPUs")
+    with monkeypatch.context() as patch:
+        patch.setattr(float8, "is_accelerator", lambda _: True)
+        line = line_of(network, caplog)
+    assert line == "WARNING: Activations stay float32: only the fast path of an NVIDIA GPU rounds them to fp8."
+    monkeypatch.undo()
+    cpu, options = torch.device("cpu"), {"activations": "fp8", "is_quantized": True}
+    for quantize in (None, Quantization("int8", "fp8")):
+        _, chosen = choose_formats("bfloat16", "bfloat16", quantize, cpu, **options)
+        assert chosen is not None and chosen.activations == "int8"
+    for config in (EngineConfig(activations="fp8", quantize="int8"), EngineConfig(quantize="int8")):
+        caplog.clear()
+        with SteppingEngine(replace(config, device="cpu", kv_blocks=8, max_seqs=2)) as engine:
+            assert str(engine.model.quantization) == "int8 with int8 activations"
+        assert ("which is for NVIDIA GPUs" in caplog.text) == (config.activations == "fp8")
+    with pytest.raises(ConfigError, match="cannot be rounded to 'fp4'; choose one of: int8, bf16, fp8"):
+        SteppingEngine(EngineConfig(activations="fp4", device="cpu"))
+
+
+@needs_float8
+def test_kernels_check_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what an engine does when it starts on a GPU: products are compared with torch's, and the scale of
+    another row is seen."""
+    model = load(folder_of(tmp_path, "qwen3", ROWS))
+    checks = list(LayerChecks(model, 16).run())
+    assert not [check.name for check in checks if not check.agrees]
+    assert "float8_linear" in {check.name for check in checks}
+    round_rows = kernels.round_rows
+    monkeypatch.setattr(kernels, "round_rows", lambda rows: (round_rows(rows)[0], round_rows(rows)[1].roll(1, 0)))
+    wrong = {check.name for check in LayerChecks(model, 16).run() if not check.agrees}
+    assert wrong and all(name.startswith("float8_linear") for name in wrong)

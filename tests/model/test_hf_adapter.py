@@ -1,0 +1,235 @@
+"""Models that would be silently wrong are refused when they are loaded, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import masking_utils
+
+from cbatch.base.errors import ModelError
+from cbatch.base.params import SamplingParams
+from cbatch.model.hf.adapter import TransformersModel
+from cbatch.model.hf.mask_patterns import MaskPattern, pattern_of, probe_mask
+from cbatch.model.hf.self_check import check_ragged
+from tests.support.generation import generate
+from tests.support.tiny_models import COMMON, draw_weights, generate_alone, make_engine, make_network, make_prompts
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "built-in attention": ("Bloom", {"n_layer": 2, "n_head": 4}, "would be silently wrong"),
+    "an encoder": ("Bert", {"is_decoder": False}, "encoder|not supported"),
+    "an encoder that is named a decoder": (
+        "Electra",
+        {"is_decoder": False, "architectures": ["ElectraForCausalLM"], "embedding_size": 48},
+        "attention masks of its own",
+    ),
+    "attention in both directions": (
+        "Gemma3Text",
+        {"use_bidirectional_attention": True, "head_dim": 16},
+        "attention masks of",
+    ),
+    "scales by place": (
+        "Llama4Text",
+        {"attn_temperature_tuning": True, "head_dim": 16},
+        "scales attention by the index",
+    ),
+}
+
+
+def make_family(family: str, **extra: Any) -> Any:
+    config = getattr(transformers, family + "Config")(**COMMON | extra)
+    head = "LMHeadModel" if family == "Bert" else "ForCausalLM"
+    network = getattr(transformers, family.removesuffix("Text") + head)(config).eval()
+    draw_weights(network)
+    return network
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_at_load(kind: str) -> None:
+    """Guards against text that is silently wrong."""
+    family, extra, reason = REFUSED[kind]
+    network = make_family(family, **extra)
+    with pytest.raises(ModelError, match=reason):
+        make_engine(network)
+
+
+class MixesTokens(torch.nn.Module):
+    """A layer that mixes neighbouring tokens outside of attention, as token shift and short convolutions do."""
+
+    def __init__(self, inner: torch.nn.Module, strength: float = 0.1) -> None:
+        super().__init__()
+        self.inner = inner
+        self.strength = strength
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(hidden)
+        out[:, 1:] += self.strength * out[:, :-1].clone()
+        return out
+
+
+def test_self_check_sees_what_no_list_names() -> None:
+    """Guards against the next architecture: the check is of what a model does, not of what it is called."""
+    network = make_network("llama")
+    check_ragged(TransformersModel(network))
+    network.model.layers[1].mlp = MixesTokens(network.model.layers[1].mlp)
+    with pytest.raises(ModelError, match="mixes tokens outside attention"):
+        make_engine(network)
+
+
+def test_unknown_attention_options_are_refused() -> None:
+    """Guards against swallowing a keyword that would change the result."""
+    network = make_network("llama")
+    layer = network.model.layers[0].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, position_bias=torch.zeros(1), **kwargs)
+    with pytest.raises(ModelError, match="position_bias"):
+        make_engine(network)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused() -> None:
+    """Guards against models that ask for a sliding window in their config and never pass it on."""
+    network = make_network("llama")
+    network.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(ModelError, match=r"layers \[0\] differ from its config"):
+        make_engine(network)
+
+
+def test_a_window_that_only_the_call_knows_changes_nothing() -> None:
+    """Guards the reverse: the mask is what counts in transformers too, but for flash attention."""
+    network = make_network("llama")
+    expected = generate_alone(network, make_prompts([20]), [8])
+    layer = network.model.layers[1].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, sliding_window=4, **kwargs)
+    outputs = generate(make_engine(network), make_prompts([20]), SamplingParams(max_tokens=8))
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_a_mask_of_its_own_is_refused() -> None:
+    """Guards against dropping a mask that a model makes, or makes of the one it was given."""
+    for change in (lambda mask: mask[:, :, 1:] | True, lambda mask: torch.zeros(1, 1, 4, 4)):
+        network = make_network("llama")
+        layer = network.model.layers[1].self_attn
+        layer.forward = replaced_mask(layer.forward, change)
+        with pytest.raises(ModelError, match="attention masks of its own"):
+            make_engine(network)
+
+
+def replaced_mask(forward: Any, change: Any) -> Any:
+    return lambda *args, attention_mask, **kwargs: forward(*args, attention_mask=change(attention_mask), **kwargs)
+
+
+def chunked(chunk: int) -> Any:
+    return masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "local_size", "pattern"),
+    [
+        (masking_utils.causal_mask_function, None, MaskPattern()),
+        (masking_utils.sliding_window_causal_mask_function(4096), 4096, MaskPattern(window=4096)),
+        (masking_utils.sliding_window_causal_mask_function(4097), 4096, None),
+        (masking_utils.sliding_window_causal_mask_function(3), None, None),
+        (masking_utils.causal_mask_function, 4096, None),
+        (chunked(8192), 8192, MaskPattern(chunk=8192)),
+        (masking_utils.bidirectional_mask_function, None, None),
+        (masking_utils.sliding_window_bidirectional_mask_function(12), 12, None),
+    ],
+)
+def test_reach_of_masks(mask_function: Any, local_size: int | None, pattern: MaskPattern | None) -> None:
+    """Guards what a layer is taken to see: exactly its mask, far beyond the few tokens of the probe."""
+    mask = probe_mask(
+        q_length=4, kv_length=4, mask_function=mask_function, local_size=local_size, allow_is_causal_skip=True
+    )
+    if pattern is None:
+        with pytest.raises(ModelError, match="mask"):
+            pattern_of(mask)
+    else:
+        assert pattern_of(mask) == pattern
+
+
+@pytest.mark.parametrize(("block", "pattern"), [([-1] * 4, MaskPattern(window=12)), ([-1, 0, 0, -1], None)])
+def test_reach_of_a_mask_that_looks_at_tokens(block: list[int], pattern: MaskPattern | None) -> None:
+    """Guards models of text and pictures: text alone is causal, and tokens that see what follows are not."""
+    overlay = masking_utils.blockwise_overlay(torch.tensor([block]))
+    mask_function = masking_utils.or_masks(masking_utils.sliding_window_causal_mask_function(12), overlay)
+    mask = probe_mask(q_length=4, kv_length=4, mask_function=mask_function, local_size=12)
+    assert mask.pattern == pattern
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 6,
+    "long_factor": [4.0] * 6,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LIMITED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}, 40),
+    "dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 40}, 40),
+    "chunks": ("Llama4Text", {"attention_chunk_size": 40, "attn_temperature_tuning": False, "head_dim": 16}, 40),
+}
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_served_up_to_where_it_would_be_wrong(kind: str) -> None:
+    """Guards models that are right up to some length: equal to `generate` until there, and refusing what is longer."""
+    family, extra, limit = LIMITED[kind]
+    network = make_family(family, **extra)
+    prompts, lengths = make_prompts([30, 3, 39, 17]), [10, 30, 1, 12]
+    engine = make_engine(network, max_batch_tokens=16)
+    assert engine.model.max_model_len == limit
+    outputs = generate(engine, prompts, [SamplingParams(max_tokens=length) for length in lengths])
+    assert [output.token_ids for output in outputs] == generate_alone(network, prompts, lengths)
+    (long,) = generate(engine, make_prompts([40]), SamplingParams(max_tokens=1))
+    assert long.error is not None and long.error.code == "prompt_too_long"
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_self_check_sees_positions_that_depend_on_the_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the limit above if a config spells it differently: a long text must not change what others get."""
+    family, extra, _ = LIMITED[kind]
+    monkeypatch.setattr("cbatch.model.hf.adapter._max_model_len", lambda config: 120)
+    with pytest.raises(ModelError, match="depends on the longest text"):
+        make_engine(make_family(family, **extra))
+
+
+def test_fewer_positions_than_its_config_says_are_refused() -> None:
+    """Guards against an index out of range in the middle of a night's work."""
+    network = make_network("gpt2")
+    network.transformer.wpe = torch.nn.Embedding(150, 48)
+    with pytest.raises(ModelError, match="self-check fails"):
+        make_engine(network)
+
+
+def test_a_model_that_attends_more_or_less_often_than_before_is_stopped() -> None:
+    """Guards the caches of the calls, which only their order tells apart."""
+    network = make_network("llama")
+    engine = make_engine(network)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    layers = network.model.layers
+    for wrong, what in (([layers[0]], "called attention 1 times"), ([*layers, layers[0]], "more than 2 times")):
+        network.model.layers = torch.nn.ModuleList(wrong)
+        network.config.num_hidden_layers = len(wrong)
+        with pytest.raises(ModelError, match=what):
+            engine.step()
+
+
+def test_a_model_that_gives_nan_is_refused() -> None:
+    """Guards the self-check against taking NaN for a small difference."""
+    network = make_network("llama")
+    network.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ModelError, match="differs from its own by nan"):
+        make_engine(network)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_passes_the_self_check(dtype: torch.dtype) -> None:
+    """Guards against refusing good models for rounding, and against a tolerance that lets everything pass."""
+    make_engine(make_network("mixtral").to(dtype))
+    faulty = make_network("llama").to(dtype)
+    faulty.model.layers[0].mlp = MixesTokens(faulty.model.layers[0].mlp, strength=0.5)
+    with pytest.raises(ModelError, match="mixes tokens outside attention"):
+        make_engine(faulty)

@@ -1,0 +1,233 @@
+"""Where replicas compute: whole shares of the machine, of which no part is given twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.replicas import device_probe, placement
+from cbatch.replicas.placement import Place, find_places
+
+CPU = EngineConfig(device="cpu")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this machine look like one with such NUMA nodes, given by the threads of their cores."""
+    for variable in (*placement._THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CBATCH_DEVICE"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def make(*nodes: Sequence[str], usable: Sequence[int] | None = None) -> None:
+        folder = tmp_path / "system"
+        for number, cores in enumerate(nodes):
+            (folder / f"node/node{number}").mkdir(parents=True)
+            (folder / f"node/node{number}/cpulist").write_text(",".join(cores) + "\n")
+            for core in cores:
+                for cpu in placement._cpu_list(_file(tmp_path, core)):
+                    topology = folder / f"cpu/cpu{cpu}/topology"
+                    topology.mkdir(parents=True)
+                    (topology / "thread_siblings_list").write_text(core + "\n")
+        cpus = {cpu for cores in nodes for core in cores for cpu in placement._cpu_list(_file(tmp_path, core))}
+        allowed = cpus if usable is None else set(usable)
+        monkeypatch.setattr(placement, "_SYSTEM", folder)
+        monkeypatch.setattr(placement, "_DEVICES", tmp_path / "dev")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+        monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
+
+    return make
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "list"
+    path.write_text(text)
+    return path
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdout: str, stderr: str = "") -> list[str]:
+    """Puts a sign of a GPU in place, and an answer to who asks for devices; returns the names that were asked for."""
+    asked: list[str] = []
+
+    def answer(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(json.loads(command[-1])[2][0])
+        return subprocess.CompletedProcess(command, 1, stdout, stderr)
+
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    monkeypatch.setattr(subprocess, "run", answer)
+    return asked
+
+
+def devices(count: int, kind: str = "cuda", is_rocm: bool = False) -> str:
+    return json.dumps({"kind": kind, "count": count, "is_rocm": is_rocm}) + "\n"
+
+
+def shares(places: Sequence[Place]) -> list[tuple[tuple[int, ...], str]]:
+    """The cores of each place and its number of threads."""
+    return [(place.cores, place.environment["OMP_NUM_THREADS"]) for place in places]
+
+
+def test_cores_are_shared_out_whole_and_by_node(machine: Callable[..., None]) -> None:
+    """Two replicas on one core, or one on two nodes, are slower than they need be."""
+    machine(["0,8", "1,9", "2,10", "3,11"], ["4,12", "5,13", "6,14", "7,15"])
+    assert shares(find_places(CPU, 2)) == [((0, 8, 1, 9, 2, 10, 3, 11), "4"), ((4, 12, 5, 13, 6, 14, 7, 15), "4")]
+    assert shares(find_places(CPU, None)) == shares(find_places(CPU, 2))
+    three = find_places(CPU, 3)
+    assert [len(place.cores) for place in three] == [4, 6, 6]
+    assert len({cpu for place in three for cpu in place.cores}) == 16
+    assert shares(find_places(CPU, 16)) == [
+        ((cpu,), "1") for cpu in (0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)
+    ]
+    assert shares(find_places(CPU, 17)) == [((), "1")] * 17
+    assert all(place.device == "cpu" for place in three)
+
+
+def test_only_cores_that_this_process_may_use(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container or under taskset, binding to other cores fails."""
+    machine(["0-1", "2-3"], ["4-5", "6-7"], ["8-9"], usable=[1, 4, 5, 6])
+    assert shares(find_places(CPU, 2)) == [((1,), "1"), ((4, 5, 6), "2")]
+    assert len(find_places(CPU, None)) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert shares(find_places(CPU, 2)) == [((1,), "1"), ((4, 5, 6), "1")]
+    monkeypatch.delattr(os, "sched_setaffinity")
+    assert shares(find_places(CPU, 2)) == [((), "1"), ((), "1")]
+
+
+def test_machine_that_says_nothing_of_its_cores(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has neither /sys nor affinities."""
+    machine()
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_setaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert shares(find_places(EngineConfig(), 2)) == [((), "4"), ((), "4")]
+    assert len(find_places(EngineConfig(), None)) == 1
+
+
+def test_replicas_take_the_memory_of_one_engine(machine: Callable[..., None]) -> None:
+    """A share of what is free at the moment would be another one in each replica, and so would its limits."""
+    machine(["0", "1"])
+
+    def memory(**options: Any) -> list[str | None]:
+        config = EngineConfig(device="cpu", **options)
+        return [place.applied_to(config).kv_cache_memory for place in find_places(config, 2)]
+
+    assert memory() == ["1000", "1000"]
+    assert memory(kv_cache_memory="50%") == ["2000", "2000"]
+    assert memory(kv_cache_memory="4GiB") == ["4GiB", "4GiB"]
+    assert memory(kv_blocks=7) == [None, None]
+    with pytest.raises(ConfigError, match="not an amount of memory"):
+        memory(kv_cache_memory="%")
+
+
+@pytest.mark.parametrize(
+    ("listed", "entries"),
+    [
+        (None, ["0", "1", "2"]),
+        ("3,1,2", ["3", "1", "2"]),
+        ("GPU-5f2b, MIG-77 ,GPU-9", ["GPU-5f2b", "MIG-77", "GPU-9"]),
+        ("4,5,6,-1,7", ["4", "5", "6"]),
+    ],
+)
+def test_each_gpu_is_seen_by_one_replica(
+    machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    listed: str | None,
+    entries: list[str],
+) -> None:
+    """A batch system lends some GPUs by their names; the others belong to somebody else."""
+    machine([str(cpu) for cpu in range(12)])
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    asked = see_gpus(monkeypatch, tmp_path, devices(3))
+    places = find_places(EngineConfig(kv_cache_memory="90%"), None)
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places] == entries
+    assert [place.environment["OMP_NUM_THREADS"] for place in places] == ["4", "4", "4"]
+    config = places[2].applied_to(EngineConfig(kv_cache_memory="90%"))
+    assert (config.device, config.kv_cache_memory, places[2].cores) == ("cuda", "90%", ())
+    assert len(find_places(EngineConfig(device="cuda"), 2)) == 2
+    with pytest.raises(ConfigError, match="4 replicas were asked for, and --device cuda means 3 of them"):
+        find_places(EngineConfig(device="cuda"), 4)
+    assert asked == ["auto", "cuda", "cuda"]
+
+
+def test_other_accelerators(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(["0"])
+    asked = see_gpus(monkeypatch, tmp_path, devices(2, is_rocm=True))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "6,7")
+    assert [place.environment.get("HIP_VISIBLE_DEVICES") for place in find_places(EngineConfig(), None)] == ["6", "7"]
+    monkeypatch.setattr(placement, "_probe", lambda _: json.loads(devices(2, "xpu")))
+    assert [place.device for place in find_places(EngineConfig(), None)] == ["xpu:0", "xpu:1"]
+    assert asked == ["auto"]
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "mps"])
+def test_device_that_is_named_is_one(machine: Callable[..., None], device: str) -> None:
+    """Two engines on one GPU would each take 90% of its memory."""
+    machine(["0", "1"])
+    assert [place.device for place in find_places(EngineConfig(device=device), None)] == [device]
+    with pytest.raises(ConfigError, match=f"2 replicas were asked for, and --device {device} means one"):
+        find_places(EngineConfig(device=device), 2)
+
+
+def test_devices_that_cannot_be_used(
+    machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is wrong with a GPU is said once, before replicas start; it never turns into a slow run without a word."""
+    machine(["0", "1"])
+    see_gpus(monkeypatch, tmp_path, json.dumps({"error": "Device 'cuda' cannot be used: no driver."}))
+    with pytest.raises(ConfigError, match="cannot be used: no driver"):
+        find_places(EngineConfig(device="cuda"), 2)
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, devices(1, "cpu"), "No GPU.\n")
+    )
+    assert [place.device for place in find_places(EngineConfig(), 2)] == ["cpu", "cpu"]
+    assert caplog.messages == ["No GPU."]
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: x")
+    )
+    with pytest.raises(ConfigError, match="could not be listed: ImportError: x"):
+        find_places(EngineConfig(), 2)
+
+
+def test_variable_says_what_auto_is(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(["0", "1"])
+    asked = see_gpus(monkeypatch, tmp_path, devices(3))
+    monkeypatch.setenv("CBATCH_DEVICE", "cpu")
+    assert [place.device for place in find_places(EngineConfig(), None)] == ["cpu"]
+    assert asked == []
+
+
+def test_probe_says_which_devices_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    device_probe.main("cpu")
+    assert json.loads(capsys.readouterr().out) == {"kind": "cpu", "count": 1, "is_rocm": False}
+    device_probe.main("toaster")
+    assert "There is no device 'toaster'" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_places_are_found_without_torch() -> None:
+    """It would take a second and 200 MB of a process that only reads and writes rows."""
+    program = (
+        "import sys; from cbatch.base.config import EngineConfig\n"
+        "from cbatch.replicas import placement, process\n"
+        "placement._SIGNS_OF_GPUS = ()\n"
+        "print(len(placement.find_places(EngineConfig(), 2)), sys.modules.keys() & {'torch', 'numpy', 'transformers'})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 set()\n"

@@ -1,0 +1,111 @@
+"""No thread of the driver of replicas that fails leaves a batch waiting: all rows come, or an error that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import CbatchError
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.driver import StreamObserver
+from cbatch.batch.lines import Line
+from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row_options import RowOptions
+from cbatch.replicas import process
+from cbatch.replicas import supervisor as supervisor_module
+from cbatch.replicas.dispatcher import Dispatcher
+from cbatch.replicas.driver import ReplicaDriver
+from cbatch.replicas.keys import KeyMaking
+from cbatch.replicas.stream import ReplicaStream
+from cbatch.replicas.supervisor import Life, Supervisor
+from tests.support.fake_replicas import FakeConnection, FakeLauncher, wait_until
+from tests.support.faults import Fault, Panic, in_time
+
+ROWS = 40
+
+PLACES: list[tuple[type, str]] = [
+    (FakeLauncher, "start"),
+    (FakeConnection, "call"),
+    (FakeConnection, "kill"),
+    (Life, "__init__"),
+    (Life, "exchange"),
+    (Life, "check"),
+    (Supervisor, "_serve"),
+    (Supervisor, "_after_death"),
+    (Supervisor, "_end_life"),
+    (ReplicaStream, "begin"),
+    (ReplicaStream, "serve"),
+    (ReplicaStream, "end"),
+    (ReplicaStream, "leave"),
+    (ReplicaStream, "_deliver"),
+    (ReplicaStream, "_add"),
+    (Dispatcher, "add"),
+    (Dispatcher, "end_input"),
+    (Dispatcher, "join"),
+    (Dispatcher, "leave"),
+    (Dispatcher, "take"),
+    (Dispatcher, "_choose"),
+    (Dispatcher, "_give_back"),
+    (Dispatcher, "finish"),
+    (Dispatcher, "num_held"),
+    (StreamObserver, "start"),
+    (KeyMaking, "begin"),
+    (KeyMaking, "serve"),
+    (KeyMaking, "end"),
+    (KeyMaking, "leave"),
+]
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["once", "always"])
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda place: getattr(place, "__name__", place))
+def test_a_batch_ends_whatever_fails(owner: type, name: str, always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica dies in the middle, so that what comes after a death is reached too."""
+    monkeypatch.setattr(supervisor_module, "IDLE_SECONDS", 0.05)
+    Fault(monkeypatch, owner, name, Panic("boom"), always=always)
+    found: list[OutputRow] = []
+
+    def dies(connection: FakeConnection, method: str, after: bool) -> bool:
+        return connection.life == 1 and connection.number == 0 and connection.calls["exchange"] == 3 and after
+
+    def source() -> Iterator[Line]:
+        yield from (Line(index, b"text %d" % index) for index in range(ROWS))
+
+    def work() -> None:
+        with ReplicaDriver(FakeLauncher(dies=dies), EngineConfig(), timeout_s=1.0, backoff_s=0.001) as driver:
+            assert [key for _, key in driver.keyed(RowOptions(), source())] == [f"key of {n}" for n in range(ROWS)]
+            stream = driver.open(RowOptions(RequestDefaults()), window=None, observer=StreamObserver())
+            with closing(stream.finished(source())) as finished:
+                for rows in finished:
+                    stream.release([row.position for row in rows])
+                    found.extend(rows)
+
+    error = in_time(work)
+    assert error is None or (isinstance(error, CbatchError | Panic) and "boom" in str(error)), repr(error)
+    assert error is not None or sorted(row.index for row in found) == list(range(ROWS))
+
+
+def test_what_a_replica_says_is_read_on_when_it_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica whose pipe is full waits for ever."""
+    lines = [b"one\n", b"two\n", b"three\n", b""]
+
+    class Stream:
+        def readline(self, limit: int) -> bytes:
+            return lines.pop(0)
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+    def broken(*arguments: Any) -> None:
+        raise Panic("boom")
+
+    monkeypatch.setattr(process, "_log", SimpleNamespace(warning=broken))
+    messages = process._Messages("replica 1", Stream())  # type: ignore[arg-type]
+    wait_until(lambda: not lines)
+    assert messages.last() == "one / two / three"

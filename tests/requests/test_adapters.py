@@ -1,0 +1,103 @@
+"""Which LoRA adapter a row asks for: by a field, by the model of an OpenAI request, and what its key says of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line
+from cbatch.requests.completion import Completion
+from cbatch.requests.input_processor import InputProcessor, ModelInfo
+from cbatch.requests.recorded_outputs import content_key
+from cbatch.requests.request import EncodedRequest
+from cbatch.schedule.limits import SequenceLimits
+
+ADAPTERS = {"sql": "f1", "chat": "f2"}
+LIMITS = SequenceLimits(1 << 20, 1 << 20)
+ROW = {"id": "a", "prompt_token_ids": [1, 2]}
+
+
+def call(**body: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": [1, 2], **body}}
+
+
+def processed(
+    fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any
+) -> EncodedRequest | Completion:
+    model = ModelInfo(
+        tokenizer=None,
+        default_params=SamplingParams(),
+        limits=LIMITS,
+        fingerprint="model",
+        compile=lambda params, tools, choice: None,
+        adapters=adapters,
+    )
+    lines = LineProcessor(InputProcessor(model, RequestDefaults(params=params)))
+    return lines.process(Line(4, json.dumps(fields).encode()))
+
+
+def request(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> EncodedRequest:
+    made = processed(fields, adapters, **params)
+    assert isinstance(made, EncodedRequest), made
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fields", "default", "expected"),
+    [
+        (ROW, "", ""),
+        (ROW, "chat", "chat"),
+        (ROW | {"lora": "sql"}, "chat", "sql"),
+        (ROW | {"lora": ""}, "chat", ""),
+        (ROW | {"lora": None}, "chat", "chat"),
+        (ROW | {"model": "sql"}, "", ""),
+        (call(model="sql"), "chat", "sql"),
+        (call(model="gpt-4o"), "chat", "chat"),
+        (call(model="gpt-4o", lora="sql"), "", "sql"),
+        (call(model="sql", lora="chat"), "", "chat"),
+        (call(model="sql", lora=""), "", ""),
+    ],
+)
+def test_which_adapter_is_asked_for(fields: dict[str, Any], default: str, expected: str) -> None:
+    """Guards the order: the field, the model of an OpenAI request if an adapter has that name, the default."""
+    made = request(fields, lora=default)
+    assert made.params.lora == expected and made.asked.adapter == ADAPTERS.get(expected, "")
+
+
+def test_an_unknown_adapter_is_an_error_row() -> None:
+    """Guards misspelt names, wrong types, and engines without adapters, whose rows would silently be the base's."""
+    for adapters, message in (
+        (ADAPTERS, "line 5: there is no LoRA adapter 'sqI': there are sql, chat"),
+        ({}, "line 5: there is no LoRA adapter 'sqI': none is loaded; --lora NAME=PATH loads one"),
+    ):
+        made = processed(ROW | {"lora": "sqI"}, adapters)
+        assert isinstance(made, Completion) and made.error is not None
+        assert (made.error.code, str(made.error)) == ("invalid_row", message)
+    made = processed(ROW | {"lora": 3})
+    assert isinstance(made, Completion)
+    assert made.error is not None and "lora must be the name of an adapter, not 3" in str(made.error)
+
+
+@pytest.mark.parametrize("fields", [ROW, call()])
+def test_keys_have_the_weights_and_not_the_name(fields: dict[str, Any]) -> None:
+    """Guards `--resume`, the cache of answers and `verify`: other weights are another answer, another name is not."""
+    if "body" in fields:
+        plain, adapted = fields, fields | {"body": fields["body"] | {"lora": "sql"}}
+        renamed = fields | {"body": fields["body"] | {"lora": "new"}}
+    else:
+        plain, adapted, renamed = fields, fields | {"lora": "sql"}, fields | {"lora": "new"}
+    base, first, same, other = (
+        request(plain),
+        request(adapted),
+        request(renamed, {"new": "f1"}),
+        request(adapted, {"sql": "f3"}),
+    )
+    assert base.key == request(plain, {}).key
+    assert first.key == same.key and len({base.key, first.key, other.key}) == 3
+    keys = [content_key("model", LIMITS, one) for one in (base, first, same, other)]
+    assert keys[1] == keys[2] and len(set(keys)) == 3

@@ -1,0 +1,279 @@
+"""Completions as Python objects, as mappings, and as the rows of `cbatch run`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from cbatch import Choice, Completion, RequestError, Score, TokenLogprob, ToolCall, Usage
+from cbatch.batch.jsonl import format_row
+from cbatch.requests.completion import Timing
+from cbatch.requests.row import ApiCall, InputRow
+
+TOP = TokenLogprob("b", 5, -2.0, b"b")
+SCORED = [
+    TokenLogprob("a", 4, -0.125, b"a", (TokenLogprob("a", 4, -0.125, b"a"), TOP)),
+    TokenLogprob("\ufffd", 6, -1.5, b"\xe2", (TOP,)),
+]
+PROMPT = [TokenLogprob("<s>", 0, None, b"<s>", in_text=False), TokenLogprob("é", 7, -3.25, "é".encode(), (TOP,))]
+CALL = ToolCall("weather", '{"city": "Zürich"}', "abc123xyz")
+PLAIN = Choice(text="Hello <b>world</b>", token_ids=[4, 6, 2], stop_reason="!")
+THOUGHT = Choice(text="", reasoning="hm &c", tool_calls=(CALL, replace(CALL, id="z")), finish_reason="tool_calls")
+CHAT, TEXT = ApiCall(True, "gpt-x"), ApiCall(False, None)
+OWN_ROW = InputRow(3, id="q-1", extra={"topic": "x", "tags": ["a"]})
+USAGE = Usage(7, 3, 4)
+ERROR = RequestError("prompt_too_long", "line 4: the prompt has 9 tokens; <8> fit")
+
+
+def make(row: InputRow = OWN_ROW, *choices: Choice, **fields: Any) -> Completion:
+    fields = {"usage": USAGE, "timing": Timing(10.0, 10.5, 12.0)} | fields
+    return Completion(row, key="0" * 32, choices=choices, **fields)
+
+
+def openai(call: ApiCall) -> InputRow:
+    return InputRow(3, id="c-1", call=call, extra={"store": False})
+
+
+SEVERAL = [replace(PLAIN, index=0, logprobs=SCORED), replace(THOUGHT, index=1, logprobs=[])]
+COMPLETIONS: dict[str, Completion] = {
+    "plain": make(OWN_ROW, PLAIN),
+    "without an id": make(InputRow(0), Choice()),
+    "calls": make(OWN_ROW, THOUGHT),
+    "several": make(OWN_ROW, *SEVERAL, with_token_ids=True, prompt_logprobs=PROMPT),
+    "no tokenizer": make(OWN_ROW, replace(PLAIN, text=""), has_text=False, with_token_ids=True),
+    "error": make(OWN_ROW, error=ERROR),
+    "chat": make(openai(CHAT), *SEVERAL, with_token_ids=True, prompt_logprobs=PROMPT),
+    "text": make(openai(TEXT), replace(PLAIN, logprobs=SCORED), prompt_logprobs=PROMPT, echoes=True),
+    "failed chat": make(openai(CHAT), error=ERROR),
+}
+each = pytest.mark.parametrize("completion", COMPLETIONS.values(), ids=COMPLETIONS)
+ATTRIBUTES = ("choices", "usage", "index", "id", "key", "extra", "text", "reasoning", "tool_calls", "finish_reason")
+COPIES: dict[str, Callable[[Completion], Completion]] = {
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@each
+def test_a_completion_is_its_row(completion: Completion) -> None:
+    """Guards the mapping: it has the fields of `to_dict`, in their order, and JSON takes them."""
+    row = completion.to_dict()
+    assert isinstance(completion, Mapping) and list(completion) == list(row) and len(completion) == len(row)
+    assert (
+        dict(completion) == {**completion} == row and completion == row and list(completion.items()) == [*row.items()]
+    )
+    assert json.dumps(dict(completion), ensure_ascii=False).encode() + b"\n" == format_row(row)
+    assert "key" in completion and completion["key"] == "0" * 32 and completion.get("colour", 5) == 5
+    with pytest.raises(KeyError, match="colour"):
+        completion["colour"]
+    assert "ttft_s" not in completion and completion.to_dict(timings=True)["ttft_s"] == 0.5
+
+
+@each
+@pytest.mark.parametrize("is_read", [False, True], ids=["made", "read from a row"])
+def test_a_row_may_be_changed(completion: Completion, is_read: bool) -> None:
+    """Guards later callers of `to_dict` against the changes of earlier ones."""
+    if is_read:
+        completion = Completion.from_row(completion.to_dict())
+    before = json.dumps(completion.to_dict())
+    row = completion.to_dict()
+    for value in [row, *row.values()]:
+        if isinstance(value, dict):
+            for nested in value.values():
+                if isinstance(nested, list):
+                    nested.append(1)
+            value.update(dict.fromkeys(value), new=1)
+        elif isinstance(value, list):
+            value.clear()
+    assert json.dumps(completion.to_dict()) == json.dumps(dict(completion)) == before and completion.extra != row
+
+
+@pytest.mark.parametrize(
+    "look", [dict, lambda one: [*one.items()], lambda one: one == one], ids=["dict", "items", "=="]
+)
+def test_a_look_at_all_fields_makes_one_row(look: Callable[[Completion], object], monkeypatch: Any) -> None:
+    """Guards `dict(completion)` against making a row for each field, of which log-probabilities may be thousands."""
+    completion = make(OWN_ROW, *SEVERAL, prompt_logprobs=PROMPT)
+    made: list[Completion] = []
+    to_dict = Completion.to_dict
+    monkeypatch.setattr(Completion, "to_dict", lambda self: made.append(self) or to_dict(self))
+    look(completion)
+    assert len(made) == 1
+
+
+@each
+def test_the_protocols_of_tables(completion: Completion) -> None:
+    """Guards `pandas.DataFrame([...])`, `datasets.Dataset.from_list` and `pyarrow.Table.from_pylist`.
+
+    They are no dependencies of the tests. These are the operations that they use: pandas looks whether the first item
+    is a Mapping, takes the keys of each item and calls `dict` on it; the others call `get` for the keys of the first.
+    """
+    others = [completion, COMPLETIONS["plain"]]
+    assert all(isinstance(one, Mapping) for one in others)
+    assert [list(one.keys()) for one in others] == [list(one.to_dict()) for one in others]
+    columns = {name: [one.get(name) for one in others] for name in others[0]}
+    assert [dict(one).get("text") for one in others][-1] == PLAIN.text
+    assert columns["key"] == ["0" * 32] * 2 and columns["index"] == [3 if completion.index else 0, 3]
+
+
+def test_equality() -> None:
+    """Guards comparisons of results: with the same row they are equal, whenever and wherever they were made."""
+    for name, completion in COMPLETIONS.items():
+        assert [other for other in COMPLETIONS if COMPLETIONS[other] == completion] == [name]
+        assert completion != {} and completion != "text"
+    again = make(OWN_ROW, PLAIN, timing=Timing(1.0, 2.0, 3.0), usage=replace(USAGE, cached_tokens=0))
+    assert again == COMPLETIONS["plain"] and make(OWN_ROW, replace(PLAIN, text="x")) != again
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(again)
+
+
+@each
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_copies(make_copy: Callable[[Completion], Completion], completion: Completion) -> None:
+    """Guards multiprocessing and caches on disk: a copy has everything, also its error."""
+    completion["key"]
+    made = make_copy(completion)
+    assert (
+        type(made) is Completion
+        and made == completion
+        and made.to_dict(timings=True) == completion.to_dict(timings=True)
+    )
+    assert all(getattr(made, name) == getattr(completion, name) for name in ATTRIBUTES)
+    assert (made.prompt_logprobs, made.timing) == (completion.prompt_logprobs, completion.timing)
+    error = made.error and (type(made.error), made.error.code, str(made.error))
+    assert error == (completion.error and (RequestError, ERROR.code, str(ERROR)))
+
+
+def test_a_look_makes_no_pickle_larger() -> None:
+    """Guards results that are sent to other processes after somebody has looked at them."""
+    completion = make(OWN_ROW, *SEVERAL)
+    size = len(pickle.dumps(completion))
+    assert dict(completion) and len(pickle.dumps(completion)) == size
+
+
+def comparable(tokens: Any) -> Any:
+    """Tokens without their numbers, which rows do not have."""
+    return tokens and [
+        (one.token, one.logprob, one.data, [(top.token, top.logprob, top.data) for top in one.top]) for one in tokens
+    ]
+
+
+@each
+@pytest.mark.parametrize("timings", [False, True])
+def test_a_row_can_be_read_back(completion: Completion, timings: bool) -> None:
+    """Guards results that a resumed map takes from its file: they are what was computed, in both forms of rows."""
+    row = json.loads(format_row(completion.to_dict(timings=timings)))
+    read = Completion.from_row(row)
+    assert read.to_dict() == row and (timings or read == completion)
+    assert (read.index, read.id, read.extra, read.key) == tuple(
+        getattr(completion, name) for name in ("index", "id", "extra", "key")
+    )
+    assert (read.error and (read.error.code, str(read.error))) == (completion.error and (ERROR.code, str(ERROR)))
+    if completion.error is None:
+        assert read.usage == replace(USAGE, cached_tokens=4 if timings else 0)
+    if completion is not COMPLETIONS["text"]:  # whose choice has the prompt's tokens in front of its own
+        assert comparable(read.prompt_logprobs) == comparable(completion.prompt_logprobs)
+    assert len(read.choices) == len(completion.choices)
+    for found, choice in zip(read.choices, completion.choices, strict=True):
+        assert (found.index, found.text, found.reasoning) == (choice.index, choice.text, choice.reasoning)
+        assert (found.tool_calls, found.finish_reason) == (choice.tool_calls, choice.finish_reason)
+        assert completion.id == "c-1" or found.stop_reason == choice.stop_reason
+        assert list(found.token_ids) in ([], list(choice.token_ids))
+        assert found.logprobs is None or comparable(found.logprobs) == comparable(choice.logprobs)
+
+
+def test_tokens_that_never_come_have_a_number() -> None:
+    """Guards JSON, which has no infinity, against models that give some tokens a probability of 0."""
+    never = TokenLogprob("b", 5, -math.inf, b"b")
+    scored = [TokenLogprob("a", 4, -0.5, b"a", (never,)), never]
+    for row in (OWN_ROW, openai(CHAT), openai(TEXT)):
+        completion = make(row, replace(PLAIN, logprobs=scored), prompt_logprobs=[PROMPT[0], *scored, *[never] * 2])
+        text = json.dumps(completion.to_dict(), allow_nan=False)
+        assert '"top_logprobs"' in text and "-9999.0" in text and completion.logprobs == scored
+    plain = make(OWN_ROW, PLAIN, prompt_logprobs=[PROMPT[0], *scored, *[never] * 2])
+    assert plain["prompt_logprobs"]["sum"] == -29997.5
+
+
+def test_repr_is_short_and_has_no_control_sequences() -> None:
+    """Guards terminals: texts, calls and messages come from models and files."""
+    nasty = "\x1b]0;owned\x07\n\r" + "x" * 500
+    call = ToolCall("f\x1b[2J", nasty)
+    shown = [
+        make(OWN_ROW, Choice(text=nasty, reasoning=nasty, tool_calls=(call,) * 2)),
+        make(OWN_ROW, error=RequestError("template_error", nasty)),
+        *COMPLETIONS.values(),
+    ]
+    assert all(repr(one).isprintable() and len(repr(one)) < 1000 for one in shown)
+    assert repr(COMPLETIONS["plain"]) == "Completion(text='Hello <b>world</b>', finish_reason='stop', tokens=7+3)"
+    assert 'tool_calls=[\'weather({"city": "Zürich"})\'' in repr(COMPLETIONS["calls"])
+    assert "choices=2" in repr(COMPLETIONS["several"]) and "reasoning='hm &c'" in repr(COMPLETIONS["calls"])
+    assert repr(COMPLETIONS["error"]) == f"Completion(error='prompt_too_long', message={str(ERROR)!r})"
+
+
+class Page(HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_notebooks_show_text_as_it_is() -> None:
+    """Guards notebooks against markup and scripts that a model writes, or that stand in an error."""
+    script = "<script>alert('&amp;')</script>"
+    choice = Choice(text=script, reasoning=script + "r", tool_calls=(ToolCall("f", f'{{"x": "{script}"}}'),))
+    for completion in (make(OWN_ROW, choice, choice), make(OWN_ROW, error=RequestError("template_error", script))):
+        page = Page(completion._repr_html_())
+        assert script in page.text and page.tags <= {"table", "tr", "th", "td", "div", "i", "br", "code", "p", "b"}
+    shown = Page(COMPLETIONS["several"]._repr_html_()).text
+    assert all(part in shown for part in ("Hello <b>world</b>", "hm &c", 'weather({"city": "Zürich"})', "tool_calls"))
+
+
+def test_raise_for_error() -> None:
+    """Guards programs that want an exception, and memory: a result that is kept does not keep who asked for it."""
+    completion = make(OWN_ROW, error=ERROR)
+    for _ in range(2):
+        with pytest.raises(RequestError) as caught:
+            completion.raise_for_error()
+        assert (caught.value.code, str(caught.value)) == (ERROR.code, str(ERROR))
+        assert completion.error is ERROR and ERROR.__traceback__ is ERROR.__context__ is None
+    assert COMPLETIONS["plain"].raise_for_error() is COMPLETIONS["plain"]
+
+
+def test_an_error_has_one_empty_choice() -> None:
+    """Guards programs that read `completion.text` before they look for an error."""
+    completion = make(OWN_ROW, error=ERROR)
+    assert (completion.text, completion.finish_reason, len(completion.choices)) == ("", "error", 1)
+    assert completion.reasoning is completion.stop_reason is completion.logprobs is None
+    assert completion.token_ids == completion.tool_calls == ()
+
+
+def test_scores() -> None:
+    """Guards sums, perplexities and what stands for a text that has neither."""
+    prompt = [PROMPT[0], *(TokenLogprob("a", 4, -value) for value in (1.0, 2.0, 4.0))]
+    whole, last = (Score.of(make(OWN_ROW, PLAIN, prompt_logprobs=prompt), start) for start in (0, 3))
+    assert whole.logprob == -7 and [one.logprob for one in whole.tokens] == [-1, -2, -4] and whole.error is None
+    assert whole.perplexity == pytest.approx(math.exp(7 / 3)) and last.perplexity == pytest.approx(math.exp(4))
+    nothing = Score.of(make(OWN_ROW, PLAIN, prompt_logprobs=prompt), 4)
+    assert nothing.logprob == 0 and math.isnan(nothing.perplexity)
+    failed = Score.of(make(OWN_ROW, error=ERROR), 0)
+    assert math.isnan(failed.logprob) and math.isnan(failed.perplexity) and failed.error is ERROR
+    assert "TokenLogprob" not in repr(whole) and pickle.loads(pickle.dumps(whole)) == whole

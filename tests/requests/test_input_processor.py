@@ -1,0 +1,402 @@
+"""Rows become requests: defaults, chat templates, system messages, forced calls, and keys that last."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.template_options import TemplateOptions
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line
+from cbatch.requests.completion import Completion
+from cbatch.requests.input_processor import InputProcessor, ModelInfo
+from cbatch.requests.prompts import read_prompt
+from cbatch.requests.request import EncodedRequest
+from cbatch.schedule.limits import SequenceLimits
+from cbatch.text.fast_loader import TransformersTokenizer
+from cbatch.text.tokenizer import ChatTokenizer
+from cbatch.text.tool_calls import ToolChoice
+from tests.support.chat_templates import QWEN3
+from tests.support.model_folder import TEMPLATE, make_tokenizer
+
+USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+def processor(
+    chat_template: str | None = TEMPLATE, compiled: list[ToolChoice | None] | None = None, **defaults: Any
+) -> LineProcessor:
+    """Processes lines for a model that exists only as a tokenizer.
+
+    compiled: gets the forced call of each request
+    defaults: fields of RequestDefaults
+    """
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat_template
+    model = ModelInfo(
+        tokenizer=ChatTokenizer(TransformersTokenizer(tokenizer)),
+        default_params=SamplingParams(),
+        limits=SequenceLimits(1 << 20, 1 << 20),
+        fingerprint="model",
+        compile=lambda params, tools, choice: compiled.append(choice) if compiled is not None else None,
+    )
+    return LineProcessor(InputProcessor(model, RequestDefaults(**defaults)))
+
+
+def encode(
+    fields: dict[str, Any], chat_template: str | None = TEMPLATE, *, index: int = 0, **defaults: Any
+) -> EncodedRequest:
+    made = processor(chat_template, **defaults).process(Line(index, json.dumps(fields).encode()))
+    assert isinstance(made, EncodedRequest), made
+    return made
+
+
+def text_of(request: EncodedRequest) -> str:
+    return str(make_tokenizer().decode(request.prompt_ids))
+
+
+def error_of(fields: dict[str, Any], chat_template: str | None = TEMPLATE, **defaults: Any) -> str:
+    made = processor(chat_template, **defaults).process(Line(0, json.dumps(fields).encode()))
+    assert isinstance(made, Completion) and made.error is not None and made.error.code == "invalid_row"
+    return str(made.error)
+
+
+GOLDEN = [
+    ({"prompt": "Hi", "max_tokens": 4}, "b01de0b22296692baf5fc463"),
+    ({"id": "a", "prompt": "Hi", "max_new_tokens": 4, "temperature": 0.7, "seed": 5}, "953e95ad5e846a3cfd4f167f"),
+    ({"id": 3, "prompt": "Hi", "raw": True, "max_completion_tokens": 2}, "9dae8879347352b82657e647"),
+    ({"id": "m", "messages": [USER], "stop": ["x"], "max_tokens": 2, "note": {"a": 1}}, "a80fb52cf24c055480d0ea89"),
+    (
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            ],
+            "n": 2,
+            "max_tokens": 2,
+            "logprobs": 1,
+        },
+        "a08aceac78804486536ad752",
+    ),
+    ({"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "priority": 4}, "a5073fd0dde0586060599865"),
+    ({"prompt": "Hi", "regex": "[ab]{3}", "max_tokens": 4}, "68e65d812296692baf5fc463"),
+    ({"prompt": "Hi", "choice": ["a", "b"]}, "d084d7de2296692baf5fc463"),
+    ({"prompt": "Hi", "response_format": {"type": "json_object"}, "max_tokens": 4}, "140271b22296692baf5fc463"),
+    (
+        {
+            "prompt": "Hi",
+            "options": ["A", "B"],
+            "format": "markdown",
+            "context": "c",
+            "model": "m",
+            "user": "u",
+            "metadata": {"k": 1},
+            "template": "t",
+            "think": "hm",
+            "documents": ["d"],
+            "max_tokens": 2,
+        },
+        "f5c9199960a355f3ed1ee754",
+    ),
+    ({"prompt": "Hi", "tools": [], "tool_choice": "none", "max_tokens": 2}, "9c9010732296692baf5fc463"),
+    (
+        {
+            "prompt": "Hi",
+            "logit_bias": {"40": 5},
+            "max_tokens": 2,
+            "echo": True,
+            "top_k": 5,
+            "top_p": 0.5,
+            "temperature": 1,
+            "min_p": 0.1,
+            "presence_penalty": 1,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.2,
+        },
+        "4c991b0b2296692baf5fc463",
+    ),
+    (
+        {
+            "custom_id": "c-1",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "gpt-4o-mini",
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 4,
+                "temperature": 1.0,
+                "user": "me",
+                "metadata": {"a": "b"},
+                "n": 1,
+                "parallel_tool_calls": True,
+                "modalities": ["text"],
+            },
+        },
+        "28260faf8be1e620272a4f31",
+    ),
+    (
+        {
+            "custom_id": "c-2",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "two", "max_tokens": 2, "suffix": "", "best_of": 1, "echo": True, "logprobs": 1},
+            "note": 1,
+        },
+        "6d582c0d687ea1f2b95e916e",
+    ),
+    (
+        {
+            "custom_id": "c-3",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "messages": [{"role": "developer", "content": "hi"}],
+                "max_tokens": 3,
+                "logprobs": True,
+                "top_logprobs": 2,
+            },
+        },
+        "b17e72e6d02212c87a9e9c0c",
+    ),
+    (  # what asks for nothing was a column in earlier versions
+        {
+            "prompt": "Hi",
+            "best_of": 1,
+            "detokenize": True,
+            "use_beam_search": False,
+            "extra_args": {},
+            "mirostat": None,
+            "max_tokens": 2,
+        },
+        "341a06fd4685272c4583a099",
+    ),
+]
+"""The lines of a file, and the last two parts of their keys as they were before rows could have template options."""
+
+
+@pytest.mark.parametrize("index", range(len(GOLDEN)))
+def test_keys_of_finished_rows_stay(index: int) -> None:
+    """Guards --resume of files that older versions have written."""
+    fields, key = GOLDEN[index]
+    assert encode(fields, index=index, system="Be kind.").key[8:] == key
+
+
+def test_what_is_said_to_the_template_is_in_the_key() -> None:
+    """Guards --resume against rows that got another prompt; what equals the default changes no key."""
+    plain = encode({"messages": [USER]}).key
+    same: list[dict[str, Any]] = [
+        {"chat_template_kwargs": {}},
+        {"add_generation_prompt": True},
+        {"continue_final_message": False},
+        {"parallel_tool_calls": False},
+        {"tool_choice": "auto"},
+        {"system": ""},
+    ]
+    assert {encode({"messages": [USER], **fields}).key for fields in same} == {plain}
+    other: list[dict[str, Any]] = [
+        {"enable_thinking": False},
+        {"enable_thinking": True},
+        {"chat_template_kwargs": {"a": 1}},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"system": "s"},
+    ]
+    keys = [encode({"messages": [USER], **fields}).key for fields in other]
+    assert len({plain, *keys}) == len(other) + 1
+    off = TemplateOptions(kwargs={"enable_thinking": False})
+    assert encode({"messages": [USER]}, template=off).key == keys[0]
+    raw = {"prompt": "Hi", "raw": True}
+    assert encode(raw, template=off).key == encode(raw).key, "no template sees the variables"
+
+
+def test_forced_calls_are_in_the_key() -> None:
+    """Guards --resume against rows whose tool_choice has changed."""
+    asked = {"prompt": "a", "tools": [TOOL]}
+    fields: list[dict[str, Any]] = [
+        {},
+        {"tool_choice": "none"},
+        {"tool_choice": "required"},
+        {"tool_choice": NAMED},
+        {"parallel_tool_calls": False},
+    ]
+    assert len({encode(asked | one, QWEN3).key for one in fields}) == len(fields)
+    assert encode(asked | {"tool_choice": "auto"}, QWEN3).key == encode(asked, QWEN3).key
+
+
+def test_a_row_tells_the_template_more_than_the_run() -> None:
+    """Guards chat_template_kwargs: variable by variable, a row's come before the run's, by any of their names."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}a={{ a }} b={{ b }} t={{ enable_thinking }}"
+    run = TemplateOptions(kwargs={"a": 1, "b": 2})
+    by_name = {"prompt": "Hi ", "chat_template_kwargs": {"b": 3}, "think": False}
+    for row in by_name, {"prompt": "Hi ", "chat_template_kwargs": {"b": 3, "enable_thinking": False}}:
+        assert text_of(encode(row, template, template=run)) == "Hi a=1 b=3 t=False"
+    by_params = encode(
+        {"prompt": "Hi "}, template, template=run, params={"think": True, "chat_template_kwargs": {"a": 7}}
+    )
+    assert text_of(by_params) == "Hi a=7 b=2 t=True"
+
+
+def test_a_message_is_continued() -> None:
+    """Guards continue_final_message and add_generation_prompt, and that they exclude each other."""
+    messages = [USER, {"role": "assistant", "content": "Hello w"}]
+    open_end = encode({"messages": messages, "continue_final_message": True})
+    assert text_of(open_end).endswith("<|im_start|>assistant\nHello w")
+    closed = encode({"messages": messages, "add_generation_prompt": False})
+    assert text_of(closed).endswith("Hello w<|im_end|>\n")
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert "ask for one of them" in error_of(both)
+    assert "must be true or false" in error_of({"messages": messages, "continue_final_message": 1})
+    with pytest.raises(RequestError, match="add_generation_prompt must be"):
+        processor(params={"add_generation_prompt": "yes"})
+
+
+def test_a_system_message_comes_from_the_row_first() -> None:
+    """Guards ollama's `system`: it counts more than --system, and a conversation that has one refuses it."""
+    asked = {"prompt": "Hi", "system": "Be brief."}
+    assert text_of(encode(asked, system="Be kind.")).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert text_of(encode({"prompt": "Hi"}, system="Be kind.")).startswith("<|im_start|>system\nBe kind.")
+    told = [{"role": "system", "content": "s"}, USER]
+    assert "both system and a message" in error_of({"messages": told, "system": "Be brief."})
+    assert "system must be a string" in error_of({"prompt": "Hi", "system": 3})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"system": "s"}, {"enable_thinking": False}, {"continue_final_message": True}, {"tools": [TOOL]}],
+)
+def test_a_template_that_is_not_used_cannot_be_told_anything(fields: dict[str, Any]) -> None:
+    """Guards rows whose wishes nobody would read: raw, by --raw, or for a model without a chat template."""
+    assert "need" in error_of({"prompt": "Hi", "raw": True, **fields})
+    assert "need" in error_of({"prompt_token_ids": [5], **fields})
+    assert "and --raw skips it" in error_of({"prompt": "Hi", **fields}, raw=True)
+    assert "and this model has none" in error_of({"prompt": "Hi", **fields}, None)
+
+
+def test_custom_id_is_the_id_of_a_row() -> None:
+    """Guards rows in cbatch's own form with OpenAI's name for an id: one name, one key, one seed."""
+    by_id, by_custom_id = (encode({"prompt": "Hi", name: "a"}) for name in ("id", "custom_id"))
+    assert by_custom_id.source.id == "a" and by_custom_id.source.extra == {} and by_custom_id.source.call is None
+    assert (by_id.key, by_id.seed) == (by_custom_id.key, by_custom_id.seed)
+    assert encode({"prompt": "Hi", "custom_id": 4}).source.id == 4
+    assert encode({"prompt": "Hi", "id": "a", "custom_id": "a"}).key == by_id.key
+    assert "two names of one thing" in error_of({"prompt": "Hi", "id": "a", "custom_id": "b"})
+    assert "two names of one thing" in error_of({"prompt": "Hi", "id": 1, "custom_id": 1.0})
+    assert "custom_id must be a string or a number" in error_of({"prompt": "Hi", "custom_id": [1]})
+
+
+def test_a_forced_call_is_compiled() -> None:
+    """Guards tool_choice in all of its forms, and parallel_tool_calls."""
+    compiled: list[ToolChoice | None] = []
+    lines = processor(QWEN3, compiled)
+
+    def made(**fields: Any) -> EncodedRequest | Completion:
+        return lines.process(Line(0, json.dumps({"prompt": "a", "tools": [TOOL], **fields}).encode()))
+
+    for choice in "auto", "none", "required", NAMED:
+        assert isinstance(made(tool_choice=choice), EncodedRequest)
+    assert compiled == [None, None, ToolChoice(), ToolChoice("look")]
+    (several, one) = (made(parallel_tool_calls=value) for value in (True, False))
+    assert isinstance(several, EncodedRequest) and several.max_calls is None
+    assert isinstance(one, EncodedRequest) and one.max_calls == 1
+    other = {"type": "function", "function": {"name": "hear"}}
+    for fields, message in (
+        ({"tool_choice": other}, "line 1: tool_choice names 'hear', which is not one of the tools"),
+        ({"tool_choice": "any"}, "tool_choice must be auto, none, required or"),
+        ({"tool_choice": "required", "tools": []}, "there are no tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools is not available"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls must be true or false"),
+    ):
+        refused = made(**fields)
+        assert isinstance(refused, Completion) and message in str(refused.error)
+
+
+def request(inputs: InputProcessor, fields: dict[str, Any], params: SamplingParams | None = None) -> SamplingParams:
+    """The effective parameters of a row."""
+    made = inputs.process(read_prompt(fields, 0, {}), lambda: b"", params)
+    assert isinstance(made, EncodedRequest), made
+    return made.params
+
+
+def test_parameters_come_in_layers() -> None:
+    """Guards the order: the model's own, those of the run, then those of the row; an object replaces the first two."""
+    model = replace(processor().inputs._model, default_params=SamplingParams(temperature=0.5, top_k=7, regex="a"))
+    run = InputProcessor(model, RequestDefaults(params={"top_k": 8, "max_new_tokens": 9}))
+    assert request(run, {"prompt": "a"}) == SamplingParams(temperature=0.5, top_k=8, max_tokens=9, regex="a")
+    row = {"prompt": "a", "top_k": 0, "choice": ["x"], "stop": None}
+    assert request(run, row) == SamplingParams(temperature=0.5, top_k=0, max_tokens=9, choice=["x"])
+    whole = SamplingParams(min_p=0.5, grammar="start: /a/")
+    assert request(run, {"prompt": "a"}, whole) == whole
+    assert request(run, row, whole) == SamplingParams(min_p=0.5, top_k=0, choice=["x"])
+    for one, other in ((1, True), (1, 1.0)):  # which are equal, and only the first is a whole number
+        assert request(run, {"prompt": "a", "n": one}).n == 1
+        wrong = run.process(read_prompt({"prompt": "a", "n": other}, 0, {}), lambda: b"")
+        assert isinstance(wrong, Completion) and "n must be a whole number" in str(wrong.error)
+
+
+def test_a_prompt_that_does_not_fit_does_not_wait_for_the_engine() -> None:
+    """Guards memory: rows whose prompts are too long are finished at once, and keep none of their tokens."""
+    fields = {"prompt_token_ids": [300] * (1 << 20), "max_tokens": 1}
+    assert isinstance(processor().process(Line(0, json.dumps(fields).encode())), EncodedRequest)
+    fields["prompt_token_ids"] = [300] * ((1 << 20) + 1)
+    refused = processor().process(Line(0, json.dumps(fields).encode()))
+    assert isinstance(refused, Completion) and refused.error is not None
+    assert refused.error.code == "prompt_too_long" and str(refused.error).startswith("line 1: The prompt has 1048577 ")
+
+
+@pytest.mark.parametrize("broken", ["encode_chat", "compile"])
+def test_what_nobody_foresaw_fails_its_row_only(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the other rows against a template, a tokenizer or a compiler that raises anything."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("oops")
+
+    inputs = processor().inputs
+    good = inputs.process(read_prompt({"prompt": "a", "raw": True}, 0, {}), lambda: b"")
+    if broken == "compile":
+        inputs = InputProcessor(replace(inputs._model, compile=fail), RequestDefaults())
+    else:
+        monkeypatch.setattr(ChatTokenizer, broken, fail)
+    lines = LineProcessor(inputs)
+    made = lines.process(Line(4, b'{"prompt": "a", "id": "x"}'))
+    assert isinstance(made, Completion) and made.error is not None and made.id == "x"
+    assert (made.error.code, str(made.error)) == (
+        "internal_error",
+        "line 5: the prompt cannot be encoded: ZeroDivisionError('oops')",
+    )
+    monkeypatch.undo()
+    assert made.key == lines.key(Line(4, b'{ "id": "x", "prompt": "a" }')), "the key is not that of the row"
+    assert isinstance(good, EncodedRequest) and good.prompt_ids == [0, 67]
+
+
+def test_the_key_of_a_refused_row_comes_from_its_bytes() -> None:
+    """Guards --resume: a row that is refused before it is read has no other key, and one with a wrong prompt has."""
+    lines = processor()
+    refused = [lines.process(Line(0, data)).key for data in (b'{"prompt": 5}', b'{"prompt":5}', b'{"prompt": 5}')]
+    assert refused[0] == refused[2] != refused[1]
+    read = [
+        lines.process(Line(0, data)) for data in (b'{"messages": [{"role": "r", "content": ""}]}', b'{"prompt": ""}')
+    ]
+    assert [isinstance(one, Completion) and one.error is not None and one.error.code for one in read] == [
+        "template_error",
+        "invalid_row",
+    ]
+    assert read[0].key == lines.key(Line(0, b'{ "messages": [{"content": "", "role": "r"}]}'))
+
+
+def test_threads_share_a_processor() -> None:
+    """Guards the caches inside: what one thread makes, all get."""
+    inputs = processor().inputs
+    rows = [{"prompt": f"row {number}", "stop": ["a"], "top_k": number % 3} for number in range(40)]
+    alone = [processor().inputs.process(read_prompt(row, at, {}), lambda: b"").key for at, row in enumerate(rows[:3])]
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda at: inputs.process(read_prompt(rows[at], at, {}), lambda: b""), range(40)))
+    assert all(isinstance(one, EncodedRequest) for one in made) and len({one.key for one in made}) == 40
+    assert [one.key for one in made[:3]] == alone

@@ -1,0 +1,282 @@
+"""The OpenAI Batch API's form: its files run unchanged, and the types of the `openai` package accept the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.jsonl import parse_line
+from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import Line
+from cbatch.cli.main import run_command
+from cbatch.requests import openai_batch
+from cbatch.requests.row import InputRow
+
+
+def call(body: Any, url: str = "/v1/chat/completions", **others: Any) -> dict[str, Any]:
+    return {"custom_id": "c-1", "method": "POST", "url": url, "body": body, **others}
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    return call({"model": "gpt-4o-mini", "messages": [{"role": "user", "content": "hi"}], **body})
+
+
+def text(prompt: Any, **body: Any) -> dict[str, Any]:
+    return call({"model": "gpt-3.5-turbo-instruct", "prompt": prompt, **body}, "/v1/completions")
+
+
+def parse(fields: dict[str, Any], **options: bool) -> InputRow:
+    return parse_line(Line(0, json.dumps(fields).encode()), **options)
+
+
+EVERYTHING = chat(
+    max_completion_tokens=4,
+    temperature=1.0,
+    top_p=0.9,
+    seed=5,
+    stop=None,
+    n=1,
+    logprobs=False,
+    top_logprobs=None,
+    presence_penalty=0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    response_format={"type": "text"},
+    tools=[],
+    stream=False,
+    user="me",
+    metadata={"a": "b"},
+    store=False,
+    service_tier="auto",
+    modalities=["text"],
+    parallel_tool_calls=True,
+    reasoning_effort="low",
+)
+
+
+def without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+    """A completion with `echo` without its first token, for which the API gives nulls that the package's types forbid.
+
+    The package itself does not validate what it receives.
+    """
+    (choice,) = body["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    kept = {name: values[1:] for name, values in logprobs.items()}
+    return {**body, "choices": [{**choice, "logprobs": kept}]}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("openai")
+    rows = [
+        EVERYTHING,
+        text("two", max_tokens=5),
+        text([65, 66, 67], max_tokens=5),
+        chat(max_tokens=9, stop=["a", "e"]),
+        chat(stream=True),
+        chat(temperature=7000),
+        call([], custom_id="odd"),
+        chat(),
+        chat(max_tokens=3, n=2, temperature=1, logprobs=True, top_logprobs=2),
+        text("two", max_tokens=2, n=2, logprobs=2, temperature=1),
+        text("two", max_tokens=0, echo=True, logprobs=1),
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = run_command(["run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "-m", str(model_folder)])
+    assert code == 1
+    return [json.loads(line) for line in (folder / "out.jsonl").read_bytes().splitlines()]
+
+
+def test_results_have_the_shape_of_the_batch_api(results: list[dict[str, Any]]) -> None:
+    """Guards programs that read result files: ids, status, index and key; errors as we and as the API write them."""
+    assert [row["index"] for row in results] == list(range(11))
+    assert [row["custom_id"] for row in results] == ["c-1"] * 6 + ["odd"] + ["c-1"] * 4
+    assert [row["index"] for row in results if row["error"]] == [4, 5, 6]
+    for row in results:
+        response, error = row["response"], row["error"]
+        assert row["id"] == f"batch_req_{row['key']}" and response["request_id"] == f"req_{row['key']}"
+        assert response["status_code"] == (400 if error else 200)
+        if error:
+            assert error.keys() == {"code", "message"}
+            assert response["body"] == {"error": {**error, "type": "invalid_request_error", "param": None}}
+
+
+def test_what_is_not_the_fault_of_a_request_has_another_status() -> None:
+    """Guards clients that send a request again only if the server failed."""
+    row = parse(chat())
+    for code, status, kind in (("nan_logits", 500, "server_error"), ("prompt_too_long", 400, "invalid_request_error")):
+        line = openai_batch.result_line(row, "0" * 32, None, RequestError(code, "so"))
+        assert line["response"]["status_code"] == status and line["response"]["body"]["error"]["type"] == kind
+
+
+def test_bodies_are_what_the_openai_package_reads(results: list[dict[str, Any]]) -> None:
+    """Guards every field of a body against the package's own types, strictly."""
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    bodies = [row["response"]["body"] for row in results if not row["error"]]
+    for body in bodies:
+        kind = ChatCompletion if body["object"] == "chat.completion" else Completion
+        read = kind.model_validate(body if body is not bodies[-1] else without_nulls(body), strict=True)
+        assert read.usage is not None and read.usage.total_tokens == sum(
+            (read.usage.prompt_tokens, read.usage.completion_tokens)
+        )
+        assert not set(body) - set(kind.model_fields), "a field that the package does not know"
+    of_chat, of_text = "chat.completion", "text_completion"
+    kinds = [of_chat, of_text, of_text, of_chat, of_chat, of_chat, of_text, of_text]
+    assert [body["object"] for body in bodies] == kinds
+    assert bodies[0]["model"] == "gpt-4o-mini" and bodies[0]["created"] == 0
+    assert bodies[0]["choices"][0]["finish_reason"] == "length" and bodies[0]["usage"]["completion_tokens"] == 4
+    assert bodies[2]["usage"]["prompt_tokens"] == 3
+    assert len({body["id"] for body in bodies}) == len(bodies)
+
+
+def test_choices_and_logprobs_of_bodies(results: list[dict[str, Any]]) -> None:
+    """Guards n, both forms of logprobs, and the scoring of a prompt by echo with max_tokens 0."""
+    from openai._models import construct_type
+    from openai.types import Completion
+
+    chatted, told, scored = (row["response"]["body"] for row in results[-3:])
+    assert [choice["index"] for choice in chatted["choices"]] == [0, 1] and chatted["usage"]["completion_tokens"] == 6
+    for choice in chatted["choices"]:
+        content = choice["logprobs"]["content"]
+        assert len(content) == 3 and all(len(one["top_logprobs"]) == 2 for one in content)
+        assert all(bytes(one["bytes"]).decode(errors="replace") == one["token"] for one in content)
+    for choice in told["choices"]:
+        assert choice["logprobs"]["tokens"] and len(choice["logprobs"]["token_logprobs"]) == 2
+    (choice,) = scored["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "two" and logprobs["tokens"] == ["<|bos|>", "t", "w", "o"]
+    assert logprobs["token_logprobs"][0] is None and all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert logprobs["top_logprobs"][0] is None and all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+    built = construct_type(value=scored, type_=Completion)  # as the package reads what it receives
+    assert isinstance(built, Completion) and built.choices[0].logprobs is not None
+    assert built.choices[0].logprobs.token_logprobs == logprobs["token_logprobs"]
+    assert logprobs["text_offset"] == [0, 0, 1, 2] and choice["finish_reason"] == "length"
+    assert scored["usage"]["completion_tokens"] == 0
+
+
+def test_failed_requests_are_error_rows(model_folder: Path, tmp_path: Path) -> None:
+    """Guards --resume and --retry-errors: a line with a response of status 400 is an error row all the same."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [text("two", max_tokens=1), text(["a", "b"]), text("a", suffix="b")]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", str(source), "-o", str(target), "-m", str(model_folder), "-q", "--stats", str(tmp_path / "s")]
+    assert run_command(command) == 1
+    written = target.read_bytes()
+    for option, kept, again in ((), 3, 0), (("--retry-errors",), 1, 2):
+        assert run_command([*command, "--resume", *option]) == 1 and target.read_bytes() == written
+        stats = json.loads((tmp_path / "s").read_text())
+        assert (stats["rows_kept"], stats["errors_kept"], stats["errors"]) == (kept, 2 - again, again)
+
+
+def test_offsets_count_characters(model_folder: Path, tmp_path: Path) -> None:
+    """Guards text_offset and token names for characters of several tokens, and options for all rows."""
+    (tmp_path / "in.jsonl").write_text(json.dumps(text("é😀 hi", max_tokens=0)) + "\n")
+    options = ["--logprobs", "3", "--param", "echo=true", "-m", str(model_folder), "-o", str(tmp_path / "out.jsonl")]
+    assert run_command(["run", str(tmp_path / "in.jsonl"), *options]) == 0
+    (choice,) = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "é😀 hi" and logprobs["tokens"][:3] == ["<|bos|>", "bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["text_offset"] == [0, 0, 0, 1, 1, 1, 1, 2, 3, 4]
+    assert all(len(top) == 3 for top in logprobs["top_logprobs"][1:])
+
+
+def test_logprobs_of_a_row_override_the_option(model_folder: Path) -> None:
+    """Guards `logprobs: false` of a chat request against --logprobs."""
+    engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
+    builder = LineProcessor(engine.core.input_processor(RequestDefaults(params={"logprobs": 2})))
+    rows = [chat(), chat(logprobs=False), chat(logprobs=True, top_logprobs=1)]
+    assert [builder.process(Line(0, json.dumps(row).encode())).params.logprobs for row in rows] == [2, None, 1]
+
+
+def test_no_max_tokens_means_the_rest_of_the_context(model_folder: Path) -> None:
+    """Guards the API's default, which differs from ours; --max-tokens holds for both."""
+    engine = Engine(EngineConfig(model=str(model_folder), device="cpu"))
+    ours, theirs = (Line(0, json.dumps(row).encode()) for row in ({"prompt": "a"}, chat()))
+    default = SamplingParams().max_tokens
+    given: tuple[dict[str, int], ...] = ({}, {"max_tokens": 7})
+    for params, expected in zip(given, ((default, None), (7, 7)), strict=True):
+        builder = LineProcessor(engine.core.input_processor(RequestDefaults(params=params)))
+        assert (builder.process(ours).params.max_tokens, builder.process(theirs).params.max_tokens) == expected
+
+
+def test_bodies_become_rows() -> None:
+    """Guards prompts, roles and parameters of a body."""
+    row = parse(EVERYTHING)
+    assert row.error is None and row.messages == [{"role": "user", "content": "hi"}]
+    asked = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+    nothing = SamplingParams().merged(row.params) == SamplingParams().merged(asked)
+    assert nothing and row.params["logprobs"] is False
+    assert parse(chat(logprobs=True)).params["logprobs"] == 0
+    assert parse(chat(logprobs=True, top_logprobs=4)).params["logprobs"] == 4
+    developer = parse(chat(messages=[{"role": "developer", "content": "be brief"}]))
+    assert developer.messages == [{"role": "system", "content": "be brief"}]
+    assert (parse(text("a")).prompt, parse(text("a")).raw) == ("a", True)
+    assert parse(text(["a"])).prompt == "a"
+    assert parse(text([[1, 2]])).prompt_token_ids == parse(text([1, 2])).prompt_token_ids == [1, 2]
+    assert parse(chat(verbosity="medium", whim="low", model=5) | {"note": 1}).extra == {"note": 1, "whim": "low"}
+    assert row.extra == {}, "bookkeeping of the API is no column"
+    assert row.template == {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}}
+    assert parse(chat(max_tokens=None, max_completion_tokens=3)).params == {"max_tokens": 3}
+    assert parse(chat(max_completion_tokens=3, max_tokens=None)).params == {"max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (call({}, "/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions, not /v1/embeddings"),
+        (call({}, url=3), "not a number"),  # type: ignore[arg-type]
+        (chat() | {"method": "GET"}, "method must be POST"),
+        (chat() | {"custom_id": 3}, "custom_id must be a string"),
+        (call("x"), "body must be an object, not a string"),
+        (call({}), "messages must be a list"),
+        (chat(stream=True), "stream is not available"),
+        (chat(chat_template="{{ messages }}"), "a template never comes from a row"),
+        (chat(web_search_options={}), "web_search_options is not available"),
+        (text("a", suffix="b"), "suffix is not available"),
+        (text("a", chat_template_kwargs={"a": 1}), "chat_template_kwargs is a field of /v1/chat/completions"),
+        (chat(logprobs=3), "logprobs must be true or false"),
+        (chat(top_logprobs=3), "top_logprobs needs logprobs"),
+        (chat(tool_choice="required"), "there are no tools"),
+        (chat(tool_choice={"type": "allowed_tools", "allowed_tools": {}}), "allowed_tools is not available"),
+        (chat(functions=[{"name": "f"}]), "functions is not available"),
+        (text("a", best_of=3), "best_of is not available"),
+        (text("a", top_logprobs=3), "top_logprobs is a field of /v1/chat/completions"),
+        (text(["a", "b"]), "one prompt"),
+        (text([]), "at least one whole number"),
+        (text(None), "prompt must be a string, not null"),
+        (chat() | {"prompt": "a"}, "both body and prompt"),
+        (chat(prompt="a"), "this url takes messages, not prompt"),
+        (text("a", messages=[]), "this url takes prompt, not messages"),
+        ({"custom_id": "x", "method": "POST", "url": "/v1/completions"}, "body must be an object, not null"),
+        (chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens is 4, but another name of it is 3"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
+    """Guards against answering something else than what was asked."""
+    row = parse(fields)
+    assert row.error is not None and row.error.code == "invalid_row" and message in str(row.error)
+    assert row.call is not None and row.id == (fields["custom_id"] if isinstance(fields["custom_id"], str) else None)
+
+
+def test_misspelt_parameters_of_a_body() -> None:
+    """Guards the did-you-mean in a body; fields that we ignore are not misspelt."""
+    row = parse(chat(temprature=1))
+    assert row.error is not None and row.error.code == "unknown_parameter" and "'temperature'" in str(row.error)
+    assert parse(chat(temprature=1), allow_unknown=True).error is None
+
+
+def test_a_column_called_body_is_a_column() -> None:
+    """Guards rows in cbatch's own form whose columns have names that the API uses."""
+    assert parse({"prompt": "a", "body": "of the mail"}).extra == {"body": "of the mail"}
+    assert parse({"prompt": "a", "url": "x", "method": "m"}).extra == {"url": "x", "method": "m"}

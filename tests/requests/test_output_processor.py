@@ -1,0 +1,328 @@
+"""Events of a request become the same answer whether it is read as a stream or as a whole."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cbatch.base.errors import RequestError
+from cbatch.base.outputs import TokenEvent, TokenLogprobs
+from cbatch.base.params import SamplingParams
+from cbatch.requests.completion import Choice, Completion, Timing, Usage
+from cbatch.requests.output_processor import OutputProcessor, StreamEvent
+from cbatch.requests.request import EncodedRequest
+from cbatch.requests.row import ApiCall, InputRow
+from cbatch.text.detokenizer import IncrementalDetokenizer
+from cbatch.text.tokenizer import ChatTokenizer
+from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
+from tests.support.tool_calls import TOOLS, make_chat_tokenizer
+
+EOS = 2
+HERMES = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+LLAMA = '{"name": "get_weather", "parameters": {"city": "Köln"}}'
+THOUGHT = "<think>\nhm, 😀\n</think>\n\n"
+
+ANSWERS: dict[str, tuple[str, list[tuple[str, str, str | None, int]]]] = {
+    "Qwen": (
+        QWEN3,
+        [
+            ("Hello wörld 😀", "Hello wörld 😀", None, 0),
+            (f"{THOUGHT}Yes.", "Yes.", "hm, 😀", 0),
+            (f"{THOUGHT}So:\n{HERMES}\n{HERMES}", "So:", "hm, 😀", 2),
+            ("<think>\nwithout end", "", "without end", 0),
+            ("<thi", "<thi", None, 0),
+            ("<think>\nhm </th", "", "hm </th", 0),
+            ("a <tool_call>\n{no JSON", "a <tool_call>\n{no JSON", None, 0),
+            ("", "", None, 0),
+            (" \n", " \n", None, 0),
+        ],
+    ),
+    "DeepSeek, opened by the prompt": (
+        DEEPSEEK_R1,
+        [("hm\n</think>\n\nYes.", "Yes.", "hm", 0), ("no end", "", "no end", 0), ("</think>Yes.", "Yes.", None, 0)],
+    ),
+    "Mistral, list": (
+        MISTRAL_LIST,
+        [('Look: [TOOL_CALLS] [{"name": "now", "arguments": {}}]', "Look:", None, 1), ("[TOOL_", "[TOOL_", None, 0)],
+    ),
+    "Mistral, names": (MISTRAL_NAMED, [('[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get{"leaf": []}', "", None, 2)]),
+    "Llama": (
+        LLAMA3,
+        [(LLAMA, "", None, 1), (f"<|python_tag|>{LLAMA}", "", None, 1), ('{"name": 1}', '{"name": 1}', None, 0)],
+    ),
+}
+each = pytest.mark.parametrize("name", ANSWERS)
+
+
+@cache
+def tokenizer_of(name: str) -> ChatTokenizer:
+    return make_chat_tokenizer(ANSWERS[name][0])
+
+
+def make_request(name: str, key: str = "k" * 32, **params: Any) -> EncodedRequest:
+    """A request of a conversation with tools, as the InputProcessor makes it."""
+    tokenizer = tokenizer_of(name)
+    prompt_ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}], tools=TOOLS)
+    return EncodedRequest(
+        prompt_ids=prompt_ids,
+        params=SamplingParams(**params),
+        tags=tokenizer.output_parser.special_tags,
+        opens_thinking=tokenizer.opens_thinking(prompt_ids),
+        tools=TOOLS,
+        source=InputRow(4, id="row"),
+        key=key,
+    )
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    """The tokens of an answer, with those of its tags, and the end token."""
+    return [*tokenizer_of(name).backend.encode(text, add_special_tokens=False).ids, EOS]
+
+
+def events_of(token_ids: Sequence[int], sample_index: int = 0, finish_reason: Any = "stop") -> list[TokenEvent]:
+    events = [TokenEvent(1, token_id, sample_index=sample_index) for token_id in token_ids]
+    return [*events[:-1], events[-1]._replace(finish_reason=finish_reason)]
+
+
+def shuffled(outputs: Sequence[list[TokenEvent]], seed: int) -> list[TokenEvent]:
+    """The events of several outputs in a random order that keeps the order of each."""
+    rest, order = [list(output) for output in outputs], random.Random(seed)
+    return [order.choice([output for output in rest if output]).pop(0) for _ in range(sum(map(len, outputs)))]
+
+
+def run(
+    request: EncodedRequest, tokenizer: ChatTokenizer | None, events: Sequence[TokenEvent]
+) -> tuple[list[StreamEvent], Completion]:
+    """What a reader of the stream gets, and what one gets who waits for the end."""
+    outputs, waiting = (OutputProcessor(request, tokenizer, frozenset([EOS])) for _ in range(2))
+    read: list[StreamEvent] = []
+    for event in events:
+        outputs.take(event)
+        waiting.take(event)
+        if not outputs.is_read:
+            read.append(outputs.read(event))
+    assert outputs.is_read and outputs.is_finished and waiting.is_finished
+    return read, waiting.completion()
+
+
+def check_stream(read: Sequence[StreamEvent], completion: Completion) -> None:
+    """The deltas joined are the completion, which comes with the last event and equals the other."""
+    assert all(event.index == 4 for event in read)
+    last = read[-1].completion
+    assert last == completion and all(event.completion is None for event in read[:-1]) and last is not None
+    assert last.choices == completion.choices and last.usage == completion.usage
+    for choice in completion.choices:
+        mine = [event for event in read if event.sample_index == choice.index]
+        assert "".join(event.text for event in mine) == choice.text
+        assert ("".join(event.reasoning for event in mine) or None) == choice.reasoning
+        assert [event.token_id for event in mine] == list(choice.token_ids)
+        assert [event.finish_reason for event in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
+
+
+@each
+def test_a_stream_gives_what_the_completion_gives(name: str) -> None:
+    """Guards text, reasoning, calls and ends of several outputs at once, in each model's format."""
+    tokenizer, answers = tokenizer_of(name), ANSWERS[name][1]
+    request = make_request(name, n=len(answers))
+    outputs = [events_of(ids_of(name, text), number) for number, (text, *_) in enumerate(answers)]
+    for seed in range(3):
+        read, completion = run(request, tokenizer, shuffled(outputs, seed))
+        check_stream(read, completion)
+        for choice, (_, text, reasoning, num_calls) in zip(completion.choices, answers, strict=True):
+            assert (choice.text, choice.reasoning, len(choice.tool_calls)) == (text, reasoning, num_calls)
+            assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
+
+
+def test_an_output_that_is_cut_off_has_no_reason_to_call() -> None:
+    """Guards the finish_reason of an output that ends by max_tokens with a whole call in it."""
+    name = "Qwen"
+    events = events_of(ids_of(name, HERMES)[:-1], finish_reason="length")
+    read, completion = run(make_request(name), tokenizer_of(name), events)
+    check_stream(read, completion)
+    assert completion.finish_reason == "length" and len(completion.tool_calls) == 1
+
+
+def test_ids_of_calls() -> None:
+    """Guards the results of calls: their ids differ within an answer and between rows, and never change."""
+    name = "Qwen"
+    outputs = [events_of(ids_of(name, HERMES * 2), number) for number in range(2)]
+
+    def ids(key: str) -> list[str]:
+        _, completion = run(make_request(name, key, n=2), tokenizer_of(name), shuffled(outputs, 0))
+        return [call.id for choice in completion.choices for call in choice.tool_calls]
+
+    assert ids("a") == ids("a") and len({*ids("a"), *ids("b")}) == 8
+    assert all(len(one) == 9 and one.isalnum() and one.isascii() for one in ids("a"))
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@each
+def test_random_tokens(name: str, skip_special_tokens: bool) -> None:
+    """Guards streams of random models: parts of characters, and tags in places where no model writes them."""
+    tokenizer = tokenizer_of(name)
+    size, order = tokenizer.backend.tokenizer.get_vocab_size(), random.Random(name)
+    tags = [size - 1 - number for number in range(9)]
+    for seed in range(25):
+        request = make_request(name, n=2, skip_special_tokens=skip_special_tokens)
+        outputs = [
+            events_of(
+                [order.choice([order.randrange(3, size), order.choice(tags)]) for _ in range(30)], number, "length"
+            )
+            for number in range(2)
+        ]
+        check_stream(*run(request, tokenizer, shuffled(outputs, seed)))
+
+
+def test_text_that_the_engine_made_is_not_made_again() -> None:
+    """Guards requests with stop strings, whose text ends in the middle of a token."""
+    name = "Qwen"
+    request = make_request(name, stop=["end"])
+    texts = ["<thi", "nk>\nhm</th", "ink>\n", "\nA", "", "nswer"]
+    events = [TokenEvent(1, 5, text=text) for text in texts]
+    events.append(TokenEvent(1, 6, text=" ", finish_reason="stop", stop_reason="end"))
+    read, completion = run(request, tokenizer_of(name), events)
+    check_stream(read, completion)
+    assert (completion.text, completion.reasoning, completion.stop_reason) == ("Answer ", "hm", "end")
+    assert "".join(event.raw for event in read) == "".join(texts) + " "
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_echo_comes_once_in_each_output(max_tokens: int) -> None:
+    """Guards `echo`: the prompt is in front of the first text, also if no token follows."""
+    name = "Qwen"
+    tokenizer = tokenizer_of(name)
+    prompt_ids = tokenizer.encode("Once upon")
+    n = 2 if max_tokens else 1
+    request = EncodedRequest(
+        prompt_ids=prompt_ids, params=SamplingParams(echo=True, max_tokens=max_tokens, n=n), source=InputRow(4)
+    )
+    outputs = [events_of(ids_of(name, " a time"), number) for number in range(n)]
+    if max_tokens == 0:
+        outputs = [[TokenEvent(1, None, finish_reason="length")]]
+    read, completion = run(request, tokenizer, shuffled(outputs, 0))
+    if max_tokens:
+        check_stream(read, completion)
+    assert [choice.text for choice in completion.choices] == ["Once upon a time" if max_tokens else "Once upon"] * n
+    assert read[-1].completion == completion and "".join(event.raw for event in read).count("Once") == 0
+
+
+def test_logprobs_name_their_tokens() -> None:
+    """Guards names and bytes of tokens, alternatives, and special tokens that the text leaves out."""
+    name = "Qwen"
+    tokenizer = tokenizer_of(name)
+    token_ids = ids_of(name, "é")
+    scored = [TokenLogprobs(token_id, -0.5, ((token_id, -0.5), (EOS, -3.0))) for token_id in token_ids]
+    events = [event._replace(logprobs=one) for event, one in zip(events_of(token_ids), scored, strict=True)]
+    events[0] = events[0]._replace(prompt_logprobs=scored[:1] * 2)
+    request = replace(make_request(name, logprobs=2, prompt_logprobs=2), prompt_ids=[0, 7, 7])
+    read, completion = run(request, tokenizer, events)
+    check_stream(read, completion)
+    found = completion.logprobs
+    assert found is not None and [event.logprobs for event in read] == list(found)
+    assert [one.data for one in found] == [b"\xc3", b"\xa9", b"<|im_end|>"] and b"".join(
+        one.data or b"" for one in found[:2]
+    ).decode() == "é"
+    assert [one.token for one in found] == ["\ufffd", "\ufffd", "<|im_end|>"]
+    assert [one.in_text for one in found] == [True, True, False]
+    assert [(top.token_id, top.logprob, top.top) for top in found[0].top] == [(token_ids[0], -0.5, ()), (EOS, -3.0, ())]
+    shown, _ = run(replace(request, params=replace(request.params, skip_special_tokens=False)), tokenizer, events)
+    assert all(event.logprobs is not None and event.logprobs.in_text for event in shown)
+    prompt = completion.prompt_logprobs
+    assert (
+        prompt is not None and [(one.token_id, one.logprob) for one in prompt[:1]] == [(0, None)] and len(prompt) == 3
+    )
+
+
+def test_without_a_tokenizer_there_are_token_ids() -> None:
+    """Guards models without a tokenizer: no text, names of tokens all the same, and null in the row."""
+    request = EncodedRequest(prompt_ids=[3, 4], params=SamplingParams(logprobs=0, echo=True), source=InputRow(4))
+    events = [event._replace(logprobs=TokenLogprobs(9, -1.0, ())) for event in events_of([9, 9])]
+    read, completion = run(request, None, events)
+    check_stream(read, completion)
+    assert completion.text == "" and completion["text"] is None and completion.token_ids == [9, 9]
+    assert completion.logprobs is not None and completion.logprobs[0][:4] == ("token_id:9", 9, -1.0, None)
+
+
+def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the counts of several outputs, of which the first one knows the cached tokens, and the times."""
+    name, clock = "Qwen", itertools.count(5.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    outputs = [
+        [event._replace(cached_tokens=8 - number) for event in events_of([5] * 3, number)] for number in range(2)
+    ]
+    processor = OutputProcessor(request := make_request(name, n=2), tokenizer_of(name), frozenset([EOS]), taken_at=1.0)
+    for event in [*outputs[0], *outputs[1]]:
+        processor.take(event)
+    completion = processor.completion()
+    assert completion.usage == Usage(len(request.prompt_ids), 6, 8) and completion.timing == Timing(1.0, 5.0, 6.0)
+
+
+def test_what_the_row_shows() -> None:
+    """Guards token ids in rows, which only some requests ask for, and the prompt's scores in front of an echo."""
+    name = "Qwen"
+    row = InputRow(4, call=ApiCall(False, None))
+    request = EncodedRequest(
+        prompt_ids=[0, 7], params=SamplingParams(logprobs=0, echo=True, prompt_logprobs=0), source=row
+    )
+    scored = TokenLogprobs(7, -1.0, ())
+    events = [event._replace(logprobs=scored) for event in events_of([7, EOS])]
+    events[0] = events[0]._replace(prompt_logprobs=[scored])
+    for with_token_ids in (False, True):
+        _, completion = run(replace(request, with_token_ids=with_token_ids), tokenizer_of(name), events)
+        (choice,) = completion["response"]["body"]["choices"]
+        assert choice.get("token_ids") == ([7, EOS] if with_token_ids else None)
+        assert len(choice["logprobs"]["tokens"]) == 4 and "prompt_logprobs" not in completion["response"]["body"]
+
+
+def test_a_failed_output_fails_its_request() -> None:
+    """Guards the readers of a request of which one output fails: one error, no text, and an end for both readers."""
+    name = "Qwen"
+    error = RequestError("nan_logits", "The logits are NaN.")
+    good, bad = events_of(ids_of(name, "fine")), events_of([5, 6], 1)
+    bad[-1] = bad[-1]._replace(token_id=None, finish_reason="error", error=error)
+    request = replace(make_request(name, n=2), source=InputRow(4, where="line 5"))
+    for events in ([*good, *bad], [*bad, *good], shuffled([good, bad], 1)):
+        read, completion = run(request, tokenizer_of(name), events)
+        assert str(completion.error) == "line 5: The logits are NaN." and completion.error is not None
+        assert (completion.error.code, completion.choices) == ("nan_logits", (Choice(finish_reason="error"),))
+        assert (read[-1].error, read[-1].finish_reason, read[-1].completion) == (error, "error", completion)
+
+
+def test_the_error_of_the_first_output_counts() -> None:
+    """Guards rows against errors that depend on which output fails first."""
+    events = [
+        TokenEvent(
+            1, None, finish_reason="error", error=RequestError("internal_error", f"{number}"), sample_index=number
+        )
+        for number in (2, 0, 1)
+    ]
+    processor = OutputProcessor(make_request("Qwen", n=3), tokenizer_of("Qwen"), frozenset([EOS]))
+    for event in events:
+        processor.take(event)
+    assert str(processor.completion().error) == "0"
+
+
+def test_text_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards readers against what a tokenizer raises: both get the request's error, and the stream ends with it."""
+    push_all = IncrementalDetokenizer.push_all
+
+    def broken(self: IncrementalDetokenizer, token_ids: Sequence[int]) -> str:
+        if 9 in token_ids:
+            raise ValueError("no such token")
+        return push_all(self, token_ids)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push_all", broken)
+    name = "Qwen"
+    first, second = events_of([5, 5, 5, EOS]), events_of([5, 9, 5, EOS], 1)
+    events = [event for pair in zip(first, second, strict=True) for event in pair]
+    read, completion = run(make_request(name, n=2), tokenizer_of(name), events)
+    assert completion.error is not None and completion.error.code == "internal_error"
+    assert len(read) == 4 and read[-1].completion == completion and str(read[-1].error) == str(completion.error)
+    assert all(event.completion is None for event in read[:-1])

@@ -1,0 +1,434 @@
+"""The forms in which programs give prompts, conversations and parameters: each is read or refused with a sentence."""
+
+from __future__ import annotations
+
+import array
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cbatch import Completion, Engine, RequestError, SamplingParams
+from cbatch.requests.prompts import list_conversations, list_params, list_prompts, read_prompt
+from cbatch.requests.row import InputRow
+
+USER = {"role": "user", "content": "Hi"}
+ROW = {"messages": [USER]}
+WANTED = "The prompts must be a text, token ids, a row such as {'messages': [...]}, or a list of these, not "
+FEW: dict[str, Any] = {"max_tokens": 3}
+
+
+def label(value: object) -> str:
+    """Names a case in the same way in every process, which `str` of sets and generators does not."""
+    return value[:40] if isinstance(value, str) else type(value).__name__
+
+
+class Column:
+    """A column of pandas, as far as it matters: a collection that is no sequence, with `tolist`."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in range(len(self.values))  # of pandas: whether it is in the index
+
+    def tolist(self) -> list[Any]:
+        return list(self.values)
+
+
+class Table(Column):
+    """A data frame, as far as it matters: its items are the names of its columns."""
+
+    def iterrows(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(str(model_folder), device="cpu", dtype="float32") as engine:
+        yield engine
+
+
+def read(prompt: Any, **fields: Any) -> InputRow:
+    return read_prompt(prompt, 3, fields)
+
+
+def asked(row: InputRow) -> Any:
+    """The prompt of a row without an error."""
+    assert row.error is None and row.index == 3
+    (found,) = (one for one in (row.prompt, row.messages, row.prompt_token_ids) if one is not None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompts", "read_as"),
+    [
+        ("Hi", "Hi"),
+        ("", None),
+        ([7, 8], [7, 8]),
+        ((7, 8), [7, 8]),
+        (range(7, 9), [7, 8]),
+        (array.array("i", [7, 8]), [7, 8]),
+        (np.array([7, 8], np.uint16), [7, 8]),
+        (torch.tensor([7, 8]), [7, 8]),
+        (list(np.array([7, 8])), [7, 8]),
+        (list(torch.tensor([7, 8])), [7, 8]),
+        (Column(7, 8), [7, 8]),
+        ({"prompt": "Hi", "max_tokens": 3}, "Hi"),
+        ({"prompt_token_ids": np.array([7, 8])}, [7, 8]),
+        ({"prompt_token_ids": (7, 8)}, [7, 8]),
+        ({"messages": (MappingProxyType(USER),)}, [USER]),
+        (MappingProxyType(ROW), [USER]),
+        ("a\ud800b", "a\ufffdb"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, [{"role": "user", "content": "\ufffd"}]),
+        ({"messages": [{"role": "user", "content": ({"type": "text", "text": "Hi"},)}]}, [USER]),
+    ],
+    ids=label,
+)
+def test_a_single_prompt(prompts: Any, read_as: Any) -> None:
+    """Guards each form of one prompt: the result is one completion, not a list of them."""
+    values, is_single = list_prompts(prompts)
+    assert is_single and len(values) == 1
+    if read_as is None:
+        assert str(read(values[0]).error) == "prompt is empty"
+        return
+    found = asked(read(values[0]))
+    assert found == read_as and (found[0] != 7 or all(type(token_id) is int for token_id in found))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "read_as"),
+    [
+        ([], []),
+        ((), []),
+        (["Hi"], ["Hi"]),
+        (("Hi", [7]), ["Hi", [7]]),
+        ({"a": "Hi"}.values(), ["Hi"]),
+        ({"Hi": 1}.keys(), ["Hi"]),
+        (np.array(["Hi", "Ho"]), ["Hi", "Ho"]),
+        (np.array([[7, 8], [9, 9]]), [[7, 8], [9, 9]]),
+        (torch.tensor([[7], [9]]), [[7], [9]]),
+        ([np.array([7]), np.array([9])], [[7], [9]]),
+        ([torch.tensor([7]), torch.tensor([9])], [[7], [9]]),
+        ([[7], (8,)], [[7], [8]]),
+        (Column("Hi", "Ho"), ["Hi", "Ho"]),
+        ([ROW, {"prompt": "Ho"}], [[USER], "Ho"]),
+        ([[USER], "Ho"], [[USER], "Ho"]),
+    ],
+    ids=label,
+)
+def test_several_prompts(prompts: Any, read_as: list[Any]) -> None:
+    """Guards lists of one, collections that are no sequences, and arrays of arrays, which have an `__index__`."""
+    values, is_single = list_prompts(prompts)
+    assert not is_single and [asked(read(value)) for value in values] == read_as
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, f"{WANTED}NoneType."),
+        (5, f"{WANTED}int."),
+        (b"Hi", f"{WANTED}bytes."),
+        (bytearray(b"Hi"), f"{WANTED}bytearray."),
+        (memoryview(b"Hi"), f"{WANTED}memoryview."),
+        ({"Hi", "Ho"}, f"{WANTED}set."),
+        (frozenset([7, 8]), f"{WANTED}frozenset."),
+        (np.array(7), f"{WANTED}ndarray."),
+        (torch.tensor(7), f"{WANTED}Tensor."),
+        (SamplingParams(), f"{WANTED}SamplingParams."),
+        ((text for text in ["Hi"]), f"{WANTED}generator; engine.map takes an iterable."),
+        (Table("question", "answer"), f"{WANTED}Table; give one of its columns, or its rows."),
+        (
+            [USER, USER],
+            "These are the messages of one conversation: give them to engine.chat, or as {'messages': [...]}.",
+        ),
+    ],
+    ids=label,
+)
+def test_what_is_no_prompt_raises(prompts: Any, message: str, engine: Engine) -> None:
+    """Guards against bytes taken as token ids, sets without an order, and the names of columns."""
+    calls: list[Callable[[Any], object]] = [engine.generate, engine.stream, engine.astream, engine.score]
+    for call in calls:
+        with pytest.raises(RequestError) as caught:
+            call(prompts)
+        assert caught.value.code == "invalid_row" and str(caught.value) == message
+
+
+ONE = "a prompt must be a text, token ids or a row such as {'messages': [...]}, not "
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, f"{ONE}NoneType"),
+        (1.5, f"{ONE}float"),
+        (True, f"{ONE}bool"),
+        (b"Hi", f"{ONE}bytes"),
+        ({"Hi"}, f"{ONE}set"),
+        ((text for text in ["Hi"]), f"{ONE}generator"),
+        ("", "prompt is empty"),
+        ([], "prompt_token_ids must be a list of at least one whole number"),
+        ([7, 1.5], "prompt_token_ids must be a list of at least one whole number"),
+        ([7, True], "prompt_token_ids must be a list of at least one whole number"),
+        (["a", "b"], "prompt_token_ids must be a list of at least one whole number"),
+        (np.array([1.5]), "prompt_token_ids must be a list of at least one whole number"),
+        ({}, "the row has none of messages, prompt, prompt_token_ids"),
+        ({"prompt": "a", "messages": [USER]}, "the row has both messages and prompt"),
+        ({"prompt": 5}, "prompt must be a string, not a number"),
+        ({"prompt": [5, 6]}, "prompt must be a string, not a list; token ids go into prompt_token_ids"),
+        ({"messages": "Hi"}, "messages must be a list of at least one message"),
+        ([USER, "Hi"], "message 2 must be an object with a role and content"),
+        ({5: "a", "prompt": "Hi"}, "the names of a row's fields are texts, not int"),
+        ({"prompt": "Hi", "score": float("nan")}, "the row cannot be written as JSON: Out of range float values"),
+        ({"prompt": "Hi", "when": object()}, "the row cannot be written as JSON: Object of type object is not JSON"),
+        ({"prompt": "Hi", "max_token": 5}, "unknown parameter 'max_token'; did you mean 'max_tokens'?"),
+    ],
+    ids=label,
+)
+def test_one_wrong_prompt_fails_alone(prompt: Any, message: str, engine: Engine) -> None:
+    """Guards the prompts around a wrong one: it has an error that says what is wrong, and they have their texts."""
+    before, wrong, after = engine.generate(["Hi", prompt, [7, 8]], FEW)
+    assert before.error is None and after.error is None and len(before.token_ids) == len(after.token_ids) == 3
+    assert wrong.error is not None and str(wrong.error).startswith(message) and wrong.finish_reason == "error"
+    assert wrong.error.code == ("unknown_parameter" if "max_token'" in message else "invalid_row")
+    assert (wrong.index, wrong.choices[0].text, wrong.usage.total_tokens) == (1, "", 0)
+    with pytest.raises(RequestError, match=r"prompt|row|parameter|message"):
+        wrong.raise_for_error()
+
+
+def test_booleans_are_no_token_ids() -> None:
+    """Guards masks that are given by mistake: they are several wrong prompts, not one of ids 0 and 1."""
+    for mask in ([True, False], np.array([True, False]), torch.tensor([True, False])):
+        assert list_prompts(mask) == ([True, False], False)
+
+
+def test_nesting_without_end_is_an_error() -> None:
+    """Guards against a RecursionError for the whole call."""
+    row: dict[str, Any] = {"prompt": "Hi"}
+    row["more"] = row
+    assert str(read(row).error) == "the row is nested too deeply"
+
+
+def test_numbers_of_numpy_in_a_row() -> None:
+    """Guards rows of data frames: their numbers are not Python's, and neither JSON nor parameters take them."""
+    row = read(
+        {
+            "prompt": "Hi",
+            "id": np.int64(9),
+            "max_tokens": np.int32(4),
+            "temperature": np.float32(0.5),
+            "ignore_eos": np.bool_(True),
+            "stop": np.array(["a", "b"]),
+            "scores": np.array([0.5, 1.5]),
+            "level": torch.tensor(2),
+        }
+    )
+    assert row.error is None and row.id == 9
+    assert row.params == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True, "stop": ["a", "b"]}
+    assert row.extra == {"scores": [0.5, 1.5], "level": 2}
+
+
+def test_a_row_with_objects_is_refused_whole(engine: Engine) -> None:
+    """Guards the row of output and copies of it: an error has no columns that JSON or a pickle cannot hold."""
+    for wrong in ({"when": object()}, {"when": {1, 2}, "prompt": 5}, {"grammar": lambda: None, 5: {}}):
+        completion = engine.generate({"prompt": "Hi", "id": "a"} | wrong, FEW)
+        assert completion.error is not None and completion.error.code == "invalid_row"
+        assert (
+            json.loads(json.dumps(completion.to_dict()))["error"]
+            and pickle.loads(pickle.dumps(completion)) == completion
+        )
+
+
+def test_params_with_arrays_are_read(engine: Engine) -> None:
+    """Guards parameters that come from data frames, for all prompts and for one."""
+    params = {"stop": np.array(["a"]), "max_tokens": np.int64(3), "allowed_token_ids": torch.tensor([70, 71])}
+    expected = engine.generate("Hi", {"stop": ["a"], "max_tokens": 3, "allowed_token_ids": [70, 71]})
+    assert expected.error is None and engine.generate("Hi", params) == engine.generate("Hi", [params]) == expected
+    for wrong in ({"logits_all": torch.tensor([1, 2])}, {"structured_outputs": {None: 5}}):
+        with pytest.raises(RequestError, match="is not available"):
+            engine.generate("Hi", wrong)
+        assert engine.generate("Hi", [wrong]).error is not None
+
+
+def test_results_do_not_keep_their_prompts(engine: Engine) -> None:
+    """Guards the memory of programs that keep many results, and the size of those that are sent elsewhere."""
+    completion = engine.generate({"prompt_token_ids": [7] * 200, "note": 1}, FEW)
+    assert completion.extra == {"note": 1} and len(pickle.dumps(completion)) < 1500
+
+
+def test_reading_changes_nothing_of_the_callers(engine: Engine) -> None:
+    """Guards rows that are used again, and rows of output that share lists with them."""
+    row: dict[str, Any] = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "tags": ["a"]}
+    before = repr(row)
+    completion = engine.generate(row, FEW)
+    completion.to_dict()["extra"]["tags"].append("b")
+    assert repr(row) == before and engine.generate(row, FEW) == engine.generate(row, FEW)
+
+
+@pytest.mark.parametrize(
+    ("conversations", "read_as"),
+    [
+        ("Hi", [[USER]]),
+        ([USER], [[USER]]),
+        ((USER, USER), [[USER, USER]]),
+        ([MappingProxyType(USER)], [[USER]]),
+        ([[USER], [USER, USER]], [[USER], [USER, USER]]),
+        (([USER],), [[USER]]),
+        (["Hi", [USER]], [[USER], [USER]]),
+        (Column([USER], "Hi"), [[USER], [USER]]),
+        ([], []),
+    ],
+    ids=label,
+)
+def test_conversations(conversations: Any, read_as: list[Any]) -> None:
+    """Guards each form of one and of several conversations, and which of them gives a list."""
+    values, is_single = list_conversations(conversations)
+    assert is_single == (isinstance(conversations, str) or (len(read_as) == 1 and conversations != ([USER],)))
+    assert [asked(read(value)) for value in values] == read_as
+
+
+@pytest.mark.parametrize(
+    ("conversations", "message"),
+    [
+        ([USER, "Hi"], "message 2 must be an object with a role and content"),
+        ([{"content": "Hi"}], "message 1 must be an object with a role and content"),
+        ([[]], "messages must be a list of at least one message"),
+        ([[7, 8]], "message 1 must be an object with a role and content"),
+        ([7], "messages must be a list of at least one message"),
+        ([[USER], ROW], "messages must be a list of at least one message"),
+        ([{"role": "user", "content": 5}], "content of message 1 must be text, not a number"),
+    ],
+    ids=label,
+)
+def test_a_wrong_conversation_is_an_error(conversations: Any, message: str, engine: Engine) -> None:
+    """Guards chat against token ids and rows, and its messages against those of other forms of prompts."""
+    found = engine.chat(conversations, FEW)
+    last = found if isinstance(found, Completion) else found[-1]
+    assert str(last.error) == message
+
+
+@pytest.mark.parametrize("conversations", [5, None, b"Hi", ROW, USER, {"Hi"}, (text for text in ["Hi"])], ids=label)
+def test_what_is_no_conversation_raises(conversations: Any, engine: Engine) -> None:
+    """Guards `engine.chat(row)`, and a single message without its list."""
+    with pytest.raises(RequestError, match=r"^A conversation is a list of messages such as .*, not \w+[.;]"):
+        engine.chat(conversations)
+
+
+def test_params_for_all_or_for_each() -> None:
+    """Guards the pairing of parameters with prompts."""
+    one = SamplingParams(max_tokens=2)
+    assert list_params(None, 2) == [None, None] and list_params(one, 2) == [one, one]
+    assert list_params(FEW, 2) == [FEW, FEW] and list_params((one, FEW, None), 3) == [one, FEW, None]
+    assert list_params(Column(one), 1) == [one] and list_params([], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (5, "params must be SamplingParams, a mapping, or a list of these, not int."),
+        ("max_tokens=5", "params must be SamplingParams, a mapping, or a list of these, not str."),
+        (b"", "params must be SamplingParams, a mapping, or a list of these, not bytes."),
+        (SamplingParams, "params must be SamplingParams, a mapping, or a list of these, not type."),
+        ([5, FEW], "params[0] must be SamplingParams, a mapping or None, not int."),
+        ([FEW, [FEW]], "params[1] must be SamplingParams, a mapping or None, not list."),
+        ([FEW], "There are 2 prompts and 1 sampling parameters; give one for each prompt."),
+        ([FEW] * 1001, "There are 2 prompts and 1,001 sampling parameters; give one for each prompt."),
+        ({"max_token": 5}, "There is no sampling parameter 'max_token'; did you mean 'max_tokens'?"),
+        ({"temperature": -1}, "temperature must be a number of at least 0 and at most 1000, not -1."),
+    ],
+    ids=label,
+)
+def test_wrong_params_for_all_raise(params: Any, message: str, engine: Engine) -> None:
+    """Guards against parameters that are ignored, and calls whose prompts all fail for the same reason."""
+    calls: list[Callable[[Any, Any], object]] = [engine.generate, engine.stream, engine.chat]
+    for call in calls:
+        with pytest.raises(RequestError) as caught:
+            call(["Hi", "Ho"], params)
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("params", "code", "message"),
+    [
+        ({"max_token": 5}, "unknown_parameter", "There is no sampling parameter 'max_token'; did you mean"),
+        ({"temperature": -1}, "invalid_row", "temperature must be a number"),
+        ({"stop_token_ids": [10**6]}, "invalid_row", "stop_token_ids: 1000000 is not in"),
+    ],
+    ids=label,
+)
+def test_wrong_params_of_one_prompt_fail_alone(
+    params: Mapping[str, Any], code: str, message: str, engine: Engine
+) -> None:
+    """Guards the other prompts of the call."""
+    first, wrong, last = engine.generate(["Hi"] * 3, [FEW, params, SamplingParams(max_tokens=2)])
+    assert wrong.error is not None and wrong.error.code == code and str(wrong.error).startswith(message)
+    assert [len(first.token_ids), len(last.token_ids)] == [3, 2]
+
+
+def test_params_of_a_row_come_on_top(engine: Engine) -> None:
+    """Guards the order: the row, then its own params, then the model's; an object replaces the model's."""
+    row = {"prompt": "Hi", "max_tokens": 2}
+    each: list[Any] = [None, {"max_tokens": 4, "n": 2}, SamplingParams(max_tokens=4, n=2)]
+    for params in [*each[1:], *([one] for one in each)]:
+        found = engine.generate([row], params)[0]
+        assert found.error is None and len(found.token_ids) == 2
+        assert len(found.choices) == (1 if params == [None] else 2)
+
+
+def test_seeds(engine: Engine) -> None:
+    """Guards repeatable samples, those of equal prompts, and new ones if asked for."""
+    warm = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+    prompts = ["Hi"] * 3
+
+    def texts(seed: int | None, params: Mapping[str, Any] = warm) -> list[str]:
+        return [completion.text for completion in engine.generate(prompts, params, seed=seed)]
+
+    assert texts(5) == texts(5) and len({*texts(5), *texts(6)}) == 6
+    assert not {*texts(None)} & {*texts(None)}
+    assert len(set(texts(5, warm | {"seed": 7}))) == 1 and texts(None, warm | {"seed": 7}) == texts(
+        5, warm | {"seed": 7}
+    )
+    rows = [{"prompt": "Hi", "seed": 7} for _ in range(2)]
+    assert [one.text for one in engine.generate(rows, warm, seed=None)] == texts(5, warm | {"seed": 7})[:2]
+    named = [engine.generate([*others, {"prompt": "Hi", "id": "a"}], warm)[-1].text for others in ([], ["x", "y"])]
+    assert named[0] == named[1], "the seed of a row with an id depends on its place"
+
+
+def test_priorities_of_rows(model_folder: Path) -> None:
+    """Guards `priority` in rows: those with a lower one run first, and it changes no text."""
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=1) as engine:
+        rows = [{"prompt": f"number {number}", "priority": priority} for number, priority in enumerate((0, 5, -5))]
+        params = {"max_tokens": 4, "ignore_eos": True}
+        ended = [event.index for event in engine.stream(["first", *rows], params) if event.finish_reason is not None]
+        assert ended.index(3) < ended.index(1) < ended.index(2)
+        plain = [{"prompt": row["prompt"]} for row in rows]
+        assert [one.text for one in engine.generate(rows, params)] == [
+            one.text for one in engine.generate(plain, params)
+        ]
+
+
+def test_rows_of_both_forms_together(engine: Engine) -> None:
+    """Guards requests of the OpenAI Batch API among other prompts."""
+    body = {"messages": [USER], "max_tokens": 3}
+    call = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    text = {**call, "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 3}}
+    own, chat, told, wrong = engine.generate([ROW | {"max_tokens": 3}, call, text, call | {"body": {}}])
+    assert chat.text == own.text and chat["response"]["body"]["choices"][0]["message"]["content"] == own.text
+    assert (
+        told.text
+        == engine.generate({"prompt": "Hi", "raw": True}, FEW).text
+        == told["response"]["body"]["choices"][0]["text"]
+    )
+    assert wrong.error is not None and wrong["error"]["code"] == "invalid_row" and wrong["custom_id"] == wrong.id == "c"

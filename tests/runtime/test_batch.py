@@ -1,0 +1,50 @@
+"""Guards the arrays of a step, on the host and on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cbatch.base.params import SamplingParams
+from cbatch.runtime.batch import DeviceTokens, InFlightTokens, RaggedBatch
+from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
+from cbatch.schedule.request import Request
+
+CPU = torch.device("cpu")
+
+
+def make_chunk(number: int, known: int, start: int, stop: int, *, has_placeholder: bool = False) -> ScheduledChunk:
+    """A chunk of a request whose known tokens are 100 * number, 100 * number + 1, ..."""
+    request = Request(number, [100 * number + place for place in range(known)], SamplingParams(), 9)
+    request.num_output_placeholders = int(has_placeholder)
+    return ScheduledChunk(
+        request, start, stop, stop == request.num_tokens, [3 * number, 3 * number + 1, 3 * number + 2]
+    )
+
+
+def test_tokens_that_only_the_device_knows_get_their_places() -> None:
+    """Guards overlapped steps: tokens of the previous step reach their rows, on a CPU and on another device."""
+    chunks = [
+        make_chunk(1, 6, 6, 7, has_placeholder=True),
+        make_chunk(2, 9, 2, 5),
+        make_chunk(3, 3, 3, 4, has_placeholder=True),
+    ]
+    in_flight = InFlightTokens(torch.tensor([7, 8, 9]), {chunks[2].request: 0, chunks[0].request: 2})
+    batch = RaggedBatch.build(SchedulerOutput(chunks), 4, CPU, in_flight_tokens=in_flight)
+    assert batch.ids.tolist() == batch.input_ids.tolist() == [9, 202, 203, 204, 7] and batch.device_tokens is None
+    device_tokens = DeviceTokens(in_flight.tokens, np.array([0, 4]), np.array([2, 0]))
+    elsewhere = replace(batch, ids=np.array([0, 202, 203, 204, 0]), device_tokens=device_tokens)
+    assert elsewhere.input_ids.tolist() == [9, 202, 203, 204, 7]
+
+
+def test_tensors_are_the_arrays() -> None:
+    """Guards models on the host and on a device: both get the same step."""
+    batch = RaggedBatch.build(
+        SchedulerOutput([make_chunk(0, 5, 0, 5), make_chunk(1, 9, 2, 6), make_chunk(2, 9, 8, 9)]), 4, CPU
+    )
+    assert batch.position_ids.tolist() == batch.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 8]
+    assert batch.slot_mapping.tolist() == batch.slots.tolist() == [0, 1, 2, 3, 4, 14, 15, 16, 17, 32]
+    assert batch.logit_rows.tolist() == batch.rows.tolist() == [4, 9]
+    assert batch.block_tables.tolist() == batch.tables.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]

@@ -1,0 +1,386 @@
+"""Traces of steps: their content, their summary, and that they never harm a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.base.errors import ConfigError
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
+from cbatch.cli.chat.background_run import parse_run_options
+from cbatch.cli.common.exits import UserError
+from cbatch.cli.main import run_command
+from cbatch.engine.model_runner import ModelRunner
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.request import EncodedRequest, RequestHandle
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.tracing.phases import span
+from cbatch.runtime.tracing.summary import Interval, read_summary, union_length
+from cbatch.runtime.tracing.trace import StepTracer
+from tests.support.fork_server import ForkServer
+from tests.support.rows import write_rows
+from tests.support.tiny_models import make_engine, make_network
+
+PHASES = ["schedule", "build", "forward", "sample", "fetch", "update"]
+
+
+def request_of(count: int) -> EncodedRequest:
+    return EncodedRequest(prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=count))
+
+
+def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], None] = lambda place: None) -> list[int]:
+    """Tokens for one prompt on an engine thread with a trace; `meanwhile` is called with the number of each."""
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    tokens: list[int] = []
+
+    def take(event: TokenEvent) -> None:
+        meanwhile(len(tokens))
+        assert event.token_id is not None
+        tokens.append(event.token_id)
+        events.put(event)
+
+    with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
+        engine_thread.submit(RequestHandle(request_of(count), take))
+        while events.get(timeout=30).finish_reason is None:
+            pass
+    return tokens
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def spans_in(path: Path) -> list[dict[str, Any]]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return sorted((event for event in events if event.get("cat") == "user_annotation"), key=lambda one: one["ts"])
+
+
+def test_a_trace_shows_the_phases_of_each_step(tmp_path: Path) -> None:
+    """Guards the purpose of a trace: the spans of the engine's thread, each phase once in each recorded step."""
+    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
+    assert generate(trace, 9) == generate(None, 9)
+    spans = spans_in(trace.path)
+    assert len({(one["pid"], one["tid"]) for one in spans}) == 1
+    steps = [one for one in spans if one["name"] == "step"]
+    assert len(steps) == 3 and trace.num_steps >= 9
+    for step in steps:
+        end = step["ts"] + step["dur"]
+        inside = [one for one in spans if step["ts"] < one["ts"] and one["ts"] + one["dur"] <= end]
+        assert sorted(one["name"] for one in inside) == sorted(PHASES)
+    assert trace.summary is not None and not trace.error
+    forward = sum(one["dur"] for one in spans if one["name"] == "forward")
+    wall = steps[-1]["ts"] + steps[-1]["dur"] - steps[0]["ts"]
+    assert trace.summary.num_steps == 3 and not trace.summary.on_device
+    assert trace.summary.seconds == pytest.approx(wall / 1e6)
+    assert trace.summary.idle_share == pytest.approx(1 - forward / wall)
+
+
+def test_the_device_is_that_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the trace of a CPU's steps in a process that has used a GPU for something else."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
+    generate(trace, 6)
+    assert trace.summary is not None and not trace.summary.on_device and trace.summary.idle_share is not None
+
+
+def test_spans_cost_nothing_without_a_trace(tmp_path: Path) -> None:
+    """Guards the cost of a step: no object is made for a span before a trace and after it, even if it failed."""
+    nothing = span("schedule")
+    assert span("forward") is nothing
+    during: list[bool] = []
+    generate(StepTracer(tmp_path / "t.json", warmup=2, steps=2), 9, lambda place: during.append(span("x") is nothing))
+    assert during[0] and not all(during) and during[-1]
+    assert span("forward") is nothing
+
+
+def test_a_step_that_fails_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the error of a step, which must pass through the trace: the step is retried."""
+    forward, calls = ModelRunner.forward, itertools.count()
+
+    def failing(self: ModelRunner, batch: RaggedBatch) -> torch.Tensor:
+        if next(calls) == 3:
+            raise RuntimeError("hiccup")
+        return forward(self, batch)
+
+    expected = generate(None, 6)
+    monkeypatch.setattr(ModelRunner, "forward", failing)
+    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
+    assert generate(trace, 6) == expected and next(calls) > 6
+    assert trace.summary is not None and trace.summary.num_steps == 3
+
+
+def test_a_run_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
+    """Guards short runs: their steps are written when the engine thread is closed."""
+    trace = StepTracer(tmp_path / "trace.json", warmup=2)
+    generate(trace, 6)
+    assert trace.summary is not None and trace.summary.num_steps == trace.num_steps - 2
+    assert Counter(one["name"] for one in spans_in(trace.path))["step"] == trace.num_steps - 2
+    assert names(tmp_path) == ["trace.json"]
+
+
+def test_fewer_steps_than_warm_up(tmp_path: Path) -> None:
+    """Guards an older trace against a run too short for one, and releases the profiler for the next one."""
+    path = tmp_path / "trace.json"
+    path.write_text("older")
+    short = StepTracer(path, warmup=20)
+    generate(short, 6)
+    assert short.summary is None and 0 < short.num_steps < 20 and not short.error
+    assert path.read_text() == "older" and names(tmp_path) == ["trace.json"]
+    trace = StepTracer(path, warmup=5)
+    generate(trace, 6)
+    assert trace.summary is not None and trace.summary.num_steps > 0
+
+
+def test_time_without_requests_is_not_idle_time(tmp_path: Path) -> None:
+    """Guards a chat's idle share: time without requests does not count."""
+    trace = StepTracer(tmp_path / "trace.json", warmup=0)
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
+        for _ in range(2):
+            engine_thread.submit(RequestHandle(request_of(1), events.put))
+            events.get(timeout=30)
+            while engine_thread._idle_since is None:  # until it waits
+                time.sleep(0.001)
+    assert trace.summary is not None
+    (wait, *_) = (one for one in spans_in(trace.path) if one["name"] == "wait")
+    assert trace.summary.waited_s == pytest.approx(wait["dur"] / 1e6, abs=1e-8)
+    first, *_, last = (one for one in spans_in(trace.path) if one["name"] == "step")
+    wall = last["ts"] + last["dur"] - first["ts"]
+    assert trace.summary.seconds == pytest.approx((wall - wait["dur"]) / 1e6, abs=1e-8)
+
+
+def make_trace(path: Path, *events: tuple[str, str, float, float]) -> Path:
+    """A trace of (category, name, begin, duration) in µs, beside other events of the profiler."""
+    listed: list[dict[str, Any]] = [
+        {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "pid": 0, "tid": 7, "args": {"a": 1}}
+        for category, name, begin, duration in events
+    ]
+    listed += [
+        {"ph": "M", "name": "process_name", "ts": 0.0, "pid": 0, "tid": 0, "args": {"name": "python"}},
+        {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 1, "ts": 5.0, "pid": 0, "tid": 7, "bp": "e"},
+        {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 9e9},
+    ]
+    path.write_text(json.dumps({"schemaVersion": 1, "deviceProperties": [{"id": 0}], "traceEvents": listed}))
+    return path
+
+
+def test_idle_share_of_a_gpu(tmp_path: Path) -> None:
+    """Guards the share against overlapping work on several streams, and against spans of the host."""
+    path = make_trace(
+        tmp_path / "t.json",
+        ("user_annotation", "step", 0.0, 500.0),
+        ("user_annotation", "forward", 10.0, 400.0),
+        ("gpu_user_annotation", "forward", 100.0, 900.0),
+        ("cuda_runtime", "cudaGraphLaunch", 20.0, 900.0),
+        ("kernel", "gemm", 100.0, 200.0),  # 100 .. 300
+        ("kernel", "attention", 250.0, 100.0),  # .. 350, on another stream
+        ("kernel", "norm", 260.0, 10.0),  # within both
+        ("gpu_memcpy", "Memcpy DtoH", 500.0, 50.0),  # .. 550
+        ("gpu_memset", "Memset", 550.0, 50.0),  # .. 600, right behind it
+        ("user_annotation", "step", 520.0, 400.0),
+        ("kernel", "gemm", 900.0, 200.0),  # .. 1100
+    )
+    summary = read_summary(path, on_device=True)
+    assert summary.num_steps == 2 and summary.seconds == pytest.approx(1000e-6)
+    assert summary.idle_share == pytest.approx(1 - (250 + 100 + 200) / 1000)
+    assert str(summary) == "the device was idle 45.0% of 0.00 s"
+
+
+def test_waiting_counts_only_while_the_gpu_is_idle(tmp_path: Path) -> None:
+    """Guards waiting for requests that begins while the device still works, or before its first work."""
+    path = make_trace(
+        tmp_path / "t.json",
+        ("user_annotation", "wait", 0.0, 150e3),
+        ("kernel", "gemm", 100e3, 100e3),
+        ("user_annotation", "wait", 180e3, 220e3),  # 200 of them after the kernel
+        ("kernel", "gemm", 500e3, 100e3),
+    )
+    summary = read_summary(path, on_device=True)
+    assert (summary.seconds, summary.waited_s) == pytest.approx((0.3, 0.2))
+    assert summary.idle_share == pytest.approx(1 / 3)
+    assert str(summary) == "the device was idle 33.3% of 0.30 s, and 0.20 s without a request"
+
+
+def test_share_outside_the_model_on_a_cpu(tmp_path: Path) -> None:
+    """Guards the share of a CPU: from the first step to the end of the last one, without the forward spans."""
+    path = make_trace(
+        tmp_path / "t.json",
+        ("user_annotation", "step", 1e6, 4e5),
+        ("cpu_op", "aten::mm", 1e6, 4e5),
+        ("user_annotation", "forward", 1.1e6, 2e5),
+        ("user_annotation", "step", 1.5e6, 5e5),
+        ("user_annotation", "forward", 1.6e6, 3e5),
+    )
+    summary = read_summary(path, on_device=False)
+    assert (summary.num_steps, summary.seconds, summary.idle_share) == pytest.approx((2, 1.0, 0.5))
+    assert str(summary) == "50.0% of 1.00 s outside the model"
+
+
+def test_a_gpu_whose_work_is_not_in_the_trace(tmp_path: Path) -> None:
+    """Guards against figures of the host alone if the GPU could not be recorded."""
+    path = make_trace(
+        tmp_path / "t.json", ("user_annotation", "step", 0.0, 1e6), ("user_annotation", "forward", 0.0, 1e5)
+    )
+    summary = read_summary(path, on_device=True)
+    assert summary.idle_share is None and "nothing of what the device did" in str(summary)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12))))
+def test_covered_time(pairs: list[tuple[int, int]]) -> None:
+    """Guards the union of intervals, nested, equal, touching and empty ones, against counting units."""
+    units = {unit for begin, length in pairs for unit in range(begin, begin + length)}
+    assert union_length(Interval(begin, begin + length) for begin, length in pairs) == len(units)
+
+
+def test_a_trace_cut_off_is_an_error(tmp_path: Path) -> None:
+    """Guards against figures from an incomplete trace."""
+    path = make_trace(tmp_path / "t.json", ("kernel", "gemm", 0.0, 1.0))
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(ValueError, match="delimiter"):
+        read_summary(path, on_device=True)
+
+
+def test_a_folder_that_goes_away_harms_no_run(tmp_path: Path) -> None:
+    """Guards the tokens of a run whose trace cannot be written in the end."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    trace = StepTracer(folder / "trace.json", warmup=1, steps=3)
+    tokens = generate(trace, 8, lambda place: folder.rmdir() if place == 0 else None)
+    assert tokens == generate(None, 8)
+    assert trace.summary is None
+    assert trace.error == f"Cannot write the trace {folder}/trace.json: No such file or directory."
+
+
+def test_a_disk_that_is_full_harms_no_run(tmp_path: Path) -> None:
+    """Guards a run and an existing trace against a disk that becomes full."""
+    path = tmp_path / "trace.json"
+    path.write_text("older")
+    trace = StepTracer(path, warmup=1, steps=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        tokens = generate(trace, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert tokens == generate(None, 8)
+    assert trace.summary is None and "the disk may be full" in trace.error
+    assert path.read_text() == "older" and names(tmp_path) == ["trace.json"]
+
+
+def test_one_profiler_for_a_process(tmp_path: Path) -> None:
+    """Guards against a crash of torch, whose profilers cannot be nested: the second one reports an error."""
+    first = StepTracer(tmp_path / "first", warmup=3, steps=3)
+    others: dict[int, StepTracer] = {place: StepTracer(tmp_path / f"beside{place}") for place in (0, 3)}
+    generate(first, 12, lambda place: others[place].prepare() if place in others else None)
+    assert all("already in use" in other.error for other in others.values())
+    assert first.summary is not None and first.summary.num_steps == 3 and not first.error
+    assert Counter(one["name"] for one in spans_in(first.path))["forward"] == 3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        third = StepTracer(tmp_path / "third")
+        third.prepare()
+    assert "already in use" in third.error
+    fourth = StepTracer(tmp_path / "fourth", warmup=0)
+    generate(fourth, 2)
+    assert fourth.summary is not None and names(tmp_path) == ["first", "fourth"]
+
+
+@pytest.mark.parametrize("name", ["none/trace.json", ".", "x" * 300, "a\0b"])
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    """Guards against loading a model for a trace that cannot be written."""
+    with pytest.raises(ConfigError, match="Cannot write the trace"):
+        StepTracer(tmp_path / name)
+
+
+def test_devices_are_not_replaced() -> None:
+    """Guards /dev/null, which root could replace by a file."""
+    with pytest.raises(ConfigError, match="regular file"):
+        StepTracer("/dev/null")
+
+
+def test_a_link_leads_to_the_trace(tmp_path: Path) -> None:
+    """Guards a link against being replaced itself."""
+    link = tmp_path / "link.json"
+    link.symlink_to("target.json")
+    generate(StepTracer(link, warmup=1), 3)
+    assert link.is_symlink() and len(spans_in(tmp_path / "target.json")) > 2
+
+
+def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards exit code 2 before a model is looked for, and files of the run against being replaced by the trace."""
+    source = write_rows(tmp_path / "in.jsonl", [{"id": "a", "prompt": "hello", "max_tokens": 6}])
+    before = source.read_text()
+    cases = {
+        "Cannot write the trace no/t.json: No such file or directory.": ["run", str(source), "--trace", "no/t.json"],
+        "is the input;": ["run", str(source), "--trace", str(source)],
+        "is the output;": ["run", str(source), "-o", str(tmp_path / "o"), "--trace", str(tmp_path / "o")],
+        "is the file of --stats;": ["run", str(source), "--stats", f"{tmp_path}/s", "--trace", f"{tmp_path}/s"],
+        "it must be a regular file": ["chat", "--trace", str(tmp_path)],
+        "is the file of --from;": ["chat", "--from", str(source), "--index", "0", "--trace", str(source)],
+    }
+    for message, arguments in cases.items():
+        assert run_command([*arguments, "-m", "./nowhere"]) == 2, arguments
+        error = capfd.readouterr().err
+        assert message in error and "nowhere" not in error, error
+    assert source.read_text() == before and not (tmp_path / "o").exists()
+
+
+def test_a_batch_under_a_chat_has_no_trace_of_its_own() -> None:
+    """Guards `/run --trace`, which cannot work: the engine is running already."""
+    with pytest.raises(UserError, match="--trace cannot be changed here"):
+        parse_run_options("in.jsonl -o out.jsonl --trace t.json")
+
+
+def about_the_trace(stderr: str) -> list[str]:
+    """The lines that are about the trace, or not from cbatch."""
+    return [line for line in stderr.splitlines() if "trace" in line or line[:8] != "cbatch: "]
+
+
+@pytest.mark.slow
+def test_the_command(runs: ForkServer, tmp_path: Path) -> None:
+    """Guards the option end to end on the demo model."""
+    stdin, stdout, stderr = (tmp_path / name for name in ("stdin", "stdout", "stderr"))
+
+    def cbatch(*arguments: str, text: str) -> tuple[str, list[str]]:
+        for path, before in ((stdin, text), (stdout, ""), (stderr, "")):
+            path.write_text(before)
+        assert runs.start(*arguments, stdin=str(stdin), stdout=str(stdout), stderr=str(stderr)).code() == 0
+        return stdout.read_text(), about_the_trace(stderr.read_text())
+
+    path = tmp_path / "trace.json"
+    row = json.dumps({"prompt": "Tell me a story.", "max_tokens": 20}) + "\n"
+    out, (line,) = cbatch("run", "--trace", str(path), text=row)
+    assert json.loads(out)["usage"]["completion_tokens"] == 20
+    steps = Counter(one["name"] for one in spans_in(path))["step"]
+    assert 0 < steps < 20
+    assert line.startswith(f"cbatch: trace of {steps} steps in {path}: ") and line.endswith(" s outside the model")
+    _, (line,) = cbatch("run", "--trace", str(tmp_path / "none"), "--max-tokens", "3", text=row.replace("20", "3"))
+    assert re.fullmatch(r"cbatch: no trace was written: recording begins after 8 steps, and there were \d steps", line)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_the_chat(tmp_path: Path) -> None:
+    """Guards `cbatch chat`, which does not wait for its engine at the end without a trace; messages of the profiler."""
+    path = tmp_path / "trace.json"
+    command = [sys.executable, "-m", "cbatch", "chat", "--max-tokens", "20", "--trace", str(path)]
+    done = subprocess.run(command, input="Tell me a story.\n", capture_output=True, text=True)
+    (line,) = about_the_trace(done.stderr)
+    assert done.returncode == 0 and done.stdout.strip() and line.startswith("cbatch: trace of ")
+    assert {*PHASES, "step"} <= {one["name"] for one in spans_in(path)}

@@ -1,0 +1,725 @@
+"""Whatever is drawn under the masks, the text keeps to its constraint, and no pattern can hang or end the process."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import signal
+import string
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from cbatch.base.errors import RequestError
+from cbatch.base.params import Constraint, Kind
+from cbatch.model.loader import DEMO_MODEL
+from cbatch.sample.structured import compiler as compiler_module
+from cbatch.sample.structured.compiler import ConstraintCompiler
+from cbatch.sample.structured.grammar import GrammarState
+from cbatch.sample.structured.lark import to_lark
+from cbatch.sample.structured.masks import MaskFiller, Place, TokenMasks
+from cbatch.sample.structured.sandbox import TOO_COMPLEX, GrammarSandbox
+from cbatch.sample.structured.token_bitmask import bitmask_size, full_bitmask, to_bools
+from cbatch.text.fast_loader import TransformersTokenizer
+from cbatch.text.tokenizer import ChatTokenizer
+
+WIDTH = 1030  # of the demo model's logits, were they wider than its tokenizer's vocabulary of 1,024
+STOP = 2
+CLOSERS = [b"}", b"]", b'"']
+
+
+def library() -> Any:
+    return pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+
+def token_bytes() -> list[bytes]:
+    """The demo's tokens as bytes, from its tokenizer.json alone: the printable characters stand for the bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    meaning = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    vocabulary = json.loads((DEMO_MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = [b""] * 1024
+    for text, token in vocabulary.items():
+        tokens[token] = b"" if token < 3 else bytes(meaning[character] for character in text)
+    return tokens
+
+
+TOKENS = token_bytes()
+
+
+@pytest.fixture(scope="module")
+def demo() -> ChatTokenizer:
+    return ChatTokenizer(TransformersTokenizer(AutoTokenizer.from_pretrained(DEMO_MODEL)))
+
+
+@pytest.fixture(scope="module")
+def compiler(demo: ChatTokenizer) -> Iterator[ConstraintCompiler]:
+    library()
+    made = ConstraintCompiler(demo, WIDTH)
+    yield made
+    made.close()
+
+
+def start(compiler: ConstraintCompiler, kind: Kind, source: Any = "") -> GrammarState:
+    text = source if isinstance(source, str) else json.dumps(source)
+    return GrammarState(compiler.compile(Constraint(kind, text)), [STOP])
+
+
+def fill_masks(states: list[GrammarState]) -> TokenMasks:
+    """The masks of some states, one after the other."""
+    rows = []
+    for state in states:
+        bitmask = np.zeros(bitmask_size(state.vocab_size), np.int32)
+        state.error = state.error or state.fill(bitmask)
+        rows.append(bitmask if state.error is None else full_bitmask(state.vocab_size))
+    return TokenMasks(torch.from_numpy(np.stack(rows)), [state.error for state in states])
+
+
+def bools(masks: TokenMasks, width: int = WIDTH) -> torch.Tensor:
+    """The allowed tokens [G, width] of masks, in which no bit past the vocabulary is set."""
+    bitmasks = masks.bitmasks.numpy()
+    every = to_bools(bitmasks, 32 * bitmasks.shape[1])
+    assert not every[:, width:].any()
+    return torch.from_numpy(every[:, :width])
+
+
+def allowed_tokens(state: GrammarState) -> list[int]:
+    masks = fill_masks([state])
+    assert masks.errors == [None]
+    return bools(masks, state.vocab_size)[0].nonzero()[:, 0].tolist()
+
+
+def closing(allowed: list[int], rng: random.Random) -> int:
+    """The token that leads to an end soonest: of JSON, where braces inside of strings do not close anything."""
+    places = {TOKENS[token]: token for token in allowed if token < 1024}
+    order = [b'"'] if b"z" in places else CLOSERS
+    return STOP if STOP in allowed else next((places[text] for text in order if text in places), rng.choice(allowed))
+
+
+def draw(state: GrammarState, rng: random.Random, soft_limit: int = 40) -> bytes:
+    """A random output under the masks; past `soft_limit` tokens, the ones that lead to an end are preferred."""
+    output = b""
+    for step in range(soft_limit + 400):
+        allowed = allowed_tokens(state)
+        assert (STOP in allowed) == state.is_complete
+        assert not {0, 1, *range(1024, WIDTH)} & set(allowed), "a special token, or one that is none, is allowed"
+        token = rng.choice(allowed)
+        if step > soft_limit:
+            token = closing(allowed, rng)
+        state.accept(token)
+        if token == STOP or state.is_finished:
+            return output if token == STOP else output + TOKENS[token]
+        output += TOKENS[token]
+    raise AssertionError(f"no end: {output[:300]!r}")
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of what the library knows; deeper ones are simpler."""
+
+    def inner() -> dict[str, Any]:
+        return random_schema(rng, depth + 1)
+
+    low = rng.randint(-300, 300)
+    size = rng.randint(0, 3)
+    simple: list[dict[str, Any]] = [
+        {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)},
+        {"type": "number", "minimum": low / 8, "maximum": low / 8 + 3},
+        {"type": "string", "minLength": size, "maxLength": size + rng.randint(0, 5)},
+        {"type": "string", "pattern": rng.choice(["^[A-Z]{2}[0-9]+$", "^(a|b)+$", "[aeiou]", r"^\w{1,4}-\d{2}$"])},
+        {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid"])},
+        {"enum": [low, "two words", None, 'é\n"q"', {"a": [1, 2]}, 1.5][: size + 1]},
+        {"const": rng.choice(["x", 7, True, [1, {"b": None}]])},
+        {"type": ["boolean", "null"]},
+        {"type": "integer", "multipleOf": rng.randint(2, 12)},
+    ]
+    if depth > 2 or rng.random() < 0.3:
+        return rng.choice(simple)
+    names = rng.sample(["name", "an age", "é", "x.y", 'q"', "b"], rng.randint(1, 4))
+    return rng.choice(
+        [
+            {"type": "array", "items": inner(), "minItems": size, "maxItems": size + 2},
+            {"type": "array", "prefixItems": [inner(), inner()], "items": False, "minItems": 2},
+            {"anyOf": [inner(), inner()]},
+            {
+                "type": "object",
+                "properties": {name: inner() for name in names},
+                "required": rng.sample(names, rng.randint(0, len(names))),
+                "additionalProperties": rng.choice([False, {"type": "integer"}]),
+            },
+            {"allOf": [{"$ref": "#/$defs/t"}], "$defs": {"t": inner()}} if depth == 0 else inner(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_outputs_are_valid_for_random_schemas(compiler: ConstraintCompiler, seed: int) -> None:
+    """Guards every keyword we say is kept, in combination, against a second opinion on what is valid."""
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, of the extra `dev`, is not installed")
+    rng = random.Random(seed)
+    schema = random_schema(rng)
+    for _ in range(3):
+        text = draw(start(compiler, "json_schema", schema), rng).decode()
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_random_json_objects_parse(compiler: ConstraintCompiler) -> None:
+    """Guards json_object: any object, and nothing but one."""
+    for seed in range(20):
+        text = draw(start(compiler, "json_object"), random.Random(seed)).decode()
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_schema_that_refers_to_itself(compiler: ConstraintCompiler) -> None:
+    """Guards recursion, which regexes cannot do."""
+    tree = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
+    tree["additionalProperties"] = False
+    value = json.loads(draw(start(compiler, "json_schema", tree), random.Random(3)))
+    while "next" in value:
+        assert value.keys() == {"v", "next"}
+        value = value["next"]
+    assert value.keys() == {"v"}
+
+
+def test_blanks_in_json_end(compiler: ConstraintCompiler) -> None:
+    """Guards the token budget against a model that only writes blanks, wherever JSON has room for them."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+    state = start(compiler, "json_schema", schema | {"required": ["a"], "additionalProperties": False})
+    blanks = {token for token, text in enumerate(TOKENS) if text and not text.strip()}
+    run, output, rng = 0, b"", random.Random(0)
+    for _ in range(300):
+        allowed = allowed_tokens(state)
+        choice = [token for token in allowed if token in blanks and len(TOKENS[token]) == 1]
+        run = run + 1 if choice else 0
+        assert run <= 43, output
+        token = choice[0] if choice else closing(allowed, rng)
+        output += TOKENS[token]
+        state.accept(token)
+        if state.is_finished:
+            return
+    raise AssertionError("the output did not end")
+
+
+PATTERNS = [
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    r"^\d{1,3}(\.\d{1,3}){3}$",
+    r"(yes|no|may be), (I|you) (can|will)(\n|!)?",
+    r"[^\x00-\x7f]{1,5}",
+    r"(?i)abc/def\/[a-z]{0,3}?\\",
+    r".{3,12}",
+    r"(?s:.{2,6})\r\n",
+    r"[äöü€😀]+x?",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_random_outputs_match_their_regex(compiler: ConstraintCompiler, pattern: str) -> None:
+    """Guards regexes, with slashes, line breaks and characters of many bytes: the whole text matches."""
+    for seed in range(6):
+        text = draw(start(compiler, "regex", pattern), random.Random(seed), soft_limit=12).decode()
+        assert re.fullmatch(pattern, text), text
+
+
+def test_random_outputs_are_one_of_the_choices(compiler: ConstraintCompiler) -> None:
+    """Guards choices, with whatever characters patterns give a meaning to, and one that begins another."""
+    choices = ["yes", "yes, please", "a.b*c|d", "\\n\n\t", "(?i)[x]", "/", "é", "ê😀", '"', " ", "#-&~"]
+    seen = {draw(start(compiler, "choice", choices), random.Random(seed)).decode() for seed in range(80)}
+    assert seen <= set(choices) and len(seen) > 6
+
+
+def test_random_outputs_follow_a_grammar(compiler: ConstraintCompiler) -> None:
+    """Guards context-free grammars: parentheses that close."""
+    grammar = 'start: sum\nsum: term ("+" term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[1-9][0-9]{0,2}/\n'
+    for seed in range(10):
+        text = draw(start(compiler, "grammar", grammar), random.Random(seed), soft_limit=20).decode()
+        assert isinstance(eval(text), int)
+
+
+def strings(alphabet: str, longest: int) -> Iterator[str]:
+    for length in range(longest + 1):
+        yield from map("".join, itertools.product(alphabet, repeat=length))
+
+
+FINITE = [r"a{0,3}b?", r"(ab|é)(ab|é)?", r"(e|é|ê){2}", r"a(b(a(b)?)?)?", r"(a|ab)(b|ba)?", r"[beéê]b|a{2}b?|a{4}b?"]
+
+
+@pytest.mark.parametrize("pattern", FINITE)
+def test_masks_equal_brute_force(compiler: ConstraintCompiler, pattern: str) -> None:
+    """Guards the masks against a token too many or too few, inside characters too: some completion must match."""
+    words = [text.encode() for text in strings("abeéê", 5) if re.fullmatch(pattern, text)]
+    rng = random.Random(0)
+    for _ in range(6):
+        state, prefix = start(compiler, "regex", pattern), b""
+        while True:
+            expected = {t for t, b in enumerate(TOKENS) if b and any(word.startswith(prefix + b) for word in words)}
+            ends = {STOP} if prefix in words else set()
+            assert set(allowed_tokens(state)) == expected | ends
+            assert state.is_complete == bool(ends)
+            if not expected:
+                assert state.is_finished
+                break
+            token = rng.choice(sorted(expected))
+            state.accept(token)
+            prefix += TOKENS[token]
+
+
+def test_byte_fallback_tokens(tmp_path: Path) -> None:
+    """Guards tokenizers of the SentencePiece kind: bytes as tokens of their own, and spaces written as a letter."""
+    library()
+    names = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *string.ascii_lowercase]
+    backend = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, [], byte_fallback=True, unk_token="<s>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    made = ConstraintCompiler(
+        ChatTokenizer(TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names)
+    )
+    for seed in range(10):
+        state, ids, rng = start_with(made, ["hi é\n", "日 x"]), [], random.Random(seed)
+        while not state.is_finished:
+            ids.append(rng.choice(allowed_tokens(state)))
+            state.accept(ids[-1])
+        assert backend.decode(ids) in ("hi é\n", "日 x")
+    made.close()
+
+
+def start_with(compiler: ConstraintCompiler, choices: list[str]) -> GrammarState:
+    return GrammarState(compiler.compile(Constraint("choice", json.dumps(choices))), [])
+
+
+def test_a_vocabulary_wider_than_the_model(demo: ChatTokenizer) -> None:
+    """Guards the other mismatch: a tokenizer with tokens that the model has no logits for."""
+    library()
+    made = ConstraintCompiler(demo, 300)
+    assert int(bools(fill_masks([start(made, "regex", "[a-z]*")]), 300).sum()) > 26
+    made.close()
+
+
+def test_an_output_that_is_begun_anew(compiler: ConstraintCompiler) -> None:
+    """Guards preemption and several samples: a second state takes the same tokens, and stands in the same place."""
+    first = start(compiler, "regex", ".{200}")
+    rng, tokens = random.Random(1), []
+    for _ in range(10):
+        tokens.append(rng.choice(allowed_tokens(first)))
+        first.accept(tokens[-1])
+    second = start(compiler, "regex", ".{200}")
+    for token in tokens:
+        second.accept(token)
+    assert allowed_tokens(second) == allowed_tokens(first)
+
+
+def test_a_token_that_is_not_allowed_fails_its_request_only(compiler: ConstraintCompiler) -> None:
+    """Guards the other outputs of a grammar, and says what happened."""
+    wrong, right = (start(compiler, "choice", ["yes", "no"]) for _ in range(2))
+    with pytest.raises(RequestError, match="token 67 is not allowed") as caught:
+        wrong.accept(67)
+    assert caught.value.code == "invalid_row"
+    masks = fill_masks([wrong, right])
+    assert masks.errors[0] is not None and masks.errors[1] is None
+    assert bools(masks)[0].all() and bools(masks)[1].sum() == len(
+        [b for b in TOKENS if b in (b"y", b"ye", b"yes", b"n", b"no")]
+    )
+    assert not wrong.is_complete and not wrong.is_finished
+
+
+def test_the_text_of_a_special_token_is_text(compiler: ConstraintCompiler) -> None:
+    """Guards control tokens: a pattern that spells one is matched by plain tokens only."""
+    state = GrammarState(compiler.compile(Constraint("regex", r"(<\|im_end\|>)+")), [])
+    for byte in b"<|im_end|><":
+        assert not {0, 1, 2} & set(allowed_tokens(state))
+        state.accept(TOKENS.index(bytes([byte])))
+
+
+def test_a_stop_token_that_is_text(compiler: ConstraintCompiler) -> None:
+    """Guards stop_token_ids of the row's own: they end the output, so they may come only when it is complete."""
+    a, y = TOKENS.index(b"a"), TOKENS.index(b"y")
+    state = GrammarState(compiler.compile(Constraint("regex", "(a|y)a?")), [a])
+    assert allowed_tokens(state) == [y]
+    state.accept(y)
+    assert allowed_tokens(state) == [a] and state.is_finished
+    state.accept(a)
+    assert state.is_finished
+
+
+def test_an_empty_output(compiler: ConstraintCompiler) -> None:
+    """Guards a pattern that only the empty text matches, if no end token may come (ignore_eos)."""
+    state = GrammarState(compiler.compile(Constraint("regex", "")), [])
+    assert state.is_complete and allowed_tokens(state) == [] and state.is_finished
+
+
+def test_nothing_follows_an_end_token(compiler: ConstraintCompiler) -> None:
+    """Guards the end: it finishes the output, and the mask says no more than that."""
+    state = start(compiler, "regex", "a*")
+    state.accept(STOP)
+    assert state.is_finished and allowed_tokens(state) == [STOP]
+    with pytest.raises(RequestError):
+        state.accept(TOKENS.index(b"a"))
+
+
+WRONG: list[tuple[Kind, str, str]] = [
+    ("json_schema", "{", "JSON schema cannot be used: It is not valid JSON"),
+    ("json_schema", "[" * 5000, "nested too deeply"),
+    ("json_schema", "3", "must be a JSON object"),
+    ("json_schema", '{"type": "objekt"}', "Invalid type: objekt"),
+    ("json_schema", '{"$ref": "#/nowhere"}', "does not exist"),
+    ("json_schema", '{"$ref": "http://example.com/x"}', "does not fetch"),
+    ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
+    ("json_schema", '{"$ref": "#"}', "No text can match"),
+    ("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}', "Unsatisfiable"),
+    ("json_schema", '{"type": "string", "format": "made-up"}', "Unknown format: made-up"),
+    ("regex", "(a", "regex cannot be used: unclosed group"),
+    ("regex", "a(?=b)", "look-around"),
+    ("regex", r"(a)\1", "backreferences are not supported"),
+    ("regex", "a\\", "ends with a backslash"),
+    ("regex", "a\ud800", "lone surrogate"),
+    ("regex", "a" * 2_000_000, "at most 1048576 are read"),
+    ("choice", '["a", ""]', "strings that are not empty"),
+    ("choice", "[]", "at least one"),
+    ("choice", '{"a": 1}', "list of strings"),
+    ("choice", r'["\ud800"]', "lone surrogate"),
+    ("grammar", "start: b\nb: c", 'grammar cannot be used: line 2: unknown name: "c"'),
+    ("grammar", "", "no start rule"),
+    ("grammar", "start: <|im_end|>", "special token"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "sentence"), WRONG)
+def test_what_is_wrong_is_said(compiler: ConstraintCompiler, kind: Kind, source: str, sentence: str) -> None:
+    """Guards rows with a mistake: an error of the row, in a sentence, the first time and from the cache."""
+    for _ in range(2):
+        with pytest.raises(RequestError, match=re.escape(sentence)) as caught:
+            compiler.compile(Constraint(kind, source))
+        assert caught.value.code == "invalid_row" and len(str(caught.value)) < 300 and str(caught.value)[-1] in ".…"
+
+
+KEYWORDS = (
+    "not if then else contains minContains maxContains uniqueItems propertyNames dependentRequired dependentSchemas "
+    "dependencies unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef"
+).split()
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_keywords_that_are_not_kept_are_refused(compiler: ConstraintCompiler, keyword: str) -> None:
+    """Guards against output that looks valid for a schema of which a part was left out in silence."""
+    with pytest.raises(RequestError, match=re.escape(f'Unimplemented keys: ["{keyword}"]')):
+        compiler.compile(Constraint("json_schema", json.dumps({"properties": {"a": {keyword: {}}}})))
+
+
+def chain(count: int) -> dict[str, Any]:
+    links = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(count)}
+    return {"$defs": links | {f"a{count}": {"type": "integer"}}, "$ref": "#/$defs/a0"}
+
+
+TERRIBLE: dict[str, tuple[Kind, Any]] = {
+    "nested counts": ("regex", r"(a{1,500}){1,500}"),
+    "three nested counts": ("regex", r"((a{1,100}){1,100}){1,100}"),
+    "ambiguous": ("regex", r"(x+x+)+y"),
+    "alternatives": ("regex", "(" + "|".join("a" * n for n in range(1, 300)) + ")*b"),
+    "states": ("regex", r".*[ab].{14}[cd].{14}[ef]"),
+    "huge count": ("regex", r"(a{1,4294967295}b){1,4294967295}"),
+    "parentheses": ("regex", "(" * 5000 + "a" + ")" * 5000),
+    "a million alternatives": ("regex", "ab|" * 300_000 + "c"),
+    "deep schema": ("json_schema", '{"items":' * 900 + "{}" + "}" * 900),
+    "wide schema": ("json_schema", {"properties": {f"property {n}": {"type": "string"} for n in range(12_000)}}),
+    "options": ("json_schema", {"properties": {f"p{n}": {} for n in range(1500)}, "additionalProperties": False}),
+    "product": (
+        "json_schema",
+        {"allOf": [{"anyOf": [{"required": [f"a{n}"]}, {"required": [f"b{n}"]}]} for n in range(20)]},
+    ),
+    "references, which break the library": ("json_schema", chain(8000)),
+    "rules, which break the library": (
+        "grammar",
+        "start: r0\n" + "\n".join(f'r{n}: "a" r{n + 1}' for n in range(20_000)) + '\nr20000: "b"',
+    ),
+    "ambiguous grammar": ("grammar", 'start: e\ne: e e e | e e | "a"'),
+}
+
+
+@pytest.mark.parametrize("name", TERRIBLE)
+def test_nothing_hangs_or_ends_the_process(compiler: ConstraintCompiler, name: str) -> None:
+    """Guards the engine against patterns made to break it: refused, or served at an ordinary pace."""
+    kind, source = TERRIBLE[name]
+    begun = time.thread_time()
+    try:
+        state = start(compiler, kind, source)
+    except RequestError as error:
+        assert error.code == "invalid_row"
+    else:
+        rng = random.Random(0)
+        for _ in range(40):
+            masks = fill_masks([state])
+            if masks.errors[0] or state.is_finished:
+                break
+            state.accept(rng.choice(bools(masks)[0].nonzero()[:, 0].tolist()))
+    assert time.thread_time() - begun < 3
+    assert allowed_tokens(start(compiler, "choice", ["y"])) == [TOKENS.index(b"y")]
+
+
+def test_a_grammar_that_takes_too_long_ends() -> None:
+    """Guards the limit of time on what the library's own limits do not reach; the next grammar is tried as ever."""
+    good = to_lark(Constraint("regex", "a"))
+    sandbox = GrammarSandbox(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert sandbox.check(to_lark(Constraint("regex", ".?" * 8000))) == TOO_COMPLEX
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
+    assert sandbox.check(good) is None
+    assert sandbox._child is not None
+    os.kill(sandbox._child.pid, signal.SIGKILL)
+    sandbox._child.wait()
+    assert sandbox.check(good) is None
+    sandbox.close()
+
+
+def test_constraints_are_compiled_once(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a batch in which every row has the same schema, and the memory of one in which each has its own."""
+    library()
+    monkeypatch.setattr(compiler_module, "CACHE_SIZE", 2)
+    made = ConstraintCompiler(demo, WIDTH)
+    a, b, c = (Constraint("choice", f'["{text}"]') for text in "abc")
+    first, second = made.compile(a), made.compile(b)
+    assert made.compile(a) is first
+    made.compile(c)
+    assert made.compile(a) is first and made.compile(b) is second, "somebody holds it"
+    was = weakref.ref(second)
+    del second
+    made.compile(a)
+    made.compile(c)
+    assert was() is None, "nobody does"
+    made.close()
+
+
+@pytest.mark.parametrize("constraint", [Constraint("regex", "("), Constraint("json_schema", "{")])
+def test_a_remembered_error_keeps_no_caller(compiler: ConstraintCompiler, constraint: Constraint) -> None:
+    """Guards the memory of an engine that is dropped: the traceback of a wrong constraint held all of it."""
+
+    class Caller:
+        def ask(self) -> None:
+            with pytest.raises(RequestError):
+                compiler.compile(constraint)
+
+    caller = Caller()
+    was = weakref.ref(caller)
+    caller.ask()
+    del caller
+    gc.collect()
+    assert was() is None
+
+
+def test_what_is_known_waits_for_nothing(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the engine's thread, which asks for a grammar while another thread compiles something slow."""
+    library()
+    made = ConstraintCompiler(demo, WIDTH)
+    known, slow = Constraint("choice", '["a"]'), Constraint("choice", '["b"]')
+    grammar, begun, go = made.compile(known), threading.Event(), threading.Event()
+    compile_ = made._compile
+
+    def wait(constraint: Constraint) -> Any:
+        begun.set()
+        go.wait()
+        return compile_(constraint)
+
+    monkeypatch.setattr(made, "_compile", wait)
+    thread = threading.Thread(target=made.compile, args=(slow,))
+    thread.start()
+    begun.wait()
+    assert made.compile(known) is grammar
+    go.set()
+    thread.join()
+    made.close()
+
+
+def test_the_missing_extra_is_said(demo: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards an installation without the library: rows that ask for it are told what to install."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"needs llguidance: pip install .*\[structured\]'\.$") as caught:
+        ConstraintCompiler(demo, WIDTH).compile(Constraint("json_object"))
+    assert caught.value.code == "invalid_row"
+
+
+def test_many_threads_share_one_grammar(compiler: ConstraintCompiler) -> None:
+    """Guards the locks: compiling and drawing in several threads at once gives what one thread gives."""
+    expected = [draw(start(compiler, "json_object"), random.Random(seed)) for seed in range(8)]
+    found: dict[int, bytes] = {}
+
+    def work(seed: int) -> None:
+        found[seed] = draw(start(compiler, "json_object"), random.Random(seed))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found.get(seed) for seed in range(8)] == expected
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_filler_gives_what_fill_gives(compiler: ConstraintCompiler, num_threads: int) -> None:
+    """Guards the masks of a step that threads fill, row by row, over many steps and changing numbers of rows."""
+    filler, rng = MaskFiller(num_threads), random.Random(0)
+    filler.begin([])
+    assert filler.result() is None
+    pairs = [[start(compiler, "regex", pattern) for _ in range(2)] for pattern in [*PATTERNS, "[a-z]*"]]
+    for _ in range(8):
+        filler.begin([Place(mine) for mine, _ in pairs])
+        masks, expected = filler.result(), fill_masks([theirs for _, theirs in pairs])
+        assert masks.bitmasks.equal(expected.bitmasks) and masks.errors == expected.errors
+        for row, pair in enumerate(pairs):
+            token = rng.choice(bools(masks)[row].nonzero()[:, 0].tolist())
+            for state in pair:
+                state.accept(token)
+        pairs = [pair for pair in pairs if not pair[0].is_finished]
+    filler.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_behind_a_draft_are_those_that_follow(compiler: ConstraintCompiler, seed: int) -> None:
+    """Guards rows behind drafted tokens: their masks are those of an output that got these tokens; nothing advances."""
+    rng, filler = random.Random(seed), MaskFiller(1)
+    for pattern in [*PATTERNS, "[a-z]{2,30}"]:
+        state, twin = start(compiler, "regex", pattern), start(compiler, "regex", pattern)
+        for _ in range(4):
+            draft, wanted = [], [bools(fill_masks([twin]))[0]]
+            while len(draft) < 5 and wanted[-1].any() and not twin.is_finished:
+                draft.append(rng.choice(wanted[-1].nonzero()[:, 0].tolist()))
+                twin.accept(draft[-1])
+                wanted.append(bools(fill_masks([twin]))[0])
+            allowed = state.num_allowed(draft)
+            assert allowed == len([token for token in draft if token != STOP])
+            filler.begin([Place(state, tuple(draft))])
+            masks = filler.result()
+            assert masks is not None and masks.errors[0] is None and not state.is_finished
+            for place, mask in enumerate(bools(masks)):
+                if masks.errors[place] is None:
+                    assert mask.equal(wanted[place])
+                else:
+                    assert not wanted[place].any() or twin.is_finished
+            if twin.is_finished:
+                break
+            for token in draft:
+                state.accept(token)
+    filler.close()
+
+
+def test_a_draft_may_go_on_past_what_comes_before_the_form(compiler: ConstraintCompiler) -> None:
+    """Guards drafts of reasoning: masks behind each token, past its end into the form. The state stays as it was."""
+    grammar = compiler.compile(Constraint("choice", '["y"]'))
+    state, twin = (GrammarState(grammar, [STOP], lambda ids: 7 in ids or len(ids) == 6) for _ in range(2))
+    draft = [5, 9, 7, 8]
+    assert state.num_allowed([*draft, STOP, 5]) == 4 and state.forced_tokens() == []
+    for _ in range(2):
+        rows = np.zeros((5, bitmask_size(state.vocab_size)), np.int32)
+        errors = state.fill_ahead(rows, draft)
+        assert errors[:4] == [None] * 4 and errors[4] is not None, "the form does not begin with token 8"
+    for place, token in enumerate(draft[:3]):
+        assert np.array_equal(fill_masks([twin]).bitmasks.numpy()[0], rows[place])
+        twin.accept(token)
+        state.accept(token)
+        assert bools(fill_masks([state])).equal(bools(fill_masks([twin])))
+    assert int(bools(fill_masks([state])).sum()) == 1 and state.num_allowed([8]) == 0
+
+
+def test_a_token_that_a_form_forbids_harms_only_the_places_after_it(compiler: ConstraintCompiler) -> None:
+    """Guards drafts that were not checked: the state goes on as if there had been none."""
+    state = start(compiler, "choice", '["abc"]')
+    first = bools(fill_masks([start(compiler, "choice", '["abc"]')]))
+    right, wrong = first[0].nonzero()[0, 0].item(), (~first[0]).nonzero()[5, 0].item()
+    rows = np.zeros((4, bitmask_size(state.vocab_size)), np.int32)
+    errors = state.fill_ahead(rows, [right, wrong, right])
+    assert errors[:2] == [None, None] and errors[2] is not None and errors[3] is not None and state.error is None
+    assert state.num_allowed([right, wrong, right]) == 1
+    assert bools(fill_masks([state])).equal(first)
+
+
+def test_forced_text_is_proposed_as_tokens(compiler: ConstraintCompiler, demo: ChatTokenizer) -> None:
+    """Guards free drafts: the keys of a schema, as the tokenizer cuts them, and nothing where there is a choice."""
+    schema = {"type": "object", "properties": {"description": {"type": "string"}}, "required": ["description"]}
+    state = start(compiler, "json_schema", schema)
+    for token in demo.backend.encode('{"', add_special_tokens=False).ids:
+        state.accept(token)
+    forced = state.forced_tokens()
+    assert len(forced) >= 1 and 'description"'.startswith(demo.decode(forced).strip()) and demo.decode(forced).strip()
+    assert state.num_allowed(forced) == len(forced)
+    assert start(compiler, "choice", '["yes", "no"]').forced_tokens() == []
+    assert (
+        GrammarState(compiler.compile(Constraint("choice", '["yes"]')), [STOP], lambda _: False).forced_tokens() == []
+    )
+
+
+def test_nobody_waits_for_a_thread_that_cannot_be_started(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a step against waiting forever if the system has no thread left; it can be tried again."""
+    filler, state = MaskFiller(1), start(compiler, "choice", '["y"]')
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Thread", lambda **_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            filler.begin([Place(state)])
+    assert filler.result() is None
+    filler.begin([Place(state)])
+    masks = filler.result()
+    assert masks is not None and masks.bitmasks.equal(fill_masks([state]).bitmasks)
+    filler.close()
+
+
+def test_a_constraint_may_begin_after_something_else(compiler: ConstraintCompiler) -> None:
+    """Guards reasoning before JSON: anything but an end until the tag is closed, then the whole constraint."""
+    state = GrammarState(compiler.compile(Constraint("choice", '["y"]')), [STOP], lambda ids: ids[-1:] == [7])
+    allowed = bools(fill_masks([state]))[0]
+    assert int(allowed.sum()) == WIDTH - 1 and not allowed[STOP] and not state.is_complete
+    for token in (5, 9, 7):
+        state.accept(token)
+    assert int(bools(fill_masks([state])).sum()) == 1 and not state.is_finished
+
+
+class Broken(GrammarState):
+    """A state whose mask fails as told."""
+
+    wait: threading.Event | None = None
+
+    def fill(self, bitmask: np.ndarray) -> str | None:
+        if self.wait is not None:
+            self.wait.wait()
+            return super().fill(bitmask)
+        raise ValueError("it broke")
+
+
+def filling_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "cbatch-masks"}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_state_that_fails_or_stalls_harms_no_other(compiler: ConstraintCompiler) -> None:
+    """Guards a step: an exception or a mask without end is an error of that request, and the thread is replaced."""
+    grammar = compiler.compile(Constraint("choice", '["y"]'))
+    stalled, broken = Broken(grammar, [STOP]), Broken(grammar, [STOP])
+    stalled.wait = threading.Event()
+    filler, before = MaskFiller(num_threads=1, limit=0.05), filling_threads()
+    for _ in range(3):
+        good = [start(compiler, "choice", ["y"]) for _ in range(3)]
+        filler.begin([Place(state) for state in (good[0], stalled, good[1], broken, good[2])])
+        masks = filler.result()
+        assert [error is None for error in masks.errors] == [True, False, True, False, True]
+        assert "took longer than 0.05 s" in str(masks.errors[1]) and "it broke" in str(masks.errors[3])
+        assert bools(masks).sum(dim=1).tolist() == [1, WIDTH, 1, WIDTH, 1]
+    assert len(filling_threads() - before) == 2, "a state that stalled was filled again"
+    stalled.wait.set()
+    filler.begin([Place(start(compiler, "choice", ["y"]))])
+    assert bools(filler.result()).sum() == 1 and stalled.error is not None
+    filler.close()
+    deadline = time.monotonic() + 5
+    while filling_threads() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not filling_threads() - before

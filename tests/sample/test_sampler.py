@@ -1,0 +1,226 @@
+"""Filters against transformers' own, draws against probabilities, noise against its promise."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process
+
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
+from cbatch.engine.loop import EngineCore
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.runtime.batch import Logits, SampledOnDevice
+from cbatch.sample.output import PendingSample
+from cbatch.sample.processors import Processors
+from cbatch.sample.row_masks import RowMasks
+from cbatch.sample.sampler import Sampler, gumbel_noise, pack_sampling_params
+from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
+from cbatch.schedule.request import Request
+from tests.support.sampling_cases import noise_key, sample
+
+CPU = torch.device("cpu")
+
+
+def make_request(seed: int = 0, position: int = 5, sample_number: int = 0, **params: Any) -> Request:
+    return Request(
+        id=0,
+        token_ids=[1] * position,
+        params=SamplingParams(**params),
+        max_new_tokens=9,
+        seed=seed,
+        sample_index=sample_number,
+    )
+
+
+def draw(logits: torch.Tensor, requests: list[Request]) -> list[int]:
+    masks = RowMasks.build(requests, None, [], logits)
+    return sample(Processors.build(requests, CPU).apply(logits), requests, masks).get()[0]
+
+
+def random_logits(rows: int, vocabulary: int = 50) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3)) * 3
+
+
+def test_greedy_is_argmax_beside_rows_that_are_drawn() -> None:
+    """Guards against temperature of one row touching another."""
+    logits = random_logits(4)
+    requests = [make_request(), make_request(temperature=2.0), make_request(), make_request(temperature=1e-7)]
+    drawn = draw(logits, requests)
+    assert [drawn[row] for row in (0, 2, 3)] == [int(logits[row].argmax()) for row in (0, 2, 3)]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 7}, {"top_p": 0.5}, {"min_p": 0.9}], ids=str)
+def test_draws_are_from_the_allowed_tokens(filters: dict[str, Any]) -> None:
+    """Guards filters over a row with fewer tokens than they would keep, and rows beside it."""
+    count, ranked = 200, random_logits(1)[0].argsort(descending=True).tolist()
+    allowed, logits = ranked[10:13], random_logits(1).expand(2 * count, -1)
+    free = [make_request(seed, temperature=1.5, **filters) for seed in range(count)]
+    listed = [make_request(seed, temperature=1.5, allowed_token_ids=allowed, **filters) for seed in range(count)]
+    mixed = [request for pair in zip(free, listed, strict=True) for request in pair]
+    drawn = draw(logits, mixed)
+    assert drawn[::2] == draw(logits[:count], free) and ranked[0] in drawn[::2]
+    expected = {*allowed[:1]} if "top_p" in filters or "min_p" in filters else {*allowed}
+    assert expected <= {*drawn[1::2]} <= {*allowed}
+
+
+FILTERS = [
+    {"top_k": 7},
+    {"top_p": 0.6},
+    {"min_p": 0.1},
+    {"top_k": 10, "top_p": 0.7, "min_p": 0.05},
+    {"top_k": 500, "top_p": 0.999},
+    {"top_k": 1},
+    {"top_p": 1e-6},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_filters_keep_what_transformers_keeps(filters: dict[str, Any]) -> None:
+    """Guards the order and the edges of top-k, top-p and min-p: 400 draws stay inside, and reach, the kept set."""
+    logits = random_logits(1)
+    kept = logits / 0.8
+    if "top_k" in filters:
+        kept = logits_process.TopKLogitsWarper(filters["top_k"])(None, kept)
+    if "top_p" in filters:
+        kept = logits_process.TopPLogitsWarper(filters["top_p"])(None, kept)
+    if "min_p" in filters:
+        kept = logits_process.MinPLogitsWarper(filters["min_p"])(None, kept)
+    probabilities = kept.softmax(-1)[0]
+    requests = [make_request(seed=seed, temperature=0.8, **filters) for seed in range(400)]
+    tokens = Counter(draw(logits.expand(400, -1), requests))
+    assert all(probabilities[token] > 0 for token in tokens)
+    assert all(token in tokens for token in range(50) if probabilities[token] > 0.02)
+
+
+def test_draws_follow_the_softmax() -> None:
+    """Guards the Gumbel trick and the hash behind it: chi-square of 20,000 draws over 12 tokens."""
+    logits = random_logits(1, 12) / 2
+    count = 20_000
+    requests = [make_request(seed=seed, temperature=1.0) for seed in range(count)]
+    tokens = Counter(draw(logits.expand(count, -1), requests))
+    expected = logits.softmax(-1)[0] * count
+    chi_square = sum((tokens[token] - float(expected[token])) ** 2 / float(expected[token]) for token in range(12))
+    assert chi_square < 31.3, "less likely than 1 in 1000 for 11 degrees of freedom"
+
+
+def test_a_draw_depends_on_its_own_row_only() -> None:
+    """Guards the promise that company never changes a result: alone, permuted, beside filtered rows."""
+    logits = random_logits(6)
+    requests = [
+        make_request(seed=row, position=row + 3, temperature=1.0, **({"top_p": 0.9} if row % 2 else {}))
+        for row in range(6)
+    ]
+    together = draw(logits, requests)
+    alone = [draw(logits[row : row + 1], [requests[row]])[0] for row in range(6)]
+    order = [3, 1, 5, 0, 4, 2]
+    permuted = draw(logits[order], [requests[row] for row in order])
+    assert together == alone and permuted == [together[row] for row in order]
+
+
+def test_noise_differs_in_every_coordinate() -> None:
+    """Guards against seeds, samples or positions that share their randomness."""
+    keys = {noise_key(s, n, p) for s in (0, 1, -1, 2**63) for n in range(4) for p in range(50)}
+    assert len(keys) == 800
+    noise = gumbel_noise(torch.tensor(sorted(keys)), torch.arange(1000)[None])
+    assert bool(noise.isfinite().all())
+    assert abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.02
+    assert len(set(noise.flatten().tolist())) > 0.95 * noise.numel()
+
+
+def test_the_only_token_left_is_drawn() -> None:
+    """Guards against noise of minus infinity, which one draw in 30 million had: it lost even alone."""
+    logits = torch.full((1, 90_000), -math.inf)
+    logits[0, 88373] = 0.0
+    assert draw(logits, [make_request(seed=452, position=10, temperature=1.0)]) == [88373]
+    assert bool(gumbel_noise(torch.tensor([noise_key(452, 0, 10)]), torch.tensor([[88373]])).isfinite())
+
+
+def test_min_tokens_forbids_end_tokens() -> None:
+    """Guards min_tokens: the end token may not come while too little is generated, then it may."""
+    logits = random_logits(2)
+    logits[:, 4] = 100.0
+    early, late = make_request(min_tokens=2), make_request(min_tokens=0)
+    early.stop_ids = late.stop_ids = frozenset({4})
+    first, second = draw(logits, [early, late])
+    assert first != 4 and second == 4 and logits[0, 4] == 100.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1, "top_p": 0.5}], ids=str
+)
+def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float]) -> None:
+    """Guards against a broken row passing as text, and against it harming its neighbour or the step."""
+    logits = random_logits(3)
+    logits[1, 2] = bad
+    requests = [make_request(), make_request(**params), make_request()]
+    tokens, largest = sample(logits, requests).get()
+    assert list(map(math.isfinite, largest)) == [True, False, True] and tokens[0] == logits[0].argmax()
+
+
+def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards captured steps that sample: a chunk's `stop` is the position that its token has once all are known."""
+    launch, choose = EngineCore._launch, Sampler.sample
+    early: list[dict[int, list[int]]] = []
+    placeholders = compared = 0
+
+    def note_launch(core: EngineCore, scheduled: SchedulerOutput, *others: Any) -> Any:
+        nonlocal placeholders
+        chunks = scheduled.to_sample
+        words = pack_sampling_params([chunk.request for chunk in chunks], [chunk.stop for chunk in chunks])
+        early.append({chunk.request.id: row.tolist() for chunk, row in zip(chunks, words, strict=True)})
+        placeholders += sum(chunk.request.num_output_placeholders > 1 for chunk in chunks)
+        return launch(core, scheduled, *others)
+
+    def compare(sampler: Sampler, logits: Any, requests: list[Request], positions: Any, *rest: Any) -> Any:
+        nonlocal compared
+        known = [request for request in requests if not request.has_ended]
+        words = pack_sampling_params(known, [len(request.token_ids) for request in known])
+        given = dict(zip((request.id for request in requests), positions, strict=True))
+        assert all(given[request.id] == len(request.token_ids) for request in known)
+        assert words.tolist() == [early[-1][request.id] for request in known]
+        compared += len(known)
+        return choose(sampler, logits, requests, positions, *rest)
+
+    monkeypatch.setattr(EngineCore, "_launch", note_launch)
+    monkeypatch.setattr(Sampler, "sample", compare)
+    with SteppingEngine(EngineConfig(device="cpu", run_ahead=True, max_batch_tokens=16, speculate="off")) as engine:
+        for number in range(4):
+            params = SamplingParams(max_tokens=4 + number, temperature=0.5 + number / 2, top_k=9, ignore_eos=True)
+            engine.add(engine.encode("Tell me a story about a dog. " * (number + 1)), params, seed=number)
+        while engine.has_work:
+            engine.step()
+    assert compared == 4 + 5 + 6 + 7 and placeholders > 10
+
+
+def test_a_row_is_packed_into_words() -> None:
+    """Guards the places that the kernels read, and padding rows of captured steps: zeros are a greedy row."""
+    drawn = make_request(-1, sample_number=3, temperature=0.8, top_p=0.5, min_p=0.25, top_k=3)
+    requests = [make_request(), drawn, make_request()]
+    words = pack_sampling_params(requests, [5, 6, 7])
+    assert words[1].view(np.float32)[:3].tolist() == [np.float32(0.8), 0.5, 0.25] and words[1, 3] == 3
+    assert tuple(words[1].view(np.uint32)[4:6].tolist()) == noise_key(-1, 3, 6) and not words[1, 6:].any()
+    assert not pack_sampling_params(requests[:1], [5]).any() and not words[[0, 2], 0].any()
+
+
+def pending(requests: list[Request], logits: Logits) -> PendingSample:
+    chunks = [ScheduledChunk(request, 0, len(request.token_ids), True, []) for request in requests]
+    return PendingSample(SchedulerOutput(chunks), logits, Sampler(CPU))
+
+
+def test_tokens_of_a_recorded_step_are_taken_unless_logits_are_changed() -> None:
+    """Guards both sides of sampling inside a graph: nothing is sampled twice, and no penalty is left out."""
+    logits = random_logits(2)
+    sampled = SampledOnDevice(torch.tensor([7, 8]), torch.tensor([1.0, 2.0]))
+    plain, biased = make_request(), make_request(logit_bias={30: 100.0})
+    step = pending([plain, plain], Logits(logits, sampled=sampled))
+    assert [sample.token_id for sample in step.get().samples] == [7, 8]
+    assert step.in_flight_tokens.tokens is sampled.tokens
+    step = pending([plain, biased], Logits(logits, sampled=sampled))
+    assert [sample.token_id for sample in step.get().samples] == [int(logits[0].argmax()), 30]

@@ -1,0 +1,388 @@
+"""The scheduler and the block pool without a model: nothing leaks, no request starves, budgets hold."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.outputs import Sample
+from cbatch.base.params import SamplingParams
+from cbatch.schedule.admission import MAX_PREEMPTIONS, AdmissionPolicy
+from cbatch.schedule.block_pool import BlockPool
+from cbatch.schedule.forecast import OutputLengths
+from cbatch.schedule.limits import StepLimits
+from cbatch.schedule.output import SchedulerOutput, StepResult
+from cbatch.schedule.request import Request
+from cbatch.schedule.scheduler import Scheduler
+
+
+def make_scheduler(blocks: int = 8, block_size: int = 4, seqs: int = 4, budget: int = 16) -> Scheduler:
+    return Scheduler(BlockPool(blocks, block_size), StepLimits(seqs, budget), max_model_len=1000, prefix_cache=False)
+
+
+def make_request(number: int, prompt: int, output: int = 1, priority: int = 0) -> Request:
+    return Request(
+        id=number,
+        token_ids=[1] * prompt,
+        params=SamplingParams(max_tokens=output),
+        max_new_tokens=output,
+        priority=priority,
+    )
+
+
+def add(scheduler: Scheduler, *requests: Request) -> None:
+    for request in requests:
+        scheduler.add(request)
+
+
+def counts(scheduled: SchedulerOutput) -> dict[int, int]:
+    return {chunk.request.id: chunk.num_tokens for chunk in scheduled.chunks}
+
+
+def step(scheduler: Scheduler) -> dict[int, int]:
+    scheduled = scheduler.schedule()
+    scheduler.check_integrity()
+    planned = counts(scheduled)
+    assert sum(planned.values()) <= scheduler.max_batch_tokens
+    scheduler.update_from_output(scheduled, StepResult([Sample(7)] * len(scheduled.to_sample)))
+    scheduler.check_integrity()
+    return planned
+
+
+def test_pool_allocates_each_block_once() -> None:
+    """Guards against two owners of one block, and against blocks that are never freed."""
+    pool = BlockPool(6, 4)
+    first, second = pool.allocate(4), pool.allocate(2)
+    assert sorted(first + second) == list(range(6)) and pool.num_free == 0
+    pool.free(first)
+    pool.check_integrity()
+    assert pool.num_used == 2 and sorted(pool.allocate(4)) == sorted(first)
+
+
+def test_pool_refuses_double_free_and_overallocation() -> None:
+    """Guards against a bookkeeping error passing in silence."""
+    pool = BlockPool(2, 4)
+    blocks = pool.allocate(2)
+    with pytest.raises(AssertionError, match="asked for"):
+        pool.allocate(1)
+    pool.free(blocks)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(blocks[:1])
+
+
+def test_pool_finds_cached_content_and_evicts_the_oldest() -> None:
+    """Guards the prefix cache: tokens and what is before them decide; the least recently used block goes first."""
+    pool = BlockPool(5, 2)
+    blocks = pool.allocate(3)
+    pool.cache_full_blocks(blocks, [1, 2, 3, 4, 5, 6], 0, 6)
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6]) == blocks[:2], "the last token is left to compute"
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == blocks
+    assert pool.get_cached_blocks([3, 4, 5]) == [] and pool.get_cached_blocks([1, 2, 9, 4, 5]) == blocks[:1]
+    pool.touch(blocks[:2])
+    pool.free(blocks)
+    pool.check_integrity()
+    assert pool.num_used == 2 and pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == blocks
+    pool.allocate(3)
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == blocks[:2], "a block that is handed out anew holds nothing"
+    pool.free(blocks[:2])
+    pool.allocate(1)
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5]) == blocks[:1], "the end of a sequence goes before its beginning"
+    pool.check_integrity()
+
+
+def test_content_computed_twice_is_found_with_what_follows() -> None:
+    """Guards two requests that fill the same block in the same step: what either of them adds is found."""
+    pool = BlockPool(6, 2)
+    one, other = pool.allocate(2), pool.allocate(3)
+    pool.cache_full_blocks(one, [1, 2, 3, 4], 0, 4)
+    pool.cache_full_blocks(other, [1, 2, 3, 4, 5, 6], 0, 6)
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
+    pool.free(other)
+    pool.check_integrity()
+    assert set(pool.allocate(3)) >= set(other[:2]), "the copies, which nobody can find, are handed out first"
+    assert pool.get_cached_blocks([1, 2, 3, 4, 5, 6, 7]) == [*one, other[2]]
+
+
+def test_a_higher_priority_counts_shared_blocks_once() -> None:
+    """Guards the blocks for an urgent request if its victims share blocks with each other or with it."""
+    for blocks in range(7, 16):
+        scheduler = Scheduler(BlockPool(blocks, 4), StepLimits(8, 64), 1000)
+        add(scheduler, *(make_request(n, 13, 8, priority=5) for n in range(4)))
+        step(scheduler)
+        urgent = make_request(9, 21, 1, priority=1)
+        add(scheduler, urgent)
+        assert 9 in step(scheduler), f"{blocks} blocks"
+        while scheduler.has_work:
+            step(scheduler)
+
+
+def test_prefill_is_chunked_and_shares_the_budget_with_decode() -> None:
+    """Guards the core idea: a decoding request gets a token in every step while a long prompt is computed."""
+    scheduler = make_scheduler(blocks=20, budget=8)
+    add(scheduler, make_request(0, 3, output=10))
+    assert step(scheduler) == {0: 3}
+    add(scheduler, make_request(1, 20, output=1))
+    assert [step(scheduler) for _ in range(3)] == [{0: 1, 1: 7}, {0: 1, 1: 7}, {0: 1, 1: 6}]
+    assert step(scheduler) == {0: 1}
+
+
+def test_finished_requests_leave_and_waiting_ones_are_admitted_at_once() -> None:
+    """Guards against a batch that waits for its slowest request."""
+    scheduler = make_scheduler(seqs=2)
+    add(scheduler, make_request(0, 2, output=1), make_request(1, 2, output=5), make_request(2, 2, output=5))
+    assert step(scheduler) == {0: 2, 1: 2}
+    assert step(scheduler) == {1: 1, 2: 2}
+
+
+def test_running_out_of_blocks_preempts_the_youngest() -> None:
+    """Guards the order of preemption, and that the preempted request keeps its tokens."""
+    scheduler = make_scheduler(blocks=6, budget=64)
+    old, young = make_request(0, 7, output=16), make_request(1, 7, output=16)
+    add(scheduler, old, young)
+    while not young.num_preemptions:
+        planned = step(scheduler)
+    assert planned == {0: 1} and young.num_tokens == 13 and not young.blocks
+    while scheduler.has_work:
+        step(scheduler)
+    assert old.num_generated == young.num_generated == 16 and old.num_preemptions == 0
+
+
+def test_a_higher_priority_takes_the_slot_of_the_youngest_lower_one() -> None:
+    """Guards interactive requests against waiting for a batch that fills all slots."""
+    scheduler = make_scheduler(seqs=2, blocks=16)
+    add(scheduler, make_request(0, 2, 20, priority=5), make_request(1, 2, 20, priority=5))
+    step(scheduler)
+    add(scheduler, make_request(2, 2, 20, priority=1))
+    assert step(scheduler) == {2: 2, 0: 1}
+
+
+def test_urgent_requests_are_all_admitted_at_once() -> None:
+    """Guards against one admission a step if several lower requests can be preempted."""
+    scheduler = make_scheduler(seqs=3, blocks=32)
+    add(scheduler, *(make_request(n, 2, 20, priority=5) for n in range(3)))
+    step(scheduler)
+    add(scheduler, *(make_request(n, 2, 20, priority=1) for n in (3, 4)))
+    assert step(scheduler) == {3: 2, 4: 2, 0: 1}
+
+
+def test_urgent_prompts_get_the_budget_before_a_batch() -> None:
+    """Guards the first token of a chat beside a batch: its prompt takes all of a step, even with a limit."""
+    for limit in (None, 2):
+        scheduler = make_scheduler(blocks=32, budget=8)
+        scheduler.prefill_limit = limit
+        add(scheduler, *(make_request(n, 2, 20, priority=5) for n in range(2)))
+        step(scheduler)
+        add(scheduler, make_request(2, 18, 20, priority=1), make_request(3, 9, 1, priority=5))
+        assert [step(scheduler) for _ in range(2)] == [{2: 8}, {2: 8}], f"limit {limit}"
+        assert step(scheduler) == ({2: 2, 0: 1, 1: 1, 3: 4} if limit is None else {2: 2, 0: 1, 1: 1})
+
+
+def test_an_urgent_prompt_takes_the_blocks_of_a_batch() -> None:
+    """Guards interactive requests against waiting for memory that a batch holds."""
+    scheduler = make_scheduler(blocks=8, budget=64)
+    add(scheduler, make_request(0, 12, 8, priority=5), make_request(1, 12, 8, priority=5))
+    assert step(scheduler) == {0: 12, 1: 12}
+    add(scheduler, make_request(2, 12, 4, priority=1))
+    assert step(scheduler) == {2: 12, 0: 1}
+
+
+def test_prompts_keep_to_their_limit_beside_decoding_requests() -> None:
+    """Guards the time of a step: all prompts share the limit, which holds only beside decoding requests."""
+    scheduler = make_scheduler(blocks=40, budget=32, seqs=8)
+    scheduler.prefill_limit = 5
+    add(scheduler, *(make_request(n, 2, 4) for n in range(3)))
+    assert step(scheduler) == {0: 2, 1: 2, 2: 2}
+    add(scheduler, make_request(3, 40, 1), make_request(4, 40, 1))
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 5}
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 3, 4: 2}
+    assert scheduler.held_back == {"slots": 0, "cache": 0, "budget": 0, "target": 1}
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 5}, "of two that are long, the one that is done sooner"
+    assert step(scheduler) == {3: 27, 4: 5}
+
+
+def test_a_limit_of_0_leaves_a_step_to_decoding() -> None:
+    """Guards the step that measures the time without prompts, and prompts while no request decodes."""
+    scheduler = make_scheduler(blocks=40)
+    scheduler.prefill_limit = 0
+    add(scheduler, make_request(0, 4, 3))
+    assert step(scheduler) == {0: 4}
+    add(scheduler, make_request(1, 40, 1))
+    assert [step(scheduler) for _ in range(3)] == [{0: 1}, {0: 1}, {1: 16}]
+
+
+def steps_to_finish(scheduler: Scheduler, request: Request) -> int:
+    """Steps until the request is done."""
+    count = 0
+    while request.num_generated < request.max_new_tokens:
+        step(scheduler)
+        count += 1
+    return count
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Guards the first token of short prompts: they are admitted at once and get half of each step."""
+    scheduler = make_scheduler(blocks=400, budget=16, seqs=8)
+    long, second, short = make_request(0, 800, 1), make_request(1, 400, 1), make_request(2, 20, 1)
+    add(scheduler, long)
+    step(scheduler)
+    add(scheduler, second, short)
+    assert step(scheduler) == {0: 8, 1: 8}
+    assert step(scheduler) == {0: 8, 2: 8}
+    assert steps_to_finish(scheduler, short) == 2
+    assert short.num_prompt == 20 and long.num_computed == 48
+
+
+def test_a_long_prompt_advances_by_half_of_each_step() -> None:
+    """Guards long prompts against starving, however many short ones come after them."""
+    scheduler = make_scheduler(blocks=400, budget=17, seqs=8)
+    scheduler.prefill_limit = 8
+    add(scheduler, make_request(0, 2, 400), make_request(1, 400, 1))
+    step(scheduler)
+    start = scheduler.running[1].num_computed
+    for number in range(2, 50):
+        add(scheduler, make_request(number, 30, 1))
+        assert step(scheduler)[1] == 4
+    assert scheduler.running[1].num_computed == start + 48 * 4
+
+
+def test_a_prompt_that_a_step_can_finish_is_finished() -> None:
+    """Guards prompts of similar length against sharing every step, which delays all of them."""
+    scheduler = make_scheduler(blocks=40, budget=16)
+    add(scheduler, *(make_request(n, 12, 1) for n in range(4)))
+    assert [step(scheduler) for _ in range(3)] == [{0: 12, 1: 4}, {1: 8, 2: 8}, {2: 4, 3: 12}]
+
+
+def test_the_rest_of_a_prompt_decides_not_its_length() -> None:
+    """Guards a long conversation whose history is in the prefix cache: its turn is short."""
+    scheduler = Scheduler(BlockPool(200, 4), StepLimits(4, 16), 1000)
+    history = list(range(200))
+    turn = Request(0, list(history), SamplingParams(max_tokens=1), max_new_tokens=1)
+    add(scheduler, turn)
+    steps_to_finish(scheduler, turn)
+    add(scheduler, make_request(1, 120, 1))
+    step(scheduler)
+    again = Request(2, [*history, 7, 7, 7, 7], SamplingParams(max_tokens=1), max_new_tokens=1)
+    add(scheduler, again)
+    assert step(scheduler) == {2: 4, 1: 12}
+
+
+def test_the_same_priority_is_not_preempted() -> None:
+    """Guards against two requests that preempt each other for ever."""
+    scheduler = make_scheduler(seqs=1, blocks=16)
+    add(scheduler, make_request(0, 2, 5), make_request(1, 2, 5))
+    assert [step(scheduler) for _ in range(2)] == [{0: 2}, {0: 1}]
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_large_waiting_request_is_not_overtaken() -> None:
+    """Guards a large prompt against starving behind small ones of its own priority."""
+    scheduler = make_scheduler(blocks=8, seqs=4, budget=64)
+    add(scheduler, make_request(0, 20, 30), make_request(1, 24, 1), make_request(2, 2, 1))
+    assert step(scheduler) == {0: 20}
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    """Guards against a request that waits for ever, in the context and in the cache."""
+    scheduler = make_scheduler(blocks=8, block_size=4)
+    assert scheduler.sequence_limits.max_new_tokens(30) == 3 and scheduler.sequence_limits.max_new_tokens(32) == 1
+    with pytest.raises(RequestError, match="KV cache holds 32"):
+        scheduler.sequence_limits.max_new_tokens(33)
+    with pytest.raises(RequestError, match="context of 1000"):
+        scheduler.sequence_limits.max_new_tokens(1000)
+
+
+def test_no_slots_or_no_budget_is_an_error() -> None:
+    """Guards against an engine that never does anything."""
+    with pytest.raises(ConfigError):
+        make_scheduler(seqs=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
+    """Guards every invariant at every step, under arrivals, cancellations, priorities and tight memory."""
+    random_ = random.Random(seed)
+    scheduler = make_scheduler(
+        blocks=random_.randint(5, 12), block_size=random_.randint(1, 4), seqs=random_.randint(1, 5), budget=7
+    )
+    live: list[Request] = []
+    for number in range(60):
+        prompt = random_.randint(1, scheduler.pool.capacity)
+        room = min(scheduler.sequence_limits.max_new_tokens(prompt), random_.randint(1, 12))
+        live.append(make_request(number, prompt, room, priority=random_.randint(0, 2)))
+        scheduler.add(live[-1])
+        step(scheduler)
+        live = [r for r in live if r.num_generated < r.max_new_tokens]
+        if live and random_.random() < 0.2:
+            scheduler.cancel(live.pop(random_.randrange(len(live))))
+    steps = 0
+    while scheduler.has_work:
+        first = min(scheduler.running + scheduler.waiting, key=lambda request: (request.priority, request.id))
+        planned = step(scheduler)
+        assert first.id in planned, "the oldest of the highest priority must advance in every step"
+        steps += 1
+        assert steps < 5000, "no progress"
+    assert all(r.num_generated == r.max_new_tokens for r in live) and scheduler.pool.num_used == 0
+
+
+def most_preempted(seed: int) -> int:
+    """How often a request was preempted at most, among peers that are all expected to end at once."""
+    random_ = random.Random(seed)
+    scheduler = make_scheduler(blocks=40, block_size=4, seqs=16, budget=64)
+    requests = [make_request(n, random_.randint(1, 20), random_.randint(40, 100)) for n in range(40)]
+    add(scheduler, *requests)
+    while scheduler.has_work:
+        step(scheduler)
+    return max(request.num_preemptions for request in requests)
+
+
+def test_peers_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against thrashing, however wrong the forecast; without the bound the same work must break it."""
+    monkeypatch.setattr(OutputLengths, "remaining", lambda *_: 1)
+    assert max(most_preempted(seed) for seed in range(5)) == MAX_PREEMPTIONS
+    monkeypatch.setattr(AdmissionPolicy, "_fits_worst_case", lambda *_: True)
+    assert max(most_preempted(seed) for seed in range(5)) > MAX_PREEMPTIONS
+
+
+def test_a_request_that_was_preempted_often_is_not_preempted_again() -> None:
+    """Guards the bound itself: the request waits until no request before it can take its blocks."""
+    scheduler = make_scheduler(blocks=10, block_size=4, seqs=4, budget=64)
+    old, often = make_request(0, 4, 24), make_request(1, 4, 17)
+    often.num_peer_preemptions = MAX_PREEMPTIONS
+    add(scheduler, old, often)
+    assert step(scheduler) == {0: 4}, "7 blocks for the one and 5 for the other are not there"
+    often.max_new_tokens = 8
+    assert step(scheduler) == {0: 1, 1: 4}
+
+
+def test_preemption_by_higher_priorities_makes_no_request_cautious() -> None:
+    """Guards a batch under a chat: requests that made way for it do not wait for blocks that they hardly need."""
+    scheduler = make_scheduler(blocks=12, block_size=4, seqs=4, budget=64)
+    add(scheduler, *(make_request(n, 4, 40, priority=1) for n in range(2)))
+    step(scheduler)
+    for number in range(10, 15):
+        add(scheduler, make_request(number, 40, 1))
+        assert number in step(scheduler)
+        assert step(scheduler).keys() == {0, 1}, "10 blocks for each of them are not there, and need not be"
+    assert scheduler.num_preemptions >= 5
+
+
+def test_requests_are_admitted_by_recent_output_lengths() -> None:
+    """Guards against slots that stay empty for limits that no output reaches, and against admitting too many."""
+    admitted = {}
+    for length in (2, 400):
+        scheduler = make_scheduler(blocks=100, block_size=4, seqs=32, budget=512)
+        for _ in range(50):
+            scheduler._admission.observe_length(length)
+        add(scheduler, *(make_request(n, 4, 300) for n in range(32)))
+        admitted[length] = len(step(scheduler))
+    assert admitted[2] == 32 and 3 < admitted[400] < 8
+
+
+def test_scheduling_needs_no_torch() -> None:
+    """Guards the layers: the scheduler can be tested and read without a tensor library."""
+    code = "import sys, cbatch.schedule.scheduler; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,139 @@
+"""Tokenizers that break the library: a sentence at the start, or the error of one row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, normalizers
+
+from cbatch.base.errors import ModelError
+from cbatch.model.loader import DEMO_MODEL
+from cbatch.text import loading
+from cbatch.text.backend.local import LocalBackend
+from cbatch.text.backend.ordinary import is_ordinary, is_ordinary_file
+from cbatch.text.backend.patterns import QWEN2, is_known_pattern
+from cbatch.text.backend.worker import WorkerBackend
+from cbatch.text.loading import load_tokenizer
+from tests.support.evil_tokenizers import ORIGINAL, RARE, REFUSED, WORKS, split, write_folder
+from tests.support.fork_server import ForkServer
+
+TEXTS = ["", "hello world", "日本語 é e\u0301 👩‍👩‍👧", "<|im_start|>x", " \n\n ", "\x00"]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerBackend]:
+    """The demo model's tokenizer in a process of its own."""
+    yield WorkerBackend(str(DEMO_MODEL), None)
+
+
+@pytest.fixture(scope="module")
+def local() -> LocalBackend:
+    return LocalBackend(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_breaks_the_library_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards the start of a run: one sentence, nothing of a panic, no control characters."""
+    with pytest.raises(ModelError, match=r"^[^\n]*tokenizer of .*\.$") as caught:
+        load_tokenizer(str(write_folder(tmp_path, REFUSED[name])), None)
+    assert str(caught.value).isprintable() and capfd.readouterr().err == ""
+
+
+def test_a_text_that_breaks_it_is_one_row(tmp_path: Path, runs: ForkServer) -> None:
+    """Guards the other rows, and the run, against a process that aborts on one text."""
+    folder = write_folder(tmp_path / "model", WORKS["one character that grows"], weights=True)
+    rows, output, said = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "err"
+    texts = ["hello", RARE, "hello"]
+    rows.write_text("".join(json.dumps({"prompt": text, "max_tokens": 2, "seed": 1}) + "\n" for text in texts))
+    said.touch()
+    assert runs.start("run", rows, "-m", folder, "-o", output, "-q", stderr=str(said)).code() == 1
+    first, broken, last = map(json.loads, output.read_text().splitlines())
+    assert broken["error"]["code"] == "tokenizer_error" and "memory" in broken["error"]["message"]
+    assert first["text"] == last["text"] and not {"Traceback", "panicked"} & set(said.read_text().split())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_both_processes_give_the_same(text: str, worker: WorkerBackend, local: LocalBackend) -> None:
+    """Guards what goes through the pipe: ids, offsets, text, and text as it comes."""
+    for special in (True, False):
+        theirs, ours = worker.encode(text, add_special_tokens=special), local.encode(text, add_special_tokens=special)
+        assert theirs.ids == ours.ids and [tuple(pair) for pair in theirs.offsets] == ours.offsets
+    ids = local.encode(text, add_special_tokens=False).ids
+    assert worker.decode(ids, skip_special_tokens=False) == local.decode(ids, skip_special_tokens=False)
+    streams = worker.stream(ids[:1]), local.stream(ids[:1])
+    for token in ids[1:]:
+        assert streams[0].push([token]) == streams[1].push([token])
+    assert streams[0].flush() == streams[1].flush()
+    assert [worker.id_to_token(one) for one in ids] == [local.id_to_token(one) for one in ids]
+    assert str(local.decoder) == worker.decoder and worker.to_str() == local.to_str()
+
+
+def test_a_text_goes_on_in_a_new_process(worker: WorkerBackend, local: LocalBackend) -> None:
+    """Guards an answer whose row has nothing to do with the one that ended the process."""
+    ids = local.encode("日本語 hello", add_special_tokens=False).ids
+    stream, expected = worker.stream([]), local.stream([])
+    text = stream.push(ids[:2])
+    assert worker._process is not None
+    worker._process.kill()
+    assert text + stream.push(ids[2:]) + stream.flush() == expected.push(ids) + expected.flush()
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"separators": (",", ":")}])
+def test_ordinary_files_stay_here(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Guards the speed of ordinary tokenizers, whatever their file looks like."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(ORIGINAL, **layout))
+    assert is_ordinary_file(path) and is_ordinary(Tokenizer.from_file(str(path)))
+
+
+@pytest.mark.parametrize(
+    "late", ['"continuing_subword_prefix": "##abcdefgh"', r'"\u0063ontinuing_subword_prefix": "##abcdefgh"']
+)
+def test_keys_behind_the_vocabulary_count(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a file whose beginning is harmless, and which says something else at its end."""
+    monkeypatch.setattr("cbatch.text.backend.ordinary.MAX_PARSED_BYTES", 20_000)
+    path = tmp_path / "tokenizer.json"
+    text = json.dumps(ORIGINAL)
+    path.write_text(text)
+    assert is_ordinary_file(path)
+    path.write_text(text.removesuffix("}}") + f", {late}}}}}")
+    assert not is_ordinary_file(path)
+
+
+def test_parts_that_replace_ordinary_ones_are_seen() -> None:
+    """Guards against a second normalizer in a file, of which the last one counts."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Prepend("")
+    assert not is_ordinary(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_known"),
+    [
+        (QWEN2, True), (QWEN2.replace(r"\r", "\r"), True), (r"\p{N}{1,3}", True), ("[一-龥\u3040-ゟ]+", True), 
+        (r"\d", True), ("", False), (QWEN2 + "|(a|a)*b", False),
+        (r"(a+)+$", False), ("a*a*b", False), (r"\s+$", False), ("(?:x)*", False), (r"[[:alpha:]]+", False),
+    ],
+)  # fmt: skip
+def test_known_patterns(pattern: str, is_known: bool) -> None:
+    """Guards the run against patterns that take quadratic time or more, in the process that nothing bounds."""
+    assert is_known_pattern(pattern) is is_known
+
+
+def test_a_trial_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the start against a tokenizer that takes for ever."""
+    monkeypatch.setattr("cbatch.text.backend.worker.CPU_SECONDS", 1)
+    folder = write_folder(tmp_path, split(r"\s*\s*[^\s\S]"))
+    with pytest.raises(ModelError, match=r"does not end within 1 s"):
+        load_tokenizer(str(folder), None)
+
+
+def test_files_are_not_larger_than_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory against a vocabulary of gigabytes."""
+    monkeypatch.setattr(loading, "MAX_VOCABULARY_BYTES", 1000)
+    with pytest.raises(ModelError, match=r"tokenizer.json has .* KiB, which is more than a tokenizer may have"):
+        load_tokenizer(str(write_folder(tmp_path, lambda tokenizer: None)), None)

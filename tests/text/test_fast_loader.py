@@ -1,0 +1,280 @@
+"""A tokenizer from a folder's files is the one that transformers makes of them, or there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from cbatch.base.errors import ModelError
+from cbatch.model.loader import DEMO_MODEL
+from cbatch.text.backend.patterns import QWEN2
+from cbatch.text.fast_loader import (
+    QWEN2_CLASSES,
+    QWEN2_MODEL_TYPES,
+    VERBATIM_CLASSES,
+    VERBATIM_MODEL_TYPES,
+    TransformersTokenizer,
+    from_folder,
+)
+from cbatch.text.loading import load_tokenizer
+from cbatch.text.tokenizer import ChatTokenizer
+
+SPECIAL = ["<s>", "</s>", "<pad>"]
+PLAIN_ADDED = AddedToken("<tool>", special=False, normalized=False)
+TEXTS = [
+    "",
+    "hello world, I'm here's 123456",
+    "  two  spaces\n\n\ttab \r\n",
+    "<s>hello</s> <pad><tool>x</tool>< s>",
+    "日本語 é e\u0301 \u00a0\u200d 👩‍👩‍👧 \U000f0000 ſ ﬁ",
+    "<s><s>hello",
+]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+Settings = dict[str, Any]
+
+
+def train(backend: Tokenizer, alphabet: list[str]) -> Tokenizer:
+    special = [AddedToken(token, special=True) for token in SPECIAL]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["hello world, I'm here", "two spaces", "日本語 é"] * 3, trainer)
+    backend.add_tokens([PLAIN_ADDED])
+    return backend
+
+
+def byte_level(before: Any = None, normalizer: Any = None, model: Any = None) -> Tokenizer:
+    backend = Tokenizer(model or models.BPE())
+    backend.normalizer = normalizer
+    step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=before is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([before, step]) if before else step
+    backend.decoder = decoders.ByteLevel()
+    return train(backend, sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+
+def with_bos() -> Tokenizer:
+    backend = byte_level()
+    add = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), add])
+    return backend
+
+
+def qwen2(pattern: str = QWEN2, **options: Any) -> Tokenizer:
+    before = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    model = models.BPE(continuing_subword_prefix="", end_of_word_suffix="", **options)
+    backend = byte_level(before, normalizers.NFC(), model)
+    backend.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    return backend
+
+
+def pieces() -> Tokenizer:
+    """As Llama 2 has it: spaces as letters, and bytes for what is in no piece."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return train(backend, [f"<0x{byte:02X}>" for byte in range(256)])
+
+
+def save(folder: Path, backend: Tokenizer, model_type: str, settings: Settings) -> Path:
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def listed(backend: Tokenizer) -> Settings:
+    return {str(number): token.__getstate__() for number, token in backend.get_added_tokens_decoder().items()}
+
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+OLD_STYLE = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": False, "rstrip": False}
+LIST = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+FLAGS = {"add_bos_token": True, "add_eos_token": True, "clean_up_tokenization_spaces": True, "legacy": True}
+KINDS: dict[str, tuple[Callable[[], Tokenizer], str, str, Settings]] = {
+    "no post-processor": (byte_level, "llama", "TokenizersBackend", NAMED | FLAGS),
+    "BOS and EOS": (with_bos, "llama", "PreTrainedTokenizerFast", NAMED | {"chat_template": LIST}),
+    "tokens listed": (with_bos, "mistral", "TokenizersBackend", NAMED | {"added_tokens_decoder": listed(with_bos())}),
+    "old names": (byte_level, "llama", "PreTrainedTokenizerFast", NAMED | {"additional_special_tokens": ["</s>"]}),
+    "tokens with flags": (byte_level, "olmo2", "TokenizersBackend", NAMED | {"bos_token": OLD_STYLE}),
+    "nothing named": (byte_level, "granite", "TokenizersBackend", {}),
+    "pieces": (pieces, "llama", "TokenizersBackend", NAMED),
+    "Qwen": (qwen2, "qwen3", "Qwen2Tokenizer", NAMED | {"unk_token": None, "added_tokens_decoder": listed(qwen2())}),
+}
+
+
+def theirs_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def check_equal(folder: Path) -> None:
+    theirs, ours = theirs_of(folder), from_folder(folder)
+    assert ours is not None and not isinstance(ours, TransformersTokenizer)
+    assert (ours.bos_id, ours.chat_template) == (theirs.bos_token_id, theirs.chat_template)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert listed(ours.backend) == listed(theirs.backend_tokenizer)
+    for text in TEXTS:
+        for special in (True, False):
+            expected = theirs(text, add_special_tokens=special, return_offsets_mapping=True)
+            found = ours.encode(text, add_special_tokens=special)
+            assert (found.ids, found.offsets) == (expected["input_ids"], expected["offset_mapping"])
+        ids = ours.encode(text).ids
+        assert ours.backend.decode(ids) == theirs.backend_tokenizer.decode(ids)
+
+
+def test_the_demo_model() -> None:
+    """Guards the bundled model's tokens against coming from anywhere but its own tokenizer."""
+    check_equal(DEMO_MODEL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_what_transformers_makes(kind: str, tmp_path: Path) -> None:
+    """Guards ids, offsets, special tokens and templates: what is read here must be what AutoTokenizer loads."""
+    make, model_type, name, settings = KINDS[kind]
+    check_equal(save(tmp_path, make(), model_type, settings | {"tokenizer_class": name}))
+
+
+TYPES = [(kind, name) for kind in sorted(VERBATIM_MODEL_TYPES) for name in sorted(VERBATIM_CLASSES)]
+TYPES += [(kind, name) for kind in sorted(QWEN2_MODEL_TYPES) for name in sorted(QWEN2_CLASSES)]
+
+
+@pytest.mark.parametrize(("model_type", "name"), TYPES)
+def test_every_type_and_class_equals_too(model_type: str, name: str, tmp_path: Path) -> None:
+    """Guards the lists against a transformers that puts another class in place of the one that is named."""
+    make = qwen2 if model_type in QWEN2_MODEL_TYPES else byte_level
+    check_equal(save(tmp_path, make(), model_type, NAMED | {"unk_token": None, "tokenizer_class": name}))
+
+
+@pytest.mark.parametrize("others", [{}, {"tool_use": "tools"}, {"default": "other", "rag": "documents"}])
+@pytest.mark.parametrize("default", ["in a file\r\n{{ bos_token }}", None])
+def test_templates_in_files(default: str | None, others: dict[str, str], tmp_path: Path) -> None:
+    """Guards models with several templates, and those that have one in a file and an older one in their settings."""
+    folder = save(tmp_path, byte_level(), "llama", NAMED | {"tokenizer_class": "TokenizersBackend"})
+    if default is not None:
+        (folder / "chat_template.jinja").write_bytes(default.encode())
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in others.items():
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    check_equal(folder)
+
+
+def wrong(**changes: Any) -> Callable[[Path], object]:
+    """Settings with changes; a value of ... takes the key away."""
+
+    def change(folder: Path) -> None:
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}, default=str))
+
+    return change
+
+
+def backend_change(change: Callable[[Tokenizer], object]) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        change(backend)
+        backend.save(str(folder / "tokenizer.json"))
+
+    return apply
+
+
+def file(name: str, content: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(json.dumps(content))
+
+
+OTHER_FLAGS = listed(byte_level()) | {"2": {"content": "<pad>", "lstrip": True, "special": True, "normalized": False}}
+ODD = {
+    "a class that is rebuilt": wrong(tokenizer_class="LlamaTokenizer"),
+    "no class": wrong(tokenizer_class=...),
+    "another type of model": file("config.json", {"model_type": "gpt2"}),
+    "a type with a class of its own": file("config.json", {"model_type": "qwen2"}),
+    "an unknown key": wrong(fix_mistral_regex=True),
+    "a token that is new": wrong(pad_token="<new>"),
+    "a new token in a list": wrong(additional_special_tokens=["<new>"]),
+    "a token that is not special": wrong(pad_token="<tool>"),
+    "a new token with a name of its own": wrong(image_token="<image>"),
+    "tokens by names": wrong(extra_special_tokens={"image_token": "<tool>"}),
+    "tokens listed with other flags": wrong(added_tokens_decoder=OTHER_FLAGS),
+    "older file of special tokens": file("special_tokens_map.json", {"unk_token": "<new>"}),
+    "older file of added tokens": file("added_tokens.json", {"<new>": 401}),
+    "a tekken.json": file("tekken.json", {}),
+    "special tokens are split": wrong(split_special_tokens=True),
+    "prefix space": wrong(add_prefix_space=True),
+    "truncation": backend_change(lambda backend: backend.enable_truncation(3)),
+    "padding": backend_change(lambda backend: backend.enable_padding(length=9, pad_token="<pad>", pad_id=2)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_folders_are_left_to_transformers(name: str, tmp_path: Path) -> None:
+    """Guards every condition: what this module does not know comes from AutoTokenizer, as before."""
+    folder = save(tmp_path, byte_level(), "llama", NAMED | {"tokenizer_class": "TokenizersBackend"})
+    assert from_folder(folder) is not None
+    ODD[name](folder)
+    assert from_folder(folder) is None
+    found, theirs = load_tokenizer(str(folder), None), theirs_of(folder)
+    assert found is not None
+    loaded = ChatTokenizer(found)
+    for text in TEXTS[:-1]:  # BOS twice is what is put right above
+        assert loaded.encode(text) == theirs(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: qwen2(r"\p{N}{1,3}|[^\p{N}]+"),
+        lambda: qwen2(ignore_merges=True),
+        lambda: qwen2(byte_fallback=True),
+        byte_level,
+    ],
+)
+def test_a_qwen_that_is_built_otherwise(make: Callable[[], Tokenizer], tmp_path: Path) -> None:
+    """Guards models of Qwen's types with a tokenizer of their own, which Qwen2Tokenizer changes."""
+    settings = NAMED | {"unk_token": None, "tokenizer_class": "Qwen2Tokenizer"}
+    assert from_folder(save(tmp_path, make(), "qwen2", settings)) is None
+
+
+def test_a_qwen_that_does_not_say_all(tmp_path: Path) -> None:
+    """Guards against a token that Qwen2Tokenizer adds because the folder names none."""
+    assert from_folder(save(tmp_path, qwen2(), "qwen2", NAMED | {"tokenizer_class": "Qwen2Tokenizer"})) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"version'),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend", "bos_token": 5}'),
+    ],
+)
+def test_broken_files_are_said(name: str, content: str, tmp_path: Path) -> None:
+    """Guards the error message if a tokenizer cannot be loaded at all."""
+    folder = save(tmp_path, byte_level(), "llama", NAMED | {"tokenizer_class": "TokenizersBackend"})
+    (folder / name).write_text(content)
+    with pytest.raises(ModelError, match=r"^Cannot load the tokenizer of .*\.$"):
+        load_tokenizer(str(folder), None)
+
+
+@pytest.mark.slow
+def test_transformers_stays_out() -> None:
+    """Guards the second that importing transformers takes, from a command to a chat that is ready as tokens."""
+    code = (
+        "import sys; from cbatch.model.loader import DEMO_MODEL; "
+        "from cbatch.text.loading import load_tokenizer; "
+        "ids = load_tokenizer(str(DEMO_MODEL), None).encode('hi').ids; "
+        "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
+        "sys.exit(f'loads {heavy}' if heavy or not ids else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,296 @@
+"""Tokenizers of GGUF files give what the Hugging Face tokenizer of the same vocabulary gives, and SentencePiece."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+
+from cbatch.base.errors import ModelError
+from cbatch.text import gguf_tokenizer
+from cbatch.text.fast_loader import TextTokenizer
+from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of
+from tests.support.gguf_files import tokenizer_metadata
+
+TEXTS = [
+    "Hello, world! It's 12345 o'clock; WE'LL see.", "  two spaces,\ttabs\n\nand   lines  \n", "x", " ", "\n", "",
+    "Größe, naïve café, Ångström, fiancée", "Cafe\u0301 and A\u030angstro\u0308m in pieces",
+    "Привет, мир! Как дела?", "Γειά σου Κόσμε", "שלום עולם", "مرحبا بالعالم ١٢٣", "नमस्ते दुनिया १२३",
+    "வணக்கம் உலகம்", "สวัสดีชาวโลก", "你好,世界。今天天气很好!", "こんにちは世界 カタカナ", "안녕하세요 세계",
+    "ሰላም ልዑል", "Բարեւ աշխարհ", "გამარჯობა", "🙂👩‍👩‍👧‍👦🏳️‍🌈 ok", "def f(x):\n    return x ** 2  # comment",
+    "a\u200bb\ufeffc\u00a0d", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 ﬁ ½ ㎏", "<|im_start|>user\nHi<|im_end|>", "<think>well</think> then",
+    "1 22 333 4444 55555 3.14 1,000,000", "...---!!! (a)[b]{c} \\ / path/to//file", "ALLCAPS CamelCase snake_case's",
+]  # fmt: skip
+SPECIAL = [
+    AddedToken("<|im_start|>", special=True, normalized=False),
+    AddedToken("<|im_end|>", special=True, normalized=False),
+]
+ADDED = [
+    AddedToken("<think>", special=False, normalized=False),
+    AddedToken("</think>", special=False, normalized=False),
+]
+
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+LLAMA3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+SEED = QWEN2 + r"{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4O = "|".join([
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+])  # fmt: skip
+
+
+def split_by(pattern: str) -> Any:
+    parts = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    ]  # fmt: skip
+    return pre_tokenizers.Sequence(parts)
+
+
+SPLITS: dict[str, Callable[[], Any]] = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    "llama-bpe": lambda: split_by(LLAMA3),
+    "gpt-4o": lambda: split_by(GPT4O),
+    "exaone4": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "glm4": lambda: split_by(LLAMA3),
+    "stablelm2": lambda: split_by(QWEN2),
+    "seed-coder": lambda: split_by(SEED),
+}
+"""How the models' own tokenizer.json cut texts into words (SmolLM2, Llama 3, GPT-OSS), or llama.cpp (the last four)."""
+
+
+def trained(split: Any, *, ignore_merges: bool = False, normalizer: Any = None) -> Tokenizer:
+    """A byte-level tokenizer with a few hundred merges."""
+    backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    backend.pre_tokenizer, backend.decoder = split, decoders.ByteLevel()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.add_special_tokens(SPECIAL)
+    backend.add_tokens(ADDED)
+    return backend
+
+
+def tokens_of(backend: Any) -> list[str]:
+    return [token for token, _ in sorted(backend.get_vocab().items(), key=lambda pair: pair[1])]
+
+
+def read(metadata: dict[str, Any]) -> TextTokenizer:
+    found = tokenizer_of(metadata, len(metadata["tokenizer.ggml.tokens"]))
+    assert found is not None
+    return found
+
+
+def compare(found: TextTokenizer, expected: Callable[[str], list[int]], texts: list[str] = TEXTS) -> None:
+    for text in texts:
+        assert found.encode(text, add_special_tokens=False).ids == expected(text), text
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_byte_level_tokenizers(name: str) -> None:
+    """Guards words, merges, added tokens and decoding, on texts of many scripts."""
+    backend = trained(SPLITS[name](), ignore_merges=name == "llama-bpe")
+    found = read(tokenizer_metadata(backend, tokens_of(backend), name))
+    compare(found, lambda text: backend.encode(text, add_special_tokens=False).ids)
+    for text in TEXTS:
+        ids = backend.encode(text).ids
+        assert found.backend.decode(ids) == backend.decode(ids)
+        assert found.backend.decode(ids, skip_special_tokens=False) == text
+    assert found.backend.get_added_tokens_decoder().keys() == backend.get_added_tokens_decoder().keys()
+
+
+def test_another_split_is_seen() -> None:
+    """Guards these tests: a vocabulary that is read with the words of another model gives other tokens."""
+    backend = trained(SPLITS["llama-bpe"](), ignore_merges=True)
+    with pytest.raises(AssertionError):
+        compare(read(tokenizer_metadata(backend, tokens_of(backend), "gpt-2")), lambda text: backend.encode(text).ids)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", Qwen2Tokenizer), ("default", GPT2Tokenizer)])
+def test_classes_of_transformers(name: str, kind: Any) -> None:
+    """Guards the words and the composed characters of Qwen, and GPT-2's, against transformers' own classes."""
+    backend = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    metadata = tokenizer_metadata(backend, tokens_of(backend), name)
+    base = {token: number for token, number in backend.get_vocab().items() if number < 900}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = kind(vocab=base, merges=merges)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.add_tokens(ADDED)
+    ids = {tokenizer.convert_tokens_to_ids(str(token)): str(token) for token in (*SPECIAL, *ADDED)}
+    found = read(metadata)
+    back = {number: found.backend.token_to_id(token) for number, token in ids.items()}
+    compare(found, lambda text: [back.get(i, i) for i in tokenizer(text, add_special_tokens=False).input_ids])
+
+
+def test_special_tokens_that_are_not_bytes() -> None:
+    """Guards tokens such as DeepSeek's, whose characters no byte is spelled with: they are one token each."""
+    backend = trained(SPLITS["gpt-2"]())
+    backend.add_special_tokens([AddedToken("<｜begin▁of▁sentence｜>", special=True, normalized=False)])
+    backend.add_tokens([AddedToken("a  b", special=False, normalized=False)])
+    found = read(tokenizer_metadata(backend, tokens_of(backend), "gpt-2"))
+    texts = ["<｜begin▁of▁sentence｜>Hi a  b", "a  b", "x<｜begin▁of▁sentence｜>"]
+    compare(found, lambda text: backend.encode(text).ids, texts)
+    assert len(found.encode("<｜begin▁of▁sentence｜>").ids) == 1
+
+
+@pytest.fixture(scope="module")
+def pieces() -> Any:
+    """A model of SentencePiece, as Llama 2 has one: BPE, bytes for unknown characters, and spaces in front."""
+    target = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text.replace("\n", " ") for text in TEXTS[:14]] * 3),
+        model_writer=target, vocab_size=700,
+        model_type="bpe", byte_fallback=True, character_coverage=0.98, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, user_defined_symbols=["<think>"], hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return sentencepiece.SentencePieceProcessor(model_proto=target.getvalue())
+
+
+def pieces_metadata(model: Any) -> dict[str, Any]:
+    """The metadata that llama.cpp's converter writes for a model of SentencePiece."""
+    count = model.get_piece_size()
+
+    def kind(number: int) -> int:
+        if model.is_unknown(number):
+            return 2
+        if model.is_control(number):
+            return 3
+        return 6 if model.is_byte(number) else 4 if model.id_to_piece(number) == "<think>" else 1
+
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(number) for number in range(count)],
+        "tokenizer.ggml.scores": [model.get_score(number) for number in range(count)],
+        "tokenizer.ggml.token_type": [kind(number) for number in range(count)],
+        "tokenizer.ggml.bos_token_id": model.bos_id(),
+        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.unknown_token_id": model.unk_id(),
+    }
+
+
+PLAIN = [text for text in TEXTS if text and "<" not in text]
+
+
+def test_sentence_pieces(pieces: Any) -> None:
+    """Guards Llama 2 and Mistral: merges made of scores, bytes for characters that have no token, and spaces."""
+    found = read(pieces_metadata(pieces))
+    compare(found, pieces.encode, PLAIN)
+    for text in PLAIN:
+        assert found.backend.decode(pieces.encode(text)) == pieces.decode(pieces.encode(text))
+    assert found.encode("x").ids[0] == pieces.bos_id() == found.bos_id
+    assert found.encode("<think>", add_special_tokens=False).ids == [pieces.piece_to_id("<think>")]
+
+
+def test_scores_in_another_order_are_seen(pieces: Any) -> None:
+    """Guards the test above: merges that are made of other scores give other tokens."""
+    metadata = pieces_metadata(pieces)
+    metadata["tokenizer.ggml.scores"] = [-score for score in metadata["tokenizer.ggml.scores"]]
+    with pytest.raises(AssertionError):
+        compare(read(metadata), pieces.encode, PLAIN)
+
+
+def test_gemma(pieces: Any) -> None:
+    """Guards Gemma: no space in front, spaces as themselves in tokens of spaces, and merges in the tokens' order."""
+    metadata = pieces_metadata(pieces)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    spaced = [" " * len(token) if set(token) == {"▁"} else token for token in tokens]
+    changed = {
+        "general.architecture": "gemma3", "tokenizer.ggml.tokens": spaced, "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+    }  # fmt: skip
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = sorted(
+        (number, vocabulary[token[:place]], vocabulary[token[place:]], token[:place], token[place:])
+        for number, token in enumerate(tokens)
+        for place in range(1, len(token))
+        if metadata["tokenizer.ggml.token_type"][number] in (1, 4)
+        and token[:place] in vocabulary and token[place:] in vocabulary
+    )  # fmt: skip
+    expected = GemmaTokenizer(
+        vocab=vocabulary, merges=[merge[3:] for merge in merges], unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        pad_token="<s>", mask_token="<s>",
+    )  # fmt: skip
+    found = read(metadata | changed)
+    compare(found, lambda text: expected(text, add_special_tokens=False).input_ids, PLAIN)
+    for text in PLAIN:
+        assert found.backend.decode(found.encode(text).ids) == text
+
+
+def test_ends_and_named_tokens() -> None:
+    """Guards what ends an output: tokens that the file names, that every model ends with, and GPT-OSS's exception."""
+    tokens = ["<s>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "word", "<|eot_id|>"]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3, 3, 3, 3, 3, 1, 1],
+                "tokenizer.ggml.eos_token_id": 5}  # fmt: skip
+    assert end_ids(metadata) == [1, 3, 4, 5]
+    assert end_ids(metadata | {"tokenizer.ggml.token_type": [3, 3, 3, 1, 3, 1, 1]}) == [1, 2, 4, 5]
+    assert end_ids({"tokenizer.ggml.eos_token_id": -1}) == []
+
+
+def test_texts_begin_and_end_as_the_file_says() -> None:
+    """Guards BOS and EOS, which a file may ask for or not."""
+    backend = trained(SPLITS["gpt-2"]())
+    tokens = tokens_of(backend)
+    first, last = tokens.index("<|im_start|>"), tokens.index("<|im_end|>")
+    metadata = tokenizer_metadata(backend, tokens, "gpt-2") | {
+        "tokenizer.ggml.bos_token_id": first, "tokenizer.ggml.eos_token_id": last
+    }  # fmt: skip
+    assert first not in read(metadata).encode("Hi").ids and read(metadata).bos_id == first
+    both = read(metadata | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True})
+    assert both.encode("Hi").ids[0] == first and both.encode("Hi").ids[-1] == last
+    assert both.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+
+def test_what_is_not_read() -> None:
+    """Guards tokenizers of other kinds, and splits that nobody knows, against tokens that are almost right."""
+    backend = trained(SPLITS["gpt-2"]())
+    metadata = tokenizer_metadata(backend, tokens_of(backend), "gpt-2")
+    assert tokenizer_of({}, 9) is None and tokenizer_of({"tokenizer.ggml.model": "none"}, 9) is None
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tokenizer.ggml.model": "bert"}, "the kind 'bert', which is not read"),
+        ({"tokenizer.ggml.pre": "new-model"}, "called 'new-model', which is not known"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "not a pair"),
+        ({"tokenizer.ggml.merges": ["a zzzzz"]}, "is damaged"),
+        ({"tokenizer.ggml.merges": [1]}, "merges are not texts"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens are not texts"),
+        ({"tokenizer.ggml.tokens": []}, "it has 0 tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "have a type"),
+        ({"tokenizer.ggml.model": "llama"}, "have a score"),
+        ({"tokenizer.chat_template": 3}, "chat template is not a text"),
+    ]
+    for change, sentence in wrong:
+        with pytest.raises(ModelError, match=sentence):
+            tokenizer_of(metadata | change, len(metadata["tokenizer.ggml.tokens"]))
+
+
+def test_splits_are_those_of_transformers() -> None:
+    """Guards the table of patterns against that of transformers, in versions that have one."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS_THERE
+    except ImportError:
+        pytest.skip("this version of transformers has no table of patterns for GGUF files")
+    ours = gguf_tokenizer._SPLITS
+    shared = ours.keys() & SPLITS_THERE.keys()
+    assert len(shared) > 10 and all(ours[name] == SPLITS_THERE[name] for name in shared)
+
+
+def test_normalization_is_qwens() -> None:
+    """Guards composed characters where the model composes them, and only there."""
+    backend = trained(SPLITS["gpt-2"](), normalizer=normalizers.NFC())
+    metadata = tokenizer_metadata(backend, tokens_of(backend), "gpt-2")
+    text = "Cafe\u0301"
+    assert read(metadata).backend.decode(read(metadata).encode(text).ids) == text
+    qwen = read(metadata | {"tokenizer.ggml.pre": "qwen2"})
+    assert qwen.backend.decode(qwen.encode(text).ids) == "Caf\u00e9"

@@ -1,0 +1,624 @@
+"""A model's output comes apart into reasoning, text and tool calls, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cbatch.base.errors import RequestError
+from cbatch.text.output_parser import OutputParser, OutputStream, ParsedDelta, ParsedOutput
+from cbatch.text.tool_calls import (
+    HERMES,
+    LLAMA,
+    MAX_INVALID_CALLS,
+    MISTRAL,
+    ToolCall,
+    check_tools,
+    template_messages,
+)
+
+QWEN3 = (
+    "{% if tools %}Answer with <tool_call>\n{'name': ..., 'arguments': ...}\n</tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+R1 = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}<｜Assistant｜><think>\n"
+MISTRAL_OLD = "[INST]{{ messages[0].content }}[/INST]{{ '[TOOL_CALLS] [' }}{% for c in calls %}{{ c }}{% endfor %}]"
+LLAMA32 = (
+    """{{ 'Respond as {"name": function name, "parameters": dictionary of its arguments}.' }}"""
+    """{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}{{ call.arguments | tojson }}"""
+)
+
+THINKING = OutputParser.from_template(QWEN3)
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string"},
+                "floor": {"type": "integer"},
+                "deep": {"type": ["boolean", "null"]},
+                "tags": {"type": "array"},
+                "any": {"anyOf": [{"type": "integer"}]},
+            },
+        },
+    },
+}
+
+
+def parse_calls(template_or_tag: str, text: str) -> ParsedOutput:
+    return OutputParser.from_template(template_or_tag).parse(text, tools=[LOOK])
+
+
+def call_text(**arguments: Any) -> str:
+    return json.dumps({"name": "look", "arguments": arguments})
+
+
+@pytest.mark.parametrize(
+    ("template", "think_tags", "tool_call_tag"),
+    [
+        ("", None, None),
+        ("{{ messages }}", None, None),
+        (QWEN3, ("<think>", "</think>"), HERMES),
+        (R1, ("<think>", "</think>"), None),
+        ("{{ x.split('</think>')[-1] }}", None, None),
+        ("<thinking></think>", None, None),
+        ("<seed:think>...</seed:think>", ("<seed:think>", "</seed:think>"), None),
+        ("<thinking></thinking>", ("<thinking>", "</thinking>"), None),
+        ("<reasoning></reasoning> <think></think>", ("<reasoning>", "</reasoning>"), None),
+        ("[THINK]x[/THINK][TOOL_CALLS]name[ARGS]", ("[THINK]", "[/THINK]"), MISTRAL),
+        (MISTRAL_OLD, None, MISTRAL),
+        (LLAMA32, None, LLAMA),
+        (LLAMA32.replace('"', '\\"'), None, LLAMA),
+        ("{{ '<|python_tag|>' + call.name }}", None, LLAMA),
+        ("""{{ '"name": ' }} and much else {{ '"parameters": ' }}""", None, None),
+    ],
+)
+def test_template_shows_the_format(
+    template: str, think_tags: tuple[str, str] | None, tool_call_tag: str | None
+) -> None:
+    """Guards against tags that a model never writes, and against those it does that are not looked for."""
+    parser = OutputParser.from_template(template)
+    assert (parser.think_tags, parser.tool_call_tag) == (think_tags, tool_call_tag)
+
+
+def test_special_tags_are_all_that_parse_needs() -> None:
+    """Guards tags that are special tokens, and that a decoder would drop before they are looked for."""
+    assert OutputParser.from_template(QWEN3).special_tags == ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    assert OutputParser.from_template(MISTRAL_OLD).special_tags == ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    assert OutputParser.from_template(LLAMA32).special_tags == ("<|python_tag|>",)
+    assert OutputParser().special_tags == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "opens"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<｜Assistant｜><think>", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("", False),
+    ],
+)
+def test_prompt_that_opens_thinking(prompt_end: str, opens: bool) -> None:
+    """Guards both ways in which a template steers thinking, and people who write the tag in a message."""
+    assert THINKING.opens_thinking(prompt_end) is opens
+    assert not OutputParser().opens_thinking(prompt_end)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_thinking", "reasoning", "rest"),
+    [
+        ("<think>\nhm\n</think>\n\nHi\n", False, "hm", "Hi\n"),
+        ("\n <think> hm </think>Hi", False, " hm ", "Hi"),
+        ("hm\n</think>\n\nHi", True, "hm", "Hi"),
+        ("<think>\nhm\n</think>\n\nHi", True, "hm", "Hi"),
+        ("<think>\n\n</think>\n\nHi", False, None, "Hi"),
+        ("</think>\n\nHi", True, None, "Hi"),
+        ("Hi", False, None, "Hi"),
+        ("\n Hi\n", False, None, "\n Hi\n"),
+        ("<think>\nhm, and", False, "hm, and", ""),
+        ("hm, and </thi", True, "hm, and </thi", ""),
+        ("", True, None, ""),
+        ("<thi", False, None, "<thi"),
+        ("Hi</think> there", False, None, "Hi</think> there"),
+        ("Write `<think>` first.", False, None, "Write `<think>` first."),
+        ("<think>a</think>b <think>c</think>", False, "a", "b <think>c</think>"),
+        ("<think>a <think> b</think>c", False, "a <think> b", "c"),
+    ],
+)
+def test_reasoning(text: str, is_thinking: bool, reasoning: str | None, rest: str) -> None:
+    """Guards what counts as reasoning: one block at the beginning, also one cut off, and nothing later."""
+    assert THINKING.parse(text, is_thinking=is_thinking) == ParsedOutput(rest, reasoning, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_thinking", "expected"),
+    [
+        ("", False, (None, "")),
+        ("\n", False, (None, "")),
+        ("<thi", False, (None, "")),
+        ("<thin ", False, (None, "<thin ")),
+        ("<think>\nhm\n", False, ("hm", "")),
+        ("hm\n</thin", True, ("hm", "")),
+        ("hm</thin ", True, ("hm</thin ", "")),
+        ("hm</think>\n", True, ("hm", "")),
+        ("hm</think>\nHi <th", True, ("hm", "Hi <th")),
+    ],
+)
+def test_a_stream_holds_back_what_may_be_a_tag(text: str, is_thinking: bool, expected: tuple[str | None, str]) -> None:
+    """Guards the screen against a tag that is there for a moment."""
+    shown = THINKING.stream(is_thinking=is_thinking).push(text)
+    assert (shown.reasoning or None, shown.text) == expected
+
+
+def test_without_think_tags_text_is_text() -> None:
+    """Guards models that do not think: what looks like tags is theirs to write."""
+    text = "\n<think>a</think>b"
+    assert OutputParser().parse(text, is_thinking=True) == ParsedOutput(text, None, ())
+
+
+def test_hermes_calls() -> None:
+    """Guards several calls, text before and after them, reasoning first, and a tag inside of an argument."""
+    text = (
+        f"<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{call_text(place='é</tool_call>')}\n</tool_call>\n"
+        '<tool_call>{"name": "now"}</tool_call>\nDone.'
+    )
+    calls = (ToolCall("look", '{"place": "é</tool_call>"}'), ToolCall("now", "{}"))
+    assert parse_calls(QWEN3, text) == ParsedOutput("I look.\nDone.", "hm", calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>{call_text(a=1)}",
+        f"<tool_call>\n{call_text(a=1)}\n",
+        '<tool_call>[{"arguments": {"a": 1}, "name": "look"}]</tool_call>',
+        '<tool_call>{"name": "look", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "look", "parameters": {"a": 1}}</tool_call>',
+    ],
+)
+def test_hermes_variants(text: str) -> None:
+    """Guards a closing tag that the stop took away, lists, and arguments that are JSON within JSON."""
+    assert parse_calls(QWEN3, text) == ParsedOutput("", None, (ToolCall("look", '{"a": 1}'),))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "{'name': 'look'}",
+        '{"name": "look", "arguments": {"a": 1}',
+        '{"name": "look", "arguments": {"a": 1}} and more',
+        '{"arguments": {"a": 1}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": 1, "arguments": {}}',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "look", "arguments": [1]}',
+        '{"name": "look", "arguments": "here"}',
+        '{"name": "look", "arguments": {"a": NaN}}',
+        '{"name": "look", "arguments": {"a": 1e999}}',
+        '[{"name": "look"}, {"name": null}]',
+        "[]",
+        "look",
+        "",
+        "[" * 100_000,
+        "<function=look><parameter=place>here</function>",
+        "<function=look>here</function>",
+        "<function=look",
+    ],
+)
+def test_what_is_no_call_stays_text(block: str) -> None:
+    """Guards a broken call against being lost, or repaired into something the model did not say."""
+    for text in (f"I look.\n<tool_call>{block}</tool_call>\n", f" <tool_call>{block}"):
+        assert parse_calls(QWEN3, text) == ParsedOutput(text, None, ())
+
+
+def test_a_good_call_after_a_broken_one_is_found() -> None:
+    """Guards the calls after a broken one, which stays text itself."""
+    text = f"<tool_call>{{oops</tool_call>\n<tool_call>{call_text()}</tool_call>"
+    assert parse_calls(QWEN3, text) == ParsedOutput("<tool_call>{oops</tool_call>", None, (ToolCall("look", "{}"),))
+
+
+def test_endless_repetition_is_given_up() -> None:
+    """Guards the run against minutes spent on an output that says nothing but the tag; good calls have no limit."""
+    call = f"<tool_call>{call_text()}</tool_call>"
+    text = "<tool_call>" * MAX_INVALID_CALLS + call
+    assert parse_calls(QWEN3, text) == ParsedOutput(text, None, ())
+    assert len(parse_calls(QWEN3, text.removeprefix("<tool_call>")).tool_calls) == 1
+    assert len(parse_calls(QWEN3, call * (2 * MAX_INVALID_CALLS)).tool_calls) == 2 * MAX_INVALID_CALLS
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (QWEN3, f"<tool_call>{call_text()}</tool_call>"),
+        (MISTRAL_OLD, "[TOOL_CALLS]look[ARGS]{}"),
+        (LLAMA32, f"<|python_tag|>{call_text()}"),
+    ],
+)
+def test_white_space_in_front_of_text_is_kept(template: str, call: str) -> None:
+    """Guards a stream, which has shown the white space when the call comes; in front of a call it goes."""
+    calls = (ToolCall("look", "{}"),)
+    assert parse_calls(template, f"\n I look. \n{call}\n") == ParsedOutput("\n I look.", None, calls)
+    assert parse_calls(template, f"\n {call}") == ParsedOutput("", None, calls)
+
+
+def test_qwen_coder_calls() -> None:
+    """Guards the types of parameters that are written as text: those of the schema, and strings without one."""
+    text = (
+        "I look.\n\n<tool_call>\n<function=look>\n<parameter=place>\n 5\n</function>\n\n</parameter>\n"
+        "<parameter=floor>\n5\n</parameter>\n<parameter=deep>\nTrue\n</parameter>\n<parameter=tags>[1, 2]</parameter>\n"
+        "<parameter=any>\n7\n</parameter>\n<parameter=new>\n8\n</parameter>\n</function>\n</tool_call>"
+    )
+    answer = parse_calls(QWEN3, text)
+    assert (answer.text, answer.tool_calls[0].name) == ("I look.", "look")
+    expected = {"place": " 5\n</function>\n", "floor": 5, "deep": True, "tags": [1, 2], "any": "7", "new": "8"}
+    assert json.loads(answer.tool_calls[0].arguments) == expected
+    other = "<tool_call><function=other><parameter=floor>many</parameter></function></tool_call>"
+    assert parse_calls(QWEN3, other).tool_calls == (ToolCall("other", '{"floor": "many"}'),)
+    wrong = other.replace("other", "look")
+    assert parse_calls(QWEN3, wrong).tool_calls == (ToolCall("look", '{"floor": "many"}'),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS] [{"name": "look", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS]look[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}',
+        '[TOOL_CALLS]look[CALL_ID]9f2bTq1xZ[ARGS]{"a": 1}[TOOL_CALLS]now{}',
+    ],
+)
+def test_mistral_calls(text: str) -> None:
+    """Guards the list of the older models, and the names before their arguments of the newer ones."""
+    calls = (ToolCall("look", '{"a": 1}'), ToolCall("now", "{}"))
+    assert parse_calls(MISTRAL_OLD, text) == ParsedOutput("", None, calls)
+    assert parse_calls(MISTRAL_OLD, f"I look. {text}") == ParsedOutput("I look.", None, calls)
+
+
+@pytest.mark.parametrize(
+    "text", ["[TOOL_CALLS]", "[TOOL_CALLS]look", "[TOOL_CALLS]look[ARGS]{", "[TOOL_CALLS] [1]", "[TOOL_CALLS][ARGS]{}"]
+)
+def test_broken_mistral_calls_stay_text(text: str) -> None:
+    """Guards a call that was cut off, or has no name."""
+    assert parse_calls(MISTRAL_OLD, text) == ParsedOutput(text, None, ())
+
+
+@pytest.mark.parametrize("before", ["", "<|python_tag|>", "I look.\n<|python_tag|>"])
+def test_llama_call(before: str) -> None:
+    """Guards a call that is the whole output, with or without Llama's tag, and text before the tag."""
+    answer = parse_calls(LLAMA32, before + '\n{"name": "look", "parameters": {"a": 1}} ')
+    assert answer == ParsedOutput(before.partition("\n")[0].replace(LLAMA, ""), None, (ToolCall("look", '{"a": 1}'),))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann", "age": 5}',
+        '["look"]',
+        'So: {"name": "look", "parameters": {}}',
+        '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {}}',
+        '<|python_tag|>look.call(place="here")',
+    ],
+)
+def test_other_llama_output_stays_text(text: str) -> None:
+    """Guards JSON that was asked for as an answer."""
+    assert parse_calls(LLAMA32, text) == ParsedOutput(text, None, ())
+
+
+@pytest.mark.parametrize(
+    ("template", "call"), [(QWEN3, f"<tool_call>{call_text()}</tool_call>"), (LLAMA32, call_text())]
+)
+def test_without_tools_calls_are_text(template: str, call: str) -> None:
+    """Guards rows without tools, and models whose format of calls is not known."""
+    for tools in (None, []):
+        assert OutputParser.from_template(template).parse(call, tools=tools) == ParsedOutput(call, None, ())
+    assert OutputParser().parse(call, tools=[LOOK]) == ParsedOutput(call, None, ())
+
+
+def test_lone_surrogates_in_arguments_stay_escapes() -> None:
+    """Guards the output file: arguments must be text that UTF-8 can write."""
+    answer = parse_calls(QWEN3, '<tool_call>{"name": "look", "arguments": {"a": "\\ud800"}}</tool_call>')
+    assert answer.tool_calls == (ToolCall("look", '{"a": "\\ud800"}'),)
+
+
+FORMATS = [
+    OutputParser.from_template(template)
+    for template in ("", QWEN3, R1, MISTRAL_OLD, LLAMA32, "[THINK][/THINK][TOOL_CALLS]", f"<think></think>{LLAMA}")
+] + [OutputParser(("((a", "))a"), HERMES)]
+PIECES = [
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", LLAMA),
+    *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": "\\ud800"}}', '[{"name": "f"}]', "{", "}"),
+    *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "\n", " ", "</thi", "f", "1e999", "NaN", '"'),
+    *("<th", "<tool_ca", "[TOOL_C", "<|pyth", "((", "a", "))"),
+]
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=12).map("".join)
+formats = st.sampled_from(FORMATS)
+
+
+@given(formats, texts, st.booleans())
+def test_every_output_can_be_parsed(parser: OutputParser, text: str, is_thinking: bool) -> None:
+    """Guards a run against an output that no model was expected to write, and an output file against bad JSON."""
+    answer = parser.parse(text, is_thinking=is_thinking, tools=[LOOK])
+    for call in answer.tool_calls:
+        assert isinstance(json.loads(call.arguments), dict)
+        assert (call.name + call.arguments).encode()
+    without = parser.parse(text, is_thinking=is_thinking)
+    assert (without.reasoning, without.tool_calls) == (answer.reasoning, ())
+    if not answer.tool_calls:
+        assert answer == without
+
+
+@given(formats, texts)
+def test_text_without_tags_is_not_changed(parser: OutputParser, text: str) -> None:
+    """Guards all other outputs: not a space of them is lost."""
+    for tag in parser.special_tags:
+        text = text.replace(tag[:-1], "")
+    assume(not any(tag in text for tag in parser.special_tags))
+    if parser.tool_call_tag == LLAMA:
+        text += "."
+    assert parser.parse(text, tools=[LOOK]) == ParsedOutput(text, None, ())
+
+
+@given(formats, texts, st.booleans())
+def test_think_blocks_lose_only_tags_and_white_space(parser: OutputParser, text: str, is_thinking: bool) -> None:
+    """Guards every visible character of reasoning and text."""
+    answer = parser.parse(text, is_thinking=is_thinking)
+    kept = "".join(((answer.reasoning or "") + answer.text).split())
+    left = "".join(text.split())
+    assert left.endswith("".join(answer.text.split()))
+    assert len(left) - len(kept) <= sum(map(len, parser.think_tags or ()))
+
+
+def streamed(stream: OutputStream, parts: Sequence[str]) -> ParsedOutput:
+    """All that a stream gives, joined."""
+    deltas = [stream.push(part) for part in parts]
+    last, calls = stream.finish()
+    texts, reasoning = zip(*deltas, last, strict=True)
+    return ParsedOutput("".join(texts), "".join(reasoning) or None, calls)
+
+
+@st.composite
+def parts_of_texts(draw: st.DrawFn) -> list[str]:
+    """A text, cut at random places or after each character; a part may be empty."""
+    text = draw(texts)
+    places = range(len(text)) if draw(st.booleans()) else draw(st.lists(st.integers(0, len(text)), max_size=8))
+    return [text[start:end] for start, end in pairwise([0, *sorted(places), len(text)])]
+
+
+some_tools = st.sampled_from([None, [LOOK]])
+
+
+@settings(max_examples=1000, deadline=None)
+@given(formats, parts_of_texts(), st.booleans(), some_tools)
+def test_stream_gives_what_parse_gives(
+    parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
+) -> None:
+    """Guards streams against other text, reasoning or calls than the finished result, wherever its tokens end."""
+    whole = parser.parse("".join(parts), is_thinking=is_thinking, tools=tools)
+    assert streamed(parser.stream(is_thinking=is_thinking, tools=tools), parts) == whole
+
+
+def endings(parser: OutputParser) -> list[str]:
+    """How an output may go on: with plain text, with the rest of a tag, or with what follows reasoning."""
+    calls = ['{"name": "f", "parameters": {}}', "f{}"]
+    rests = ["", *(tag[start:] for tag in parser.special_tags for start in range(len(tag)))]
+    return [rest + after for rest in rests for after in ("", "x", "y", "\nx", *calls)]
+
+
+def common_beginning(strings: list[str]) -> str:
+    low, high = min(strings), max(strings)
+    return next((low[:end] for end in range(len(low), 0, -1) if high.startswith(low[:end])), "")
+
+
+@settings(deadline=None)
+@given(formats, parts_of_texts(), st.booleans(), some_tools)
+def test_stream_shows_all_that_is_decided(
+    parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
+) -> None:
+    """Guards the reader against waiting for text that no ending of the output can change any more."""
+    text = "".join(parts)
+    if tools and parser.tool_call_tag:
+        assume(parser.tool_call_tag not in text)
+        assume(parser.tool_call_tag != LLAMA or "{" not in text)
+    stream = parser.stream(is_thinking=is_thinking, tools=tools)
+    shown = [stream.push(part) for part in parts]
+    results = [parser.parse(text + ending, is_thinking=is_thinking, tools=tools) for ending in endings(parser)]
+    assert "".join(delta.text for delta in shown) == common_beginning([result.text for result in results])
+    reasoning = common_beginning([result.reasoning or "" for result in results])
+    assert "".join(delta.reasoning for delta in shown) == reasoning
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "parts", "shown"),
+    [
+        ("", [LOOK], [" ", "<think>", "<tool_call>"], [" ", "<think>", "<tool_call>", ""]),
+        (QWEN3, None, ["\n", "Hi <thi", "nk>", "<tool_call>\n"], ["", "\nHi <thi", "nk>", "<tool_call>\n", ""]),
+        (QWEN3, None, ["<", "thi", "s"], ["", "", "<this", ""]),
+        (QWEN3, None, ["\n", "<thi"], ["", "", "\n<thi"]),
+        (QWEN3, [LOOK], ["\n", "I look", ".\n", "<tool", "s>"], ["", "\nI look", ".", "", "\n<tools>", ""]),
+        (QWEN3, [LOOK], ["{", '"a"'], ["{", '"a"', ""]),
+        (QWEN3, [LOOK], ["Say <tool_call>", "x", " "], ["Say", "", "", " <tool_call>x "]),
+        (QWEN3, [LOOK], ["Ok ", f"<tool_call>{call_text()}</tool_call>", "So "], ["Ok", "", "", "\nSo"]),
+        (QWEN3, [LOOK], [" ", f"<tool_call>{call_text()}</tool_call>", "So "], ["", "", "", "So"]),
+        (MISTRAL_OLD, [LOOK], ["Ok", " [", "TOOL_CALLS", "]now{}", " "], ["Ok", "", "", "", "", ""]),
+        (LLAMA32, [LOOK], [" ", '{"a"', ": 1} "], ["", "", "", ' {"a": 1} ']),
+        (LLAMA32, [LOOK], [" ", '{"name": "f", "arguments": {}}', "\n"], ["", "", "", ""]),
+        (LLAMA32, [LOOK], ["So: ", '{"a": 1}', "<|pyt"], ["So:", ' {"a": 1}', "", "<|pyt"]),
+    ],
+)
+def test_text_comes_as_it_is_written(
+    template: str, tools: list[Any] | None, parts: list[str], shown: list[str]
+) -> None:
+    """Guards each kind of output as its reader sees it come; what is shown last was held back to the end."""
+    stream = OutputParser.from_template(template).stream(tools=tools)
+    assert [*map(stream.push, parts), stream.finish()[0]] == [ParsedDelta(text) for text in shown]
+
+
+@pytest.mark.parametrize(
+    ("is_thinking", "parts", "shown"),
+    [
+        (False, ["\n<", "think>\n", " hm", "\n"], ["", "", " hm", "", ""]),
+        (True, ["\n", " ", "\nhm", " ", "\n", "so\n</", "th"], ["", "", " \nhm", " ", "", "\nso", "", "\n</th"]),
+        (True, [" \n\n", "</think>", "\n"], ["", "", "", ""]),
+        (True, ["\n ", "<thi"], ["", "", " <thi"]),
+    ],
+)
+def test_reasoning_comes_as_it_is_written(is_thinking: bool, parts: list[str], shown: list[str]) -> None:
+    """Guards the screen against reasoning that is nothing but white space, and against tags."""
+    stream = THINKING.stream(is_thinking=is_thinking)
+    assert [*map(stream.push, parts), stream.finish()[0]] == [ParsedDelta("", text) for text in shown]
+
+
+@settings(max_examples=300, deadline=None)
+@given(formats, parts_of_texts(), st.data(), st.booleans(), some_tools)
+def test_stream_of_a_continued_output_gives_what_is_new(
+    parser: OutputParser, parts: list[str], data: st.DataObject, is_thinking: bool, tools: list[Any] | None
+) -> None:
+    """Guards a continued output against giving its beginning or a call again, and against losing a part of the rest."""
+    num_before = data.draw(st.integers(0, len(parts)))
+    prefix, rest = "".join(parts[:num_before]), parts[num_before:]
+    text = prefix + "".join(rest)
+    before, whole = (parser.parse(part, is_thinking=is_thinking, tools=tools) for part in (prefix, text))
+    new, at_once = (
+        streamed(parser.stream(is_thinking=is_thinking, tools=tools, prefix=prefix), some)
+        for some in (rest, ["".join(rest)])
+    )
+    assert new == at_once
+    goes_on = whole.tool_calls[: len(before.tool_calls)] == before.tool_calls
+    assert new.tool_calls == whole.tool_calls[len(before.tool_calls) if goes_on else 0 :]
+    if parser.think_tags is not None:  # half of a tag that was shown as text cannot be taken back
+        opening, closing = parser.think_tags
+        head = text[: len(text) - len(text.lstrip())] + opening
+        assume(not (text.startswith(head) and 0 < len(prefix) < len(head)))
+        assume(closing not in text[max(0, len(prefix) - len(closing) + 1) : len(prefix) + len(closing) - 1])
+    assert (before.reasoning or "") + (new.reasoning or "") == (whole.reasoning or "")
+    assert whole.tool_calls or before.tool_calls or whole.text.startswith(before.text)
+    if whole.text.startswith(before.text):
+        assert before.text + new.text == whole.text
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix", "parts", "shown", "num_calls"),
+    [
+        (QWEN3, "Hi ", ["you"], ["you", ""], 0),
+        (QWEN3, "Hi ", [" ", "you"], ["", " you", ""], 0),
+        (QWEN3, "Hi ", [f"<tool_call>{call_text()}"], ["", ""], 1),
+        (QWEN3, "Hi <tool", [f"_call>{call_text()}</tool_call>", "So"], ["", "", "\nSo"], 1),
+        (QWEN3, f"<tool_call>{call_text()}", ["</tool_call> So ", "on"], ["", "", "So on"], 0),
+        (QWEN3, f"<tool_call>{call_text()}</tool_call>So", [f" <tool_call>{call_text()}"], ["", ""], 1),
+        (
+            QWEN3,
+            f"<tool_call>{call_text(a=1)}",
+            [f"? <tool_call>{call_text()}"],
+            ["", f"<tool_call>{call_text(a=1)}?"],
+            1,
+        ),
+        (R1, "<thi", ["nk></think>", "<", "b>"], ["", "<", "b>", ""], 0),
+        (QWEN3, "<thi", ["s"], ["s", ""], 0),
+        (LLAMA32, "{", ['"a": ', "1}"], ["", "", '"a": 1}'], 0),
+    ],
+)
+def test_text_of_a_continued_output(
+    template: str, prefix: str, parts: list[str], shown: list[str], num_calls: int
+) -> None:
+    """Guards an answer whose beginning was given against saying part of it again, or a call that was there before."""
+    stream = OutputParser.from_template(template).stream(tools=[LOOK], prefix=prefix)
+    deltas = [stream.push(part) for part in parts]
+    last, calls = stream.finish()
+    assert [*deltas, last] == [ParsedDelta(text) for text in shown]
+    assert calls == (ToolCall("look", "{}"),) * num_calls
+
+
+def test_reasoning_goes_on_in_a_continued_output() -> None:
+    """Guards reasoning that was cut off, and the end of the line in front of its next part."""
+    stream = THINKING.stream(prefix="<think>\nhm\n")
+    assert stream.push("so</thi") == ParsedDelta("", "\nso")
+    assert stream.push("nk>Hi") == ParsedDelta("Hi")
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "part"),
+    [
+        ("", None, "word "),
+        (QWEN3, None, "word "),
+        (QWEN3, None, "\n \n"),
+        (QWEN3, None, "<think>"),
+        (QWEN3, [LOOK], "word "),
+        (QWEN3, [LOOK], "<tool_"),
+        (QWEN3, [LOOK], "\n \n"),
+        (QWEN3, [LOOK], "<tool_call>"),
+        (LLAMA32, [LOOK], "{"),
+    ],
+)
+def test_long_outputs_take_time_in_proportion(template: str, tools: list[Any] | None, part: str) -> None:
+    """Guards long outputs against a time that grows with the square of their length, which is minutes for these."""
+    stream = OutputParser.from_template(template).stream(tools=tools)
+    start = time.process_time()
+    for _ in range(20_000):
+        stream.push(100 * part)
+        assert time.process_time() - start < 5
+    stream.finish()
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (None, "must be a list"),
+        ({"type": "function"}, "must be a list"),
+        ([LOOK, "look"], "Tool 2 must be an object"),
+        ([{"type": "retrieval"}], "Tool 1 must be an object"),
+        ([{"type": "function", "name": "look"}], "Tool 1 must be an object"),
+        ([{"type": "function", "function": {"description": "looks"}}], "tool 1 must have a name"),
+        ([{"type": "function", "function": {"name": ""}}], "tool 1 must have a name"),
+        ([{"type": "function", "function": {"name": "look", "parameters": []}}], "parameters of tool 1"),
+    ],
+)
+def test_wrong_tools_are_said(value: Any, sentence: str) -> None:
+    """Guards templates against what is no tool, and the person against a template's own words about it."""
+    with pytest.raises(RequestError, match=sentence) as caught:
+        check_tools(value)
+    assert caught.value.code == "invalid_row"
+
+
+def test_tools_pass() -> None:
+    """Guards what OpenAI takes: no tools, and a function that has no parameters or does not say them."""
+    bare = [{"type": "function", "function": {"name": "now", **rest}} for rest in ({}, {"parameters": None})]
+    assert check_tools([]) == []
+    assert check_tools([LOOK, *bare]) == [LOOK, *bare]
+    text = "<tool_call><function=now><parameter=a>1</parameter></function></tool_call>"
+    for tool in bare:
+        assert OutputParser(None, HERMES).parse(text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
+
+
+def test_messages_become_what_templates_want() -> None:
+    """Guards arguments against being quoted twice, and everything else, and the row itself, against a change."""
+
+    def call(arguments: Any) -> dict[str, Any]:
+        return {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+    kept = [call("[1]"), call("{"), call({"a": 1}), call(None), {"function": None}, "look"]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}'), *kept]},
+        {"role": "assistant", "tool_calls": "odd"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": "x", "tool_calls": None},
+        {"role": "tool", "tool_call_id": "1", "name": "look", "content": "a table"},
+    ]
+    before = json.dumps(messages)
+    changed = template_messages(messages)
+    assert json.dumps(messages) == before
+    assert changed[1] == {"role": "assistant", "content": "", "tool_calls": [call({"a": 1}), *kept]}
+    assert changed[2] == {"role": "assistant", "content": "", "tool_calls": "odd"}
+    assert [changed[0], *changed[3:]] == [messages[0], *messages[3:]]
