@@ -38,8 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what runs on a GPU, and keeps it in one worker; without a GPU, skips what needs one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is exhaustive unless it is asked for. Marks what runs on a GPU, or skips it without one."""
+    if "exhaustive" not in config.option.markexpr:
+        drop = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=drop)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     for item in items:
         if not HAS_GPU:
             if item.get_closest_marker("gpu"):
