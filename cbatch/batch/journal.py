@@ -1,19 +1,49 @@
-"""The rows that an earlier run left in its output file."""
+"""The rows of an output file: the check that each ends with, and what an earlier run has left."""
 
 from __future__ import annotations
 
 import json
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO
+from pathlib import Path
+from typing import IO, Any, Self
+from zlib import crc32
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
-from cbatch.batch.row_check import CHECK, fits_check
+from cbatch.batch.tables.forms import READ_ERRORS, decompressed
 from cbatch.requests.row_keys import KEY_LENGTH
+
+CHECK = "check"
+"""Name of the field: the last one of a row."""
+
+_BEGINNING = b', "check": "'
+_SIZE = len(_BEGINNING) + len(b'01234567"}\n')
+
+
+def with_check(row: bytes) -> bytes:
+    """A row as it is written: with the CRC-32 of all bytes before the check, as eight hexadecimal digits.
+
+    row: a JSON object with fields, as a line
+    """
+    content = row.rstrip()[:-1]
+    return content + _end(content)
+
+
+def fits_check(line: bytes) -> bool | None:
+    """Whether a line, with its line end, has the bytes that its check was made of. None if it ends with no check."""
+    end = line[-_SIZE:]
+    if not end.startswith(_BEGINNING):
+        return None
+    return end == _end(memoryview(line)[:-_SIZE])
+
+
+def _end(content: bytes | memoryview) -> bytes:
+    return b'%s%08x"}\n' % (_BEGINNING, crc32(content))
+
 
 KEY_BYTES = KEY_LENGTH // 2
 ROW_BEGINNINGS = (b'{"index": ', b'{"id": "batch_req_')
@@ -201,3 +231,57 @@ def _is_row(line: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A row of output as the file has it.  fields: its JSON"""
+
+    index: int
+    key: str
+    fields: dict[str, Any]
+
+
+class StoredRows:
+    """The rows of a file of JSON Lines, which may be compressed; the last one of each index counts.
+
+    Used as a context. Keeps some 40 bytes for each row.
+
+    journal: says also which lines are damaged, which are no rows here
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file cannot be read, or no line of it was a row of output."""
+        self._name = str(path)
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+        try:
+            self.journal = Journal.read(decompressed(self._file), self._name)
+        except READ_ERRORS as error:
+            raise ConfigError(f"{self._name} cannot be read: {error}.") from error
+        self._numbers = array("q", self.journal.rows(input_order=True))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, places: Iterable[int]) -> Iterator[StoredRow]:
+        """Yields some of the rows in the order of the file.
+
+        places: of the rows among those that count, in the order of their indices
+        """
+        wanted = {self._numbers[place] for place in places}
+        self._file.seek(0)
+        for number, line in enumerate(decompressed(self._file)):
+            if number in wanted:
+                yield StoredRow(self.journal.indices[number], self.journal.key(number), json.loads(line))
+                wanted.remove(number)
+                if not wanted:
+                    return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()

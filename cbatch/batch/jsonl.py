@@ -7,8 +7,8 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.strict_json import parse_json_object
+from cbatch.batch.journal import with_check
 from cbatch.batch.lines import MAX_LINE_BYTES, Line
-from cbatch.batch.row_check import with_check
 from cbatch.requests.row import InputRow
 from cbatch.requests.row_forms import fill_row, fill_with_columns
 

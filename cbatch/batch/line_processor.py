@@ -15,8 +15,8 @@ from cbatch.batch.rounds.round_loop import Ask, RoundLoop
 from cbatch.batch.rounds.tool_loop import ToolLoop
 from cbatch.batch.rounds.try_loop import TryLoop, nth_try
 from cbatch.batch.row_options import RowOptions
+from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.batch.unfinished.journaled_outputs import JournaledOutputs
-from cbatch.batch.unfinished.token_journal import TokenJournalConfig
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor

@@ -16,10 +16,9 @@ from cbatch.batch.journal import Journal
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line, LineSpool
 from cbatch.batch.python_rows import RowTemplate, lines_of
+from cbatch.batch.resume import ResumePlan
 from cbatch.batch.row_stream import FinishedRow, RowStream
-from cbatch.batch.templates.jinja_template import read_template
-from cbatch.batch.templates.prompt_template import PromptTemplate
-from cbatch.batch.unfinished.resume_plan import ResumePlan
+from cbatch.batch.templates import PromptTemplate, read_template
 from cbatch.batch.writer import FileWriter
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion

@@ -12,7 +12,7 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.batch.lines import Line
-from cbatch.batch.templates.prompt_template import ColumnTemplate
+from cbatch.batch.templates import ColumnTemplate
 from cbatch.requests.prompts import plain, row_fields
 
 RowTemplate = ColumnTemplate | Callable[[Any], object]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.cache.answer_cache import CacheConfig
-from cbatch.batch.unfinished.token_journal import TokenJournalConfig
+from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
 from cbatch.validation.validation import Validation
 

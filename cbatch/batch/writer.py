@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import IO, Self
 
 from cbatch.base.errors import ConfigError, ReaderGone, RunFailed
-from cbatch.batch.journal import SUPERSEDED, Journal
+from cbatch.batch.journal import SUPERSEDED, Journal, with_check
 from cbatch.batch.lines import Line
 from cbatch.batch.output_row import OutputRow
-from cbatch.batch.row_check import with_check
-from cbatch.batch.unfinished.resume_plan import Keyed, ResumePlan, plan_resume
-from cbatch.batch.unfinished.token_journal import (
+from cbatch.batch.resume import Keyed, ResumePlan, plan_resume, with_key
+from cbatch.batch.token_journal import (
     is_token_journal,
     remove_token_journal,
     token_journal_of,
 )
-from cbatch.batch.unfinished.truncated_rows import with_key
 
 SYNC_SECONDS = 0.5
 """Age at which rows that were written are synced to disk."""

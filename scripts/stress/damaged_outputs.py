@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 from cbatch.batch import journal
-from cbatch.batch.row_check import fits_check
+from cbatch.batch.journal import fits_check
 from tests.support.damaged_outputs import KINDS, DamageTest, make_engine
 
 MEMORY = Path("/dev/shm")

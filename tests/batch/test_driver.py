@@ -21,8 +21,8 @@ from cbatch.batch.journal import Journal
 from cbatch.batch.jsonl import format_row
 from cbatch.batch.lines import Line
 from cbatch.batch.output_row import RowOutcome
+from cbatch.batch.resume import plan_resume
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.unfinished.resume_plan import plan_resume
 from cbatch.engine.stats import EngineStats, total_stats
 
 OPTIONS = RowOptions(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.journal import Journal
+from cbatch.batch.journal import Journal, fits_check, with_check
 from cbatch.batch.jsonl import format_result, format_row
-from cbatch.batch.row_check import fits_check, with_check
 
 
 def fields_of(index: int, **more: Any) -> dict[str, Any]:

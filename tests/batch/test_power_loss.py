@@ -16,7 +16,7 @@ from cbatch.batch.journal import Journal
 from cbatch.batch.jsonl import format_result
 from cbatch.batch.lines import Line, read_lines
 from cbatch.batch.output_row import OutputRow
-from cbatch.batch.unfinished.resume_plan import ResumePlan, plan_resume
+from cbatch.batch.resume import ResumePlan, plan_resume
 from cbatch.batch.writer import FileWriter
 from cbatch.requests.row_keys import KEY_LENGTH
 

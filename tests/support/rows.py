@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cbatch.batch.journal import CHECK
 from cbatch.batch.jsonl import format_result
-from cbatch.batch.row_check import CHECK
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:

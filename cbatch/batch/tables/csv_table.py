@@ -1,16 +1,20 @@
-"""Reads CSV and TSV one record at a time, in bounded memory. What is wrong with a record harms no other."""
+"""CSV and TSV, read one record at a time in bounded memory, and written. A damaged record harms no other."""
 
 from __future__ import annotations
 
 import csv
+import io
+import json
 from collections import Counter
 from collections.abc import Iterator
-from typing import IO
+from contextlib import closing
+from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.units import format_count
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES
-from cbatch.batch.tables.table import TableRow
+from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text, values_of
+from cbatch.batch.tables.forms import Compression, OutputForm, compressed
 
 csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # of the process; `_Lines` bounds records earlier
 
@@ -158,3 +162,30 @@ class _Lines(Iterator[str]):
         except UnicodeDecodeError as error:
             self.encoding_error = error.reason
             return data.decode(errors="replace")
+
+
+def write_text(file: IO[bytes], form: OutputForm, kind: Compression | None, columns: list[Column], rows: Rows) -> None:
+    """Writes CSV, TSV, or the rows as they are. Values that are no text are written as JSON, null as nothing."""
+    with closing(compressed(file, kind)) as target:
+        if form == "jsonl":
+            target.writelines(rows())
+            return
+        format_record = _RecordFormat("\t" if form == "tsv" else ",")
+        target.write(format_record([column.name for column in columns]))
+        for row in rows():
+            target.write(format_record(map(as_text, values_of(json.loads(row), columns))))
+
+
+class _RecordFormat:
+    """Formats records of CSV that end with a newline alone, and quotes what any reader would take for a line end."""
+
+    def __init__(self, delimiter: str) -> None:
+        self._buffer = io.StringIO()
+        self._writer = csv.writer(self._buffer, delimiter=delimiter, lineterminator="\r\n")
+
+    def __call__(self, values: Any) -> bytes:
+        self._writer.writerow(values)
+        text = self._buffer.getvalue().removesuffix("\r\n")
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        return text.encode() + b"\n"

@@ -1,20 +1,25 @@
-"""Reads Parquet in batches, so that memory is bounded by the file's row groups."""
+"""Parquet: read in batches, so that memory is bounded by the file's row groups, and written."""
 
 from __future__ import annotations
 
 import base64
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import time
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.python_rows import as_data
-from cbatch.batch.tables.compression import CHUNK, import_pyarrow
+from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow, as_text, values_of
 from cbatch.batch.tables.csv_table import check_names
-from cbatch.batch.tables.table import TableRow
+from cbatch.batch.tables.forms import CHUNK, import_pyarrow
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**24
 """Most rows that are read at once, and about how many bytes of them."""
+
+GROUP_ROWS, GROUP_BYTES = 100_000, 64 * 2**20
+"""Rows of a row group that is written, and the bytes of their results after which it ends earlier."""
 
 _ZERO_FRACTION = r"\.0+(Z|[+-][0-9:]+|)$"
 
@@ -96,3 +101,102 @@ def _seekable(stream: IO[bytes]) -> IO[bytes]:
         copy.write(data)
     copy.seek(0)
     return copy
+
+
+def write_parquet(file: IO[bytes], columns: list[Column], rows: Rows, types: Mapping[str, Any]) -> None:
+    """Writes Parquet. Columns of the input get their types in `types` again, others those that all values fit.
+
+    Values without a type in common are text: JSON, if they are no text.
+    """
+    kept = {name: kind for name, kind in types.items() if _is_restorable(kind)}
+    while True:
+        try:
+            _write_groups(file, columns, rows, kept)
+            return
+        except _DoesNotFit as error:  # then the column gets a type that all its values fit
+            del kept[error.column]
+            file.seek(0)
+            file.truncate()
+
+
+class _DoesNotFit(Exception):
+    """A value does not fit the type that its column had in the input."""
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+
+
+def _write_groups(file: IO[bytes], columns: list[Column], rows: Rows, types: Mapping[str, Any]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    kinds = [types.get(column.source) if column.is_input else None for column in columns]
+    schema = pyarrow.schema(
+        [(column.name, kind or _inferred(column.kinds)) for column, kind in zip(columns, kinds, strict=True)]
+    )
+    with parquet.ParquetWriter(file, schema) as writer:
+        for group in _groups(rows(), columns):
+            arrays = [
+                _array(values, column, field.type, is_restored=kind is not None)
+                for values, column, field, kind in zip(zip(*group, strict=True), columns, schema, kinds, strict=True)
+            ]
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema), row_group_size=GROUP_ROWS)
+
+
+def _groups(rows: Iterator[bytes], columns: list[Column]) -> Iterator[list[list[Any]]]:
+    group: list[list[Any]] = []
+    size = 0
+    for row in rows:
+        group.append(values_of(json.loads(row), columns))
+        size += len(row)
+        if len(group) == GROUP_ROWS or size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _array(values: Any, column: Column, kind: Any, *, is_restored: bool) -> Any:
+    import pyarrow
+
+    if not is_restored:
+        return pyarrow.array(map(as_text, values) if kind == pyarrow.string() else values, kind)
+    try:
+        if pyarrow.types.is_time(kind):  # pyarrow has no cast for them
+            return pyarrow.array([time.fromisoformat(value) if value else None for value in values], kind)
+        if is_written_as_text(kind):
+            return pyarrow.array(values, pyarrow.string()).cast(kind)
+        return pyarrow.array(values, kind)
+    except (pyarrow.ArrowException, ValueError, TypeError) as error:
+        raise _DoesNotFit(column.source) from error
+
+
+def _inferred(kinds: Kinds) -> Any:
+    """The type of a column that has held these kinds of values."""
+    import pyarrow
+
+    if kinds in (Kinds.FLOAT, Kinds.FLOAT | Kinds.INT):
+        return pyarrow.float64()
+    return {Kinds.BOOL: pyarrow.bool_(), Kinds.INT: pyarrow.int64()}.get(kinds, pyarrow.string())
+
+
+def _is_restorable(kind: Any) -> bool:
+    """Whether pyarrow makes this type again of values that were JSON in between."""
+    from pyarrow import types
+
+    if is_written_as_text(kind):
+        return True
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_native(kind.value_type)
+    return _is_native(kind)
+
+
+def _is_native(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_is_native(field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_native(kind.value_type)
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or is_text)

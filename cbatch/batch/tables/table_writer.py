@@ -7,19 +7,58 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
-from cbatch.batch.tables.compression import check_compression, import_pyarrow
-from cbatch.batch.tables.finished_table import read_keys
-from cbatch.batch.tables.forms import Compression, OutputForm
-from cbatch.batch.tables.layout import TableLayout
-from cbatch.batch.tables.table_files import write_parquet, write_text
-from cbatch.batch.unfinished.resume_plan import Keyed, ResumePlan, plan_resume
-from cbatch.batch.unfinished.token_journal import token_journal_of
+from cbatch.batch.resume import Keyed, ResumePlan, plan_resume
+from cbatch.batch.tables.columns import TableLayout, is_result
+from cbatch.batch.tables.csv_table import CsvTable, write_text
+from cbatch.batch.tables.forms import (
+    READ_ERRORS,
+    Compression,
+    OutputForm,
+    check_compression,
+    decompressed,
+    import_pyarrow,
+)
+from cbatch.batch.tables.parquet_table import ParquetTable, write_parquet
+from cbatch.batch.token_journal import token_journal_of
 from cbatch.batch.writer import FileWriter, require_file
+
+
+def read_keys(path: Path, name: str, form: OutputForm) -> Journal:
+    """A journal that knows which rows a table holds, and not where. Raises ConfigError if it is no table of results."""
+    journal = Journal()
+    with path.open("rb") as file:
+        if form == "jsonl":
+            return _read_lines(file, name)
+        for columns in _rows(file, name, form):
+            if not is_result(columns):
+                raise ConfigError(f"{name} is not a table of results; --overwrite replaces it.")
+            journal.append(int(columns["index"]), 0)
+            journal.keys += bytes.fromhex(columns["key"])
+            journal.failed.append(bool(columns["error_code"]))
+    return journal
+
+
+def _read_lines(file: IO[bytes], name: str) -> Journal:
+    try:
+        return Journal.read(decompressed(file), name)
+    except READ_ERRORS as error:
+        raise ConfigError(f"{name} cannot be read: {error}.") from error
+
+
+def _rows(file: IO[bytes], name: str, form: OutputForm) -> Iterator[Mapping[str, Any]]:
+    try:
+        delimiter = "\t" if form == "tsv" else ","
+        table = ParquetTable(file, name) if form == "parquet" else CsvTable(decompressed(file), name, delimiter)
+        for row in table.rows():
+            yield {"error_code": None} | row.columns
+    except READ_ERRORS as error:
+        raise ConfigError(f"{name} cannot be read: {error}.") from error
+
 
 JOURNAL_ENDING = ".journal.jsonl"
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import KnownOutput
 from cbatch.base.units import format_count
-from cbatch.batch.unfinished.token_journal import TokenJournal, TokenJournalConfig
-from cbatch.batch.unfinished.token_records import TokenRecord
+from cbatch.batch.token_journal import TokenJournal, TokenJournalConfig, TokenRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.recorded_outputs import content_key, continuation_key

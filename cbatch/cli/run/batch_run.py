@@ -14,9 +14,9 @@ from cbatch.batch.driver import BatchDriver
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.resume import ResumePlan
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
-from cbatch.batch.unfinished.resume_plan import ResumePlan
 from cbatch.batch.writer import FileWriter, RowWriter
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.options import RunOptions

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def open_input(options: RunOptions) -> RowInput:
     """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
+    from cbatch.batch.tables.forms import WHOLE, Shard
     from cbatch.batch.tables.row_input import RowInput
-    from cbatch.batch.tables.shard import WHOLE, Shard
 
     template = options.row_template()
     shard = Shard.parse(options.shard) if options.shard is not None else WHOLE

@@ -14,7 +14,7 @@ from cbatch.base.template_options import FIXED_DATE, TemplateOptions
 from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.forms import TABLES, InputForm, OutputForm, input_form, output_form, unit_of
-from cbatch.batch.unfinished.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
+from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.requests.param_names import own_params
@@ -23,7 +23,7 @@ from cbatch.tools.tool import MAX_TOOL_ROUNDS
 from cbatch.validation.validation import CHECK_TIMEOUT_S, Validation
 
 if TYPE_CHECKING:
-    from cbatch.batch.templates.prompt_template import ColumnTemplate
+    from cbatch.batch.templates import ColumnTemplate
 
 TEMPLATE_ENDINGS = (".jinja", ".jinja2", ".j2")
 """A template with such an ending is the name of a file."""
@@ -87,8 +87,7 @@ class RunOptions:
         """What makes the prompts. Raises ConfigError if it cannot be read."""
         if self.template is None:
             return None
-        from cbatch.batch.templates.jinja_template import read_template
-        from cbatch.batch.templates.prompt_template import PromptTemplate
+        from cbatch.batch.templates import PromptTemplate, read_template
 
         is_file = self.template.endswith(TEMPLATE_ENDINGS)
         return read_template(Path(self.template)) if is_file else PromptTemplate(self.template)

@@ -17,8 +17,7 @@ from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_options, model_options, sampling_options
 from cbatch.cli.run.command import run
 from cbatch.cli.run.files import open_input
-from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions
-from cbatch.cli.verify.sample import parse_sample
+from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions, parse_sample
 
 if TYPE_CHECKING:
     from cbatch.cli.verify.offline import FileReport
@@ -67,7 +66,7 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
     if options.offline:
         return _verify_offline(options)
     from cbatch.batch.engine_driver import EngineDriver
-    from cbatch.batch.stored_rows import StoredRows
+    from cbatch.batch.journal import StoredRows
 
     quiet = options.run.quiet
     with StoredRows(Path(options.run.output)) as stored:
@@ -88,7 +87,7 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
 
 def _verify_offline(options: VerifyOptions) -> Literal[0, 1, 2]:
     """Reads the file, and the input if it is known. Loads no model."""
-    from cbatch.batch.stored_rows import StoredRows
+    from cbatch.batch.journal import StoredRows
     from cbatch.batch.tables.forms import unit_of
     from cbatch.cli.verify.offline import check_file
 

@@ -13,8 +13,17 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.tables.compression import READ_ERRORS, compressed, decompressed, first_bytes, import_pyarrow
-from cbatch.batch.tables.forms import Compression, compression, input_form, output_form
+from cbatch.batch.tables.forms import (
+    READ_ERRORS,
+    Compression,
+    compressed,
+    compression,
+    decompressed,
+    first_bytes,
+    import_pyarrow,
+    input_form,
+    output_form,
+)
 from cbatch.extras import install_command
 
 TEXT = b"one\ntwo\n" + b"long " * 50_000 + b"\nlast"

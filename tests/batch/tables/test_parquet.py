@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.tables.layout import Column, Kinds, TableLayout
-from cbatch.batch.tables.parquet_table import ParquetTable
-from cbatch.batch.tables.table_files import write_parquet
+from cbatch.batch.tables.columns import Column, Kinds, TableLayout
+from cbatch.batch.tables.parquet_table import ParquetTable, write_parquet
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
@@ -132,7 +131,7 @@ def test_a_value_that_does_not_fit_its_old_type() -> None:
 
 def test_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: rows are written in groups."""
-    monkeypatch.setattr("cbatch.batch.tables.table_files.GROUP_ROWS", 2)
+    monkeypatch.setattr("cbatch.batch.tables.parquet_table.GROUP_ROWS", 2)
     file = io.BytesIO()
     rows: list[bytes] = [b'{"extra": {"x": %d}}' % number for number in range(5)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cbatch.batch.tables.result_columns import (
+from cbatch.batch.tables.columns import (
     ALWAYS,
     carried_columns,
     earlier_error,

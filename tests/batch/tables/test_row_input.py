@@ -16,11 +16,9 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.jsonl import parse_line
-from cbatch.batch.tables.forms import InputForm, unit_of
+from cbatch.batch.tables.forms import WHOLE, InputForm, Shard, unit_of
 from cbatch.batch.tables.row_input import RowInput
-from cbatch.batch.tables.shard import WHOLE, Shard
-from cbatch.batch.templates.jinja_template import JinjaTemplate
-from cbatch.batch.templates.prompt_template import PromptTemplate
+from cbatch.batch.templates import JinjaTemplate, PromptTemplate
 
 ROWS = [{"id": str(number), "text": f"row {number}, täxt", "n": number} for number in range(20)]
 TEMPLATE = PromptTemplate("Say {text} of {id}")

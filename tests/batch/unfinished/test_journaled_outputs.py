@@ -16,9 +16,9 @@ from cbatch.batch.driver import StreamObserver
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
 from cbatch.batch.row_stream import RowStream
+from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.batch.unfinished import journaled_outputs
 from cbatch.batch.unfinished.journaled_outputs import JournaledOutputs
-from cbatch.batch.unfinished.token_journal import TokenJournalConfig
 from cbatch.requests.completion import Completion
 from cbatch.tools.loader import load_tools
 from cbatch.validation.validation import Validation

@@ -11,14 +11,16 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import KnownOutput, TokenLogprobs
-from cbatch.batch.unfinished import token_journal
-from cbatch.batch.unfinished.token_journal import (
+from cbatch.batch import token_journal
+from cbatch.batch.token_journal import (
     MAGIC,
     TokenJournal,
+    TokenRecord,
+    format_record,
     is_token_journal,
+    parse_record,
     remove_token_journal,
 )
-from cbatch.batch.unfinished.token_records import TokenRecord, format_record, parse_record
 
 SCORED = TokenRecord(
     7,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.batch.journal import with_check
 from cbatch.batch.jsonl import format_result, format_row
-from cbatch.batch.row_check import with_check
-from cbatch.batch.unfinished.truncated_rows import earlier_limits, known_tokens, with_key
+from cbatch.batch.resume import earlier_limits, known_tokens, with_key
 
 OLD, NEW = "0" * 32, "1" * 32
 

@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.batch import journal
-from cbatch.batch.row_check import fits_check
+from cbatch.batch.journal import fits_check
 from tests.support.damaged_outputs import DamageTest, make_engine
 
 

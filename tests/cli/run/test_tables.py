@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import io
 import json
 import re
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from cbatch.batch.tables import compression
 from cbatch.cli.main import run_command
 from tests.support.fork_server import ForkServer, KillPoint
 
@@ -193,14 +193,14 @@ def test_a_missing_extra_refuses_the_run(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, name: str
 ) -> None:
     """Guards runs without pyarrow: exit code 2 with what to install, for inputs and outputs."""
-    real = compression.importlib.import_module
+    real = importlib.import_module
 
     def without(module: str, *rest: Any) -> Any:
         if module in ("pyarrow", "compression.zstd"):
             raise ImportError(module)
         return real(module, *rest)
 
-    monkeypatch.setattr(compression.importlib, "import_module", without)
+    monkeypatch.setattr(importlib, "import_module", without)
     (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd....")
     source = write_csv(tmp_path / "good.csv", 1)
     for arguments in ([tmp_path / name], [source, "-o", tmp_path / f"out.{name}"]):

@@ -11,8 +11,8 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
+from cbatch.batch.resume import ResumePlan
 from cbatch.batch.rounds import try_loop
-from cbatch.batch.unfinished.resume_plan import ResumePlan
 from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
 from tests.cli.run.test_resume import Case

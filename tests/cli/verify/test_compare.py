@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.verify.compare import Difference, first_difference
+from cbatch.cli.verify.report import Difference, first_difference
 
 ROW: dict[str, Any] = {
     "index": 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.cli.verify.sample import Sample
+from cbatch.cli.verify.options import Sample
 
 
 def test_sizes() -> None:

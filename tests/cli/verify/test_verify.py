@@ -17,7 +17,7 @@ from cbatch.base.errors import Interrupted
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
 from cbatch.cli.main import run_command
-from cbatch.cli.verify.recompute import Recomputation
+from cbatch.cli.verify.verification import Recomputation
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.batch import Logits
 from tests.support.model_folder import make_tokenizer, save_model
