@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from cbatch.base.config_checks.generation_config import read_generation_config
-from cbatch.base.config_checks.model_config import read_model_config
 from cbatch.base.errors import ConfigError, ModelError
 from cbatch.base.gguf_source import is_gguf
 from cbatch.base.hub import reachable_source
@@ -23,13 +21,13 @@ from cbatch.base.model_files import (
     weight_files,
 )
 from cbatch.base.quantization import Quantization
+from cbatch.model.config import UnsupportedConfig, read_generation_config, read_model_config
 from cbatch.model.dtypes import choose_formats
+from cbatch.model.families import read_program
 from cbatch.model.fingerprint import fingerprint
 from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.declarations import read_program
 from cbatch.model.programs.program import Program
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime.device import is_accelerator

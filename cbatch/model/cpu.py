@@ -30,13 +30,14 @@ from cbatch.kernels.cpu.recurrent.states import NO_RECURRENCE, Recurrence, new_r
 from cbatch.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.model.base import LinearCost
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families import read_program, text_config
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.packed_file import PackedFile
 from cbatch.model.packing import CpuProgram
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.declarations import check_weights, read_program, resolved, text_config
+from cbatch.model.programs.named_tensors import check_weights, resolved
 from cbatch.model.programs.program import Attend
 from cbatch.model.programs.stored import StoredWeights
 from cbatch.runtime.batch import Argmax, Logits, RaggedBatch

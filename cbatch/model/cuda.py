@@ -19,14 +19,15 @@ from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED, Quantization
 from cbatch.kernels.layer_ops import Addend, LayerOps, Recurrence
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.device_program import DeviceProgram
 from cbatch.model.dtypes import activations_in
+from cbatch.model.families import read_program, text_config
 from cbatch.model.float8 import Float8Use, float8_problem
 from cbatch.model.lora.device import DeviceAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.declarations import check_weights, read_program, resolved, text_config
+from cbatch.model.programs.named_tensors import check_weights, resolved
 from cbatch.model.programs.stored import StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16

@@ -32,9 +32,9 @@ from cbatch.kernels.layer_ops import (
 )
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.base import DeviceInputs, HiddenStates
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.float8 import Float8Use
-from cbatch.model.programs.config_reader import UnsupportedConfig
 from cbatch.model.programs.program import (
     RESIDUAL,
     Attend,

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from cbatch.base.config_checks.generation_config import read_generation_config
-from cbatch.base.config_checks.model_config import read_model_config
 from cbatch.base.errors import (
     CbatchError,
     ConfigError,
@@ -34,6 +32,7 @@ from cbatch.base.quantization import Quantization
 from cbatch.base.units import format_bytes
 from cbatch.model.base import Model
 from cbatch.model.checkpoint import NoFastPath, load_fast_model
+from cbatch.model.config import read_generation_config, read_model_config
 from cbatch.model.dtypes import choose_dtype
 from cbatch.model.fingerprint import fingerprint
 from cbatch.model.formats.gguf import GgufModel

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cbatch.base.config_checks.kinds import Flag, Kind, Number, Patterns, Text, Whole, check_settings
 from cbatch.base.errors import ModelError
 from cbatch.base.hub import looks_like_path, reachable_source
 from cbatch.base.model_files import check_files, check_source, model_folder, read_json_object
+from cbatch.model.setting_kinds import FLAG, Kind, check_settings, number, patterns, text, whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -40,13 +40,13 @@ _WITHOUT_EFFECT = frozenset(
 """Keys that say how an adapter was trained, or what its tensors say themselves."""
 
 _KINDS: dict[str, Kind] = {
-    "peft_type": Text(),
-    "bias": Text(),
-    "r": Whole(1, 2**16),
-    "lora_alpha": Number(-(2**16), 2**16),
-    "use_rslora": Flag(),
-    "rank_pattern": Patterns(Whole(1, 2**16)),
-    "alpha_pattern": Patterns(Number(-(2**16), 2**16)),
+    "peft_type": text(),
+    "bias": text(),
+    "r": whole(1, 2**16),
+    "lora_alpha": number(-(2**16), 2**16),
+    "use_rslora": FLAG,
+    "rank_pattern": patterns(whole(1, 2**16)),
+    "alpha_pattern": patterns(number(-(2**16), 2**16)),
 }
 """What settings that are read may be."""
 

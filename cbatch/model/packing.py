@@ -35,8 +35,8 @@ from cbatch.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE, prepa
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.kernels.cpu.tensors import as_array
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
-from cbatch.model.programs.config_reader import UnsupportedConfig
 from cbatch.model.programs.program import (
     RESIDUAL,
     Activation,

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
-from cbatch.model.programs.declarations import read_program
+from cbatch.model.families import read_program
 from cbatch.model.programs.program import Linear
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.models import load_random

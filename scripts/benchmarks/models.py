@@ -14,9 +14,9 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.float8_matrix import rounded_rows
 from cbatch.model.base import LinearCost, Model
+from cbatch.model.families import read_program
 from cbatch.model.loader import LoadedModel
 from cbatch.model.lora_files import Adapter
-from cbatch.model.programs.declarations import read_program
 from cbatch.model.programs.program import Weight
 from cbatch.model.programs.stored import StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch

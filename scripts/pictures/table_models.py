@@ -54,7 +54,7 @@ it:
 - **Files.** What is no regular file (a pipe, a device, a socket, also by a link) is not opened. Files of settings have
   64 MiB and 100 levels of nesting at most, tokenizers 512 MiB. JSON that is wrong is named with its line and column.
 - **Settings.** Those that models share, in `config.json` and the parts of it, in `generation_config.json` and in the
-  `adapter_config.json` of [LoRA](lora.md), have a type and a range (`cbatch/base/config_checks/`): 1024 layers,
+  `adapter_config.json` of [LoRA](lora.md), have a type and a range (`cbatch/model/config.py`): 1024 layers,
   2²⁰ columns, 2²⁴ tokens in the vocabulary, 2³¹ - 1 positions. null counts as absent, and unknown settings are left to
   the family of the model.
 - **Weights.** On the fast path, the shapes of all tensors must be those that the settings ask for. For transformers,

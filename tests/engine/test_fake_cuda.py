@@ -21,8 +21,8 @@ from cbatch.engine.kernel_checks.gpu import without_kernels
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cuda import CudaModel
 from cbatch.model.dtypes import _warn_once
+from cbatch.model.families import read_program
 from cbatch.model.loader import LoadedModel
-from cbatch.model.programs.declarations import read_program
 from cbatch.runtime import transfer
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.transfer import HostCopy, to_device

@@ -13,8 +13,8 @@ import torch
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
-from cbatch.model.programs.config_reader import UnsupportedConfig
 from cbatch.runtime.batch import Logits, RaggedBatch
 from tests.support.generation import generate
 from tests.support.tiny_models import (

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import DeviceInputs
-from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.config import UnsupportedConfig
 from cbatch.runtime.kv_cache import KVCache
 from tests.support.cuda_model import (
     DEVICE,

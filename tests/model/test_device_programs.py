@@ -19,8 +19,8 @@ from cbatch.base.params import SamplingParams
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import DeviceInputs
 from cbatch.model.cpu import CpuModel
-from cbatch.model.programs.declarations import read_program
-from cbatch.model.programs.families.registry import declared_kinds
+from cbatch.model.families import read_program
+from cbatch.model.families.registry import declared_kinds
 from cbatch.runtime.batch import RaggedBatch
 from tests.support.architectures import CLASSES
 from tests.support.cuda_model import engine_around, kv_cache_of, logits_of

@@ -21,12 +21,12 @@ from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.cpu.program import run_step
 from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
+from cbatch.model.families import read_program
+from cbatch.model.families.registry import declared_kinds
 from cbatch.model.loader import LoadedModel
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.declarations import read_program
-from cbatch.model.programs.families.registry import declared_kinds
 from cbatch.model.programs.program import Program
 from tests.support.architectures import CLASSES
 from tests.support.cuda_model import engine_around
@@ -171,7 +171,7 @@ def test_unknown_keys_send_a_model_to_transformers(monkeypatch: pytest.MonkeyPat
     config = saved_model("gemma2").config
     for value in (None, False, [], ""):
         assert read_program(config | {"new_scale": value}).kind == "gemma2"
-    monkeypatch.setattr("cbatch.model.programs.declarations._class_defaults", lambda _: {"new_scale": 2.0})
+    monkeypatch.setattr("cbatch.model.families._class_defaults", lambda _: {"new_scale": 2.0})
     assert read_program(config | {"new_scale": 2.0}).kind == "gemma2"
     with pytest.raises(UnsupportedConfig, match="says new_scale = 3"):
         read_program(config | {"new_scale": 3.0})

@@ -11,10 +11,11 @@ import torch
 from cbatch.attention.cpu import CpuAttention
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.declarations import check_weights, read_program, resolved
+from cbatch.model.families import read_program
+from cbatch.model.programs.named_tensors import check_weights, resolved
 from tests.support.model_checks import is_greedy_output, reference_logits
 from tests.support.programs import PROMPT, error_of, expected_logits, reconfigured, saved_model, typical_error
 from tests.support.recurrent_runs import Chunk, Runner

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cbatch.base.config_checks.model_config import read_model_config
 from cbatch.base.errors import ModelError
+from cbatch.model.config import read_model_config
 from cbatch.model.cpu import CpuModel
 from cbatch.model.hf.weights_fit import check_weights_fit
 from cbatch.model.loader import DEMO_MODEL

@@ -16,7 +16,7 @@ from cbatch.base.errors import ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.model.programs.declarations import declared_kinds
+from cbatch.model.families import declared_kinds
 from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate
 from tests.support.planted_faults import (

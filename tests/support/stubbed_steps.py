@@ -22,7 +22,7 @@ from cbatch.attention.triton import TritonAttention
 from cbatch.base.quantization import Quantization
 from cbatch.engine.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.model.cuda import CudaModel
-from cbatch.model.programs.declarations import read_program
+from cbatch.model.families import read_program
 from cbatch.runtime import transfer
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache

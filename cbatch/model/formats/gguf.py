@@ -13,15 +13,16 @@ import torch
 
 from cbatch.base.errors import ModelError
 from cbatch.base.quantization import Quantization
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.dtypes import choose_formats
+from cbatch.model.families import read_program
 from cbatch.model.formats.gguf_blocks import BF16, F16, FLOATS, block_name
 from cbatch.model.formats.gguf_config import Config, read_config
 from cbatch.model.formats.gguf_file import GgufFile, read_gguf
 from cbatch.model.formats.gguf_names import sources_of
 from cbatch.model.formats.gguf_weights import GgufWeights, bits_per_weight, rounded_types
 from cbatch.model.formats.integers import tell_rounded, tell_widened
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.declarations import check_weights, read_program
+from cbatch.model.programs.named_tensors import check_weights
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.fast_loader import TextTokenizer

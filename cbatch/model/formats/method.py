@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.base.errors import ModelError
-from cbatch.model.programs.config_reader import UnsupportedConfig
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.tensor_files import TensorHeader, Tensors
 
 FLOATS = ("F16", "BF16", "F32")

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from cbatch.base.errors import ModelError
 from cbatch.base.quantization import Quantization
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.formats import awq, compressed_tensors, fp8, gptq, mxfp4
 from cbatch.model.formats.integers import Integers, common_format, rounded, tell_rounded, tell_widened
 from cbatch.model.formats.matrices import FloatMatrix, Rows, StoredMatrix
 from cbatch.model.formats.method import FLOATS, Headers, Settings, UnreadQuantization
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.declarations import resolved
+from cbatch.model.programs.named_tensors import resolved
 from cbatch.model.programs.program import Program, Weight
 from cbatch.model.programs.stored import StoredWeights
 from cbatch.model.tensor_files import Tensors

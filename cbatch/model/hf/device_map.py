@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from cbatch.base.config import EngineConfig
-from cbatch.base.config_checks.model_config import read_model_config
 from cbatch.base.errors import ConfigError
 from cbatch.base.model_files import (
     WEIGHTS_INDEX,
@@ -27,6 +26,7 @@ from cbatch.base.model_files import (
 from cbatch.base.run_folder import RunFolder
 from cbatch.base.units import parse_memory
 from cbatch.extras import require_package
+from cbatch.model.config import read_model_config
 from cbatch.model.dtypes import choose_dtype
 from cbatch.runtime.device import is_accelerator, is_cuda, usable_gpus
 from cbatch.runtime.memory import device_memory

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.programs.builder import Layer
-from cbatch.model.programs.config_reader import UnsupportedConfig
 from cbatch.model.programs.program import (
     GatedDelta,
     GatedNorm,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.model.programs.config_reader import ConfigReader, UnsupportedConfig
+from cbatch.model.config import ConfigReader, UnsupportedConfig
 from cbatch.model.programs.program import Rotary
 
 _SCALED = ("llama3", "yarn", "longrope")

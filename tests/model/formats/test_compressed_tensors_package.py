@@ -18,9 +18,9 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.cpu.matmul.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
 from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
+from cbatch.model.families import read_program
 from cbatch.model.formats import compressed_tensors
 from cbatch.model.formats.quantized import QuantizedCheckpoint, without_quantization
-from cbatch.model.programs.declarations import read_program
 from cbatch.model.tensor_files import Tensors
 from tests.support.generation import generate
 from tests.support.gguf_files import network_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.mixers import gated_convolution
 from cbatch.model.programs.program import Activation
 from cbatch.model.programs.rotary import read_rotary

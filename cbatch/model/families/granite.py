@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, Layer, NormKind
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.mixers import ScanSizes, mamba2
 from cbatch.model.programs.program import Activation, Rotary
 from cbatch.model.programs.rotary import read_rotary

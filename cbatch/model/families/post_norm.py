@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, NormKind
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.rotary import read_rotary
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from cbatch.base.config_checks.generation_config import read_generation_config
-from cbatch.base.config_checks.model_config import check_model_config, read_model_config
 from cbatch.base.errors import ModelError
 from cbatch.base.model_files import InvalidFile, check_files, check_source, weight_files
+from cbatch.model.config import check_model_config, read_generation_config, read_model_config
 from tests.support.evil_configs import DEEP, EVIL, content, settings, write_evil
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 89}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.gemma import WITH_PICTURES
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.families.gemma import WITH_PICTURES
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.program import (
     RESIDUAL,
     Activation,

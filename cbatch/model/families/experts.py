@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from cbatch.model.config import ConfigReader, UnsupportedConfig
+from cbatch.model.families.gemma import WITH_PICTURES
+from cbatch.model.families.llama import hunyuan_rotary
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.model.programs.families.gemma import WITH_PICTURES
-from cbatch.model.programs.families.llama import hunyuan_rotary
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.program import RESIDUAL, Activation, Gate, HeadNorms, Linear
 from cbatch.model.programs.rotary import read_rotary
 

@@ -1,4 +1,4 @@
-"""Makes the program of a model from its config.json, and checks it against the weights in its files."""
+"""The tensors of a model's files by the names that its program has for them, and whether they are those it needs."""
 
 from __future__ import annotations
 
@@ -6,78 +6,17 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import cbatch.model.programs.families as _families  # noqa: F401  # which registers them
-from cbatch.model.programs.builder import Builder
-from cbatch.model.programs.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.model.programs.families.registry import declaration_of, declared_kinds
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.programs.program import Layout, Program
 from cbatch.model.programs.stored import StoredWeights
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 _NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-__all__ = ["check_weights", "declared_kinds", "read_program", "resolved", "text_config"]
-
-
-def read_program(config: Mapping[str, Any]) -> Program:
-    """The program of a model. Raises UnsupportedConfig if its family or one of its settings is not known."""
-    try:
-        return _read(config)
-    except UnsupportedConfig:
-        raise
-    except KeyError as error:
-        raise UnsupportedConfig(f"its config.json has no {error.args[0]}") from error
-    except Exception as error:  # any error that unexpected values cause
-        raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the text model, which models of text with pictures keep in a part of theirs."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        return config
-    outer = (
-        "model_type", "architectures", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype",
-        "quantization_config", "image_token_id", "image_token_index", "video_token_id", "audio_token_id",
-    )  # fmt: skip
-    return {**text, **{key: config[key] for key in outer if key in config}}
-
-
-def _read(config: Mapping[str, Any]) -> Program:
-    reader = ConfigReader(text_config(config))
-    declare = declaration_of(reader.kind)
-    if declare is None:
-        raise UnsupportedConfig(f"its model type {reader.kind} has no declaration")
-    model = Builder(reader)
-    declare(model)
-    unread = reader.unread()
-    if unread:
-        defaults = _class_defaults(reader.kind)
-        odd = {key: value for key, value in unread.items() if key not in defaults or defaults[key] != value}
-        if odd:
-            key, value = next(iter(odd.items()))
-            raise UnsupportedConfig(f"its config.json says {key} = {value!r}, which its declaration does not know")
-    program = model.program()
-    if not program.caches:
-        raise UnsupportedConfig("it has no layer that attends")
-    return program
-
-
-def _class_defaults(kind: str) -> dict[str, Any]:
-    """What transformers takes for keys that a config.json does not have. It is imported for unknown keys only."""
-    from transformers import CONFIG_MAPPING
-
-    try:
-        defaults: dict[str, Any] = CONFIG_MAPPING[kind]().to_dict()
-    except Exception:  # no class of that name, or one without defaults
-        return {}
-    return defaults
 
 
 def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

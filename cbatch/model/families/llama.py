@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, NormKind
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.program import Activation, Rotary
 from cbatch.model.programs.rotary import read_rotary, rope_settings
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from cbatch.model.config import ConfigReader, UnsupportedConfig
+from cbatch.model.families.experts import biased_router
+from cbatch.model.families.granite import expanded_scan
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, Layer, NormKind
-from cbatch.model.programs.config_reader import ConfigReader, UnsupportedConfig
-from cbatch.model.programs.families.experts import biased_router
-from cbatch.model.programs.families.granite import expanded_scan
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.mixers import ScanSizes, mamba2
 from cbatch.model.programs.program import Activation, Linear, Matrix, Norm
 from cbatch.model.programs.rotary import read_rotary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, NormKind
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.program import Matrix
 from cbatch.model.programs.rotary import read_rotary
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.experts import add_biased_experts, num_experts
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, NormKind
-from cbatch.model.programs.config_reader import UnsupportedConfig
-from cbatch.model.programs.families.experts import add_biased_experts, num_experts
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.program import RESIDUAL
 from cbatch.model.programs.rotary import read_rotary, rope_settings, yarn_mscale
 

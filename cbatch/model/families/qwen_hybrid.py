@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cbatch.model.config import ConfigReader
+from cbatch.model.families.experts import add_gated_shared_expert, num_experts, sparse_layers
+from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.config_reader import ConfigReader
-from cbatch.model.programs.families.experts import add_gated_shared_expert, num_experts, sparse_layers
-from cbatch.model.programs.families.registry import family
 from cbatch.model.programs.mixers import DeltaSizes, gated_delta_net
 from cbatch.model.programs.program import Activation, Gate, Linear, Matrix
 from cbatch.model.programs.rotary import read_rotary

@@ -1,0 +1,259 @@
+"""Reads a model's config.json and generation_config.json.
+
+Both are checked before anything is made of them: a size that no model comes near costs minutes or gigabytes before its
+weights are compared with it, and a wrong type fails anywhere. What only some families have is left to them: they read
+a config.json by a `ConfigReader`, which notes what they have understood of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cbatch.base.model_files import InvalidFile, read_json_object
+from cbatch.model.setting_kinds import (
+    FINITE,
+    FLAG,
+    OBJECT,
+    Kind,
+    check_settings,
+    either,
+    listed,
+    number,
+    shown,
+    text,
+    whole,
+)
+
+_LAYERS, _HEADS, _EXPERTS, _COLUMNS, _VOCABULARY = 2**10, 2**14, 2**15, 2**20, 2**24
+_TOKENS, _WINDOW = 2**31 - 1, 2**20
+_TOKEN_IDS = whole(-(2**31), 2**31 - 1, listed=True)
+_POSITIONS = number(1, _TOKENS)
+"""Some files have them as 4096.0."""
+_NAME = text()
+_EPSILON, _BASE = number(0, 1), number(1e-3, 1e15)
+
+
+def _named(kind: Kind, names: str) -> dict[str, Kind]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_FIELDS: dict[str, Kind] = {
+    **_named(whole(1, _LAYERS), "num_hidden_layers n_layer n_layers num_layers"),
+    **_named(whole(1, _COLUMNS), "hidden_size n_embd d_model"),
+    **_named(whole(1, _VOCABULARY), "vocab_size"),
+    **_named(whole(1, _HEADS, listed=True), "num_attention_heads n_head n_heads num_heads"),
+    **_named(whole(1, _HEADS, listed=True), "num_key_value_heads num_kv_heads multi_query_group_num"),
+    **_named(whole(0, 2**16), "head_dim kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim global_head_dim"),
+    **_named(
+        whole(0, _VOCABULARY, listed=True),
+        "intermediate_size moe_intermediate_size shared_expert_intermediate_size n_inner ffn_dim d_ff ffn_hidden_size",
+    ),
+    **_named(
+        whole(0, _EXPERTS, listed=True),
+        "num_experts num_local_experts n_routed_experts moe_num_experts n_shared_experts num_experts_per_tok "
+        "num_experts_per_token moe_top_k moe_topk moe_k",
+    ),
+    **_named(_POSITIONS, "max_position_embeddings n_positions original_max_position_embeddings"),
+    **_named(
+        whole(0, _WINDOW, listed=True), "sliding_window sliding_window_size attention_chunk_size attention_window"
+    ),
+    **_named(_BASE, "rope_theta rotary_emb_base rope_local_base_freq global_rope_theta local_rope_theta"),
+    **_named(number(0, 16), "partial_rotary_factor rotary_pct rope_pct"),
+    **_named(
+        _EPSILON, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon layernorm_epsilon rms_eps"
+    ),
+    **_named(listed(_LAYERS, _NAME, "names"), "layer_types layers_block_type mlp_layer_types block_types"),
+    **_named(listed(64, _NAME, "names"), "architectures"),
+    **_named(_NAME, "model_type hidden_act hidden_activation activation_function tokenizer_class"),
+    **_named(either(_NAME, OBJECT), "dtype torch_dtype"),
+    **_named(_TOKEN_IDS, "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id"),
+    **_named(FLAG, "tie_word_embeddings is_encoder_decoder is_decoder use_sliding_window"),
+    **_named(OBJECT, "rope_scaling rope_parameters quantization_config text_config vision_config audio_config"),
+    **_named(OBJECT, "id2label label2id auto_map"),
+    **_named(whole(0, 2**17), "num_labels"),
+}
+"""Settings of a text model, under all their names, and what they may be. The most is far beyond any model there is."""
+
+_ROPE: dict[str, Kind] = {
+    **_named(_NAME, "rope_type type"),
+    **_named(_BASE, "rope_theta"),
+    **_named(_POSITIONS, "original_max_position_embeddings"),
+    **_named(number(0, 16), "partial_rotary_factor"),
+    **_named(number(1e-6, 1e9), "factor low_freq_factor high_freq_factor beta_fast beta_slow"),
+    **_named(number(-1e9, 1e9), "attention_factor mscale mscale_all_dim"),
+    **_named(listed(2**14, FINITE, "numbers"), "long_factor short_factor mrope_section"),
+}
+
+_TEXT_PARTS = frozenset(("text_config", "llm_config", "language_config", "thinker_config", "decoder_config"))
+"""Objects within a config.json that hold the settings of a text model."""
+
+_COUNTS = {
+    re.compile(r".*(layers|blocks|depth|passes|loops|cycles|codebooks)"): _LAYERS,
+    re.compile(r".*(heads|experts|groups)"): _EXPERTS,
+}
+"""Names of settings, in parts of models too, after whose numbers modules are made one by one."""
+
+_UNBOUNDED = frozenset(("model_max_length", "max_length"))
+"""Settings of tokenizers that some files have as 10**30."""
+
+_LONG = frozenset(("id2label", "label2id", "quantization_config"))
+_MOST_SETTINGS = 20_000
+"""Real files have some hundreds. transformers copies them several times, and looks at each."""
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; empty if there is none. Raises InvalidFile if it is damaged or cannot be true."""
+    path = folder / "config.json"
+    config = read_json_object(path)
+    check_model_config(config, path)
+    return config
+
+
+def check_model_config(config: Mapping[str, Any], path: Path) -> None:
+    """Raises InvalidFile for a setting of another type than all models have it, or of an impossible size."""
+    _check_part(config, path, "")
+    for count, (name, value) in enumerate(_settings(config)):
+        if count >= _MOST_SETTINGS:
+            raise InvalidFile(f"{path} has more than {_MOST_SETTINGS} settings.")
+        if isinstance(value, int) and abs(value) >= 2**63 and name not in _UNBOUNDED:
+            raise InvalidFile(f"{path}: {shown(name)} is {shown(value)}, which no setting of a model is.")
+
+
+def _check_part(part: Mapping[str, Any], path: Path, inside: str, *, is_text: bool = True) -> None:
+    if is_text:
+        check_settings(part, _FIELDS, path, inside)
+    for name, value in part.items():
+        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
+            _check_rope(value, path, f"{inside}{name}.")
+        elif isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
+            _check_part(value, path, f"{inside}{name}.", is_text=name in _TEXT_PARTS)
+        elif isinstance(value, int) and value > _LAYERS:
+            _check_count(name, value, path, inside)
+
+
+def _check_count(name: str, value: int, path: Path, inside: str) -> None:
+    most = next((most for names, most in _COUNTS.items() if names.fullmatch(name)), value)
+    if value > most:
+        raise InvalidFile(f"{path}: {inside}{name} must be at most {most}, not {shown(value)}.")
+
+
+def _check_rope(settings: Mapping[str, Any], path: Path, inside: str) -> None:
+    check_settings(settings, _ROPE, path, inside)
+    for kind, value in settings.items():  # by the types of layers
+        if isinstance(value, dict):
+            check_settings(value, _ROPE, path, f"{inside}{kind}.")
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All settings that are neither lists nor objects, each with the name of the innermost one that holds it.
+
+    Without those of which a large model has many: labels, and how each of its matrices is quantized.
+    """
+    left: list[tuple[str, Any]] = [("", config)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += (item for item in value.items() if item[0] not in _LONG)
+        elif isinstance(value, list):
+            left += ((name, one) for one in value)
+            yield name, None
+        else:
+            yield name, value
+
+
+_GENERATION: dict[str, Kind] = {
+    **_named(FLAG, "do_sample"),
+    **_named(number(0, 1000), "temperature"),
+    **_named(number(0, 1), "top_p min_p typical_p"),
+    **_named(whole(-1, _TOKENS), "top_k"),
+    **_named(number(0.01, 100), "repetition_penalty"),
+    **_named(whole(0, _TOKENS), "min_new_tokens max_length min_length no_repeat_ngram_size"),
+    **_named(whole(1, _TOKENS), "max_new_tokens num_beams"),
+    **_named(either(_NAME, listed(1024, _NAME, "names")), "stop_strings"),
+    **_named(_TOKEN_IDS, "bos_token_id eos_token_id pad_token_id decoder_start_token_id"),
+}
+"""Settings of a generation_config.json that the engine or transformers uses, and what they may be."""
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The generation_config.json of a folder; empty if there is none. Raises InvalidFile for a wrong setting."""
+    path = folder / "generation_config.json"
+    settings = read_json_object(path)
+    check_settings(settings, _GENERATION, path)
+    return settings
+
+
+NEUTRAL = frozenset(
+    {
+        "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "auto_map",
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id",
+        "id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params",
+        "initializer_range", "initializer_factor", "init_std", "embedding_initializer_range", "init_method",
+        "use_cache", "pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "torchscript",
+        "is_decoder", "is_encoder_decoder", "add_cross_attention", "chunk_size_feed_forward", "gradient_checkpointing",
+        "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "embedding_dropout",
+        "hidden_dropout_prob", "residual_dropout", "dropout", "resid_dropout", "embed_dropout", "classifier_dropout",
+        "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise",
+        "router_z_loss_coef", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
+        "unsloth_fixed", "unsloth_version", "use_mrope", "rope_interleaved", "cross_attention_hidden_size",
+        "tokenizer_class", "prefix", "tie_encoder_decoder", "language", "quantization",
+    }
+)  # fmt: skip
+"""Keys that change nothing of what a model gives in a forward pass, in any family."""
+
+
+class UnsupportedConfig(Exception):
+    """Why the fast path does not support a model."""
+
+
+class ConfigReader:
+    """The keys of a config.json."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.kind = str(values.get("model_type"))
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        """A value that must be there. Raises UnsupportedConfig if it is not, or is null."""
+        value = self.get(key)
+        if value is None:
+            raise UnsupportedConfig(f"its config.json has no {key}")
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value, or what the class of the config has if the key is absent."""
+        self._read.add(key)
+        return self.values.get(key, default)
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first key that is there: configurations have several names for one thing.
+
+        Raises UnsupportedConfig if all are absent or null.
+        """
+        found = [value for value in map(self.get, keys) if value is not None]
+        if not found:
+            raise UnsupportedConfig(f"its config.json has no {keys[0]}")
+        return found[0]
+
+    def expect(self, key: str, *accepted: Any) -> Any:
+        """A value of which only some are understood; the first of them if the key is absent.
+
+        Raises UnsupportedConfig for another one.
+        """
+        value = self.get(key, accepted[0])
+        if value not in accepted:
+            raise UnsupportedConfig(f"its {key} is {value}")
+        return value
+
+    def ignore(self, *keys: str) -> None:
+        """Notes keys that change nothing here."""
+        self._read.update(keys)
+
+    def unread(self) -> dict[str, Any]:
+        """What nobody has read and may matter: values other than null, false and nothing."""
+        others = self.values.keys() - self._read - NEUTRAL
+        return {key: value for key in sorted(others) if (value := self.values[key]) not in (None, False, "", [], {})}
