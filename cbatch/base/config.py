@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from cbatch.base.errors import ConfigError
+from cbatch.base.option import check_options, documented, option, parse_json
 from cbatch.base.units import parse_memory
 
 DEVICE_VARIABLE = "CBATCH_DEVICE"
@@ -16,107 +19,165 @@ DEVICE_VARIABLE = "CBATCH_DEVICE"
 CPU_CACHE_SHARE = "25%"
 """What the KV cache takes of free memory if nothing is said, where the device works in the memory of the host."""
 
+FLOAT_TYPES = ("auto", "float32", "bfloat16", "float16")
 
+
+def _parse_target(text: str) -> float | str | None:
+    """Milliseconds, `auto`, or `none`, which becomes None."""
+    if text in ("auto", "none"):
+        return None if text == "none" else text
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise ValueError(f"{text!r} is no number of milliseconds above 0, nor auto or none.")
+    return milliseconds
+
+
+def _parse_speculate(text: str) -> int | str:
+    """A number of tokens, `auto`, or `off`."""
+    if text in ("auto", "off"):
+        return text
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise ValueError(f"{text!r} is no number of at least 1, nor auto or off.")
+    return int(text)
+
+
+def _parse_max_memory(text: str) -> dict[str, Any]:
+    """A JSON object of amounts of memory by devices."""
+    limits = parse_json(text)
+    if not isinstance(limits, dict):
+        raise ValueError(f'{text} is not a JSON object such as {{"cpu": "30GiB"}}.')
+    return limits
+
+
+_model, _engine, _memory = (partial(option, group=group) for group in ("Model", "Engine", "Memory"))
+
+
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What an engine loads, and how much of the machine it uses.
 
-    model:            folder or Hugging Face hub id of a causal language model, a GGUF file, or one on the hub as
-                      `ID:FILE.gguf`; None: the bundled demo model
-    revision:         branch, tag or commit on the hub
-    device:           auto, cpu, cuda, cuda:N, xpu or mps
-    dtype:            auto, float32, bfloat16 or float16
-    max_seqs:         most requests that run at once; None: 256 on a GPU, 32 on a CPU
-    max_batch_tokens: token budget of one step; longer prompts are computed in chunks; None: 2048 on a GPU, 512 on a CPU
-    block_size:       tokens in one block of the KV cache
-    kv_cache_memory:  `4GiB`, or `90%` of free memory; None: 90% on a GPU, 25% on a CPU. On a GPU, a percentage is
-                      reduced as needed, so that the largest step still fits
-    kv_blocks:        exact number of blocks, instead of kv_cache_memory
-    prefix_cache:     compute the common beginning of prompts only once
-    attention:        auto, or the name of an attention backend
-    deterministic:    give a token the same bits whatever else is in its step, however its prompt was cut and whether it
-                      was preempted; on a GPU that takes time (see docs/gpu.md)
-    cuda_graphs:      replay steps on a GPU as CUDA graphs, if model and attention backend allow it
-    run_ahead:        overlap scheduling with execution; None: on an NVIDIA or AMD GPU only
-    target_step_ms:   longest time of a step in milliseconds while requests decode; prompts get fewer tokens to keep to
-                      it. `auto`: 1.75 times the time of a step without prompts; None: no limit
-    speculate:        most tokens that are drafted for a request in a step, off, or auto: as many as pay, on the fast
-                      path of a CPU (see docs/speculation.md)
-    state_slots:      exact number of slots for recurrent states, running requests and snapshots together, of a model
-                      that has any; None: as many as are of use and fit
-    state_dtype:      type of recurrent states. auto: that in which the model's reference has them; bfloat16 or float16:
-                      half of that
-    kv_dtype:         type of the KV cache. auto: that of the model; fp8: one byte for each number, on a GPU; u8: one
-                      byte for each number, and a scale for those of a token and head, on a CPU
-    quantize:         int8: store weights in one byte each; int4: in half a byte, but the head (fast path only); None:
-                      as they are
-    activations:      how products with quantized weights round what they multiply them with. On a CPU: int8, or bf16,
-                      which is slower and loses nothing. On a GPU only fp8 does something: it rounds for FP8 weights, if
-                      the chip multiplies FP8
-    weight_cache:     keep packed weights in a file, which later engines and those of other processes map (fast path on
-                      a CPU only, on Linux)
-    weight_cache_size: the most that these files may take: `50GiB`, or a share of what their disk would have free
-                      without them; None: 50%
-    weights_folder:   folder of this user alone for these files, also of small models; None: `~/.cache/cbatch/weights`
-    device_map:       auto: spread a model that is larger than its device over CUDA GPUs, CPU memory and disk; none:
-                      keep it on its device
-    max_memory:       most memory that weights may take on a device when they are spread, such as {"cuda:0": "20GiB",
-                      "cpu": "50%"}; of the others 80% of what is free
-    offload_folder:   folder for weights that are rewritten for the disk; None: that of temporary files
-    lora:             LoRA adapters that requests may name, in folders or hub ids: {"sql": "adapters/sql"}
+    Raises ConfigError for a value of another type, one out of range, and values that do not go together.
     """
 
-    model: str | None = None
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    max_seqs: int | None = None
-    max_batch_tokens: int | None = None
-    block_size: int = 16
-    kv_cache_memory: str | None = None
-    kv_blocks: int | None = None
-    prefix_cache: bool = True
-    attention: str = "auto"
-    deterministic: bool = False
-    cuda_graphs: bool = True
-    run_ahead: bool | None = None
-    target_step_ms: float | Literal["auto"] | None = None
-    speculate: int | Literal["auto", "off"] = "auto"
-    state_slots: int | None = None
-    state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_dtype: str = "auto"
-    quantize: str | None = None
-    activations: str = "int8"
-    weight_cache: bool = True
-    weight_cache_size: str | None = None
+    model: str | None = _model(
+        None,
+        "Model to load: hub id, folder, GGUF file or ID:FILE.gguf.",
+        names=("-m", "--model"),
+        metavar="ID_OR_DIR",
+        is_file=True,
+        shown="a small demo model",
+    )
+    revision: str | None = _model(None, "Branch, tag or commit of a hub model.", metavar="REV")
+    device: str = _model(
+        "auto", "Device to run on: cpu, cuda, cuda:N, xpu, mps or auto (CBATCH_DEVICE, else a GPU if there is one)."
+    )
+    dtype: str = _model(
+        "auto", "Data type of the model; auto keeps the stored one if the device is fast at it.", choices=FLOAT_TYPES
+    )
+    quantize: str | None = _model(
+        None,
+        "Quantize weights to one byte each, or to half a byte (models with a fast path).",
+        metavar="int8|int4",
+    )
+    activations: str = _model(
+        "int8",
+        "How products with quantized weights round activations. On a CPU, bf16 is slower and more exact than int8; fp8 "
+        "is for FP8 weights on GPUs that multiply FP8.",
+        metavar="int8|bf16|fp8",
+    )
+    device_map: Literal["none", "auto"] = _model(
+        "none", "Spread a model that is larger than its device over GPUs, CPU memory and disk."
+    )
+    max_memory: Mapping[str, str | int] | None = _model(
+        None,
+        'Most memory for weights on each device, with --device-map: \'{"cuda:0": "20GiB", "cpu": "50%"}\'.',
+        more="Of the others 80% of what is free.",
+        metavar="JSON",
+        parse=_parse_max_memory,
+    )
+    offload_folder: str | None = _model(
+        None, "Folder for weights rewritten for the disk, with --device-map.", metavar="DIR", is_file=True
+    )
+    max_seqs: int | None = _engine(
+        None, "Most requests that run at once.", more="Default: 256 on a GPU, 32 on a CPU.", low=1
+    )
+    max_batch_tokens: int | None = _engine(
+        None,
+        "Most tokens computed in one step; longer prompts are split.",
+        more="Default: 2,048 on a GPU, 512 on a CPU.",
+        low=1,
+    )
+    prefix_cache: bool = _engine(True, "Compute the shared beginnings of prompts only once.")
+    attention: str = _engine("auto", "Attention backend: auto, cpu, triton or reference.", metavar="NAME")
+    deterministic: bool = _engine(
+        False,
+        "Give a row the same bits whatever runs beside it; a CPU's fast path always does, a GPU takes longer.",
+        more="Also however its prompt was cut, and whether it was preempted.",
+    )
+    cuda_graphs: bool = _engine(True, "Replay steps from CUDA graphs, on a GPU.")
+    run_ahead: bool | None = _engine(None, "Overlap scheduling with execution.", shown="on for CUDA")
+    target_step_ms: float | Literal["auto"] | None = _engine(
+        None,
+        "Limit the time of a step, and so the time between tokens, while prompts are prefilled.",
+        more="auto: 1.75 times the time of a step without prompts.",
+        metavar="MS|auto|none",
+        parse=_parse_target,
+        shown="none",
+    )
+    speculate: int | Literal["auto", "off"] = _engine(
+        "auto",
+        "Draft up to N tokens of a request in a step, from text so far; auto: if it pays. Changes no output.",
+        metavar="auto|N|off",
+        parse=_parse_speculate,
+    )
+    block_size: int = _memory(16, "Tokens in a block of the KV cache.", low=1)
+    kv_dtype: str = _memory(
+        "auto",
+        "Type of the KV cache; fp8 (GPU) and u8 (CPU) take one byte a number.",
+        more="u8 has a scale for the numbers of each token and head.",
+        metavar="auto|fp8|u8",
+    )
+    kv_cache_memory: str | None = _memory(
+        None,
+        "Size of the KV cache: 4GiB, or 90% of free memory.",
+        more="Default: 90% on a GPU, 25% on a CPU. On a GPU, a percentage is reduced as needed, so that the largest "
+        "step still fits.",
+        metavar="SIZE",
+    )
+    kv_blocks: int | None = _memory(None, "Exact number of blocks in the KV cache (for tests).", low=1)
+    state_dtype: str = _memory(
+        "auto",
+        "Type of recurrent states, of models that have any.",
+        more="auto: that in which the model's reference has them.",
+        choices=FLOAT_TYPES,
+    )
+    state_slots: int | None = _memory(
+        None, "Exact number of slots for recurrent states, requests and snapshots together (for tests).", low=1
+    )
+    weight_cache: bool = _memory(
+        True,
+        "Keep packed weights in ~/.cache/cbatch for the next start, on a CPU.",
+        more="Engines of other processes map the same file (Linux).",
+    )
+    weight_cache_size: str | None = _memory(
+        None,
+        "Most that they may take: 50GiB, or a share of the free disk.",
+        metavar="SIZE",
+        shown="50%",
+    )
     weights_folder: str | None = None
-    device_map: Literal["none", "auto"] = "none"
-    max_memory: Mapping[str, str | int] | None = None
-    offload_folder: str | None = None
+    """Folder of this user alone for packed weights, also of small models; None: `~/.cache/cbatch/weights`."""
     lora: Mapping[str, str] | None = None
+    """LoRA adapters that requests may name, in folders or hub ids: {"sql": "adapters/sql"}."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a value of another type, or a number below 1."""
-        for name in ("max_seqs", "max_batch_tokens", "block_size", "kv_blocks", "state_slots"):
-            value = getattr(self, name)
-            if value is None and name != "block_size":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-        for name in ("prefix_cache", "deterministic", "cuda_graphs", "run_ahead", "weight_cache"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        always = ("kv_dtype", "device", "dtype", "attention", "activations")
-        sizes = ("kv_cache_memory", "weight_cache_size")
-        for name in ("model", "revision", "quantize", "weights_folder", "offload_folder", *sizes, *always):
-            value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name in always):
-                example = ', such as "4GiB" or "90%"' if name in sizes else ""
-                raise ConfigError(f"{name} must be a text{example}, not {value!r}.")
-        if self.state_dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigError(
-                f"There is no state dtype {self.state_dtype!r}; choose auto, float32, bfloat16 or float16."
-            )
+        check_options(self)
+        if not isinstance(self.weights_folder, str | None):
+            raise ConfigError(f"weights_folder must be a text, not {self.weights_folder!r}.")
         is_count = isinstance(self.speculate, int) and not isinstance(self.speculate, bool) and self.speculate >= 1
         if not is_count and self.speculate not in ("auto", "off"):
             raise ConfigError(f"speculate must be auto, off or a whole number of at least 1, not {self.speculate!r}.")
@@ -129,8 +190,6 @@ class EngineConfig:
         self._check_lora()
 
     def _check_device_map(self) -> None:
-        if self.device_map not in ("none", "auto"):
-            raise ConfigError(f"There is no device map {self.device_map!r}; choose none or auto.")
         _check_max_memory(self.max_memory)
         if self.device_map == "none":
             for name in ("max_memory", "offload_folder"):

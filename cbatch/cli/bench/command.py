@@ -14,7 +14,7 @@ from cbatch.batch.tables.forms import INPUT_FORMS
 from cbatch.cli.bench.options import ABLATIONS, PEERS, STRATEGIES, BenchOptions, parse_skews, parse_users
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
-from cbatch.cli.common.options import NameListOption, engine_options, make_options, model_options, replica_options
+from cbatch.cli.common.options import NameListOption, engine_options, make_options, replica_options
 
 PRESETS: dict[str, dict[str, Any]] = {
     "article": {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4},
@@ -107,8 +107,7 @@ name_list = partial(click.option, cls=NameListOption, callback=_names, metavar="
 @click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures (needs cbatch[plot]).")
 @click.option("--json", is_flag=True, help="Print one JSON object to stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
-@model_options
-@engine_options(max_seqs="Most requests that run at once; only with --users or --find-capacity.")
+@engine_options(max_seqs={"help": "Most requests that run at once; only with --users or --find-capacity."})
 @replica_options
 def bench(**values: Any) -> Literal[0]:
     """Measure what continuous batching gives on this machine and model, with your prompts or synthetic ones.

@@ -15,12 +15,13 @@ from click.core import ParameterSource
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError, ConfigError, Interrupted, ReaderGone
+from cbatch.base.option import options_of
 from cbatch.cli.chat.batch_engines import BatchEngines
 from cbatch.cli.chat.session.files import as_path
 from cbatch.cli.common.console import Details, ProgressState, notice
 from cbatch.cli.common.exits import UserError
-from cbatch.cli.common.options import ENGINE_FIELDS, make_options
-from cbatch.cli.common.replica_options import REPLICA_FIELDS
+from cbatch.cli.common.options import make_options
+from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.run.command import run
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
@@ -155,7 +156,7 @@ def parse_run_options(command_line: str) -> RunOptions:
         raise UserError("/run: --stats needs the name of a file here.")
     if options.check:
         raise UserError("--check only works in the shell: cbatch run FILE --check.")
-    for name in (*ENGINE_FIELDS, *REPLICA_FIELDS, "trace"):
+    for name in (*options_of(EngineConfig), *options_of(ReplicaOptions), "trace"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UserError(f"--{name.replace('_', '-')} cannot be changed here: the engine is running already.")
     return options

@@ -59,7 +59,7 @@ class BatchEngines:
             self._driver = None
         if self._driver is None:
             launcher = EngineLauncher(engine, self._launch_others(), name="this chat")
-            timeout_s = self._options.timeout_s or TIMEOUT_S
+            timeout_s = self._options.replica_timeout or TIMEOUT_S
             self._driver = ReplicaDriver(launcher, self._shared_config, timeout_s=timeout_s)
         return self._driver
 
@@ -79,4 +79,4 @@ class BatchEngines:
         from cbatch.replicas.ray_cluster import RayLauncher
 
         others = options.wanted - 1 if options.wanted is not None else None
-        return RayLauncher(options.ray, others, options.resources)
+        return RayLauncher(options.ray, others, options.ray_resources)

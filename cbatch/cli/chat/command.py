@@ -22,7 +22,6 @@ from cbatch.cli.common.options import (
     engine_options,
     lora_option,
     make_options,
-    model_options,
     replica_options,
     sampling_options,
     template_kwargs_option,
@@ -108,9 +107,8 @@ class ChatOptions:
     "--transcript/--no-transcript", default=True, help="Print the conversations when you leave [default: on]."
 )
 @template_kwargs_option
-@model_options
 @sampling_options(in_chat=True)
-@engine_options(target_step_ms="auto")
+@engine_options(target_step_ms={"default": "auto", "show_default": True})
 @lora_option
 @replica_options
 @trace_option

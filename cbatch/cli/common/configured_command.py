@@ -57,6 +57,16 @@ class ConfiguredCommand(click.Command):
             raise problem
         return rest
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Shows options by the groups that their records give them."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(parameter, "group", ""), []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group or "Options"):
+                formatter.write_dl(records)
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Says where defaults can be written down, and which of them counts."""
         preset = "then the preset, " if any(option.callback is _use_preset for option in self.params) else ""

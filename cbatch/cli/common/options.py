@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,23 +16,16 @@ from click.shell_completion import CompletionItem
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.option import OptionField, options_of
 from cbatch.base.params import PARAM_NAMES, SamplingParams
 from cbatch.base.template_options import TemplateOptions
-from cbatch.cli.common.replica_options import (
-    ReplicaOptions,
-    parse_address,
-    parse_replicas,
-    parse_resources,
-    parse_timeout,
-)
+from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
 from cbatch.requests.param_names import own_params
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from click.types import OptionHelpExtra
-
-AT_LEAST_1 = click.IntRange(1)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Options = TypeVar("Options", bound="DataclassInstance")
@@ -152,28 +144,6 @@ def _parse_template_kwargs(ctx: click.Context, parameter: click.Parameter, value
         raise click.BadParameter(str(error), ctx, parameter) from None
 
 
-def _parse_target(ctx: click.Context, parameter: click.Parameter, value: str) -> float | str | None:
-    """Reads milliseconds, `auto`, or `none`, which becomes None."""
-    if value in ("auto", "none"):
-        return None if value == "none" else value
-    try:
-        milliseconds = float(value)
-    except ValueError:
-        milliseconds = math.nan
-    if not 0 < milliseconds < math.inf:
-        raise click.BadParameter(f"{value!r} is no number of milliseconds above 0, nor auto or none.", ctx, parameter)
-    return milliseconds
-
-
-def _parse_speculate(ctx: click.Context, parameter: click.Parameter, value: str) -> int | str:
-    """Reads a number of tokens, `auto`, or `off`."""
-    if value in ("auto", "off"):
-        return value
-    if not (value.isascii() and value.isdecimal() and int(value) >= 1):
-        raise click.BadParameter(f"{value!r} is no number of at least 1, nor auto or off.", ctx, parameter)
-    return int(value)
-
-
 def _parse_lora(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     """Reads `NAME=PATH` texts."""
     places: dict[str, str] = {}
@@ -187,156 +157,86 @@ def _parse_lora(ctx: click.Context, parameter: click.Parameter, values: tuple[st
     return places
 
 
-def _parse_max_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    """Reads a JSON object of amounts of memory by devices, whose content EngineConfig checks."""
-    limits = None if value is None else _parse_json(ctx, parameter, "", value)
-    if not isinstance(limits, dict | None):
-        raise click.BadParameter(f'{value} is not a JSON object such as {{"cpu": "30GiB"}}.', ctx, parameter)
-    return limits
+def click_option(one: OptionField, **changes: Any) -> click.Option:
+    """An option of a command, as a field of a record says it.
 
-
-model_options = _apply(
-    option(
-        "-m",
-        "--model",
-        metavar="ID_OR_DIR",
-        envvar="CBATCH_MODEL",
-        cls=ModelOption,
-        help="Model to load: hub id, folder, GGUF file or ID:FILE.gguf [default: a small demo model].",
-    ),
-    option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
-    option(
-        "--device",
-        default="auto",
-        show_default=True,
-        help="Device to run on: cpu, cuda, cuda:N, xpu, mps or auto (CBATCH_DEVICE, else a GPU if there is one).",
-    ),
-    option(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        default="auto",
-        show_default=True,
-        help="Data type of the model; auto keeps the stored one if the device is fast at it.",
-    ),
-    option(
-        "--device-map",
-        type=click.Choice(["none", "auto"]),
-        default="none",
-        show_default=True,
-        help="Spread a model that is larger than its device over GPUs, CPU memory and disk.",
-    ),
-    option(
-        "--max-memory",
-        metavar="JSON",
-        callback=_parse_max_memory,
-        help='Most memory for weights on each device, with --device-map: \'{"cuda:0": "20GiB", "cpu": "50%"}\'.',
-    ),
-    option("--offload-folder", metavar="DIR", help="Folder for weights rewritten for the disk, with --device-map."),
-)
-
-
-def engine_options(
-    target_step_ms: str = "none", max_seqs: str = "Most requests that run at once."
-) -> Callable[[Command], Command]:
-    """Adds the engine's options to a command.
-
-    target_step_ms: the command's default for --target-step-ms
-    max_seqs:       its help for --max-seqs
+    changes: attributes of Click's that are different for this command
     """
-    return _apply(
-        option("--max-seqs", type=AT_LEAST_1, help=max_seqs),
-        option(
-            "--max-batch-tokens", type=AT_LEAST_1, help="Most tokens computed in one step; longer prompts are split."
-        ),
-        option(
-            "--block-size", type=AT_LEAST_1, default=16, show_default=True, help="Tokens in a block of the KV cache."
-        ),
-        option(
-            "--prefix-cache/--no-prefix-cache",
-            default=True,
-            help="Compute the shared beginnings of prompts only once [default: on].",
-        ),
-        option(
-            "--attention",
-            default="auto",
-            show_default=True,
-            metavar="NAME",
-            help="Attention backend: auto, cpu, triton or reference.",
-        ),
-        option(
-            "--deterministic",
-            is_flag=True,
-            help="Give a row the same bits whatever runs beside it; a CPU's fast path always does, a GPU takes longer.",
-        ),
-        option(
-            "--cuda-graphs/--no-cuda-graphs",
-            default=True,
-            help="Replay steps from CUDA graphs, on a GPU [default: on].",
-        ),
-        option(
-            "--run-ahead/--no-run-ahead", default=None, help="Overlap scheduling with execution [default: on for CUDA]."
-        ),
-        option(
-            "--quantize",
-            metavar="int8|int4",
-            help="Quantize weights to one byte each, or to half a byte (models with a fast path).",
-        ),
-        option(
-            "--activations",
-            default="int8",
-            show_default=True,
-            metavar="int8|bf16|fp8",
-            help="How products with quantized weights round activations. On a CPU, bf16 is slower and more exact than "
-            "int8; fp8 is for FP8 weights on GPUs that multiply FP8.",
-        ),
-        option(
-            "--weight-cache/--no-weight-cache",
-            default=True,
-            help="Keep packed weights in ~/.cache/cbatch for the next start, on a CPU [default: on].",
-        ),
-        option(
-            "--weight-cache-size",
-            metavar="SIZE",
-            help="Most that they may take: 50GiB, or a share of the free disk [default: 50%].",
-        ),
-        option(
-            "--target-step-ms",
-            default=target_step_ms,
-            callback=_parse_target,
-            show_default=True,
-            metavar="MS|auto|none",
-            help="Limit the time of a step, and so the time between tokens, while prompts are prefilled.",
-        ),
-        option(
-            "--speculate",
-            default="auto",
-            callback=_parse_speculate,
-            show_default=True,
-            metavar="auto|N|off",
-            help="Draft up to N tokens of a request in a step, from text so far; auto: if it pays. Changes no output.",
-        ),
-        option(
-            "--kv-dtype",
-            default="auto",
-            show_default=True,
-            metavar="auto|fp8|u8",
-            help="Type of the KV cache; fp8 (GPU) and u8 (CPU) take one byte a number.",
-        ),
-        option("--kv-cache-memory", metavar="SIZE", help="Size of the KV cache: 4GiB, or 90% of free memory."),
-        option("--kv-blocks", type=AT_LEAST_1, help="Exact number of blocks in the KV cache (for tests)."),
-        option(
-            "--state-dtype",
-            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-            default="auto",
-            show_default=True,
-            help="Type of recurrent states, of models that have any.",
-        ),
-        option(
-            "--state-slots",
-            type=AT_LEAST_1,
-            help="Exact number of slots for recurrent states, requests and snapshots together (for tests).",
-        ),
-    )
+    about, names = one.about, list(one.about.names or (one.dashed,))
+    given: dict[str, Any] = {"default": one.default, "metavar": about.metavar, "hidden": about.is_hidden}
+    shown = about.shown
+    if one.kinds == (bool,):
+        given["is_flag"] = True
+        if one.default is not False:
+            names[-1] += names[-1].replace("--", "/--no-")
+            shown = shown or "on"
+    elif one.choices and one.kinds in ((), (str,)):
+        given["type"] = click.Choice(one.choices)
+    elif about.parse is not None:
+        given |= {"callback": _reader(about.parse), "default": None if callable(one.default) else one.default}
+    elif one.kinds in ((int,), (float,)):
+        given["type"] = _number(one)
+    if one.is_list:
+        given |= {"multiple": True, "cls": JsonListOption}
+    if one.name == "model":
+        given |= {"cls": ModelOption, "envvar": "CBATCH_MODEL"}
+    help = about.help
+    if shown is None and "default" not in changes:
+        given["show_default"] = one.default not in (None, False, ()) and not one.is_list
+    elif shown:
+        help = f"{help.removesuffix('.')} [default: {shown}]."
+    given |= {"help": help} | changes
+    made: click.Option = given.pop("cls", click.Option)([*names, one.name], **given)
+    made.group = about.group  # type: ignore[attr-defined]
+    return made
+
+
+def _number(one: OptionField) -> Any:
+    kind = one.kinds[0]
+    ranged: Any = click.IntRange if kind is int else click.FloatRange
+    about = one.about
+    if about.low is None and about.high is None:
+        return kind
+    return ranged(about.low, about.high, min_open=about.above)
+
+
+def _reader(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that reads what was typed; values that are none yet are left."""
+
+    def read(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except (ValueError, RequestError) as error:
+            raise click.BadParameter(str(error), ctx, parameter) from None
+
+    return read
+
+
+def record_options(record: type, *skipped: str, **changes: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Adds the options of a record to a command.
+
+    skipped: fields that this command has not
+    changes: attributes of Click's, for a field, that are different for this command
+    """
+
+    def add(command: Command) -> Command:
+        for name, one in reversed(options_of(record).items()):
+            if name not in skipped:
+                command = _with_option(command, click_option(one, **changes.get(name, {})))
+        return command
+
+    return add
+
+
+def _with_option(command: Command, made: click.Option) -> Command:
+    """As Click's own decorators do."""
+    if isinstance(command, click.Command):
+        command.params.append(made)
+    else:
+        vars(command).setdefault("__click_params__", []).append(made)
+    return command
 
 
 template_kwargs_option = option(
@@ -346,30 +246,13 @@ template_kwargs_option = option(
     help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
 )
 
-replica_options = _apply(
-    option(
-        "--replicas",
-        callback=parse_replicas,
-        metavar="N|auto",
-        help="Run batches on N engines in processes of their own; auto: one for each GPU, or each NUMA node.",
-    ),
-    option(
-        "--ray", callback=parse_address, metavar="auto|HOST:PORT", help="Run them on a Ray cluster (needs cbatch[ray])."
-    ),
-    option(
-        "--ray-resources",
-        callback=parse_resources,
-        metavar="JSON",
-        help="What each of them needs of the cluster, such as '{\"num_gpus\": 1}' [default: a GPU, or a node's CPUs].",
-    ),
-    option(
-        "--replica-timeout",
-        type=float,
-        callback=parse_timeout,
-        metavar="SECONDS",
-        help="Start a replica again that gives no sign for so long [default: 300].",
-    ),
-)
+replica_options = record_options(ReplicaOptions)
+
+
+def engine_options(**changes: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Adds the engine's options to a command. `changes`: see `record_options`"""
+    return record_options(EngineConfig, **changes)
+
 
 lora_option = option(
     "--lora",
@@ -442,11 +325,6 @@ def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
     )
 
 
-ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig) if field.name not in ("weights_folder", "lora"))
-"""The fields that are options of all commands with an engine.
-
-A folder of shared weights is chosen by the program that starts several engines; `lora_option` is for some commands.
-"""
 SAMPLING_FIELDS = (
     "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "
     "repetition_penalty ignore_eos prompt_logprobs regex json_schema"
@@ -498,8 +376,8 @@ class SamplingOptions:
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """The engine's configuration, from the options of `model_options` and `engine_options`."""
-    return EngineConfig(**{name: values[name] for name in ENGINE_FIELDS}, lora=values.get("lora") or None)
+    """The engine's configuration, from the options of `engine_options`, and `lora_option` if the command has it."""
+    return EngineConfig(**{name: values[name] for name in options_of(EngineConfig)}, lora=values.get("lora") or None)
 
 
 def make_options(record: type[Options], values: Mapping[str, Any]) -> Options:
@@ -508,10 +386,10 @@ def make_options(record: type[Options], values: Mapping[str, Any]) -> Options:
     Its field `engine` is an EngineConfig, `sampling` a SamplingOptions, `replicas` a ReplicaOptions; every other field
     has the name of an option.
     """
-    shared = {
+    shared: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "engine": engine_config,
         "sampling": SamplingOptions.from_values,
-        "replicas": ReplicaOptions.from_values,
+        "replicas": lambda values: ReplicaOptions(*(values[name] for name in options_of(ReplicaOptions))),
     }
     names = [field.name for field in fields(record)]
     return record(**{name: shared[name](values) if name in shared else values[name] for name in names})

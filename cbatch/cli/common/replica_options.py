@@ -7,88 +7,96 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import click
+from functools import partial
+from typing import Literal
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-
-REPLICA_FIELDS = ("replicas", "ray", "ray_resources", "replica_timeout")
-"""The names of these options."""
+from cbatch.base.option import option
 
 
-def parse_replicas(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """Reads a number of at least 1, or `auto`."""
-    if value is None or value == "auto":
-        return value
-    number = int(value) if re.fullmatch("[0-9]{1,6}", value) else 0
-    if number < 1:
-        raise click.BadParameter(f"{value!r} is neither a number of at least 1 nor auto.", ctx, parameter)
-    return number
+def _parse_number(text: str) -> int | str:
+    """A number of at least 1, or `auto`."""
+    number = int(text) if re.fullmatch("[0-9]{1,6}", text) else 0
+    if number < 1 and text != "auto":
+        raise ValueError(f"{text!r} is neither a number of at least 1 nor auto.")
+    return number or text
 
 
-def parse_address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Reads `auto` or `HOST:PORT`."""
-    if value is None or value == "auto" or re.fullmatch(r"[^\s/]+:[0-9]{1,5}", value):
-        return value
-    raise click.BadParameter(f"{value!r} is neither HOST:PORT nor auto, the cluster of this machine.", ctx, parameter)
+def _parse_address(text: str) -> str:
+    """`auto` or `HOST:PORT`."""
+    if text != "auto" and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", text):
+        raise ValueError(f"{text!r} is neither HOST:PORT nor auto, the cluster of this machine.")
+    return text
 
 
-def parse_resources(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, float] | None:
-    """Reads a JSON object of amounts by the names of resources."""
-    if value is None:
-        return None
+def _parse_resources(text: str) -> dict[str, float]:
+    """A JSON object of amounts by the names of resources."""
     try:
-        resources = json.loads(value)
+        resources = json.loads(text)
     except (ValueError, RecursionError):
         resources = None
     if not isinstance(resources, dict) or not all(map(_is_amount, resources.values())):
         wanted = '\'{"num_cpus": 8, "num_gpus": 1}\''
-        raise click.BadParameter(f"{value!r} is no JSON object of numbers, such as {wanted}.", ctx, parameter)
+        raise ValueError(f"{text!r} is no JSON object of numbers, such as {wanted}.")
     return resources
 
 
-def parse_timeout(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuses what is no length of time."""
-    if value is not None and not 0 < value < math.inf:
-        raise click.BadParameter(f"{value:g} is no number of seconds above 0.", ctx, parameter)
-    return value
+def _parse_timeout(text: str) -> float:
+    """Seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a valid float.") from None
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds:g} is no number of seconds above 0.")
+    return seconds
 
 
 def _is_amount(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
+_option = partial(option, group="Replicas")
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Where the rows of a batch are computed: in this process, unless `number` or `ray` is set.
+    """Where the rows of a batch are computed: in this process, unless `replicas` or `ray` is set."""
 
-    number:    of replicas; `auto`: as many as there is room for
-    ray:       address of a Ray cluster that runs them; None: this machine
-    resources: what each of them needs of the cluster; None: Ray's replicas say
-    timeout_s: seconds after which a replica that gives no sign is started again; None: the driver's own
-    """
-
-    number: int | Literal["auto"] | None = None
-    ray: str | None = None
-    resources: Mapping[str, float] | None = None
-    timeout_s: float | None = None
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> ReplicaOptions:
-        """Makes the record from Click's values."""
-        return cls(*(values[name] for name in REPLICA_FIELDS))
+    replicas: int | Literal["auto"] | None = _option(
+        None,
+        "Run batches on N engines in processes of their own; auto: one for each GPU, or each NUMA node.",
+        metavar="N|auto",
+        parse=_parse_number,
+    )
+    ray: str | None = _option(
+        None, "Run them on a Ray cluster (needs cbatch[ray]).", metavar="auto|HOST:PORT", parse=_parse_address
+    )
+    ray_resources: Mapping[str, float] | None = _option(
+        None,
+        "What each of them needs of the cluster, such as '{\"num_gpus\": 1}'.",
+        metavar="JSON",
+        parse=_parse_resources,
+        shown="a GPU, or a node's CPUs",
+    )
+    replica_timeout: float | None = _option(
+        None,
+        "Start a replica again that gives no sign for so long.",
+        metavar="SECONDS",
+        parse=_parse_timeout,
+        shown="300",
+    )
 
     @property
     def are_given(self) -> bool:
         """Whether engines are to run in processes of their own."""
-        return self.number is not None or self.ray is not None
+        return self.replicas is not None or self.ray is not None
 
     @property
     def wanted(self) -> int | None:
         """The number of replicas; None for as many as there is room for."""
-        return None if self.number == "auto" else self.number
+        return None if self.replicas == "auto" else self.replicas
 
     def check(self, engine: EngineConfig, trace: str | None = None) -> None:
         """Raises ConfigError for options that do not go together.
@@ -96,11 +104,11 @@ class ReplicaOptions:
         engine: the configuration of each replica
         trace:  what --trace names
         """
-        if self.resources is not None and self.ray is None:
+        if self.ray_resources is not None and self.ray is None:
             raise ConfigError("--ray-resources needs --ray.")
-        if self.timeout_s is not None and not self.are_given:
+        if self.replica_timeout is not None and not self.are_given:
             raise ConfigError("--replica-timeout needs --replicas or --ray.")
-        option = "--replicas" if self.number is not None else "--ray"
+        option = "--replicas" if self.replicas is not None else "--ray"
         if trace is not None and self.are_given:
             raise ConfigError(f"--trace records the steps of an engine in this process; it does not go with {option}.")
         if engine.device_map != "none" and self.are_given:

@@ -32,7 +32,7 @@ def open_replicas(
     gc.freeze()  # imported modules stay
     gc.enable()
     launcher = make_launcher(options, config)
-    with ReplicaDriver(launcher, config, timeout_s=options.timeout_s or TIMEOUT_S) as driver:
+    with ReplicaDriver(launcher, config, timeout_s=options.replica_timeout or TIMEOUT_S) as driver:
         info = driver.info
         if not quiet:
             show_loaded(info.description, is_demo=config.model is None, verbose=verbose)
@@ -45,7 +45,7 @@ def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLaunc
     if options.ray is not None:
         from cbatch.replicas.ray_cluster import RayLauncher
 
-        return RayLauncher(options.ray, options.wanted, options.resources)
+        return RayLauncher(options.ray, options.wanted, options.ray_resources)
     from cbatch.replicas.placement import find_places
     from cbatch.replicas.process import LocalLauncher
 

@@ -16,7 +16,7 @@ from cbatch.base.units import format_bytes, format_count
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import engine_config, engine_options, model_options
+from cbatch.cli.common.options import engine_config, engine_options
 from cbatch.cli.info.kernels import show_kernels
 from cbatch.cli.info.models import show_models
 from cbatch.model.weight_cache import WeightCache
@@ -26,7 +26,6 @@ _BLOCKS = 16
 
 
 @click.command("info", cls=ConfiguredCommand)
-@model_options
 @engine_options()
 @click.option(
     "--check",

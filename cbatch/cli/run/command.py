@@ -24,7 +24,6 @@ from cbatch.cli.common.options import (
     engine_options,
     lora_option,
     make_options,
-    model_options,
     replica_options,
     sampling_options,
     template_kwargs_option,
@@ -151,7 +150,6 @@ if TYPE_CHECKING:
     help="Carry misspelt and unavailable parameters along instead of refusing their row.",
 )
 @option("--stats", metavar="FILE", help="Write statistics of this run as JSON, however it ends; - is stdout.")
-@model_options
 @sampling_options()
 @engine_options()
 @lora_option

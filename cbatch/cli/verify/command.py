@@ -14,7 +14,7 @@ from cbatch.cli.common.configured_command import ConfiguredCommand, preset_optio
 from cbatch.cli.common.console import emit, notice, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import engine_options, model_options, sampling_options
+from cbatch.cli.common.options import engine_options, sampling_options
 from cbatch.cli.run.command import run
 from cbatch.cli.run.files import open_input
 from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions, parse_sample
@@ -48,7 +48,6 @@ _OWN: list[click.Parameter] = [
 @click.command(
     "verify", cls=ConfiguredCommand, params=[*_OWN, *(copy(one) for one in run.params if one.name in ROW_OPTIONS)]
 )
-@model_options
 @sampling_options()
 @engine_options()
 @preset_option

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from cbatch.cli.common.local_models import local_models, suggest_models
-from cbatch.cli.common.options import model_options
+from cbatch.cli.common.options import engine_options
 from cbatch.cli.main import run_command
 
 AddModel = Callable[..., Path]
@@ -145,7 +145,7 @@ def test_the_shell_completes_models(add_model: AddModel) -> None:
     """Guards completion of --model: the models of the cache, in any case, and folders."""
     add_model("Qwen/Qwen3-0.6B")
     add_model("me/tiny")
-    command = click.command("x")(model_options(lambda **_: None))
+    command = click.command("x")(engine_options()(lambda **_: None))
     option = next(one for one in command.params if one.name == "model")
     items = option.shell_complete(click.Context(command), "qwen")
     assert [(item.type, item.value) for item in items] == [("dir", "qwen"), ("plain", "Qwen/Qwen3-0.6B")]

@@ -11,14 +11,18 @@ from typing import Any
 import click
 import pytest
 
+from cbatch.base import option
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.cli.bench.command import bench
 from cbatch.cli.chat.command import chat
-from cbatch.cli.common.options import ENGINE_FIELDS, SAMPLING_FIELDS, engine_config, make_options
-from cbatch.cli.common.replica_options import REPLICA_FIELDS
+from cbatch.cli.common.options import SAMPLING_FIELDS, engine_config, make_options
+from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.run.command import run
 from cbatch.cli.run.options import RunOptions
+
+ENGINE_FIELDS = tuple(option.options_of(EngineConfig))
+REPLICA_FIELDS = tuple(option.options_of(ReplicaOptions))
 
 
 def options_of(command: click.Command, *arguments: str) -> dict[str, Any]:

@@ -22,12 +22,12 @@ def options_of(*arguments: str) -> ReplicaOptions:
 def test_what_is_given() -> None:
     """Guards the record: without the options there are no replicas, and `auto` leaves their number open."""
     assert not options_of().are_given
-    assert options_of("--replicas", "3", "--replica-timeout", "1.5") == ReplicaOptions(3, timeout_s=1.5)
+    assert options_of("--replicas", "3", "--replica-timeout", "1.5") == ReplicaOptions(3, replica_timeout=1.5)
     auto = options_of("--replicas", "auto")
-    assert auto.are_given and auto.number == "auto" and auto.wanted is None
+    assert auto.are_given and auto.replicas == "auto" and auto.wanted is None
     cluster = options_of("--ray", "head:6379", "--ray-resources", '{"num_gpus": 0.5, "big": 1}')
     assert cluster.are_given and cluster.wanted is None
-    assert (cluster.ray, cluster.resources) == ("head:6379", {"num_gpus": 0.5, "big": 1})
+    assert (cluster.ray, cluster.ray_resources) == ("head:6379", {"num_gpus": 0.5, "big": 1})
     assert options_of("--ray", "auto", "--replicas", "2").wanted == 2
 
 
