@@ -14,7 +14,7 @@ from zlib import crc32
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
-from cbatch.batch.tables.forms import READ_ERRORS, decompressed
+from cbatch.batch.forms import READ_ERRORS, decompressed
 from cbatch.requests.row_keys import KEY_LENGTH
 
 CHECK = "check"

@@ -12,9 +12,9 @@ from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.units import format_count
+from cbatch.batch.forms import Compression, OutputForm, compressed
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES
 from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text, values_of
-from cbatch.batch.tables.forms import Compression, OutputForm, compressed
 
 csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # of the process; `_Lines` bounds records earlier
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import IO
 
+from cbatch.batch.forms import CHUNK
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES, Line
-from cbatch.batch.tables.forms import CHUNK
 
 _OTHER, _OPENING, _CLOSING, _COMMA, _QUOTE = range(5)
 _KINDS = bytes.maketrans(

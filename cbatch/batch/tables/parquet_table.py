@@ -10,10 +10,10 @@ from datetime import time
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError
+from cbatch.batch.forms import CHUNK, import_pyarrow
 from cbatch.batch.python_rows import as_data
 from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow, as_text, values_of
 from cbatch.batch.tables.csv_table import check_names
-from cbatch.batch.tables.forms import CHUNK, import_pyarrow
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**24
 """Most rows that are read at once, and about how many bytes of them."""

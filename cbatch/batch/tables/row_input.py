@@ -13,11 +13,11 @@ from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.strict_json import parse_json_object, parse_json_value
+from cbatch.batch.forms import READ_ERRORS, TABLES, WHOLE, InputForm, Shard, decompressed, first_bytes, unit_of
 from cbatch.batch.jsonl import line_text
 from cbatch.batch.lines import BOM, Line, LineSpool, read_lines
 from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, earlier_error, is_result
 from cbatch.batch.tables.csv_table import CsvTable
-from cbatch.batch.tables.forms import READ_ERRORS, TABLES, WHOLE, InputForm, Shard, decompressed, first_bytes, unit_of
 from cbatch.batch.tables.json_array import NO_ARRAY, read_array
 from cbatch.batch.tables.parquet_table import ParquetTable
 from cbatch.batch.templates import ColumnTemplate, PromptTemplate

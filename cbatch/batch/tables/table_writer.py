@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.journal import Journal
-from cbatch.batch.lines import Line
-from cbatch.batch.resume import Keyed, ResumePlan, plan_resume
-from cbatch.batch.tables.columns import TableLayout, is_result
-from cbatch.batch.tables.csv_table import CsvTable, write_text
-from cbatch.batch.tables.forms import (
+from cbatch.batch.forms import (
     READ_ERRORS,
     Compression,
     OutputForm,
@@ -23,6 +18,11 @@ from cbatch.batch.tables.forms import (
     decompressed,
     import_pyarrow,
 )
+from cbatch.batch.journal import Journal
+from cbatch.batch.lines import Line
+from cbatch.batch.resume import Keyed, ResumePlan, plan_resume
+from cbatch.batch.tables.columns import TableLayout, is_result
+from cbatch.batch.tables.csv_table import CsvTable, write_text
 from cbatch.batch.tables.parquet_table import ParquetTable, write_parquet
 from cbatch.batch.token_journal import token_journal_of
 from cbatch.batch.writer import FileWriter, require_file

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import click
 from click.core import ParameterSource
 
-from cbatch.batch.tables.forms import INPUT_FORMS
+from cbatch.batch.forms import INPUT_FORMS
 from cbatch.cli.bench.options import ABLATIONS, PEERS, STRATEGIES, BenchOptions, parse_skews, parse_users
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice

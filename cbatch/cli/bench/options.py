@@ -13,7 +13,7 @@ import click
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.batch.tables.forms import InputForm
+from cbatch.batch.forms import InputForm
 from cbatch.cli.bench.workload import DistributionName, LengthDistribution, open_prompts
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
-from cbatch.batch.tables.forms import input_form, unit_of
+from cbatch.batch.forms import input_form, unit_of
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
-    from cbatch.batch.tables.forms import InputForm
+    from cbatch.batch.forms import InputForm
     from cbatch.batch.tables.row_input import RowInput
 
 Outputs = list[list[int]]
@@ -176,10 +176,10 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
     from cbatch.base.request_defaults import RequestDefaults
+    from cbatch.batch.forms import TABLES
     from cbatch.batch.line_processor import LineProcessor
     from cbatch.batch.pipeline import checked_lines
     from cbatch.batch.row_options import RowOptions
-    from cbatch.batch.tables.forms import TABLES
     from cbatch.requests.completion import Completion
 
     form = asked_form or input_form(path)

@@ -13,7 +13,7 @@ import click
 from click import option
 
 from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE
-from cbatch.batch.tables.forms import INPUT_FORMS, OUTPUT_FORMS
+from cbatch.batch.forms import INPUT_FORMS, OUTPUT_FORMS
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import emit, notice, show_progress

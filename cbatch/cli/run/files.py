@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def open_input(options: RunOptions) -> RowInput:
     """Opens the input, and looks at its beginning if it is a table or a file. Raises ConfigError."""
-    from cbatch.batch.tables.forms import WHOLE, Shard
+    from cbatch.batch.forms import WHOLE, Shard
     from cbatch.batch.tables.row_input import RowInput
 
     template = options.row_template()
@@ -70,7 +70,7 @@ def open_output(options: RunOptions, source: RowInput) -> Iterator[RowWriter]:
 
 
 def _open_writer(options: RunOptions, source: RowInput) -> RowWriter:
-    from cbatch.batch.tables.forms import compression
+    from cbatch.batch.forms import compression
     from cbatch.batch.tables.table_writer import TableWriter, journal_of
     from cbatch.batch.writer import FileWriter, StreamWriter
 

@@ -12,8 +12,8 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import FIXED_DATE, TemplateOptions
 from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
+from cbatch.batch.forms import TABLES, InputForm, OutputForm, input_form, output_form, unit_of
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.tables.forms import TABLES, InputForm, OutputForm, input_form, output_form, unit_of
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
 from cbatch.cli.common.options import SamplingOptions
 from cbatch.cli.common.replica_options import ReplicaOptions

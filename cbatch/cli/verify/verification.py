@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, closing
 
 from cbatch.base.errors import ConfigError, Interrupted
 from cbatch.batch.driver import BatchDriver, RowSource
+from cbatch.batch.forms import unit_of
 from cbatch.batch.journal import StoredRow, StoredRows
 from cbatch.batch.lines import Line
 from cbatch.batch.output_row import OutputRow
 from cbatch.batch.pipeline import RunObserver, checked_lines
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.tables.forms import unit_of
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.cli.common.console import ProgressState
 from cbatch.cli.verify.options import VerifyOptions

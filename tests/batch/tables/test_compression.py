@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.tables.forms import (
+from cbatch.batch.forms import (
     READ_ERRORS,
     Compression,
     compressed,

@@ -15,8 +15,8 @@ from typing import IO, Any
 import pytest
 
 from cbatch.base.errors import ConfigError
+from cbatch.batch.forms import WHOLE, InputForm, Shard, unit_of
 from cbatch.batch.jsonl import parse_line
-from cbatch.batch.tables.forms import WHOLE, InputForm, Shard, unit_of
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.templates import JinjaTemplate, PromptTemplate
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ConfigError, Interrupted, RunFailed
+from cbatch.batch.forms import Compression, OutputForm
 from cbatch.batch.journal import Journal
 from cbatch.batch.jsonl import format_result
 from cbatch.batch.lines import Line
 from cbatch.batch.output_row import OutputRow
-from cbatch.batch.tables.forms import Compression, OutputForm
 from cbatch.batch.tables.table_writer import TableWriter, journal_of
 
 KEYS = [f"{number:032x}" for number in range(9)]
