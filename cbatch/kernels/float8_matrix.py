@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cbatch.kernels.formats import Integers
 from cbatch.runtime.kv_cache import FP8, FP8_MAX, as_stored
 
 LEAST_SCALE = 2.0**-126
@@ -50,11 +51,11 @@ class Float8Matrix(NamedTuple):
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
 
-    def fill(self, first: int, numbers: Tensor, scales: Tensor) -> None:
-        """Writes columns from `first` on.  numbers: [columns, depth] bytes; scales: [columns, 1]"""
-        columns = slice(first, first + len(numbers))
-        self.numbers.view(torch.uint8)[columns] = numbers
-        self.scales[:, columns] = scales.T
+    def fill(self, first: int, integers: Integers) -> None:
+        """Writes columns from `first` on, each with one scale."""
+        columns = slice(first, first + len(integers.numbers))
+        self.numbers.view(torch.uint8)[columns] = integers.numbers
+        self.scales[:, columns] = integers.scales.T
 
     def multiply(self, rows: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """out [T, columns] = scales [T, 1] * rows [T, depth] e4m3 times the matrix, plus bias [columns]."""

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cbatch.kernels.formats import Integers
+
 GROUP = 32
 """Numbers of a column that share a scale, but in fp8."""
 
@@ -87,11 +89,9 @@ class QuantizedMatrix(NamedTuple):
             zeros=None if self.zeros is None else self.zeros[number],
         )
 
-    def fill(self, first: int, numbers: Tensor, scales: Tensor, zeros: Tensor | None = None) -> None:
-        """Writes columns from `first` on.
-
-        numbers: [columns, depth] integers; scales, zeros: [columns, groups]
-        """
+    def fill(self, first: int, integers: Integers) -> None:
+        """Writes columns from `first` on."""
+        numbers, scales, zeros = integers
         columns, (parts, _, _), size = slice(first, first + len(numbers)), self.numbers.shape, _part_size(self.kind)
         padded = pad(numbers, (0, parts * size - self.depth)).view(-1, parts, size)
         if size > GROUP:

@@ -21,7 +21,6 @@ from cbatch.base.quantization import Quantization
 from cbatch.kernels.cpu import program as kernels
 from cbatch.kernels.cpu.build import built_beside
 from cbatch.kernels.cpu.jit import address_of
-from cbatch.kernels.cpu.matmul.formats import FORMATS
 from cbatch.kernels.cpu.matmul.linear import new_linear_workspace
 from cbatch.kernels.cpu.matmul.lora import NO_LORA
 from cbatch.kernels.cpu.matmul.microkernel import LANES, pad_columns
@@ -29,6 +28,7 @@ from cbatch.kernels.cpu.paged_kv import PagedCaches, new_attention_workspace, pl
 from cbatch.kernels.cpu.recurrent.states import NO_RECURRENCE, Recurrence, new_recurrence, state_layout
 from cbatch.kernels.cpu.tensors import as_array, block_shapes, element_of, fits, paged_caches_of
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.kernels.formats import FORMATS
 from cbatch.model.base import LinearCost
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program, text_config

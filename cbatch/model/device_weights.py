@@ -8,17 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.cpu.matmul.formats import FORMATS, INT4, INT8, IQ4_NL
 from cbatch.kernels.float8_matrix import Float8Matrix
+from cbatch.kernels.formats import FORMATS, GROUP, INT4, INT8, IQ4_NL, Integers, quantized
 from cbatch.kernels.layer_ops import ActivationSettings, ExpertWeights, NormWeights
-from cbatch.kernels.quantized_matrix import GROUP, QuantizedMatrix
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.float8 import Float8Use
-from cbatch.model.packing import quantized
 from cbatch.model.programs.program import Activation, Matrix, Norm, Weight
 from cbatch.model.programs.stored import StoredWeights
 from cbatch.runtime.cpu import num_threads
@@ -254,18 +252,17 @@ class DeviceWeights:
         spans = list(_spans(matrix))
         if not self._keeps_stored and format.packed is not None:
             for span in spans:
-                out.fill(span.column, *quantized(self._rows(*span[:3]).to(self._device), format.packed))
+                out.fill(span.column, quantized(self._rows(*span[:3]).to(self._device), format.packed))
             return
         with ThreadPoolExecutor(num_threads(), "cbatch-read") as executor:
             read = executor.map(partial(self._integers, format=format), spans)
             for span, integers in zip(spans, read, strict=True):
-                out.fill(span.column, *(tensor.to(self._device) for tensor in integers))
+                out.fill(span.column, integers.map(lambda part: part.to(self._device)))
 
-    def _integers(self, span: _Span, format: _Format) -> list[Tensor]:
+    def _integers(self, span: _Span, format: _Format) -> Integers:
         if format.packed is None:
-            return list(self._stored.float8(*span[:3]))
-        found = self._stored.packed([(span.weight, span.first, span.stop)], format.packed)
-        return [torch.from_numpy(np.ascontiguousarray(each)) for each in found]
+            return Integers(*self._stored.float8(*span[:3]))
+        return self._stored.packed([(span.weight, span.first, span.stop)], format.packed)
 
     def _tensor(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:

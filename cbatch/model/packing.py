@@ -13,29 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.cpu import activation, norm
 from cbatch.kernels.cpu import program as instructions
-from cbatch.kernels.cpu.matmul.formats import (
-    BFLOAT16,
-    FLOAT32,
-    GROUP,
-    INT4,
-    INT8,
-    is_quantized,
-    matrix_bytes,
-    pack_integers,
-    pack_weight,
-    tile_bytes,
-)
+from cbatch.kernels.cpu.matmul.formats import matrix_bytes, tile_bytes
 from cbatch.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE, prepared_row_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.kernels.cpu.tensors import as_array
+from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT8
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.cpu_weights import gated_columns, interleaved, packed_columns
 from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
 from cbatch.model.programs.program import (
     RESIDUAL,
@@ -320,7 +310,7 @@ class CpuProgram:
         activate = None
         if operation.activation is not None:
             columns = operation.matrix.columns
-            width = _gated_columns(columns) if linear["mode"] == GATED else pad_columns(columns)
+            width = gated_columns(columns) if linear["mode"] == GATED else pad_columns(columns)
             activate = linear.copy()
             linear["mode"] = WRITE
             linear["target"], linear["target_width"] = self._float(_PRODUCT, width)
@@ -357,7 +347,7 @@ class CpuProgram:
             bias = factor * torch.cat([bias.read(tensors[bias.name]).float() for bias in matrix.biases])
             return interleaved(bias[:, None])[:, 0] if is_gated else bias
 
-        return self._add_vector(_gated_columns(columns) if is_gated else pad_columns(columns), read)
+        return self._add_vector(gated_columns(columns) if is_gated else pad_columns(columns), read)
 
     def _write_heads(self, operation: PrepareHeads) -> None:
         instruction = self._new(instructions.PREPARE_HEADS)
@@ -488,7 +478,7 @@ class CpuProgram:
     ) -> None:
         """All experts' matrices, and then their biases, each as far from the one before as all are."""
         columns = matrices[0].columns
-        instruction["columns"] = _gated_columns(columns) if is_gated else pad_columns(columns)
+        instruction["columns"] = gated_columns(columns) if is_gated else pad_columns(columns)
         kind = self._format(*matrices)
         for number, matrix in enumerate(matrices):
             place = self._matrix(matrix, depth, is_gated=is_gated, rows=int(instruction["top_k"]), kind=kind)
@@ -625,9 +615,9 @@ class CpuProgram:
 
         kind: its format, if that is given
         """
-        columns = _gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
+        columns = gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
         kind = self._format(matrix, is_head=is_head) if kind is None else kind
-        stored = self._stored if is_quantized(kind) else None
+        keeps_stored = self._stored is not None
         self.deepest = max(self.deepest, depth)
         self.formats.add(kind)
         self.prepared_bytes = max(self.prepared_bytes, rows * prepared_row_bytes(kind, self.left_bytes, depth))
@@ -639,14 +629,10 @@ class CpuProgram:
 
         def fill(first: int, stop: int, arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
             """Fills tiles of columns."""
-            if stored is not None:
-                integers = _stored_rows(matrix, stored, kind, first * COLUMNS, stop * COLUMNS, is_gated=is_gated)
-                zeros = integers[2] if len(integers) > 2 else None
-                packed = pack_integers(kind, integers[0], integers[1], zeros, depth)
-            else:
-                weight = _gated_rows if is_gated else _rows
-                rows = weight(matrix, tensors, first * COLUMNS, stop * COLUMNS).to(self.dtype)
-                packed = pack_matrix(rows, kind, depth)
+            packed = packed_columns(
+                matrix, tensors, kind, self.dtype, depth, first * COLUMNS, stop * COLUMNS, is_gated=is_gated,
+                keeps_stored=keeps_stored,
+            )  # fmt: skip
             begin = start + first * tile_bytes(kind, depth)
             arrays["matrices"][begin : begin + packed.size] = packed
             if scale >= 0:
@@ -714,100 +700,3 @@ class CpuProgram:
 
         self._fills.append(fill)
         return start
-
-
-def _rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop: int) -> Tensor:
-    """Columns of a matrix, each as a row; fewer if it has fewer."""
-    parts = [
-        tensors.rows(part, start, end)
-        if isinstance(tensors, StoredWeights)
-        else part.read(tensors[part.name])[start:end]
-        for part, start, end in _part_rows(matrix, first, stop)
-    ]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _part_rows(matrix: Matrix, first: int, stop: int) -> list[tuple[Weight, int, int]]:
-    """The parts of a matrix that have some of its columns, and which rows these are of each."""
-    parts, begin = [], 0
-    for part in matrix.parts:
-        end = begin + part.size[0]
-        if first < end and begin < stop:
-            parts.append((part, max(first - begin, 0), min(stop, end) - begin))
-        begin = end
-    return parts
-
-
-def _stored_rows(
-    matrix: Matrix, stored: StoredWeights, kind: int, first: int, stop: int, *, is_gated: bool
-) -> list[NDArray[Any]]:
-    """Columns of a matrix, each as a row, in integers of a format; with their scales, and zero points if it has any.
-
-    is_gated: those of gate and up, in the order of `interleaved`
-    """
-    if not is_gated:
-        return list(stored.packed(_part_rows(matrix, first, stop), kind))
-    half = matrix.columns // 2
-    spans = [(first // 2 + up, min(stop // 2, half) + up) for up in (0, half)]
-    both = [stored.packed(_part_rows(matrix, *span), kind) for span in spans]
-    halves = zip(*both, strict=True)
-    return [interleaved(torch.cat([torch.from_numpy(one) for one in pair])).numpy() for pair in halves]
-
-
-def _gated_rows(matrix: Matrix, tensors: Mapping[str, Tensor], first: int, stop: int) -> Tensor:
-    """Columns of gate and up in the order of `interleaved`, each as a row."""
-    half = matrix.columns // 2
-    rows = range(first // 2, min(stop // 2, half))
-    return interleaved(torch.cat([_rows(matrix, tensors, rows.start + up, rows.stop + up) for up in (0, half)]))
-
-
-def pack_matrix(weight: Tensor, kind: int, depth: int | None = None) -> NDArray[np.uint8]:
-    """A weight [columns, depth] as packed bytes of that format.
-
-    depth: padded to so many
-    """
-    if is_quantized(kind):
-        numbers, scales = quantized(weight, kind)
-        return pack_integers(kind, numbers.numpy(), scales.numpy(), depth=depth)
-    return pack_weight(as_array(weight), depth)
-
-
-def quantized(weight: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """A weight [columns, depth] as integers for INT8 or INT4, and the scales [columns, groups] of its groups of 32.
-
-    They are those of llama.cpp's Q8_0 and Q4_0. In INT8 the number furthest from 0 of a group becomes 127 or -127, and
-    a number is scale * integer. In INT4 it becomes 0, and a number is scale * (integer - 8).
-    """
-    groups = -(-weight.shape[1] // GROUP)
-    padded = torch.nn.functional.pad(weight.float(), (0, groups * GROUP - weight.shape[1])).view(-1, groups, GROUP)
-    largest = padded.abs().amax(dim=2, keepdim=True)
-    scales = (largest / 127 if kind == INT8 else _furthest(padded, largest) / -8).half().float()
-    numbers = (padded * torch.where(scales == 0, 0, 1 / scales)).round_()
-    numbers = numbers.clamp_(-127, 127) if kind == INT8 else numbers.add_(8).clamp_(0, 15)
-    integers = numbers.to(torch.int8).view(len(weight), -1)[:, : weight.shape[1]]
-    return integers, scales[..., 0]
-
-
-def _furthest(numbers: Tensor, largest: Tensor) -> Tensor:
-    """The first number of each group whose absolute value is the largest, which is given.
-
-    Searching for its place takes longer than all other rounding, so only groups that have it with both signs are
-    searched.
-    """
-    furthest = torch.where(numbers.amax(dim=2, keepdim=True) == largest, largest, -largest)
-    both = ((numbers.amin(dim=2, keepdim=True) == -largest) & (furthest > 0))[..., 0]
-    groups = numbers[both]
-    furthest[both] = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
-    return furthest
-
-
-def _gated_columns(columns: int) -> int:
-    """Columns of gate and up, once both are padded to whole halves of tiles."""
-    return 2 * -(-columns // COLUMNS) * LANES
-
-
-def interleaved(both: Tensor) -> Tensor:
-    """Gate and up, one after the other, as 16 columns of each in turn: a tile has both factors of 16 results."""
-    halves = both.view(2, -1, both.shape[1])
-    padded = torch.nn.functional.pad(halves, (0, 0, 0, -halves.shape[1] % LANES))
-    return padded.view(2, -1, LANES, both.shape[1]).transpose(0, 1).reshape(-1, both.shape[1])

@@ -13,6 +13,7 @@ from cbatch.attention.base import AttentionBackend
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.float8_matrix import rounded_rows
+from cbatch.kernels.formats import Integers
 from cbatch.model.base import LinearCost, Model
 from cbatch.model.families import read_program
 from cbatch.model.loader import LoadedModel
@@ -87,7 +88,7 @@ class Float8Tensors(StoredWeights):
         codes, scales = (weight.read(each)[first:stop] for each in self._rounded(weight.name))
         return codes, scales
 
-    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[Any, ...]:
+    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
         raise ValueError("these weights have no integers")
 
     @staticmethod

@@ -25,11 +25,12 @@ from numba.extending import intrinsic
 
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.jit import HAS_BFLOAT16, HAS_VNNI, entry
-from cbatch.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT4_ZEROS, is_quantized, matrix_bytes
+from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS, is_quantized, matrix_bytes
 from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter, prefetch
 from cbatch.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
 from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4_ZEROS
 from cbatch.runtime.cpu import empty, num_threads
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 
@@ -205,7 +206,7 @@ class _Products:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), action="append", help="matrix (all)")
-    add("--format", choices=FORMATS[BFLOAT16:], action="append", help="weights (bfloat16, and what --quantize makes)")
+    add("--format", choices=CPU_FORMATS[BFLOAT16:], action="append", help="weights (bfloat16 and those of --quantize)")
     add("--rows", type=at_least_one, action="append", help=f"rows of a product ({', '.join(map(str, ROWS))})")
     add("--activations", choices=("int8", "bf16"), default="int8", help="with quantized weights (%(default)s)")
     add("--rounds", type=at_least_one, default=7, help="medians are printed (%(default)s)")

@@ -35,7 +35,8 @@ from cbatch.engine.kernel_checks.recurrent_calls import StateChunk
 from cbatch.engine.kernel_checks.sampling import check_sampling
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.cpu.matmul.formats import FLOAT32, FORMATS
+from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS
+from cbatch.kernels.formats import FLOAT32
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
@@ -524,7 +525,7 @@ def test_right_kernels_of_a_cpu_agree(cpu_engine: SteppingEngine) -> None:
             assert (work.bytes_read > 0) != (work.flops > 0)
 
 
-@pytest.mark.parametrize("kind", range(len(FORMATS)), ids=FORMATS)
+@pytest.mark.parametrize("kind", range(len(CPU_FORMATS)), ids=CPU_FORMATS)
 def test_products_are_compared_in_every_format(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check of a model whose weights are in a format that only files have."""
     dtype = torch.float32 if kind == FLOAT32 else torch.bfloat16

@@ -13,12 +13,13 @@ from cbatch.kernels.cpu import fast_math
 from cbatch.kernels.cpu.activation import SILU, ActivationParams
 from cbatch.kernels.cpu.jit import entry
 from cbatch.kernels.cpu.matmul import amx, linear
-from cbatch.kernels.cpu.matmul.formats import BFLOAT16, FLOAT32, pack_weight
+from cbatch.kernels.cpu.matmul.formats import pack_weight
 from cbatch.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import MAX_ROWS, prefetch_ahead
 from cbatch.kernels.cpu.thread_pool import ThreadPool
 from cbatch.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
-from cbatch.model.packing import interleaved
+from cbatch.kernels.formats import BFLOAT16, FLOAT32
+from cbatch.model.cpu_weights import interleaved
 from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels

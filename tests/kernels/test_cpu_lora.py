@@ -11,13 +11,14 @@ from torch import Tensor
 
 from cbatch.kernels.cpu.activation import GELU, SILU, ActivationParams
 from cbatch.kernels.cpu.matmul import linear, lora
-from cbatch.kernels.cpu.matmul.formats import FLOAT32, pack_weight
+from cbatch.kernels.cpu.matmul.formats import pack_weight
 from cbatch.kernels.cpu.matmul.linear import ACTIVATED, GATED, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.kernels.formats import FLOAT32
+from cbatch.model.cpu_weights import interleaved
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import Site
 from cbatch.model.lora_files import LowRank
-from cbatch.model.packing import interleaved
 from cbatch.model.programs.program import Activation, Linear, Matrix, Weight
 from tests.support.kernels import callable_kernel
 

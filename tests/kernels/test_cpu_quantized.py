@@ -16,16 +16,7 @@ from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.matmul import linear
 from cbatch.kernels.cpu.matmul import quantized as loops
 from cbatch.kernels.cpu.matmul.formats import (
-    BFLOAT16,
-    FLOAT32,
-    FORMATS,
-    GROUP,
-    INT4,
-    INT4_ZEROS,
-    INT8,
-    IQ4_NL,
-    LEVELS,
-    MXFP4,
+    CPU_FORMATS,
     OFFSETS,
     matrix_bytes,
     pack_integers,
@@ -35,14 +26,26 @@ from cbatch.kernels.cpu.matmul.formats import (
 from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.quantized_rows import quantize_row, quantized_row_bytes
 from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
-from cbatch.model.packing import quantized
+from cbatch.kernels.formats import (
+    BFLOAT16,
+    FLOAT32,
+    GROUP,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    IQ4_NL,
+    LEVELS,
+    MXFP4,
+    Integers,
+    quantized,
+)
 from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels
 
 NOTHING = np.empty(0, np.float32)
 COLUMNS, PADDED = 70, 96
-QUANTIZED = range(INT8, len(FORMATS))
+QUANTIZED = range(INT8, len(CPU_FORMATS))
 unpack, quantize = callable_kernel(unpack_column), callable_kernel(quantize_row)
 
 
@@ -63,6 +66,10 @@ def rows_of(count: int, depth: int) -> NDArray[np.uint16]:
     return bfloat16(np.random.default_rng(depth).standard_normal((count, depth), dtype=np.float32))
 
 
+def packed_of(kind: int, *parts: Any) -> NDArray[np.uint8]:
+    return pack_integers(kind, Integers.of_arrays(*parts))
+
+
 def draw(kind: int, depth: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """A matrix [columns, depth] packed, and its numbers."""
     generator, groups = np.random.default_rng(depth), -(-depth // GROUP)
@@ -78,7 +85,7 @@ def draw(kind: int, depth: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]
         scales = np.exp2(generator.integers(-3, 4, (COLUMNS, groups)).astype(np.float32))
     centred = np.array(LEVELS[kind])[integers] if kind in LEVELS else integers - 8 * (kind == INT4)
     centred = centred if zeros is None else integers - spread(zeros)
-    return pack_integers(kind, integers, scales, zeros), centred * spread(scales)
+    return packed_of(kind, integers, scales, zeros), centred * spread(scales)
 
 
 def multiply(
@@ -109,7 +116,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     loops.quantized_address.cache_clear()
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
 def test_products(kind: int, instructions: None) -> None:
     """Guards every instruction set, depths that end within a block or a group, and every number of rows."""
     for depth, left_bytes in product((16, 80, 336), (1, 2)):
@@ -125,7 +132,7 @@ def test_products(kind: int, instructions: None) -> None:
         assert np.allclose(multiply(a, packed, kind, left_bytes, before), found + 1, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
 def test_rows_that_are_integers_lose_nothing(kind: int) -> None:
     """Guards the integer sums: with rows that rounding does not change they are those of float64."""
     packed, numbers = draw(kind, 336)
@@ -134,7 +141,7 @@ def test_rows_that_are_integers_lose_nothing(kind: int) -> None:
     assert np.allclose(multiply(bfloat16(a), packed, kind, 1), a @ numbers.T, rtol=2e-6, atol=2e-2)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
 def test_extreme_sums(kind: int) -> None:
     """Guards the int32 against overflow: all weights and all numbers of a row are as large as they can be."""
     for sign, left_bytes in product((-1, 1), (1, 2)):
@@ -142,11 +149,11 @@ def test_extreme_sums(kind: int) -> None:
         ones, zeros = np.ones((COLUMNS, 16)), np.zeros((COLUMNS, 16)) if kind == INT4_ZEROS else None
         most = {INT8: -127, INT4: 0, INT4_ZEROS: 15, MXFP4: 15, IQ4_NL: 0}[kind]
         weight = LEVELS[kind][most] if kind in LEVELS else most - 8 * (kind == INT4)
-        packed = pack_integers(kind, np.full((COLUMNS, 512), most), ones, zeros)
+        packed = packed_of(kind, np.full((COLUMNS, 512), most), ones, zeros)
         assert np.allclose(multiply(a, packed, kind, left_bytes), sign * weight * 512, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
 def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
     """Guards rows with NaN or infinity, which must come out as NaN, and tiny ones, which may become 0."""
     a = rows_of(9, 64)
@@ -160,7 +167,7 @@ def test_nan_infinity_and_tiny_numbers_stay_in_their_rows(kind: int) -> None:
 
 
 @pytest.mark.parametrize("left_bytes", [1, 2])
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
 def test_rows_as_integers(kind: int, left_bytes: int) -> None:
     """Guards the memory of a row number by number: whole groups, the end of a depth, both types, nothing behind it."""
     integers, most = (np.int8, 127) if left_bytes == 1 else (np.int16, 32767)
@@ -189,12 +196,12 @@ def test_wrong_scales_are_seen() -> None:
     """Guards the comparisons above: scales of the neighbouring group would be noticed."""
     integers = np.random.default_rng(0).integers(0, 16, (COLUMNS, 64))
     a, scales = rows_of(3, 64), np.tile([1.0, 2.0], (COLUMNS, 1))
-    right = multiply(a, pack_integers(INT4, integers, scales), INT4, 1)
-    wrong = multiply(a, pack_integers(INT4, integers, scales[:, ::-1]), INT4, 1)
+    right = multiply(a, packed_of(INT4, integers, scales), INT4, 1)
+    wrong = multiply(a, packed_of(INT4, integers, scales[:, ::-1]), INT4, 1)
     assert np.abs(right - wrong).max() > 0.5
 
 
-@pytest.mark.parametrize("kind", range(len(FORMATS)), ids=FORMATS)
+@pytest.mark.parametrize("kind", range(len(CPU_FORMATS)), ids=CPU_FORMATS)
 def test_columns_that_are_read_back(kind: int) -> None:
     """Guards embeddings that are read from a packed head, in every format."""
     if kind in (FLOAT32, BFLOAT16):
@@ -213,7 +220,7 @@ def test_columns_that_are_read_back(kind: int) -> None:
 def test_scales_that_float16_does_not_have() -> None:
     """Guards the scales of MXFP4: every power of 2 that its 8 bits name, down to those that float32 denormalizes."""
     scales = np.ldexp(np.float32(1), np.array([[-128, -40], [17, 120]]))
-    packed = pack_integers(MXFP4, np.full((2, 64), 7), scales)
+    packed = packed_of(MXFP4, np.full((2, 64), 7), scales)
     for column in (0, 1):
         out = np.empty(64, np.float32)
         unpack(packed, 0, MXFP4, column, np.float32(0.5), out)
@@ -222,12 +229,12 @@ def test_scales_that_float16_does_not_have() -> None:
     assert np.allclose(multiply(bfloat16(rows), packed, MXFP4, 1)[:, :2], 12 * scales.T, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4], ids=lambda kind: FORMATS[kind])
+@pytest.mark.parametrize("kind", [INT8, INT4], ids=lambda kind: CPU_FORMATS[kind])
 def test_rounding_of_weights(kind: int) -> None:
     """Guards the integers of a weight: within one step of it, half a step for most, and zeros stay zeros."""
     weight = torch.randn(40, 80, generator=torch.Generator().manual_seed(0))
     weight[3, :32] = 0
-    integers, scales = quantized(weight, kind)
+    integers, scales, _ = quantized(weight, kind)
     steps = scales.repeat_interleave(GROUP, dim=1)[:, :80]
     rounded = (integers.float() - 8 * (kind == INT4)) * steps
     assert (rounded[3, :32] == 0).all()
@@ -239,6 +246,6 @@ def test_rounding_of_weights(kind: int) -> None:
 def test_the_first_of_the_largest_numbers_decides() -> None:
     """Guards int4 groups that have their largest number with both signs: llama.cpp takes the first for the scale."""
     weight = torch.randint(-3, 4, (64, 96), generator=torch.Generator().manual_seed(0)).float()
-    _, scales = quantized(weight, INT4)
+    scales = quantized(weight, INT4).scales
     for group, scale in zip(weight.view(-1, GROUP).tolist(), scales.flatten().tolist(), strict=True):
         assert scale == max(group, key=abs) / -8

@@ -15,6 +15,7 @@ from tests.support.device import DEVICE
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.float8_matrix import Float8Matrix, rounded_rows
+from cbatch.kernels.formats import Integers
 from cbatch.kernels.layer_ops import LayerOps
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.kernels.triton.layer import TritonLayerOps
@@ -54,7 +55,7 @@ def drawn_matrix(columns: int, depth: int) -> tuple[Float8Matrix, Tensor]:
     matrix, numbers = Float8Matrix.empty(columns, depth, DEVICE), draw(columns, depth, seed=1).to(torch.float8_e4m3fn)
     scales, cut = draw(columns, 1, seed=2).abs() + 0.01, columns // 3
     for first, stop in ((0, cut), (cut, columns)):
-        matrix.fill(first, numbers.view(torch.uint8)[first:stop], scales[first:stop])
+        matrix.fill(first, Integers(numbers.view(torch.uint8)[first:stop], scales[first:stop]))
     return matrix, numbers.double() * scales.double()
 
 

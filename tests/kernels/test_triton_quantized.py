@@ -11,6 +11,7 @@ from tests.support.device import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
+from cbatch.kernels.formats import Integers
 from cbatch.kernels.layer_ops import ExpertWeights, LayerOps, Router
 from cbatch.kernels.quantized_matrix import KINDS, QuantizedMatrix
 from cbatch.kernels.reference.layer import TorchLayerOps
@@ -51,9 +52,8 @@ def drawn_matrix(kind: str, columns: int, depth: int, out: QuantizedMatrix, seed
     numbers = generator.integers(low, high, (columns, depth)).astype(np.int8 if kind == "int8" else np.uint8)
     cut = columns // 3
     for first, stop in ((0, cut), (cut, columns)):
-        parts = [None if part is None else torch.from_numpy(part[first:stop]) for part in (numbers, scales, zeros)]
-        assert parts[0] is not None and parts[1] is not None
-        out.fill(first, parts[0].to(DEVICE), parts[1].to(DEVICE), None if parts[2] is None else parts[2].to(DEVICE))
+        parts = (None if part is None else part[first:stop] for part in (numbers, scales, zeros))
+        out.fill(first, Integers.of_arrays(*parts).map(lambda part: part.to(DEVICE)))
     middle = {"int8": 0.0, "int4": 8.0}.get(kind) if zeros is None else np.repeat(zeros, 32, 1)[:, :depth]
     wide = np.array(LEVELS)[numbers] if kind == "mxfp4" else numbers - np.asarray(middle, np.float64)
     exact = np.repeat(scales, 32, 1)[:, :depth].astype(np.float64) * wide
@@ -64,7 +64,7 @@ def drawn_float8(columns: int, depth: int, out: QuantizedMatrix, seed: int) -> T
     """The same for FP8, with a scale for as many numbers as `out` has."""
     numbers = draw(columns, depth, seed=seed).to(torch.float8_e4m3fn)
     scales = draw(columns, -(-depth // out.group), seed=seed + 1).abs() + 1e-9
-    out.fill(0, numbers.view(torch.uint8), scales)
+    out.fill(0, Integers(numbers.view(torch.uint8), scales))
     return numbers.double() * scales.double().repeat_interleave(out.group, dim=1)[:, :depth]
 
 

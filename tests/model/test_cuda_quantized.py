@@ -17,13 +17,12 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.kernel_checks.layer import LayerChecks
-from cbatch.kernels.cpu.matmul.formats import INT4, INT8
+from cbatch.kernels.formats import INT4, INT8, quantized
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model import checkpoint, device_weights, dtypes
 from cbatch.model.formats import gguf as gguf_loader
 from cbatch.model.formats.gguf import GgufModel
-from cbatch.model.packing import quantized
 from tests.support.cuda_model import engine_around
 from tests.support.device import DEVICE
 from tests.support.generation import generate
@@ -194,9 +193,7 @@ def test_quantize(kind: str, weights: str) -> None:
         format = INT4 if weights == "int4" and not is_head else INT8
         parts = []
         for matrix in tensor if tensor.dim() == 3 else [tensor]:
-            numbers, scales = quantized(matrix, format)
-            exact = scales.repeat_interleave(32, dim=1)[:, : matrix.shape[1]]
-            parts.append(exact * (numbers.float() - (8 if format == INT4 else 0)))
+            parts.append(quantized(matrix, format).values(format))
         return torch.stack(parts) if tensor.dim() == 3 else parts[0]
 
     tensors = {name: rounded(name, tensor) for name, tensor in saved.tensors.items()}

@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
-from cbatch.kernels.cpu.matmul.formats import INT4
+from cbatch.kernels.formats import INT4
 from scripts.benchmarks.harness import in_columns, main, parse
 from scripts.benchmarks.peers import grid, llama_cpp_peer, worker
 from scripts.benchmarks.peers.cbatch_peer import make_engine

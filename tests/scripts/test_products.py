@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cbatch.kernels.cpu.jit import HAS_VNNI
-from cbatch.kernels.cpu.matmul.formats import BFLOAT16, INT8, matrix_bytes
+from cbatch.kernels.cpu.matmul.formats import matrix_bytes
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.kernels.formats import BFLOAT16, INT8
 from scripts.benchmarks import products
 from scripts.benchmarks.harness import main
 

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from cbatch.kernels.cpu.matmul.formats import INT8
+from cbatch.kernels.formats import INT8
 from scripts.benchmarks import rounding
 from scripts.benchmarks.harness import Report, main
 from scripts.benchmarks.peers.work import PeerJob

@@ -20,28 +20,17 @@ from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.jit import entry
-from cbatch.kernels.cpu.matmul.formats import (
-    FORMATS,
-    GROUP,
-    INT4,
-    INT4_ZEROS,
-    INT8,
-    MXFP4,
-    is_quantized,
-    pack_integers,
-    pack_weight,
-    tile_bytes,
-)
+from cbatch.kernels.cpu.matmul.formats import is_quantized, pack_integers, pack_weight, tile_bytes
 from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
+from cbatch.kernels.formats import FORMATS, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, Integers, quantized
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import Model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.formats.integers import Integers, as_half
-from cbatch.model.packing import quantized
+from cbatch.model.formats.integers import as_half
 from cbatch.model.programs.program import Attend, Linear
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import device_memory
@@ -167,26 +156,25 @@ class _Product:
         """The numbers that the packed weight stands for."""
         if not is_quantized(self.format):
             return self._weight.float()
-        return torch.from_numpy(self._integers.values(self.format))
+        return self._integers.values(self.format)
 
     @cached_property
     def _integers(self) -> Integers:
         """The weight as integers; random ones of a format that only files are in."""
         if self.format in (INT8, INT4):
-            numbers, scales = quantized(self._weight, self.format)
-            return Integers(numbers.numpy(), scales.numpy())
+            return quantized(self._weight, self.format)
         generator, groups = np.random.default_rng(0), (self.columns, -(-self.depth // GROUP))
         places = generator.integers(0, 16, (self.columns, self.depth), np.uint8)
         steps = np.exp2(generator.integers(-3, 1, groups).astype(np.float32))
         steps *= 1 if self.format == MXFP4 else generator.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
         zeros = generator.integers(0, 16, groups).astype(np.float32) if self.format == INT4_ZEROS else None
-        return Integers(places, as_half(steps), zeros)
+        return Integers.of_arrays(places, as_half(steps), zeros)
 
     @cached_property
     def _packed(self) -> PackedMatrix:
         nothing = np.empty(0, np.float32)
         if is_quantized(self.format):
-            packed = pack_integers(self.format, *self._integers)
+            packed = pack_integers(self.format, self._integers)
         else:
             packed = pack_weight(as_array(self._weight))
         data = empty(packed.size, packed.dtype)

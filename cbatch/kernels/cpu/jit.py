@@ -134,7 +134,8 @@ def _why_not_trusted(folder: Path) -> str | None:
 @cache
 def _sources() -> str:
     """A hash of all kernels, each of which consists of functions from several files, and of what compiles them."""
-    files = [*sorted(Path(__file__).parent.rglob("*.py")), Path(compat.__file__)]
+    folder = Path(__file__).parent
+    files = [*sorted(folder.rglob("*.py")), folder.parent / "formats.py", Path(compat.__file__)]
     return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
 
 

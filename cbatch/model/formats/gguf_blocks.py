@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels.cpu.matmul import formats as packed
-from cbatch.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8
-from cbatch.model.formats.integers import Integers, as_half
+from cbatch.kernels import formats as packed
+from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, Integers
+from cbatch.model.formats.integers import as_half
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, IQ4_NL, IQ4_XS, BF16, MXFP4 = 0, 1, 2, 3, 6, 8, 12, 20, 23, 30, 39
 
@@ -106,11 +106,11 @@ def _flat(numbers: NDArray[Any]) -> NDArray[Any]:
 
 
 def _q8_0(blocks: Blocks) -> Integers:
-    return Integers(_flat(blocks[..., 2:].view(np.int8)), _halves(blocks, 0))
+    return Integers.of_arrays(_flat(blocks[..., 2:].view(np.int8)), _halves(blocks, 0))
 
 
 def _q4_0(blocks: Blocks) -> Integers:
-    return Integers(_flat(_nibbles(blocks, 2)), _halves(blocks, 0))
+    return Integers.of_arrays(_flat(_nibbles(blocks, 2)), _halves(blocks, 0))
 
 
 def _q4_1(blocks: Blocks) -> Integers:
@@ -120,16 +120,16 @@ def _q4_1(blocks: Blocks) -> Integers:
 def _q5_0(blocks: Blocks) -> Integers:
     high = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
     numbers = (_nibbles(blocks, 6) | high << 4).astype(np.int8) - 16
-    return Integers(_flat(numbers), _halves(blocks, 0))
+    return Integers.of_arrays(_flat(numbers), _halves(blocks, 0))
 
 
 def _iq4_nl(blocks: Blocks) -> Integers:
-    return Integers(_flat(_nibbles(blocks, 2)), _halves(blocks, 0))
+    return Integers.of_arrays(_flat(_nibbles(blocks, 2)), _halves(blocks, 0))
 
 
 def _mxfp4(blocks: Blocks) -> Integers:
     scales = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128)
-    return Integers(_flat(_nibbles(blocks, 1)), scales)
+    return Integers.of_arrays(_flat(_nibbles(blocks, 1)), scales)
 
 
 def _iq4_xs(blocks: Blocks) -> Integers:
@@ -140,7 +140,7 @@ def _iq4_xs(blocks: Blocks) -> Integers:
     steps = (low | (high & 3).astype(np.uint8) << 4).astype(np.int8) - 32
     groups = blocks[..., 8:].reshape(len(blocks), -1, GROUP // 2)
     scales = _halves(blocks, 0)[..., None] * steps
-    return Integers(_flat(_nibbles(groups, 0)), as_half(_flat(scales)))
+    return Integers.of_arrays(_flat(_nibbles(groups, 0)), as_half(_flat(scales)))
 
 
 def _q4_k(blocks: Blocks) -> Integers:
@@ -164,7 +164,7 @@ def _with_minimum(numbers: NDArray[np.uint8], scales: NDArray[np.float32], minim
     is_flat = ~(np.abs(zeros) <= _LARGEST_ZERO) & (minima != 0)
     zeros = np.where(is_flat, 1, np.where(scales == 0, 0, zeros))
     scales = np.where(is_flat, -minima, scales)
-    return Integers(_flat(np.where(is_flat[..., None], 0, numbers)), as_half(scales), as_half(zeros))
+    return Integers.of_arrays(_flat(np.where(is_flat[..., None], 0, numbers)), as_half(scales), as_half(zeros))
 
 
 _READERS: dict[int, tuple[int, Callable[[Blocks], Integers]]] = {

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels.cpu.matmul.formats import GROUP
+from cbatch.kernels.formats import GROUP, Integers
 from cbatch.model.formats.gguf_blocks import integers_of, is_exact, packed_format, values_of
 from cbatch.model.formats.gguf_file import GgufFile, GgufTensor
-from cbatch.model.formats.integers import Integers, common_format, rounded
+from cbatch.model.formats.integers import common_format, rounded
 from cbatch.model.programs.program import Weight
 from cbatch.model.programs.stored import StoredWeights
 from cbatch.runtime.memory import drop_mapped_pages
@@ -116,12 +116,12 @@ class GgufWeights(StoredWeights):
                 formats.add(packed_format(tensor.type) if keeps else None)
         return common_format(formats)
 
-    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
+    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
         parts = [
             self._integers(self._sources[weight.name], weight.index, self._chosen(weight, first, stop), format)
             for weight, first, stop in weights
         ]
-        return tuple(np.concatenate([part[i] for part in parts]) for i in range(3) if parts[0][i] is not None)
+        return Integers.concatenated(parts)
 
     def _tensors(self, source: Source) -> list[GgufTensor]:
         return [self._file.tensors[name] for name in source.tensors]
@@ -201,21 +201,25 @@ class GgufWeights(StoredWeights):
         ]
         if len(pieces) == 1:
             return _in_order(pieces[0][1], source)
-        whole = [None if part is None else np.empty((len(rows), part.shape[1]), part.dtype) for part in pieces[0][1]]
+        whole = pieces[0][1].map(lambda part: part.new_empty(len(rows), part.shape[1]))
         for place, integers in pieces:
-            for target, part in zip(whole, integers, strict=True):
-                if target is not None:
-                    target[place] = part
-        return _in_order(Integers(*whole), source)  # type: ignore[arg-type]
+            whole.map(partial(_put, place), integers)
+        return _in_order(whole, source)
+
+
+def _put(place: slice | NDArray[np.int64], target: Tensor, part: Tensor) -> Tensor:
+    target[place] = part
+    return target
 
 
 def _in_order(integers: Integers, source: Source) -> Integers:
     """With the columns that a weight has. Groups move as they are."""
     if source.columns is None:
         return integers
-    numbers, scales, zeros = integers
     groups = source.group_order
-    return Integers(numbers[:, source.columns.numpy()], scales[:, groups], None if zeros is None else zeros[:, groups])
+    assert groups is not None
+    moved = integers.map(lambda part: part[:, torch.from_numpy(groups)])
+    return moved._replace(numbers=integers.numbers[:, source.columns])
 
 
 def bits_per_weight(file: GgufFile) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,50 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.base.units import format_bytes
-from cbatch.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8, LEVELS
-from cbatch.model.packing import quantized
+from cbatch.kernels.formats import INT4, INT4_ZEROS, INT8, Integers, quantized
 
 _log = logging.getLogger("cbatch")
-
-
-class Integers(NamedTuple):
-    """Rows of a matrix as a packed format has them, which `pack_integers` takes.
-
-    numbers: [rows, depth] integers
-    scales:  [rows, groups of 32] float32, which float16 has too; for MXFP4 powers of 2
-    zeros:   as scales, for INT4_ZEROS
-    """
-
-    numbers: NDArray[Any]
-    scales: NDArray[np.float32]
-    zeros: NDArray[np.float32] | None = None
-
-    def values(self, own: int) -> NDArray[np.float32]:
-        """The numbers [rows, depth] that they stand for in their packed format."""
-        if own in LEVELS:
-            centred = np.array(LEVELS[own], np.float32)[self.numbers]
-        else:
-            middle = 8 if own == INT4 else 0
-            centred = self.numbers.astype(np.float32) - (middle if self.zeros is None else self._spread(self.zeros))
-        with np.errstate(all="ignore"):  # a damaged file may have any scale
-            numbers: NDArray[np.float32] = centred * self._spread(self.scales)
-        return numbers
-
-    def _spread(self, groups: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Numbers of groups [rows, groups] for each of their members."""
-        return np.repeat(groups, GROUP, axis=1)[:, : self.numbers.shape[1]]
-
-    def widened(self, own: int, target: int) -> Integers | None:
-        """The same numbers in another packed format; None if it does not have them all."""
-        if own == target:
-            return self
-        if own == INT4 and target == INT8:
-            return self._replace(numbers=self.numbers.astype(np.int8) - 8)
-        if own == INT4 and target == INT4_ZEROS:
-            return self._replace(zeros=np.full_like(self.scales, 8))
-        if own in LEVELS and target == INT8 and np.array_equal(as_half(self.scales), self.scales):
-            return self._replace(numbers=np.array(LEVELS[own], np.int8)[self.numbers])
-        return None
 
 
 def as_half(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
@@ -68,8 +27,7 @@ def rounded(values: Tensor, format: int) -> Integers:
     """Numbers in int8, which everything goes to that no other format has."""
     if format != INT8:
         raise ValueError(f"numbers are rounded to int8 only, not to format {format}")
-    numbers, scales = quantized(values, INT8)
-    return Integers(numbers.numpy(), scales.numpy())
+    return quantized(values, INT8)
 
 
 def tell_rounded(formats: Iterable[str], memory: int, stored: int, where: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels.cpu.matmul.formats import GROUP, INT4, INT4_ZEROS, INT8, MXFP4
-from cbatch.model.formats.integers import Integers, as_half, rounded
+from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, MXFP4, Integers
+from cbatch.model.formats.integers import as_half, rounded
 from cbatch.model.tensor_files import Tensors
 
 Rows = NDArray[np.int64]
@@ -188,7 +188,7 @@ class GroupedMatrix(StoredMatrix):
         scales = self.scales(rows)
         if self.format != MXFP4:
             scales = as_half(scales)
-        return Integers(self.codes(rows), scales[:, groups], None if zeros is None else zeros[:, groups])
+        return Integers.of_arrays(self.codes(rows), scales[:, groups], None if zeros is None else zeros[:, groups])
 
 
 @dataclass(frozen=True, eq=False)

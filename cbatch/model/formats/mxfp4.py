@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels.cpu.matmul.formats import GROUP, MXFP4
+from cbatch.kernels.formats import GROUP, MXFP4
 from cbatch.model.formats.matrices import GroupedMatrix, Rows, StoredMatrix, unpacked
 from cbatch.model.formats.method import Headers, Settings
 
@@ -54,7 +53,7 @@ class Mxfp4Matrix(GroupedMatrix):
         return False
 
     def values(self, rows: Rows) -> Tensor:
-        return torch.from_numpy(self.integers(rows).values(MXFP4))
+        return self.integers(rows).values(MXFP4)
 
     def codes(self, rows: Rows) -> NDArray[Any]:
         """Places of levels."""

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.base.errors import ModelError
 from cbatch.base.quantization import Quantization
+from cbatch.kernels.formats import Integers
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.formats import awq, compressed_tensors, fp8, gptq, mxfp4
-from cbatch.model.formats.integers import Integers, common_format, rounded, tell_rounded, tell_widened
+from cbatch.model.formats.integers import common_format, rounded, tell_rounded, tell_widened
 from cbatch.model.formats.matrices import FloatMatrix, Rows, StoredMatrix
 from cbatch.model.formats.method import FLOATS, Headers, Settings, UnreadQuantization
 from cbatch.model.programs.named_tensors import resolved
@@ -189,9 +189,9 @@ class QuantizedWeights(StoredWeights):
         rows = _chosen(weight, matrix, first, stop)
         return matrix.codes(rows), matrix.scales(rows)
 
-    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
+    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
         parts = [self._integers(weight, first, stop, format) for weight, first, stop in weights]
-        return tuple(np.concatenate([part[i] for part in parts]) for i in range(3) if parts[0][i] is not None)
+        return Integers.concatenated(parts)
 
     def finish(
         self, memory: int, dtype: torch.dtype, quantize: Quantization | None, *, keeps_float8: bool = False

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.kernels.formats import Integers
 from cbatch.model.programs.program import Weight
 
 
@@ -44,8 +43,8 @@ class StoredWeights(ABC, Mapping[str, Tensor]):
         raise ValueError(f"{weight.name} is not FP8")
 
     @abstractmethod
-    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> tuple[NDArray[Any], ...]:
-        """Integers, scales and, if the format has any, zero points, as `pack_integers` takes them.
+    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
+        """Rows in a packed format.
 
         weights: with the first of their rows, and the one after the last; all follow each other
         """

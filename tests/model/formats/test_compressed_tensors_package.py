@@ -15,7 +15,7 @@ from torch import Tensor
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.cpu.matmul.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
+from cbatch.kernels.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
 from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.families import read_program

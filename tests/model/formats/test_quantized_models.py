@@ -20,7 +20,7 @@ from cbatch.base.errors import ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.cpu.matmul.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
 from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats import awq as awq_reader
@@ -435,4 +435,4 @@ def test_mxfp4_scales_keep_their_powers(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Mxfp4Matrix, "_taken", lambda _, name, rows: parts[name][rows])
     found = matrix.integers(np.arange(2))
     assert np.array_equal(found.scales, np.ldexp(1.0, exponents.astype(int) - 128))
-    assert np.array_equal(matrix.values(np.arange(2))[:, 32:34], found.scales[:, 1:] * [8, 12])
+    assert np.array_equal(matrix.values(np.arange(2))[:, 32:34], found.scales[:, 1:] * torch.tensor([8, 12]))

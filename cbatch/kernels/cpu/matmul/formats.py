@@ -14,10 +14,8 @@ two consecutive numbers in bfloat16, four in int8, because there are instruction
 | MXFP4, IQ4_NL | the place of a level in a table of 16, 4 bits | the same as INT4 |
 
 A byte of 4-bit numbers has one in its low bits, and in its high ones that of four numbers further on. Scales and zero
-points are float16, but scales of MXFP4, which are powers of 2, are bfloat16. A number of INT8 stands for
-scale * (byte - 128), one of INT4 for scale * (integer - 8), one of INT4_ZEROS for scale * (integer - zero point), which
-need not be an integer, and one of the others for scale * level. That covers Q8_0, Q4_0, Q4_1, MXFP4 and IQ4_NL of
-GGUF, AWQ and GPTQ; larger groups repeat their scale. The depth is padded to whole groups; rows are padded with zeros.
+points are float16, but scales of MXFP4 are bfloat16. What a number stands for is said in `kernels/formats.py`. The
+depth is padded to whole groups; rows are padded with zeros.
 """
 
 from __future__ import annotations
@@ -33,23 +31,26 @@ from numpy.typing import NDArray
 from cbatch.kernels.cpu.fast_math import to_float32
 from cbatch.kernels.cpu.jit import kernel, shared
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
+from cbatch.kernels.formats import (
+    BFLOAT16,
+    FLOAT32,
+    FORMATS,
+    FP8,
+    GROUP,
+    INT4,
+    INT4_ZEROS,
+    INT8,
+    IQ4_NL,
+    LEVELS,
+    MIDDLE,
+    MXFP4,
+    Integers,
+)
 
-FORMATS = ("float32", "bfloat16", "int8", "int4", "int4_zeros", "mxfp4", "iq4_nl")
-FLOAT32, BFLOAT16, INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL = range(len(FORMATS))
+CPU_FORMATS = FORMATS[:FP8]
+"""Names of those that these kernels have, by their numbers."""
 
-LEVELS = {
-    MXFP4: (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
-    IQ4_NL: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-}
-"""What the 16 numbers of a format stand for: of MXFP4 twice the numbers that its standard has, which are halves.
-
-Sources: Open Compute Project, Microscaling Formats 1.0; `kvalues_iq4nl` of llama.cpp.
-"""
-
-GROUP = 32
-"""Numbers of a column that share a scale."""
-
-OFFSETS = {INT8: 128, INT4: 8} | {format: -min(levels) for format, levels in LEVELS.items()}
+OFFSETS = {INT8: 128, INT4: MIDDLE} | {format: -min(levels) for format, levels in LEVELS.items()}
 """How much larger the integers that are multiplied are than those that are meant."""
 
 _INT8_OFFSET, _INT4_OFFSET = OFFSETS[INT8], OFFSETS[INT4]
@@ -104,19 +105,9 @@ def pack_weight(weight: NDArray[Any], depth: int | None = None) -> NDArray[np.ui
     return _in_panels(weight).view(np.uint8)
 
 
-def pack_integers(
-    format: int,
-    numbers: NDArray[np.integer[Any]],
-    scales: NDArray[np.floating[Any]],
-    zeros: NDArray[np.floating[Any]] | None = None,
-    depth: int | None = None,
-) -> NDArray[np.uint8]:
-    """Integers [columns, depth] as packed bytes: -128 to 127 for INT8, else 0 to 15.
-
-    scales: [columns, groups of 32], rounded to float16, or for MXFP4 cut to bfloat16
-    zeros:  the same, rounded to float16, for INT4_ZEROS
-    depth:  padded to so many
-    """
+def pack_integers(format: int, integers: Integers, depth: int | None = None) -> NDArray[np.uint8]:
+    """Integers [columns, depth] as packed bytes. depth: padded to so many"""
+    numbers = integers.numbers.numpy()
     depth = numbers.shape[1] if depth is None else depth
     groups, columns = -(-depth // GROUP), pad_columns(len(numbers))
     padded = np.zeros((columns, groups * GROUP), np.uint8)
@@ -127,13 +118,12 @@ def pack_integers(
         quads = quads.reshape(-1, GROUP // 8, 2, COLUMNS * 4)
         quads = quads[..., 0, :] | quads[..., 1, :] << 4
     parts = [quads.reshape(-1, groups, number_bytes(format))]
-    for given in (scales,) if zeros is None else (scales, zeros):
-        halves = np.zeros((columns, groups), np.uint16)
-        part = halves[: given.shape[0], : given.shape[1]]
-        if format == MXFP4:
-            part[:] = given.astype(np.float32).view(np.uint32) >> 16
-        else:
-            part[:] = given.astype(np.float16).view(np.uint16)
+    for given in integers[1:]:
+        if given is None:
+            continue
+        halves, found = np.zeros((columns, groups), np.uint16), given.numpy()
+        bits = found.view(np.uint32) >> 16 if format == MXFP4 else found.astype(np.float16).view(np.uint16)
+        halves[: found.shape[0], : found.shape[1]] = bits
         tiles = halves.reshape(-1, COLUMNS, groups).transpose(0, 2, 1)
         parts.append(np.ascontiguousarray(tiles).view(np.uint8))
     return np.concatenate(parts, axis=2).reshape(-1)

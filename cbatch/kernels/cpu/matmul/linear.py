@@ -16,15 +16,7 @@ from cbatch.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, 
 from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
 from cbatch.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
 from cbatch.kernels.cpu.matmul import amx, quantized
-from cbatch.kernels.cpu.matmul.formats import (
-    BFLOAT16,
-    FLOAT32,
-    FORMATS,
-    GROUP,
-    group_bytes,
-    is_quantized,
-    tile_bytes,
-)
+from cbatch.kernels.cpu.matmul.formats import group_bytes, is_quantized, tile_bytes
 from cbatch.kernels.cpu.matmul.microkernel import (
     COLUMNS,
     LANES,
@@ -41,6 +33,7 @@ from cbatch.kernels.cpu.matmul.microkernel import (
 from cbatch.kernels.cpu.matmul.quantized import multiply_quantized, quantized_address
 from cbatch.kernels.cpu.matmul.quantized_rows import quantize_row, quantized_row_bytes, whole_lines
 from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.formats import BFLOAT16, FLOAT32, FORMATS, GROUP
 from cbatch.runtime.cpu import empty, second_cache_bytes
 
 _ROW_BLOCK_BYTES = second_cache_bytes() * 3 // 8

@@ -22,18 +22,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cbatch.kernels.cpu.jit import FEATURES, HAS_AVX512, HAS_VNNI, HAS_VNNI_256, Part, address_of, kernel
-from cbatch.kernels.cpu.matmul.formats import (
-    GROUP,
-    INT4_ZEROS,
-    INT8,
-    LEVELS,
-    MXFP4,
-    OFFSETS,
-    group_bytes,
-    number_bytes,
-)
+from cbatch.kernels.cpu.matmul.formats import OFFSETS, group_bytes, number_bytes
 from cbatch.kernels.cpu.matmul.microkernel import LANES, SECOND_CACHE, Ahead, Rows, VectorEmitter, emit_prefetch
 from cbatch.kernels.cpu.matmul.quantized_rows import left_group_bytes
+from cbatch.kernels.formats import GROUP, INT4_ZEROS, INT8, LEVELS, MXFP4
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6) if HAS_AVX512 else (1, 2)
 """Numbers of rows that there is code for: all up to the largest, the sums of which fill the registers."""

@@ -17,8 +17,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cbatch.kernels.cpu.jit import kernel, shared
-from cbatch.kernels.cpu.matmul.formats import GROUP, OFFSETS
+from cbatch.kernels.cpu.matmul.formats import OFFSETS
 from cbatch.kernels.cpu.matmul.microkernel import LANES, VectorEmitter
+from cbatch.kernels.formats import GROUP
 
 _LINE = 64
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.quantized_matrix import GROUP, KINDS, QuantizedMatrix
+from cbatch.kernels.formats import GROUP
+from cbatch.kernels.quantized_matrix import KINDS, QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, power_of_2
 from cbatch.kernels.triton.launch import launch_options
 from cbatch.kernels.triton.products.linear import FIXED_ROWS
