@@ -9,19 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.attention.registry import (
-    check_attention,
-    check_kv_dtype,
-    check_quantize,
-    has_fast_path,
-)
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, RequestError
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.base.units import format_bytes, format_count, parse_memory
+from cbatch.base.units import format_bytes, format_count
 from cbatch.engine.fallback import choose_execution, configured_backends, configured_model
 from cbatch.engine.kv_cache_sizing import make_runner
 from cbatch.engine.loop import EngineCore
@@ -29,17 +23,15 @@ from cbatch.engine.stats import EngineStats, StepRecord
 from cbatch.model.base import Model
 from cbatch.model.checkpoint import check_adapters
 from cbatch.model.float8 import tell_float8
-from cbatch.model.hf.device_map import choose_device_map
 from cbatch.model.hf.self_check import checked_model
-from cbatch.model.loader import DEMO_MODEL, LoadedModel, load_model
+from cbatch.model.load_plan import LoadPlan
+from cbatch.model.loader import LoadedModel, load_model
 from cbatch.model.lora_files import read_adapters
-from cbatch.model.weight_cache import WeightCache
 from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.request import EncodedRequest
-from cbatch.runtime.device import choose_device, is_accelerator, pins_memory
+from cbatch.runtime.device import is_accelerator, pins_memory
 from cbatch.runtime.memory import release_memory
-from cbatch.runtime.numba_setup import require_compiler
 from cbatch.runtime.transfer import synchronize
 from cbatch.sample.processors import counts_for
 from cbatch.sample.structured.compiler import ConstraintCompiler
@@ -72,35 +64,16 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
     def __init__(self, config: EngineConfig | None = None, loaded: LoadedModel | None = None) -> None:
         """`loaded`: a model that is in memory already, instead of `config.model`."""
         self.config = config = config or EngineConfig()
-        device = choose_device(config.device)
-        if not is_accelerator(device):
-            require_compiler()
-        check_attention(config.attention, device, config.block_size)
-        if config.kv_cache_memory is not None:
-            parse_memory(config.kv_cache_memory, free=0)  # raises before a model is loaded
-        if config.weight_cache_size is not None:
-            parse_memory(config.weight_cache_size, free=0)
-        fast = has_fast_path(config.attention, device, config.block_size)
-        quantize = check_quantize(config.quantize, config.activations, fast=fast)
-        check_kv_dtype(config.kv_dtype, config.attention, device)
-        kind = "gpu" if is_accelerator(device) else "cpu"
+        plan = LoadPlan.of(config)
+        kind = "gpu" if is_accelerator(plan.device) else "cpu"
         step_time = StepTimeController(config.target_step_ms, MIN_PREFILL_TOKENS[kind])
         adapters = read_adapters(config.lora or {})
         if adapters and loaded is None:
-            check_adapters(adapters, config.model or str(DEMO_MODEL), config.revision)
-        self.loaded = loaded or load_model(
-            config.model,
-            config.revision,
-            device,
-            config.dtype,
-            fast=fast,
-            quantize=quantize,
-            activations=config.activations,
-            weight_cache=WeightCache.of_config(config),
-            device_map=choose_device_map(config, device),
-        )
+            check_adapters(adapters, plan)
+        self.loaded = loaded or load_model(plan)
         self.tokenizer = self.loaded.tokenizer
-        model: Model = self.loaded.fast_model if fast and self.loaded.fast_model else checked_model(self.loaded.network)
+        fast_model = self.loaded.fast_model if plan.fast else None
+        model: Model = fast_model or checked_model(self.loaded.network)
         if config.activations == "fp8":
             tell_float8(model)
         execution = choose_execution(config, model)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import cache
 
 import torch
 
 from cbatch.base.errors import ConfigError
-from cbatch.base.quantization import STORED, Quantization
-from cbatch.runtime.device import gpu_name, has_bfloat16, is_accelerator
+from cbatch.runtime.device import gpu_name, has_bfloat16
 
 _log = logging.getLogger("cbatch")
 
@@ -49,38 +47,6 @@ def choose_dtype(
         )
         return torch.float16
     return wanted
-
-
-def choose_formats(
-    name: str,
-    checkpoint: torch.dtype | str | None,
-    quantize: Quantization | None,
-    device: torch.device,
-    *,
-    activations: str,
-    is_quantized: bool,
-) -> tuple[torch.dtype, Quantization | None]:
-    """The dtype of a model on the fast path, and how its matrices are kept as integers, if they are.
-
-    quantize:     round them anew, whatever the files have
-    activations:  how rows are rounded that are multiplied with integers of the files
-    is_quantized: the files have integers. They stay so on a GPU, and beside bfloat16 on a CPU; else they become numbers
-
-    On a CPU, activations are rounded to int8 in place of fp8. Raises ConfigError for an unknown name, and on a CPU for
-    one that cannot stand beside `quantize`.
-    """
-    dtype = choose_dtype(name, checkpoint, device, by_kernels=True)
-    if is_accelerator(device):
-        return dtype, quantize or (Quantization(STORED, activations) if is_quantized else None)
-    if quantize is None and is_quantized and name in ("auto", "bfloat16"):
-        quantize = Quantization(STORED, activations)
-    if quantize is None:
-        return dtype, None
-    if quantize.activations == "fp8":
-        quantize = replace(quantize, activations="int8")
-    if name not in ("auto", "bfloat16"):
-        raise ConfigError(f"Weights can be quantized to {quantize.weights} with --dtype bfloat16 only, not {name}.")
-    return torch.bfloat16, quantize
 
 
 def activations_in(dtype: torch.dtype) -> str:

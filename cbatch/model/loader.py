@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import gettempdir
-from textwrap import shorten
 from typing import Any
-
-import torch
 
 from cbatch.base.errors import (
     CbatchError,
@@ -28,20 +22,15 @@ from cbatch.base.gguf_source import gguf_paths, is_gguf
 from cbatch.base.hub import looks_like_path, reachable_source
 from cbatch.base.model_files import WEIGHTS_INDEX, check_files, check_source, model_folder, weight_files
 from cbatch.base.params import SamplingParams
-from cbatch.base.quantization import Quantization
-from cbatch.base.units import format_bytes
 from cbatch.model.base import Model
 from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.config import read_generation_config, read_model_config
-from cbatch.model.dtypes import choose_dtype
 from cbatch.model.fingerprint import fingerprint
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.quantized import settings_of
-from cbatch.model.hf.device_map import DeviceMap, is_disk_full, weights_size
-from cbatch.model.hf.hooks import keep_rewritten_weights
+from cbatch.model.hf.network import first_sentence, fits, load_network
 from cbatch.model.hf.placement import Placement, placement_of
-from cbatch.model.hf.weights_fit import check_weights_fit
-from cbatch.model.weight_cache import WeightCache
+from cbatch.model.load_plan import LoadPlan
 from cbatch.runtime.device import is_accelerator
 from cbatch.text.loading import load_tokenizer
 from cbatch.text.template_sandbox import template_check
@@ -60,12 +49,7 @@ NOT_APPLIED = {
 }
 """Keys of generation_config.json that would change the output but are not supported, and their neutral values."""
 
-_LONGEST_REASON = 300
-"""Characters of a library's error."""
-
 _log = logging.getLogger("cbatch")
-
-DEMO_MODEL = Path(__file__).parents[1] / "demo"
 
 
 @dataclass(frozen=True)
@@ -111,98 +95,48 @@ class LoadedModel:
         return replace(self, make_network=make_network, fast_model=None)
 
 
-def load_model(
-    name: str | None,
-    revision: str | None,
-    device: torch.device,
-    dtype: str,
-    *,
-    fast: bool = False,
-    quantize: Quantization | None = None,
-    activations: str = "int8",
-    weight_cache: WeightCache | None = None,
-    device_map: DeviceMap | None = None,
-) -> LoadedModel:
-    """Loads a causal language model from a folder, a GGUF file or the hub; None is the bundled demo model.
-
-    fast:           take the fast path if the model has one
-    quantize:       keep the matrices of the fast path as integers
-    activations:    how rows are rounded that are multiplied with quantized weights which the file has (see
-                    `Quantization`)
-    weight_cache:   where packed weights are kept; for the fast path on a CPU
-    device_map:     spread the model if it does not fit on its device
+def load_model(plan: LoadPlan) -> LoadedModel:
+    """Loads a causal language model.
 
     Only safetensors and GGUF files are read, and no code that comes with a model is run.
     Raises ModelError, with one sentence, if that fails, whatever its files make libraries raise.
     """
-    source = str(DEMO_MODEL) if name is None else name
-    check_source(source)
+    check_source(plan.source)
     try:
-        return _load(name, source, revision, device, dtype, fast, quantize, activations, weight_cache, device_map)
+        return _load_gguf(plan) if is_gguf(plan.source) else _load(plan)
     except CbatchError:
         raise
     except Exception as error:
-        raise ModelError(f"Cannot load {source}: {in_short(error)}.") from error
+        raise ModelError(f"Cannot load {plan.source}: {in_short(error)}.") from error
 
 
-def _load(
-    name: str | None,
-    source: str,
-    revision: str | None,
-    device: torch.device,
-    dtype: str,
-    fast: bool,
-    quantize: Quantization | None,
-    activations: str,
-    weight_cache: WeightCache | None,
-    device_map: DeviceMap | None,
-) -> LoadedModel:
-    if is_gguf(source):
-        if not fast or device_map is not None:
-            raise ConfigError(
-                f"{source} is a GGUF file, which only the fast path of a CPU or an NVIDIA GPU runs: use --attention "
-                "auto, blocks of a multiple of 16 tokens, and no --device-map; --device cpu runs it on any machine."
-            )
-        return _load_gguf(source, revision, device, dtype, quantize, activations, weight_cache)
-    _check_folder(source)
-    source = reachable_source(source, revision)
-    folder, settings, defaults = _checked_settings(source, revision)
-    text_tokenizer = load_tokenizer(source, revision)
+def _load(plan: LoadPlan) -> LoadedModel:
+    name, device_map = plan.name, plan.device_map
+    _check_folder(plan.source)
+    plan = replace(plan, source=reachable_source(plan.source, plan.revision))
+    folder, settings, defaults = _checked_settings(plan)
+    text_tokenizer = load_tokenizer(plan.source, plan.revision)
     tokenizer = ChatTokenizer(text_tokenizer) if text_tokenizer else None
-    template = tokenizer.chat_template if tokenizer else None
     if device_map is not None:
-        device = device_map.device
-        if _fits(source, revision, device_map, dtype):
-            device_map = None
-    make_network: Callable[[], Any] = partial(_load_network, source, revision, device, dtype, device_map)
+        plan = replace(plan, device=device_map.device, device_map=None if fits(plan, device_map) else device_map)
+    make_network: Callable[[], Any] = partial(load_network, plan)
     fast_model, placement, path = None, None, "transformers"
-    with template_check(template):
-        if fast and device_map is None:
+    with template_check(tokenizer.chat_template if tokenizer else None):
+        if plan.fast and plan.device_map is None:
             try:
-                fast_model, path = (
-                    load_fast_model(
-                        source,
-                        revision,
-                        device,
-                        dtype,
-                        quantize=quantize,
-                        activations=activations,
-                        weight_cache=weight_cache,
-                    ),
-                    "fast",
-                )
+                fast_model, path = load_fast_model(plan), "fast"
             except NoFastPath as error:
                 path = f"transformers: {error}"
-                if _is_quantized(source, revision) and not is_accelerator(device):
+                if not is_accelerator(plan.device) and settings_of(read_model_config(folder)) is not None:
                     make_network = partial(_or_say, make_network, str(error))
         if fast_model is not None:
             config = fast_model.config
         else:
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
-            placement = _place(network) if device_map is not None else None
+            placement = _place(network) if plan.device_map is not None else None
     return LoadedModel(
-        name="the bundled demo model" if name is None else name,
+        name=name,
         make_network=make_network,
         tokenizer=tokenizer,
         defaults=defaults,
@@ -217,24 +151,21 @@ def _load(
     )
 
 
-def _load_gguf(
-    source: str,
-    revision: str | None,
-    device: torch.device,
-    dtype: str,
-    quantize: Quantization | None,
-    activations: str,
-    weight_cache: WeightCache | None,
-) -> LoadedModel:
+def _load_gguf(plan: LoadPlan) -> LoadedModel:
+    source = plan.source
+    if not plan.fast or plan.device_map is not None:
+        raise ConfigError(
+            f"{source} is a GGUF file, which only the fast path of a CPU or an NVIDIA GPU runs: use --attention "
+            "auto, blocks of a multiple of 16 tokens, and no --device-map; --device cpu runs it on any machine."
+        )
     try:
-        paths = gguf_paths(reachable_source(source, revision), revision)
+        paths = gguf_paths(reachable_source(source, plan.revision), plan.revision)
     except OSError as error:
-        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+        raise ModelError(f"Cannot load {source}: {first_sentence(error)}") from error
     checkpoint = GgufModel(paths)
-    template = checkpoint.chat_template
-    with template_check(template):
+    with template_check(checkpoint.chat_template):
         tokenizer = ChatTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
-        model = checkpoint.load(device, dtype, quantize=quantize, activations=activations, weight_cache=weight_cache)
+        model = checkpoint.load(plan)
 
     def make_network() -> Any:
         raise EngineError(f"{source} is a GGUF file, which transformers does not load here.")
@@ -252,101 +183,27 @@ def _load_gguf(
     )
 
 
-def _fits(source: str, revision: str | None, device_map: DeviceMap, dtype: str) -> bool:
-    """Whether a model need not be spread, which is said then. Raises ModelError if its files cannot be had."""
-    device, room = device_map.device, device_map.limits[str(device_map.device)]
-    try:
-        size = weights_size(source, revision, dtype, device)
-    except OSError as error:
-        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
-    if not 0 < size <= room:
-        return False
-    _log.warning(
-        "The model is not spread: its weights (%s) fit on %s, where they may take %s. --device-map is not needed.",
-        format_bytes(size), device, format_bytes(room),
-    )  # fmt: skip
-    return True
-
-
 def _place(network: Any) -> Placement:
     placement = placement_of(network)
     _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
     return placement
 
 
-def _checked_settings(source: str, revision: str | None) -> tuple[Path, dict[str, Any], SamplingParams]:
+def _checked_settings(plan: LoadPlan) -> tuple[Path, dict[str, Any], SamplingParams]:
     """The folder of a model's files, its generation_config.json, and the sampling parameters that this asks for.
 
     Raises ModelError if the hub cannot be reached, and for settings of the model that cannot be true.
     """
     try:
-        folder = model_folder(source, revision, ["config.json", "generation_config.json"])
+        folder = model_folder(plan.source, plan.revision, ["config.json", "generation_config.json"])
     except OSError as error:
-        raise ModelError(f"Cannot load {source}: {_first_sentence(error)}") from error
+        raise ModelError(f"Cannot load {plan.source}: {first_sentence(error)}") from error
     read_model_config(folder)
     settings = read_generation_config(folder)
     try:
         return folder, settings, _sampling_defaults(settings)
     except RequestError as error:
-        raise ModelError(f"The generation_config.json of {source} is wrong: {error}") from error
-
-
-def _load_network(
-    source: str, revision: str | None, device: torch.device, dtype: str, device_map: DeviceMap | None
-) -> Any:
-    _silence_libraries()
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config: Any = None
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        number = choose_dtype(dtype, getattr(config.get_text_config(), "dtype", None), device)
-        check_weights_fit(source, revision, config, number, device if device_map is None else None)
-        load = partial(
-            AutoModelForCausalLM.from_pretrained,
-            source,
-            revision=revision,
-            config=config,
-            dtype=number,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # else transformers prints a table of them
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        with _without_bars(config):
-            network, report = load() if device_map is None else _load_spread(load, device_map)
-        if not report["missing_keys"] and not report["mismatched_keys"]:
-            return (network.to(device) if device_map is None else network).eval()
-    except CbatchError:
-        raise
-    except Exception as error:  # transformers, the hub, safetensors, json and the device each raise their own kinds
-        if device_map is not None and is_disk_full(error):
-            raise ModelError(
-                f"Cannot load {source}: the disk of {device_map.folder or gettempdir()} is full, where weights are "
-                "rewritten that are to stay on disk; name a folder with more room by --offload-folder."
-            ) from error
-        raise ModelError(f"Cannot load {source}: {_unknown_name(error, config) or _first_sentence(error)}") from error
-    for name, found, wanted in sorted(report["mismatched_keys"]):
-        raise ModelError(
-            f"Cannot load {source}: {name} is {list(found)} in its files, and {list(wanted)} by its config.json."
-        )
-    missing = sorted(report["missing_keys"])
-    raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
-
-
-def _load_spread(load: Callable[..., Any], device_map: DeviceMap) -> tuple[Any, dict[str, Any]]:
-    """What transformers loads if accelerate decides where it goes."""
-    with device_map.offload_folder() as folder:
-        network, report = load(device_map="auto", max_memory=device_map.max_memory, offload_folder=str(folder))
-        keep_rewritten_weights(network, folder)
-    return network, report
-
-
-def _is_quantized(source: str, revision: str | None) -> bool:
-    try:
-        return settings_of(read_model_config(model_folder(source, revision))) is not None
-    except (OSError, ModelError):
-        return False
+        raise ModelError(f"The generation_config.json of {plan.source} is wrong: {error}") from error
 
 
 def _or_say(make_network: Callable[[], Any], reason: str) -> Any:
@@ -357,24 +214,6 @@ def _or_say(make_network: Callable[[], Any], reason: str) -> Any:
         if reason.rstrip(".") in str(error):
             raise
         raise ModelError(f"{str(error).removesuffix('.')}; and without transformers {reason.rstrip('.')}.") from error
-
-
-def _silence_libraries() -> None:
-    """Hides the warnings and progress bars of transformers, accelerate and the hub; their errors are still raised.
-
-    Called just before they are used, because importing transformers takes long.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    for name in ("huggingface_hub", "accelerate"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _without_bars(config: Any) -> AbstractContextManager[object]:
-    """Hides the progress bars that libraries of quantized formats draw on stderr, terminal or not."""
-    return redirect_stderr(io.StringIO()) if getattr(config, "quantization_config", None) else nullcontext()
 
 
 def _check_folder(source: str) -> None:
@@ -413,22 +252,3 @@ def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozense
         given = config.get("eos_token_id")
     ids = [given] if isinstance(given, int) else given or []
     return frozenset(token for token in ids if 0 <= token < config["vocab_size"])
-
-
-def _unknown_name(error: Exception, config: Any) -> str:
-    """A sentence about a name in a config of transformers, if it looked that up and did not find it; else ""."""
-    if not isinstance(error, KeyError) or config is None:
-        return ""
-    settings: dict[str, Any] = config.get_text_config().to_dict()
-    settings |= settings.get("rope_parameters") or {}
-    keys = [key for key, value in settings.items() if isinstance(value, str) and error.args == (value,)]
-    return f"transformers does not know the {keys[0]} {error}, which its config.json names." if keys else ""
-
-
-def _first_sentence(error: BaseException) -> str:
-    """The first line of a library's error, and the second if that says what it is about, ended by a full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    line = shorten(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0], _LONGEST_REASON)
-    if isinstance(error, LookupError | TypeError | AttributeError):  # whose messages are not for users
-        line = f"{type(error).__name__}: {line}"
-    return line if line.endswith(".") else line + "."

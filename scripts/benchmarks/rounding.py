@@ -37,7 +37,7 @@ from cbatch.kernels.float8_matrix import rounded_rows
 from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats.gguf import GgufModel
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu import num_threads
@@ -245,7 +245,7 @@ def gguf_models(interpreters: dict[str, str], report: Report) -> Iterator[tuple[
                 report.note(f"{name}: {reply['error']}")
                 continue
             found = GgufModel([job.gguf])
-            model = found.load(_CPU, "auto", quantize=None, activations="int8", weight_cache=None)
+            model = found.load(LoadPlan())
             assert isinstance(model, CpuModel)
             stored, held = (8 * size / model.num_parameters for size in (job.gguf.stat().st_size, model.weight_bytes))
             yield f"GGUF {name}, {stored:.1f} bits, {held:.1f} in memory", model
@@ -259,7 +259,7 @@ def folder_models() -> Iterator[tuple[str, CpuModel]]:
     for name, (settings, encode) in FOLDERS.items():
         with TemporaryDirectory() as folder:
             write_folder(Path(folder) / "model", saved, settings, encode)
-            model = load_fast_model(f"{folder}/model", None, _CPU, "auto")
+            model = load_fast_model(LoadPlan(f"{folder}/model"))
             assert isinstance(model, CpuModel)
             stored = 8 * Tensors(Path(folder) / "model").num_bytes / model.num_parameters
             yield f"{name}, {stored:.1f} bits, {8 * model.weight_bytes / model.num_parameters:.1f} in memory", model

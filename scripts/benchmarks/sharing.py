@@ -21,6 +21,7 @@ from statistics import median
 import torch
 
 from cbatch import Engine, EngineConfig, SamplingParams, SteppingEngine
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, load_model
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.request import EncodedRequest
@@ -109,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, report: Report) -> int:
     device = torch.device("cpu")
     if options.shape == "demo":
-        loaded = load_model(None, None, device, "float32", fast=True)
+        loaded = load_model(LoadPlan(device=device, dtype="float32"))
     else:
         loaded = load_random(options.shape, SHAPES[options.shape], device)
     rows = [["requests", "way", "a step", "more than stepping", "ratio"]]

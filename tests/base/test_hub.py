@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 
 from cbatch.base import hub
 from cbatch.base.errors import ModelNotFound
 from cbatch.base.hub import can_connect, check_hub_model, reachable_source
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -94,7 +94,7 @@ def test_a_model_in_the_cache_loads_without_a_network(cache: Path, model_folder:
     folder = add_snapshot(cache, model_folder)
     check_hub_model("me/tiny", None)
     assert reachable_source("me/tiny", None) == str(folder)
-    loaded = load_model("me/tiny", None, torch.device("cpu"), "float32")
+    loaded = load_model(LoadPlan("me/tiny", dtype="float32", fast=False))
     assert loaded.name == "me/tiny" and loaded.tokenizer is not None
 
 

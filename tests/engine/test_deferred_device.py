@@ -16,6 +16,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine import fallback, kv_cache_sizing
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cuda import CudaModel
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, load_model
 from cbatch.runtime import transfer
 from cbatch.runtime.memory import DeviceMemory
@@ -167,7 +168,7 @@ def is_close(found: Any, wanted: Any) -> bool:
 def test_all_features_are_those_of_a_cpu(kernels: pytest.MonkeyPatch) -> None:
     """Guards every feature that reads or writes something beside the logits, through preemption."""
     with DeferredDevice() as device:
-        fast = load_model(None, None, CUDA, "float32", fast=True)
+        fast = load_model(LoadPlan(device=CUDA, dtype="float32"))
         assert isinstance(fast.fast_model, CudaModel)
         fast.fast_model.ops = QueuedLayerOps()
         engine = SteppingEngine(EngineConfig(device="cuda", max_seqs=9, max_batch_tokens=100), fast)

@@ -17,6 +17,7 @@ from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.dtypes import choose_dtype
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.hf.self_check import _paged_logits
+from cbatch.model.load_plan import LoadPlan
 from cbatch.runtime.kv_cache import LayerShape
 from tests.support.gpu_machine import Gpu, Machine
 from tests.support.tiny_models import make_network
@@ -92,10 +93,10 @@ def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
     monkeypatch.setattr(checkpoint, "read_model_config", lambda path: read(path) | {"dtype": "bfloat16"})
     if expected is None:
         with pytest.raises(NoFastPath, match="does not compute in bfloat16"):
-            load_fast_model(str(model_folder), None, GPU, dtype)
+            load_fast_model(LoadPlan(str(model_folder), device=GPU, dtype=dtype))
     else:
         monkeypatch.setattr("cbatch.model.cuda.CudaModel", make)
-        load_fast_model(str(model_folder), None, GPU, dtype)
+        load_fast_model(LoadPlan(str(model_folder), device=GPU, dtype=dtype))
     assert made == ([] if expected is None else [expected])
 
 

@@ -20,9 +20,9 @@ from cbatch.engine.kernel_checks.layer import LayerChecks
 from cbatch.kernels.formats import INT4, INT8, quantized
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.reference.layer import TorchLayerOps
-from cbatch.model import checkpoint, device_weights, dtypes
-from cbatch.model.formats import gguf as gguf_loader
+from cbatch.model import checkpoint, device_weights, load_plan
 from cbatch.model.formats.gguf import GgufModel
+from cbatch.model.load_plan import LoadPlan
 from tests.support.cuda_model import engine_around
 from tests.support.device import DEVICE
 from tests.support.generation import generate
@@ -58,18 +58,18 @@ TOKENS, CHUNKS = PROMPT[:24], [0, 20, 21, 24]
 
 @pytest.fixture(autouse=True)
 def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checkpoint, dtypes, gguf_loader):
+    for module in (checkpoint, load_plan):
         monkeypatch.setattr(module, "is_accelerator", lambda _: True)
 
 
 def load_file(path: Path, dtype: str = "float32", quantize: Quantization | None = None) -> CudaModel:
-    model = GgufModel([path]).load(DEVICE, dtype, quantize=quantize, activations="int8", weight_cache=None)
+    model = GgufModel([path]).load(LoadPlan(device=DEVICE, dtype=dtype, quantize=quantize))
     assert isinstance(model, CudaModel)
     return model
 
 
 def load_folder(folder: Path, dtype: str = "float32", quantize: Quantization | None = None) -> CudaModel:
-    model = checkpoint.load_fast_model(str(folder), None, DEVICE, dtype, quantize=quantize)
+    model = checkpoint.load_fast_model(LoadPlan(str(folder), device=DEVICE, dtype=dtype, quantize=quantize))
     assert isinstance(model, CudaModel)
     return model
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from cbatch.model.checkpoint import NoFastPath, load_fast_model
+from cbatch.model.load_plan import LoadPlan
 from tests.support.model_fuzzer.judge import Outcome, violations
 from tests.support.model_fuzzer.kinds import FORMATS, WholeModels
 from tests.support.model_fuzzer.runs import limited_runs
@@ -62,7 +62,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     for name, content in folder.files().items():
         (path / name).write_bytes(content)
     with pytest.raises(NoFastPath, match=r"gate_proj\.weight is uint64|up_proj\.weight is float8_e8m0fnu"):
-        load_fast_model(str(path), None, torch.device("cpu"), "auto")
+        load_fast_model(LoadPlan(str(path)))
 
 
 GOOD = b'{"index": 0, "text": "a"}\n{"index": 1, "error": {"code": "invalid_row", "message": "no"}}\n'

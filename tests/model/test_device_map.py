@@ -17,8 +17,8 @@ from cbatch.base.errors import ConfigError, ModelError
 from cbatch.base.model_files import InvalidFile, stored_tensors
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.model.hf import device_map as device_maps
-from cbatch.model.hf.device_map import choose_device_map
+from cbatch.model import device_map as device_maps
+from cbatch.model.device_map import choose_device_map
 from cbatch.model.hf.mask_patterns import MaskPattern, pattern_of, probe_mask
 from cbatch.model.hf.placement import CPU_MEMORY, DISK, Place, Placement
 from cbatch.runtime.memory import DeviceMemory

@@ -156,9 +156,9 @@ def test_transformers_stays_out(tmp_path: Path) -> None:
         saved.network.save_pretrained(tmp_path / kind)
     code = (
         "import sys, torch; from pathlib import Path; "
-        "from cbatch.model.loader import load_model; "
+        "from cbatch.model.load_plan import LoadPlan; from cbatch.model.loader import load_model; "
         "folders = [str(path) for path in Path(sys.argv[1]).iterdir()]; "
-        "paths = {load_model(one, None, torch.device('cpu'), 'float32', fast=True).path for one in folders}; "
+        "paths = {load_model(LoadPlan(one, dtype='float32')).path for one in folders}; "
         "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
         "sys.exit(f'loads {heavy} for {paths}' if heavy or paths != {'fast'} else 0)"
     )

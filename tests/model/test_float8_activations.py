@@ -26,10 +26,10 @@ from cbatch.kernels.float8_matrix import Float8Matrix
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.kernels.triton.occupancy import CHIPS
-from cbatch.model import checkpoint, dtypes, float8
-from cbatch.model.dtypes import choose_formats
+from cbatch.model import checkpoint, float8, load_plan
 from cbatch.model.float8 import float8_problem, tell_float8
 from cbatch.model.hf.adapter import TransformersModel
+from cbatch.model.load_plan import LoadPlan
 from tests.support.device import DEVICE, HAS_GPU
 from tests.support.model_checks import reference_logits
 from tests.support.programs import PROMPT, logits_in_chunks, saved_model, typical_error
@@ -67,14 +67,16 @@ TENSORS, BLOCKS = (fp8_settings(None), fp8((0, 0))), (fp8_settings((32, 32)), fp
 
 @pytest.fixture(autouse=True)
 def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (checkpoint, dtypes):
+    for module in (checkpoint, load_plan):
         monkeypatch.setattr(module, "is_accelerator", lambda _: True)
     yield
     float8_problem.cache_clear()  # of chips that a test has made up
 
 
 def load(folder: Path, dtype: str = "float16", **options: Any) -> CudaModel:
-    model = checkpoint.load_fast_model(str(folder), None, DEVICE, dtype, **{"activations": "fp8"} | options)
+    model = checkpoint.load_fast_model(
+        LoadPlan(str(folder), device=DEVICE, dtype=dtype, **{"activations": "fp8"} | options)
+    )
     assert isinstance(model, CudaModel)
     return model
 
@@ -229,9 +231,10 @@ def test_devices_without_the_fast_path(monkeypatch: pytest.MonkeyPatch, caplog: 
         line = line_of(network, caplog)
     assert line == "WARNING: Activations stay float32: only the fast path of an NVIDIA GPU rounds them to fp8."
     monkeypatch.undo()
-    cpu, options = torch.device("cpu"), {"activations": "fp8", "is_quantized": True}
     for quantize in (None, Quantization("int8", "fp8")):
-        _, chosen = choose_formats("bfloat16", "bfloat16", quantize, cpu, **options)
+        _, chosen = LoadPlan(dtype="bfloat16", quantize=quantize, activations="fp8").formats(
+            "bfloat16", is_quantized=True
+        )
         assert chosen is not None and chosen.activations == "int8"
     for config in (EngineConfig(activations="fp8", quantize="int8"), EngineConfig(quantize="int8")):
         caplog.clear()

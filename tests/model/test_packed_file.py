@@ -28,7 +28,7 @@ from cbatch.kernels.cpu import program
 from cbatch.model import packed_file
 from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
 from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
 from cbatch.model.packing import PACKING
 from cbatch.model.weight_cache import RECORD, WeightCache
@@ -125,7 +125,9 @@ def test_what_decides_the_weights_decides_the_name(tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
 
     def count_files(dtype: str, **options: Any) -> int:
-        assert load_fast_model(str(folder), None, CPU, dtype, weight_cache=WeightCache(tmp_path / "weights"), **options)
+        assert load_fast_model(
+            LoadPlan(str(folder), dtype=dtype, weight_cache=WeightCache(tmp_path / "weights"), **options)
+        )
         return len(list(tmp_path.glob("weights/*.weights")))
 
     assert [count_files("float32"), count_files("float32"), count_files("bfloat16")] == [1, 1, 2]

@@ -12,19 +12,20 @@ from transformers import AutoConfig
 from cbatch.base.errors import ModelError
 from cbatch.model.config import read_model_config
 from cbatch.model.cpu import CpuModel
-from cbatch.model.hf.weights_fit import check_weights_fit
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.device_map import DeviceMap
+from cbatch.model.hf.network import check_weights_fit
+from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime import cgroup, memory
 
 CPU = torch.device("cpu")
 
 
-def check(folder: Path, device: torch.device | None = CPU, **sizes: Any) -> None:
+def check(folder: Path, device_map: DeviceMap | None = None, **sizes: Any) -> None:
     config = AutoConfig.from_pretrained(folder)
     for name, size in sizes.items():
         setattr(config, name, size)
-    check_weights_fit(str(folder), None, config, torch.float32, device)
+    check_weights_fit(LoadPlan(str(folder), device_map=device_map), config, torch.float32)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_weights_that_memory_does_not_hold(model_folder: Path) -> None:
     """Guards a machine against a model that is larger than it, on both paths: the sentence has both figures."""
     with pytest.raises(ModelError, match=r"^The weights of .* need 234\.2 KiB, and 100\.0 KiB are free on cpu"):
         check(model_folder)
-    check(model_folder, None)  # spread over devices
+    check(model_folder, DeviceMap(CPU, {}))  # spread over devices
     with pytest.raises(ModelError, match=r"^The weights need [\d.]+ MiB, and 100\.0 KiB are free on cpu"):
         CpuModel(read_model_config(DEMO_MODEL), Tensors(DEMO_MODEL), torch.float32)
 

@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.load_plan import DEMO_MODEL
 
 ORIGINAL = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from cbatch.base.errors import ModelError
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text.backend.patterns import QWEN2
 from cbatch.text.fast_loader import (
     QWEN2_CLASSES,
@@ -270,7 +270,7 @@ def test_broken_files_are_said(name: str, content: str, tmp_path: Path) -> None:
 def test_transformers_stays_out() -> None:
     """Guards the second that importing transformers takes, from a command to a chat that is ready as tokens."""
     code = (
-        "import sys; from cbatch.model.loader import DEMO_MODEL; "
+        "import sys; from cbatch.model.load_plan import DEMO_MODEL; "
         "from cbatch.text.loading import load_tokenizer; "
         "ids = load_tokenizer(str(DEMO_MODEL), None).encode('hi').ids; "
         "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from cbatch.base.errors import ModelError, RequestError
 from cbatch.base.template_options import TemplateOptions
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text.backend.local import LocalBackend
 from cbatch.text.fast_loader import TextTokenizer, TransformersTokenizer
 from cbatch.text.template_sandbox import TemplateSandbox

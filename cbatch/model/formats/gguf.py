@@ -14,7 +14,6 @@ import torch
 from cbatch.base.errors import ModelError
 from cbatch.base.quantization import Quantization
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.dtypes import choose_formats
 from cbatch.model.families import read_program
 from cbatch.model.formats.gguf_blocks import BF16, F16, FLOATS, block_name
 from cbatch.model.formats.gguf_config import Config, read_config
@@ -22,8 +21,8 @@ from cbatch.model.formats.gguf_file import GgufFile, read_gguf
 from cbatch.model.formats.gguf_names import sources_of
 from cbatch.model.formats.gguf_weights import GgufWeights, bits_per_weight, rounded_types
 from cbatch.model.formats.integers import tell_rounded, tell_widened
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.programs.named_tensors import check_weights
-from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.fast_loader import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens
@@ -31,7 +30,6 @@ from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens
 if TYPE_CHECKING:
     from cbatch.model.cpu import CpuModel
     from cbatch.model.cuda import CudaModel
-    from cbatch.model.weight_cache import WeightCache
 
 _SAMPLES, _SAMPLE_BYTES = 8, 16
 
@@ -94,34 +92,15 @@ class GgufModel:
         formats = ", ".join(f"{count} {name}" for name, count in counts.most_common())
         return f"GGUF with {bits_per_weight(self._file):.2f} bits a weight (tensors: {formats})"
 
-    def load(
-        self,
-        device: torch.device,
-        dtype: str,
-        *,
-        quantize: Quantization | None,
-        activations: str,
-        weight_cache: WeightCache | None,
-    ) -> CpuModel | CudaModel:
+    def load(self, plan: LoadPlan) -> CpuModel | CudaModel:
         """The model, ready to run. Raises ModelError or ConfigError if it cannot be.
 
-        dtype:       auto, or by name. On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the file; else
-                     they become numbers
-        quantize:    round matrices anew, whatever the file has
-        activations: how rows are rounded that are multiplied with integers; see `Quantization`
+        On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the file; else they become numbers.
         """
-        source = self._file.paths[0]
-        number, quantize = choose_formats(
-            dtype, self.dtype, quantize, device, activations=activations, is_quantized=self.is_quantized
-        )
-        model: CpuModel | CudaModel
+        source, identity = self._file.paths[0], lambda: self.fingerprint
+        dtype, quantize = plan.formats(self.dtype, is_quantized=self.is_quantized)
         try:
-            if is_accelerator(device):
-                from cbatch.model.cuda import CudaModel
-
-                model = CudaModel(self.config, self._weights, number, device, quantize=quantize)
-            else:
-                model = self._on_cpu(number, quantize, weight_cache)
+            model = plan.fast_model(self.config, self._weights, dtype, quantize, self._file.paths, identity)
         except (UnsupportedConfig, ImportError) as error:
             raise ModelError(f"Cannot load {source}: {error}.") from error
         except (RuntimeError, MemoryError) as error:
@@ -131,14 +110,6 @@ class GgufModel:
         self._weights.drop_pages()
         self._tell(model, quantize)
         return model
-
-    def _on_cpu(self, dtype: torch.dtype, quantize: Quantization | None, weight_cache: WeightCache | None) -> CpuModel:
-        from cbatch.model.cpu import CpuModel
-        from cbatch.model.packing import packed_weights
-
-        files = self._file.paths
-        shared = packed_weights(weight_cache, self.fingerprint, files, dtype, quantize) if weight_cache else None
-        return CpuModel(self.config, self._weights, dtype, quantize=quantize, shared=shared)
 
     def _tell(self, model: CpuModel | CudaModel, quantize: Quantization | None) -> None:
         """Says what has become of formats that no kernel reads."""

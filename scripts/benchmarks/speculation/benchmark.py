@@ -28,6 +28,7 @@ from typing import Any, Literal, cast
 import torch
 
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, load_model
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, cpu_seconds_elsewhere
 from scripts.benchmarks.peers.benchmark import machine_facts
@@ -216,7 +217,7 @@ class Models:
     def prepare(self, name: str, at_once: int) -> tuple[LoadedModel, Work]:
         """The model for some work, which has its script, and the work."""
         if name == "demo":
-            demo = load_model(None, None, torch.device("cpu"), "auto", fast=True)
+            demo = load_model(LoadPlan())
             with SteppingEngine(EngineConfig(device="cpu", kv_blocks=64), demo) as engine:
                 return demo, demo_questions(engine)
         loaded, model = self._scripted

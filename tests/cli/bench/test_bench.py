@@ -173,7 +173,7 @@ def test_wrong_ranges_are_refused(text: str) -> None:
 def test_without_peers_transformers_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards time and memory: only peers need a second copy of a model that is on the fast path."""
     loads: list[Any] = []
-    monkeypatch.setattr("cbatch.model.loader._load_network", lambda *arguments: loads.append(arguments))
+    monkeypatch.setattr("cbatch.model.loader.load_network", lambda *arguments: loads.append(arguments))
     lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
     assert run_command(["bench", *lengths]) == 0 and not loads
 

@@ -21,6 +21,7 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.families import read_program
 from cbatch.model.formats import compressed_tensors
 from cbatch.model.formats.quantized import QuantizedCheckpoint, without_quantization
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.tensor_files import Tensors
 from tests.support.generation import generate
 from tests.support.gguf_files import network_of
@@ -156,7 +157,7 @@ def test_numbers_and_tokens_are_those_of_the_package(name: str, tmp_path: Path) 
     outputs = generate(engine, PROMPTS[:3], SamplingParams(max_tokens=12, ignore_eos=True))
     assert [list(output.token_ids) for output in outputs] == generate_alone(network, PROMPTS[:3], [12] * 3)
 
-    model = load_fast_model(str(folder), None, torch.device("cpu"), "auto")
+    model = load_fast_model(LoadPlan(str(folder)))
     assert isinstance(model, CpuModel) and model.formats == {case.format, BFLOAT16}
 
 

@@ -26,6 +26,7 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.formats import gguf_names, gguf_weights
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.gguf_architectures import architecture, qwen
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from cbatch.model.programs.program import Experts, Linear
 from cbatch.model.weight_cache import WeightCache
@@ -42,7 +43,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 
 
 def load(path: Path, dtype: str = "auto", activations: str = "int8", quantize: Quantization | None = None) -> CpuModel:
-    model = GgufModel([path]).load(CPU, dtype, quantize=quantize, activations=activations, weight_cache=None)
+    model = GgufModel([path]).load(LoadPlan(dtype=dtype, quantize=quantize, activations=activations))
     assert isinstance(model, CpuModel)
     return model
 
@@ -235,7 +236,7 @@ def test_split_files(tmp_path: Path) -> None:
     expected = logits_in_chunks(load(whole), CpuAttention())
     for part in parts:
         model = GgufModel(gguf_paths(str(part), None))
-        loaded = model.load(CPU, "auto", quantize=None, activations="int8", weight_cache=None)
+        loaded = model.load(LoadPlan())
         assert torch.equal(logits_in_chunks(loaded, CpuAttention()), expected) and model.tokenizer is not None
     with pytest.raises(ModelError, match="is not part 1 of 1"):
         GgufModel([parts[0]])
@@ -249,7 +250,7 @@ def test_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_model(path, gguf_model("qwen3"), Kind.Q4_1)
 
     def logits() -> torch.Tensor:
-        model = GgufModel([path]).load(CPU, "auto", quantize=None, activations="int8", weight_cache=cache)
+        model = GgufModel([path]).load(LoadPlan(weight_cache=cache))
         return logits_in_chunks(model, CpuAttention())
 
     first, fingerprint = logits(), GgufModel([path]).fingerprint
@@ -284,16 +285,16 @@ def test_refusals(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, gguf_model("llama"), Kind.Q8_0)
     with pytest.raises(ConfigError, match="only the fast path of a CPU or an NVIDIA GPU runs"):
-        load_model(str(path), None, CPU, "auto", fast=False)
+        load_model(LoadPlan(str(path), fast=False))
     with pytest.raises(ModelError, match=r"holds GGUF files; name the one to load, such as .*model\.gguf"):
-        load_model(str(tmp_path), None, CPU, "auto", fast=True)
+        load_model(LoadPlan(str(tmp_path)))
     with pytest.raises(ModelError, match="There is no file"):
-        load_model(str(tmp_path / "none.gguf"), None, CPU, "auto", fast=True)
+        load_model(LoadPlan(str(tmp_path / "none.gguf")))
     path.write_bytes(path.read_bytes().replace(b"\0llama", b"\0rwkv7", 1))
     with pytest.raises(
         ModelError, match=r"architecture 'rwkv7' are not read, but those of .*gemma2, gemma3, .*qwen35, qwen35moe"
     ):
-        load_model(str(path), None, CPU, "auto", fast=True)
+        load_model(LoadPlan(str(path)))
 
 
 def test_loading_says_how_much_memory_other_types_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ import torch
 from cbatch.base.errors import ModelError
 from cbatch.base.model_files import WEIGHTS_INDEX
 from cbatch.model.checkpoint import NoFastPath, load_fast_model
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from tests.support.model_fuzzer.kinds import WholeModels
 from tests.support.model_fuzzer.weight_damage import Folder
@@ -98,7 +99,7 @@ def test_a_damaged_folder_gets_one_sentence(name: str, whole: Path, tmp_path: Pa
     path = Path(shutil.copytree(whole, tmp_path / "model"))
     change(path)
     with pytest.raises((ModelError, NoFastPath)) as caught:
-        load_fast_model(str(path), None, CPU, "auto")
+        load_fast_model(LoadPlan(str(path)))
     sentence = str(caught.value)
     assert expected in sentence and "\n" not in sentence and len(sentence) < 700
 
@@ -108,5 +109,5 @@ def test_both_reasons_are_told(whole: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(whole, tmp_path / "model"))
     set_config(num_hidden_layers=3)(path)
     with pytest.raises(ModelError, match="without transformers one of its weights is missing") as caught:
-        load_model(str(path), None, CPU, "auto", fast=True)
+        load_model(LoadPlan(str(path)))
     assert "\n" not in str(caught.value)

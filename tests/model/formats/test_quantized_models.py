@@ -29,6 +29,7 @@ from cbatch.model.formats.awq import AwqMatrix
 from cbatch.model.formats.compressed_tensors import CompressedMatrix
 from cbatch.model.formats.gptq import GptqMatrix
 from cbatch.model.formats.mxfp4 import Mxfp4Matrix
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from cbatch.model.tensor_files import Tensors
 from cbatch.model.weight_cache import WeightCache
@@ -146,7 +147,7 @@ CASES = {
 
 
 def load(folder: Path, dtype: str = "auto", **options: Any) -> CpuModel:
-    model = load_fast_model(str(folder), None, CPU, dtype, **options)
+    model = load_fast_model(LoadPlan(str(folder), dtype=dtype, **options))
     assert isinstance(model, CpuModel)
     return model
 
@@ -316,7 +317,7 @@ def test_damaged_files(name: str, tmp_path: Path) -> None:
     written(CASES["awq, groups of 128" if case == "awq" else case], tmp_path / "model")
     change_tensors(tmp_path / "model", damage)
     with pytest.raises(ModelError, match=f"^Cannot load {tmp_path}/model: .*{re.escape(sentence)}.*\\.$"):
-        load_model(str(tmp_path / "model"), None, CPU, "auto", fast=True)
+        load_model(LoadPlan(str(tmp_path / "model")))
 
 
 UNREAD = [
@@ -356,7 +357,7 @@ def test_what_nobody_reads_is_said_once(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="and without transformers awq weights with version = 'gemv' are not read"
     ) as caught:
-        load_model(str(tmp_path / "model"), None, CPU, "auto", fast=True)
+        load_model(LoadPlan(str(tmp_path / "model")))
     assert "\n" not in str(caught.value)
 
 

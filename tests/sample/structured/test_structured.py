@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import Constraint, Kind
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.sample.structured import compiler as compiler_module
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import GrammarState

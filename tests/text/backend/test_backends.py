@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 from cbatch.base.errors import ModelError
-from cbatch.model.loader import DEMO_MODEL
+from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text import loading
 from cbatch.text.backend.local import LocalBackend
 from cbatch.text.backend.ordinary import is_ordinary, is_ordinary_file

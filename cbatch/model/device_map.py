@@ -17,17 +17,9 @@ import torch
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.base.model_files import (
-    WEIGHTS_INDEX,
-    model_folder,
-    stored_tensors,
-    weight_files,
-)
 from cbatch.base.run_folder import RunFolder
 from cbatch.base.units import parse_memory
 from cbatch.extras import require_package
-from cbatch.model.config import read_model_config
-from cbatch.model.dtypes import choose_dtype
 from cbatch.runtime.device import is_accelerator, is_cuda, usable_gpus
 from cbatch.runtime.memory import device_memory
 
@@ -92,20 +84,6 @@ def choose_device_map(config: EngineConfig, device: torch.device) -> DeviceMap |
     return DeviceMap(
         device if str(device) in limits else torch.device(next(iter(limits))), limits, config.offload_folder
     )
-
-
-def weights_size(source: str, revision: str | None, dtype: str, device: torch.device) -> int:
-    """Bytes of a model's weights in memory, from the headers of its files, which are downloaded if they have to be.
-
-    0 if its files have other names than usual. Raises OSError if the hub cannot be reached.
-    """
-    names = ["config.json", "model.safetensors", "model-*.safetensors", WEIGHTS_INDEX]
-    folder = model_folder(source, revision, names)
-    config = read_model_config(folder)
-    kinds = [part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype")]
-    kind = choose_dtype(dtype, next(filter(None, kinds), None), device)
-    tensors = [tensor for path in weight_files(folder) for tensor in stored_tensors(path).values()]
-    return sum(one.num_elements * kind.itemsize if "F" in one.dtype else one.num_bytes for one in tensors)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -1,0 +1,134 @@
+"""Everything that decides how a model is loaded, in one record that is made once and handed down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cbatch.attention.registry import check_attention, check_kv_dtype, check_quantize, has_fast_path
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
+from cbatch.base.quantization import STORED, Quantization
+from cbatch.base.units import parse_memory
+from cbatch.model.device_map import DeviceMap, choose_device_map
+from cbatch.model.dtypes import choose_dtype
+from cbatch.model.weight_cache import WeightCache
+from cbatch.runtime.device import choose_device, is_accelerator
+from cbatch.runtime.numba_setup import require_compiler
+
+if TYPE_CHECKING:
+    from cbatch.model.cpu import CpuModel
+    from cbatch.model.cuda import CudaModel
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What is loaded, where to, and in which formats.
+
+    source:       a folder, a GGUF file, or a hub id
+    dtype:        auto, or by name
+    fast:         take the fast path if the model has one
+    quantize:     round the matrices of the fast path to integers, whatever the files have
+    activations:  how rows are rounded that are multiplied with integers which the files have (see `Quantization`)
+    weight_cache: where packed weights are kept; for the fast path on a CPU
+    device_map:   spread the model if it does not fit on its device
+    """
+
+    source: str = str(DEMO_MODEL)
+    revision: str | None = None
+    device: torch.device = CPU
+    dtype: str = "auto"
+    fast: bool = True
+    quantize: Quantization | None = None
+    activations: str = "int8"
+    weight_cache: WeightCache | None = None
+    device_map: DeviceMap | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> LoadPlan:
+        """What a config asks for. Raises ConfigError for what cannot be had on this machine."""
+        device = choose_device(config.device)
+        if not is_accelerator(device):
+            require_compiler()
+        check_attention(config.attention, device, config.block_size)
+        for size in (config.kv_cache_memory, config.weight_cache_size):
+            if size is not None:
+                parse_memory(size, free=0)
+        fast = has_fast_path(config.attention, device, config.block_size)
+        quantize = check_quantize(config.quantize, config.activations, fast=fast)
+        check_kv_dtype(config.kv_dtype, config.attention, device)
+        return cls(
+            source=config.model or str(DEMO_MODEL),
+            revision=config.revision,
+            device=device,
+            dtype=config.dtype,
+            fast=fast,
+            quantize=quantize,
+            activations=config.activations,
+            weight_cache=WeightCache.of_config(config),
+            device_map=choose_device_map(config, device),
+        )
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return "the bundled demo model" if self.source == str(DEMO_MODEL) else self.source
+
+    def formats(
+        self, stored: torch.dtype | str | None, *, is_quantized: bool
+    ) -> tuple[torch.dtype, Quantization | None]:
+        """The dtype of a model on the fast path, and how its matrices are kept as integers, if they are.
+
+        stored:       type of the weights in the files
+        is_quantized: the files have integers. They stay so on a GPU, and beside bfloat16 on a CPU; else they become
+                      numbers
+
+        On a CPU, activations are rounded to int8 in place of fp8. Raises ConfigError for an unknown name, and on a CPU
+        for one that cannot stand beside `quantize`.
+        """
+        dtype = choose_dtype(self.dtype, stored, self.device, by_kernels=True)
+        on_cpu, quantize = not is_accelerator(self.device), self.quantize
+        if quantize is None and is_quantized and not (on_cpu and self.dtype not in ("auto", "bfloat16")):
+            quantize = Quantization(STORED, self.activations)
+        if quantize is None or not on_cpu:
+            return dtype, quantize
+        if quantize.activations == "fp8":
+            quantize = replace(quantize, activations="int8")
+        if self.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                f"Weights can be quantized to {quantize.weights} with --dtype bfloat16 only, not {self.dtype}."
+            )
+        return torch.bfloat16, quantize
+
+    def fast_model(
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        quantize: Quantization | None,
+        files: Sequence[Path],
+        fingerprint: Callable[[], str],
+    ) -> CpuModel | CudaModel:
+        """A model on the fast path, made of its config.json and its weights.
+
+        dtype, quantize:    of `formats`
+        files, fingerprint: what the weights come from, by which a cache finds them packed
+        """
+        if is_accelerator(self.device):
+            from cbatch.model.cuda import CudaModel
+
+            return CudaModel(config, tensors, dtype, self.device, quantize=quantize)
+        from cbatch.model.cpu import CpuModel
+        from cbatch.model.packing import packed_weights
+
+        cache = self.weight_cache
+        shared = None if cache is None else packed_weights(cache, fingerprint(), files, dtype, quantize)
+        return CpuModel(config, tensors, dtype, quantize=quantize, shared=shared)
