@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from cbatch.base.config import EngineConfig
+from cbatch.base.option import option
 from cbatch.base.params import with_overrides
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import (
-    JsonListOption,
+    SamplingOptions,
     engine_options,
     lora_option,
     make_options,
+    record_options,
     replica_options,
     sampling_options,
     template_kwargs_option,
@@ -34,38 +37,45 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cbatch.api import Engine
-    from cbatch.base.config import EngineConfig
     from cbatch.cli.chat.background_run import BackgroundRun
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.pipe import PipeMessage
     from cbatch.cli.chat.session.store import SessionStore
-    from cbatch.cli.common.options import SamplingOptions
     from cbatch.runtime.tracing.trace import StepTracer
+
+
+_session, _rows, _screen, _report = (
+    partial(option, group=group) for group in ("Session", "Prompts and tools", "Screen", "What is told")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """One field for each option of `cbatch chat`, under its name; `source` is --from, `continued` --continue."""
+    """The options of `cbatch chat`; `source` is --from, `continued` --continue."""
 
     question: str | None
-    lines: bool
-    json: bool
-    continued: bool
-    load: str | None
-    tools: tuple[str, ...]
-    allow_tools: bool
-    auto_trim: bool
-    no_history: bool
-    source: str | None
-    index: int | None
-    prompts: str | None
-    vi: bool
-    mouse: bool
-    transcript: bool
-    template_kwargs: dict[str, Any]
-    trace: str | None
-    quiet: bool
-    verbose: bool
+    lines: bool = _session(False, "Take each line of stdin as a message of one conversation.")
+    json: bool = _session(False, "Write each reply as a JSON object, without a terminal.")
+    continued: bool = _session(False, "Go on with the last saved session.", names=("-c", "--continue"))
+    load: str | None = _session(None, "Go on with a saved session.", metavar="NAME|FILE")
+    source: str | None = _session(
+        None, "Open a row of a batch's output as a session.", names=("--from",), metavar="OUT.jsonl", is_file=True
+    )
+    index: int | None = _session(None, "Index of that row.", low=0, metavar="K")
+    prompts: str | None = _session(
+        None, "Input of that batch; the question is read from it.", metavar="FILE", is_file=True
+    )
+    auto_trim: bool = _session(False, "Drop the oldest turns when the context is full.")
+    no_history: bool = _session(False, "Save nothing of this chat to disk.")
+    tools: tuple[str, ...] = _rows((), "Let the model call what FILE defines.", names=("--tool",), metavar="FILE")
+    allow_tools: bool = _rows(False, "Run calls without asking.")
+    template_kwargs: dict[str, Any] = template_kwargs_option()
+    vi: bool = _screen(False, "Edit lines as in vi.")
+    mouse: bool = _screen(True, "Scroll by the wheel; text is selected with Shift.")
+    transcript: bool = _screen(True, "Print the conversations when you leave.")
+    trace: str | None = trace_option()
+    quiet: bool = _report(False, "Print nothing about the model.", names=("-q", "--quiet"))
+    verbose: bool = _report(False, "Print more about the engine.", names=("-v", "--verbose"))
     sampling: SamplingOptions
     engine: EngineConfig
     replicas: ReplicaOptions
@@ -86,35 +96,12 @@ class ChatOptions:
 
 @click.command("chat", cls=ConfiguredCommand)
 @click.argument("question", required=False)
-@click.option("--lines", is_flag=True, help="Take each line of stdin as a message of one conversation.")
-@click.option("--json", is_flag=True, help="Write each reply as a JSON object, without a terminal.")
-@click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last saved session.")
-@click.option("--load", metavar="NAME|FILE", help="Go on with a saved session.")
-@click.option("--from", "source", metavar="OUT.jsonl", help="Open a row of a batch's output as a session.")
-@click.option("--index", type=click.IntRange(0), metavar="K", help="Index of that row.")
-@click.option("--prompts", metavar="FILE", help="Input of that batch; the question is read from it.")
-@click.option(
-    "--tool", "tools", multiple=True, cls=JsonListOption, metavar="FILE", help="Let the model call what FILE defines."
-)
-@click.option("--allow-tools", is_flag=True, help="Run calls without asking.")
-@click.option("--auto-trim", is_flag=True, help="Drop the oldest turns when the context is full.")
-@click.option("--no-history", is_flag=True, help="Save nothing of this chat to disk.")
-@click.option("--vi", is_flag=True, help="Edit lines as in vi.")
-@click.option(
-    "--mouse/--no-mouse", default=True, help="Scroll by the wheel; text is selected with Shift [default: on]."
-)
-@click.option(
-    "--transcript/--no-transcript", default=True, help="Print the conversations when you leave [default: on]."
-)
-@template_kwargs_option
+@record_options(ChatOptions)
 @sampling_options(in_chat=True)
 @engine_options(target_step_ms={"default": "auto", "show_default": True})
 @lora_option
 @replica_options
-@trace_option
 @preset_option
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing about the model.")
-@click.option("-v", "--verbose", is_flag=True, help="Print more about the engine.")
 def chat(**values: Any) -> Literal[0, 1]:
     """Chat with a model, in many sessions at once; /help lists the commands.
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,8 @@ from click.shell_completion import CompletionItem
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
-from cbatch.base.option import OptionField, options_of
+from cbatch.base.option import OptionField, options_of, parse_json
+from cbatch.base.option import option as field_option
 from cbatch.base.params import PARAM_NAMES, SamplingParams
 from cbatch.base.template_options import TemplateOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -135,13 +136,9 @@ def _parse_json_schema(ctx: click.Context, parameter: click.Parameter, value: st
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def _parse_template_kwargs(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any]:
-    """Reads a JSON object of variables for a chat template."""
-    kwargs = {} if value is None else _parse_json(ctx, parameter, "", value)
-    try:
-        return dict(TemplateOptions(kwargs=kwargs).kwargs)
-    except RequestError as error:
-        raise click.BadParameter(str(error), ctx, parameter) from None
+def _parse_template_kwargs(text: str) -> dict[str, Any]:
+    """A JSON object of variables for a chat template."""
+    return dict(TemplateOptions(kwargs=parse_json(text)).kwargs)
 
 
 def _parse_lora(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -170,10 +167,13 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
         if one.default is not False:
             names[-1] += names[-1].replace("--", "/--no-")
             shown = shown or "on"
-    elif one.choices and one.kinds in ((), (str,)):
+    elif one.choices and about.parse is None:
         given["type"] = click.Choice(one.choices)
     elif about.parse is not None:
-        given |= {"callback": _reader(about.parse), "default": None if callable(one.default) else one.default}
+        given |= {
+            "callback": _reader(about.parse, one.default),
+            "default": one.default if isinstance(one.default, str) else None,
+        }
     elif one.kinds in ((int,), (float,)):
         given["type"] = _number(one)
     if one.is_list:
@@ -200,12 +200,12 @@ def _number(one: OptionField) -> Any:
     return ranged(about.low, about.high, min_open=about.above)
 
 
-def _reader(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that reads what was typed; values that are none yet are left."""
+def _reader(parse: Callable[[Any], Any], default: Any) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that reads what was typed."""
 
     def read(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
         if value is None:
-            return None
+            return default
         try:
             return parse(value)
         except (ValueError, RequestError) as error:
@@ -239,19 +239,33 @@ def _with_option(command: Command, made: click.Option) -> Command:
     return command
 
 
-template_kwargs_option = option(
-    "--template-kwargs",
-    callback=_parse_template_kwargs,
-    metavar="JSON",
-    help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
-)
+def template_kwargs_option() -> Any:
+    """The field of a command's record for variables of the chat template."""
+    return field_option(
+        make=dict,
+        help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
+        group="Prompts and tools",
+        metavar="JSON",
+        parse=_parse_template_kwargs,
+    )
+
+
+def trace_option() -> Any:
+    """The field of a command's record for a trace."""
+    return field_option(
+        None,
+        "Profile some steps and write a Chrome trace, to open in Perfetto.",
+        group="What is told",
+        metavar="FILE",
+        is_file=True,
+    )
+
 
 replica_options = record_options(ReplicaOptions)
 
 
-def engine_options(**changes: Mapping[str, Any]) -> Callable[[Command], Command]:
-    """Adds the engine's options to a command. `changes`: see `record_options`"""
-    return record_options(EngineConfig, **changes)
+engine_options = partial(record_options, EngineConfig)
+"""Adds the engine's options to a command; see `record_options`."""
 
 
 lora_option = option(
@@ -261,10 +275,6 @@ lora_option = option(
     callback=_parse_lora,
     metavar="NAME=PATH",
     help="Load a LoRA adapter of PEFT, which requests ask for by its name (repeatable).",
-)
-
-trace_option = option(
-    "--trace", metavar="FILE", help="Profile some steps and write a Chrome trace, to open in Perfetto."
 )
 
 

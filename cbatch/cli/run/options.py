@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import date as Day
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
+from cbatch.base.option import option
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import FIXED_DATE, TemplateOptions
 from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
-from cbatch.batch.forms import TABLES, InputForm, OutputForm, input_form, output_form, unit_of
+from cbatch.batch.forms import (
+    INPUT_FORMS,
+    OUTPUT_FORMS,
+    TABLES,
+    InputForm,
+    OutputForm,
+    input_form,
+    output_form,
+    unit_of,
+)
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
-from cbatch.cli.common.options import SamplingOptions
+from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, trace_option
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.requests.param_names import own_params
 from cbatch.tools.loader import load_tools
@@ -29,46 +41,106 @@ TEMPLATE_ENDINGS = (".jinja", ".jinja2", ".j2")
 """A template with such an ending is the name of a file."""
 
 
+def parse_day(text: str) -> Day:
+    """A day as YYYY-MM-DD. Raises ValueError with a sentence."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").date()
+    except ValueError:
+        raise ValueError(f"{text!r} does not match the format '%Y-%m-%d'.") from None
+
+
+_input, _rows, _output, _resuming, _answers, _report = (
+    partial(option, group=group)
+    for group in ("Input", "Prompts and tools", "Output", "Resuming", "Validated and cached answers", "What is told")
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """One field for each option of `cbatch run`; the help of the command describes them."""
+    """The options of `cbatch run`."""
 
     input: str = "-"
-    output: str = "-"
-    resume: bool = False
-    retry_errors: bool = False
-    recompute_changed: bool = False
-    continue_truncated: bool = False
-    overwrite: bool = False
-    format: InputForm | None = None
-    output_format: OutputForm | None = None
-    template: str | None = None
-    shard: str | None = None
-    order: Literal["input", "completion"] = "input"
-    window: int | None = None
-    journal_tokens: bool = False
-    journal_interval: float = DEFAULT_INTERVAL_S
-    max_errors: int | None = None
-    check: bool = False
-    estimate: bool = False
-    date: datetime | None = None
-    raw: bool = False
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    token_ids: bool = False
-    timings: bool = False
-    validate: tuple[str, ...] = ()
-    tries: int = 1
-    tell_error: bool = False
-    validate_timeout: float = CHECK_TIMEOUT_S
-    cache: str | None = None
-    cache_size: str = DEFAULT_CACHE_SIZE
-    tools: tuple[str, ...] = ()
-    max_tool_rounds: int = MAX_TOOL_ROUNDS
-    allow_unknown: bool = False
-    stats: str | None = None
-    trace: str | None = None
-    quiet: bool = False
-    verbose: bool = False
+    format: InputForm | None = _input(
+        None,
+        "Form of the input; text: one prompt per line.",
+        choices=INPUT_FORMS,
+        shown="by the ending of INPUT, else jsonl",
+    )
+    template: str | None = _input(
+        None,
+        "Make prompts of the rows' columns, such as 'Summarise: {text}'.",
+        metavar="TEXT|FILE.jinja",
+    )
+    shard: str | None = _input(None, "Run only the K-th of N parts of the rows, such as 2/8.", metavar="K/N")
+    check: bool = _input(False, "Only check the input: report bad rows, lengths and KV cache need as JSON.")
+    estimate: bool = _input(False, "With --check: try rows for 10 s, and tell what a run would take.")
+
+    output: str = _output("-", "File to write; - is stdout.", names=("-o", "--output"), metavar="OUT", shown="")
+    overwrite: bool = _output(False, "Replace the output file if it is not empty.")
+    output_format: OutputForm | None = _output(
+        None, "Form of the output.", choices=OUTPUT_FORMS, shown="by the ending of OUT, else jsonl"
+    )
+    order: Literal["input", "completion"] = _output("input", "Order of the output rows.")
+    token_ids: bool = _output(False, "Add the output's token ids to each row.")
+    timings: bool = _output(False, "Add times and cached tokens to each row.")
+    window: int | None = _output(None, "Most rows read but not yet written.", low=1, shown="16 x --max-seqs")
+    max_errors: int | None = _output(None, "Stop at the Nth error row.", low=1, metavar="N")
+
+    resume: bool = _resuming(False, "Continue where an earlier run with this output file ended.")
+    retry_errors: bool = _resuming(False, "With --resume: run error rows again.")
+    recompute_changed: bool = _resuming(False, "With --resume: run rows again whose input or options have changed.")
+    continue_truncated: bool = _resuming(
+        False, "With --resume and a larger --max-tokens: go on with answers that a lower limit has ended."
+    )
+    journal_tokens: bool = _resuming(
+        False, "Keep the tokens of unfinished answers in OUT.tokens, so that --resume goes on in the middle of them."
+    )
+    journal_interval: float = _resuming(
+        DEFAULT_INTERVAL_S, "With --journal-tokens: time between two writes.", low=0, above=True, metavar="SECONDS"
+    )
+
+    raw: bool = _rows(False, "Continue prompts as plain text, without the chat template.")
+    date: Day | None = _rows(None, "Date given to the chat template.", metavar="YYYY-MM-DD", parse=parse_day)
+    template_kwargs: dict[str, Any] = template_kwargs_option()
+    tools: tuple[str, ...] = _rows((), "Run what the model calls of the tools in FILE.", metavar="FILE")
+    max_tool_rounds: int = _rows(
+        MAX_TOOL_ROUNDS,
+        "Rounds of calls in a row, after which the model has to answer without tools.",
+        low=1,
+        metavar="N",
+    )
+    allow_unknown: bool = _rows(False, "Carry misspelt and unavailable parameters along instead of refusing their row.")
+
+    validate: tuple[str, ...] = _answers(
+        (),
+        "What makes an answer good: json-schema=FILE (or the schema itself), regex=PATTERN, or command=WORDS, which "
+        "get it on stdin and exit with 0 (repeatable).",
+        metavar="CHECK",
+    )
+    tries: int = _answers(
+        1, "Most answers for a row, with another seed each, until --validate finds one good.", low=1, metavar="N"
+    )
+    tell_error: bool = _answers(False, "With --tries: show the model its answer and what was wrong with it.")
+    validate_timeout: float = _answers(
+        CHECK_TIMEOUT_S, "Most time that a check of an answer may take.", low=0, above=True, metavar="SECONDS"
+    )
+    cache: str | None = _answers(
+        None,
+        "Keep answers in DIR, and take those that are there instead of computing them.",
+        metavar="DIR",
+        is_file=True,
+    )
+    cache_size: str = _answers(
+        DEFAULT_CACHE_SIZE, "Most that the cache may take; what was used longest ago leaves first.", metavar="SIZE"
+    )
+
+    stats: str | None = _report(
+        None, "Write statistics of this run as JSON, however it ends; - is stdout.", metavar="FILE", is_file=True
+    )
+    trace: str | None = trace_option()
+    quiet: bool = _report(False, "Print only errors on stderr.", names=("-q", "--quiet"))
+    verbose: bool = _report(False, "Print more about the engine, and each error row.", names=("-v", "--verbose"))
+
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
@@ -160,7 +232,7 @@ class RunOptions:
             system=self.sampling.system,
             seed=self.sampling.seed,
             raw=self.raw,
-            template=TemplateOptions(kwargs=self.template_kwargs, today=self.date.date() if self.date else FIXED_DATE),
+            template=TemplateOptions(kwargs=self.template_kwargs, today=self.date or FIXED_DATE),
             with_token_ids=self.token_ids,
         )
         return RowOptions(

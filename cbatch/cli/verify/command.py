@@ -3,56 +3,34 @@
 from __future__ import annotations
 
 import json
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from cbatch.base.option import options_of
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import emit, notice, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.options import engine_options, sampling_options
-from cbatch.cli.run.command import run
+from cbatch.cli.common.options import engine_options, record_options, sampling_options
 from cbatch.cli.run.files import open_input
-from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions, parse_sample
+from cbatch.cli.run.options import RunOptions
+from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions
 
 if TYPE_CHECKING:
     from cbatch.cli.verify.offline import FileReport
     from cbatch.cli.verify.report import Report
 
-_OWN: list[click.Parameter] = [
-    click.Argument(["output"], metavar="OUT"),
-    click.Option(["--prompts"], metavar="IN", help="The input of the run that made OUT; - is stdin."),
-    click.Option(
-        ["--offline"],
-        is_flag=True,
-        help="Run nothing: tell which rows are damaged, doubled and, with --prompts, missing or superfluous.",
-    ),
-    click.Option(
-        ["--sample"],
-        default="5%",
-        show_default=True,
-        callback=parse_sample,
-        metavar="N|P%",
-        help="How many rows to run again.",
-    ),
-    click.Option(
-        ["--sample-seed"], type=int, default=0, show_default=True, help="Another seed takes other rows of OUT."
-    ),
-]
 
-
-@click.command(
-    "verify", cls=ConfiguredCommand, params=[*_OWN, *(copy(one) for one in run.params if one.name in ROW_OPTIONS)]
-)
+@click.command("verify", cls=ConfiguredCommand)
+@click.argument("output", metavar="OUT")
+@record_options(VerifyOptions)
+@record_options(RunOptions, *(options_of(RunOptions).keys() - ROW_OPTIONS))
 @sampling_options()
-@engine_options()
+@engine_options("prefix_cache")
 @preset_option
-@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Print more about the engine.")
 def verify(**values: Any) -> Literal[0, 1, 2]:
     """Run a sample of the rows of OUT again, alone and together, and say which of them differ and where first.
 
@@ -92,7 +70,7 @@ def _verify_offline(options: VerifyOptions) -> Literal[0, 1, 2]:
 
     run = options.run
     with StoredRows(Path(run.output)) as stored:
-        source = open_input(run) if options.has_input else None
+        source = open_input(run) if options.prompts is not None else None
         report = check_file(run.output, stored, unit_of(run.input_form), source)
     return _show(report, quiet=run.quiet)
 
@@ -102,6 +80,3 @@ def _show(report: Report | FileReport, *, quiet: bool) -> Literal[0, 1, 2]:
         notice(sentence)
     emit(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
     return report.exit_code
-
-
-verify.params = [param for param in verify.params if param.name != "prefix_cache"]  # see `VerifyOptions.from_values`

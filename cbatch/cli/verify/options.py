@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import click
-
 from cbatch.base.errors import ConfigError
+from cbatch.base.option import option, options_of
 from cbatch.cli.common.options import SamplingOptions, engine_config
 from cbatch.cli.run.options import RunOptions
 
@@ -35,7 +34,7 @@ class Sample:
         except ValueError:
             amount = math.nan
         if not 0 < amount < math.inf or (is_share and amount > 100):
-            raise ValueError(f"{text!r} is neither a number of rows from 1 on nor a share such as 5%")
+            raise ValueError(f"{text!r} is neither a number of rows from 1 on nor a share such as 5%.")
         return cls(amount, is_share)
 
     def size(self, total: int) -> int:
@@ -48,14 +47,7 @@ class Sample:
         return sorted(random.Random(seed).sample(range(total), self.size(total)))
 
 
-def parse_sample(ctx: click.Context, parameter: click.Parameter, value: str) -> Sample:
-    try:
-        return Sample.parse(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.", ctx, parameter) from None
-
-
-ROW_OPTIONS = (
+ROW_OPTIONS = {
     "format",
     "output_format",
     "template",
@@ -65,23 +57,37 @@ ROW_OPTIONS = (
     "raw",
     "token_ids",
     "allow_unknown",
-)
+    "quiet",
+    "verbose",
+}
 """Options of `cbatch run` that decide what its rows are, and how they are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """
+    """The options of `cbatch verify`.
+
     run:       the options of the run that made the file; its input and output are named there
-    offline:   whether the file is only read
-    has_input: whether the input is known
     """
 
     run: RunOptions
-    sample: Sample
-    sample_seed: int
-    offline: bool = False
-    has_input: bool = True
+    prompts: str | None = option(
+        None, "The input of the run that made OUT; - is stdin.", group="Comparison", metavar="IN", is_file=True
+    )
+    offline: bool = option(
+        False,
+        "Run nothing: tell which rows are damaged, doubled and, with --prompts, missing or superfluous.",
+        group="Comparison",
+    )
+    sample: Sample = option(
+        make=Sample,
+        help="How many rows to run again.",
+        group="Comparison",
+        metavar="N|P%",
+        parse=Sample.parse,
+        shown="5%",
+    )
+    sample_seed: int = option(0, "Another seed takes other rows of OUT.", group="Comparison")
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> VerifyOptions:
@@ -92,17 +98,15 @@ class VerifyOptions:
         run = RunOptions(
             input=values["prompts"] or "-",
             output=values["output"],
-            quiet=values["quiet"],
-            verbose=values["verbose"],
             sampling=SamplingOptions.from_values(values),
             engine=engine_config({**values, "prefix_cache": False}),
             **{name: values[name] for name in ROW_OPTIONS},
         )
-        return cls(run, values["sample"], values["sample_seed"], values["offline"], values["prompts"] is not None)
+        return cls(run, **{name: values[name] for name in options_of(cls)})
 
     def check_usage(self) -> None:
         """Raises ConfigError for options with which nothing can be compared."""
-        if not (self.offline or self.has_input):
+        if not (self.offline or self.prompts is not None):
             raise ConfigError(
                 "Give the input of the run that made OUT as --prompts IN; or --offline, which only reads OUT."
             )
