@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.base.outputs import TokenEvent as TokenEvent
     from cbatch.base.outputs import ToolCall as ToolCall
     from cbatch.base.params import SamplingParams as SamplingParams
+    from cbatch.base.request import Request as Request
     from cbatch.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
     from cbatch.engine.streams import AsyncStream as AsyncStream
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.requests.completion import TokenLogprob as TokenLogprob
     from cbatch.requests.completion import Usage as Usage
     from cbatch.requests.output_processor import StreamEvent as StreamEvent
-    from cbatch.requests.request import EncodedRequest as EncodedRequest
     from cbatch.runtime.tracing.trace import StepTracer as StepTracer
 else:
     __getattr__, __all__ = lazy_exports(__name__)

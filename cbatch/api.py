@@ -21,6 +21,7 @@ from tqdm import tqdm
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.base.request_defaults import ParamsLike, RequestDefaults
 from cbatch.base.spelling import similar_name
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
@@ -44,7 +45,7 @@ from cbatch.requests.prompts import (
     plain,
     read_prompt,
 )
-from cbatch.requests.request import EncodedRequest
+from cbatch.requests.rows import set_defaults
 from cbatch.runtime.tracing.trace import StepTracer
 from cbatch.schedule.limits import EngineLimits
 from cbatch.text.tokenizer import ChatTokenizer, Prompt
@@ -232,7 +233,7 @@ class Engine(AbstractContextManager["Engine"]):
             submitted = {
                 number: group.submit(request, mailbox.put_finished)
                 for number, request in enumerate(requests)
-                if isinstance(request, EncodedRequest)
+                if isinstance(request, Request)
             }
             for _ in submitted:
                 await mailbox.get(group)
@@ -461,7 +462,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _encoded(
         self, prompts: Sequence[Any], params: Params, seed: int | None, fields: Mapping[str, Any] | None = None
-    ) -> Iterator[EncodedRequest | Completion]:
+    ) -> Iterator[Request | Completion]:
         """Requests for the engine, one for each prompt; for a prompt that is refused, its result.
 
         fields: further fields of each prompt's row
@@ -475,13 +476,13 @@ class Engine(AbstractContextManager["Engine"]):
             complete = None
             if asked is not params:  # they differ from prompt to prompt
                 if isinstance(asked, Mapping):
-                    row.set_defaults(asked)
+                    set_defaults(row, asked)
                 else:
                     complete = asked
             yield processor.process(row, partial(_data_of, prompt), complete)
 
     def _complete(
-        self, requests: Iterable[EncodedRequest | Completion], count: int, *, progress: bool = False
+        self, requests: Iterable[Request | Completion], count: int, *, progress: bool = False
     ) -> list[Completion]:
         """Runs requests to their end, while the caller waits."""
         thread = self.thread
@@ -496,7 +497,7 @@ class Engine(AbstractContextManager["Engine"]):
         bar = tqdm(total=count, unit=" prompts") if progress else None  # it starts a thread even if it is disabled
         with closing(RequestGroup(thread)) as group, nullcontext() if bar is None else bar:
             for request in requests:
-                results.append(group.submit(request, on_event) if isinstance(request, EncodedRequest) else request)
+                results.append(group.submit(request, on_event) if isinstance(request, Request) else request)
             submitted = sum(isinstance(result, OutputProcessor) for result in results)
             if bar is not None:
                 bar.update(len(results) - submitted)

@@ -340,3 +340,6 @@ def _tuple_of(name: str, value: object, kind: type) -> tuple[Any, ...]:
     if kind is int and not all(_is_int(item) and 0 <= item < MAX_TOKEN_ID for item in values):
         raise _invalid(name, "a list of token ids", value)
     return tuple(values)
+
+
+DEFAULT_PARAMS = SamplingParams()

@@ -6,18 +6,18 @@ import json
 from typing import Any
 
 from cbatch.base.errors import RequestError
+from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
 from cbatch.batch.journal import with_check
 from cbatch.batch.lines import MAX_LINE_BYTES, Line
-from cbatch.requests.row import InputRow
-from cbatch.requests.row_forms import fill_row, fill_with_columns
+from cbatch.requests.rows import fill_row, fill_with_columns
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def parse_line(
     line: Line, *, is_text: bool = False, has_columns: bool = False, allow_unknown: bool = False, unit: str = "line"
-) -> InputRow:
+) -> Request:
     """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`.
 
     is_text:       the line is a prompt instead of JSON
@@ -25,11 +25,11 @@ def parse_line(
     allow_unknown: carry misspelt parameters along instead of refusing the row
     unit:          what `index` counts, for messages: lines, or rows of a table
     """
-    row = InputRow(line.index, f"{unit} {line.index + 1}")
+    row = Request(index=line.index, where=f"{unit} {line.index + 1}")
     try:
         text = line_text(line, row.where)
         if is_text:
-            row.prompt = text
+            row.text = text
         else:
             fields = parse_json_object(text, row.where, "a row")
             if has_columns:
@@ -39,7 +39,7 @@ def parse_line(
     except RequestError as error:
         row.error = error
     except Exception as unforeseen:  # one line that breaks something harms no other
-        row = InputRow(row.index, row.where)
+        row = Request(index=row.index, where=row.where)
         row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
     if line.error is not None:
         row.error = line.error

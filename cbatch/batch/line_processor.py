@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import KnownOutput
+from cbatch.base.request import Request
 from cbatch.batch.cache.answer_cache import CacheConfig
 from cbatch.batch.cache.cached_outputs import CachedOutputs
 from cbatch.batch.jsonl import parse_line
@@ -20,8 +21,6 @@ from cbatch.batch.unfinished.journaled_outputs import JournaledOutputs
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
-from cbatch.requests.request import EncodedRequest
-from cbatch.requests.row import InputRow
 from cbatch.tools.tool import Tool
 from cbatch.validation.validation import Validation
 
@@ -99,21 +98,23 @@ class LineProcessor:
 
     def failed(self, line: Line, error: RequestError) -> Completion:
         """The result of a line that nobody serves, whatever is on it."""
-        return Completion(self._row(line), key=self.key(line), error=error)
+        row = self._row(line)
+        row.key = self.key(line)
+        return Completion(row, error=error)
 
-    def process(self, line: Line) -> EncodedRequest | Completion:
+    def process(self, line: Line) -> Request | Completion:
         """A line as a request; or, if anything is wrong with it, its result."""
         row = self._row(line)
         request = self.inputs.process(row, lambda: line.source)
         if isinstance(request, Completion):
             return request
         if row.tries:
-            return self.inputs.encode(nth_try(request.asked, row.tries + 1, []))
+            return self.inputs.encode(nth_try(request, row.tries + 1, []))
         if line.known and self.takes_known:
-            return replace(request, known=[KnownOutput(tokens) for tokens in line.known])
+            request.known = [KnownOutput(tokens) for tokens in line.known]
         return request
 
-    def _row(self, line: Line) -> InputRow:
+    def _row(self, line: Line) -> Request:
         row = parse_line(
             line,
             is_text=self.is_text,
@@ -121,11 +122,11 @@ class LineProcessor:
             allow_unknown=self.allow_unknown,
             unit=self.unit,
         )
-        if self.tools and not (row.tools or row.raw or row.prompt_token_ids is not None):
+        if self.tools and not (row.tools or row.raw or row.prompt_ids):
             row.tools = [tool.schema for tool in self.tools]
             row.tool_rounds = self.max_tool_rounds
         if self.validation is not None:
             row.tries, row.validation = line.tries, self.validation.identity
         if line.max_tokens is not None:
-            row.params.setdefault("max_tokens", line.max_tokens)
+            row.given.setdefault("max_tokens", line.max_tokens)
         return row

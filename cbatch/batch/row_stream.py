@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from cbatch.base.errors import EngineError, in_short
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import Request
 from cbatch.batch.cache.cached_outputs import WaitingRow
 from cbatch.batch.driver import StreamObserver
 from cbatch.batch.line_processor import LineProcessor
@@ -37,7 +38,6 @@ from cbatch.batch.window import BYTES_PER_SCORE, BYTES_PER_TOKEN, WINDOW_BYTES, 
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion, Timing
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.request import EncodedRequest, RequestHandle
 
 POLL_SECONDS = 0.2
 MAX_ROWS_AT_ONCE = 256
@@ -182,7 +182,7 @@ class RowStream:
         """Leaves out the row of a line, unless it is finished. Called by the consumer."""
         self._cancelled.add(index)
         for request in list(self._in_flight.values()):
-            if request.handle.request.index == index:
+            if request.request.index == index:
                 self._cancel(request)
 
     def stop(self) -> None:
@@ -245,10 +245,10 @@ class RowStream:
         scores = 1 + request.params.prompt_logprobs if request.params.prompt_logprobs is not None else 0
         return (BYTES_PER_TOKEN + BYTES_PER_SCORE * scores) * len(request.prompt_ids)
 
-    def _submit(self, position: int, request: EncodedRequest, taken_at: float, *, goes_on: bool = False) -> None:
+    def _submit(self, position: int, request: Request, taken_at: float, *, goes_on: bool = False) -> None:
         """Puts a request of a row into the feed. `goes_on`: whether it follows on others of the row."""
         if self._token_journal is not None:
-            request = self._token_journal.continued(request)
+            self._token_journal.continue_(request)
         outputs = self._engine_thread.engine.output_processor(request, taken_at)
         if self._cache is not None:
             if self._cache.replay(outputs):
@@ -268,7 +268,7 @@ class RowStream:
         limit = output_limit(self._engine_thread.engine.scheduler.sequence_limits, request)
         likely = self._forecast.remaining(request, limit)
         tokens = len(request.prompt_ids) + request.params.n * likely
-        queued = QueuedRequest(position, RequestHandle(request, on_event), outputs, limit, tokens)
+        queued = QueuedRequest(position, request, on_event, outputs, limit, tokens)
         if self._token_journal is not None:
             self._token_journal.follow(position, outputs)
         self._in_flight[position] = queued
@@ -308,7 +308,7 @@ class RowStream:
         """
         finished = []
         computed: list[OutputProcessor] = []
-        ended: list[EncodedRequest] = []
+        ended: list[Request] = []
         for message in messages:
             if isinstance(message, EndOfRow):
                 result = message.result
@@ -327,9 +327,9 @@ class RowStream:
                     self._forget(message.position, completion.index)
                     finished.append(FinishedRow(message.position, completion))
             elif isinstance(message, RowCancelled) and (queued := self._in_flight.pop(message.position, None)):
-                ended.append(queued.handle.request)
+                ended.append(queued.request)
                 self._num_ended += 1
-                self._forget(message.position, queued.handle.request.index)
+                self._forget(message.position, queued.request.index)
                 self._window.release([message.position])
         if self._cache is not None and ended:
             self._cache.keep(computed)
@@ -340,7 +340,7 @@ class RowStream:
     def _observe_lengths(self, ended: QueuedRequest) -> None:
         for output in ended.outputs.outputs:
             if output.finish_reason in ("stop", "length"):
-                self._forecast.observe(ended.handle.request, ended.limit, len(output.token_ids))
+                self._forecast.observe(ended.request, ended.limit, len(output.token_ids))
 
     def _forget(self, position: int, index: int) -> None:
         """The tokens of a row are needed no longer; the journal still has them when the row is written."""
@@ -361,7 +361,7 @@ class RowStream:
             loop.take(position, result.request, completion) for loop in self._loops
         )
 
-    def _ask_again(self, position: int, request: EncodedRequest | Completion, taken_at: float) -> None:
+    def _ask_again(self, position: int, request: Request | Completion, taken_at: float) -> None:
         """Goes on with a row, or ends it, after its tools have run or its answer was checked; on threads of those."""
         with self._reporting():
             if isinstance(request, Completion):
@@ -389,4 +389,4 @@ class RowStream:
         if self._cache is not None:
             self._cache.close()
         for request in list(self._in_flight.values()):
-            self._engine_thread.cancel(request.handle)
+            self._engine_thread.cancel(request.request)

@@ -18,6 +18,7 @@ from cbatch.attention.base import AttentionBackend
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.base.units import format_bytes, parse_memory
 from cbatch.engine.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, StepGraphs
 from cbatch.engine.model_runner import ModelRunner, step_parts, stored_states
@@ -32,7 +33,7 @@ from cbatch.sample.structured.masks import TokenMasks
 from cbatch.sample.structured.token_bitmask import full_bitmask
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import ChunkState
 
 RESERVED_BYTES = 256 * 2**20
@@ -337,13 +338,18 @@ class MemoryProfiler:
         """Chunks start .. stop-1; a token is sampled after each."""
         chunks = []
         for number, (start, stop) in enumerate(bounds):
-            request = Request(number, self._ids, _ALL_FEATURES, 1, seed=number, grammar_state=_AnyToken())
-            request.counts = counts_for(_ALL_FEATURES, [])
-            if request.counts is not None:
-                request.counts.add(0)
-            request.blocks = [0] * -(-stop // self._runner.kv_cache.block_size)
+            sequence = TokenSequence(
+                number,
+                self._ids,
+                Request(params=_ALL_FEATURES, max_new_tokens=1, seed=number),
+                grammar_state=_AnyToken(),
+            )
+            sequence.counts = counts_for(_ALL_FEATURES, [])
+            if sequence.counts is not None:
+                sequence.counts.add(0)
+            sequence.blocks = [0] * -(-stop // self._runner.kv_cache.block_size)
             state = None if self._runner.state_pool is None else ChunkState(0, [])
-            chunks.append(ScheduledChunk(request, start, stop, True, request.blocks, state=state))
+            chunks.append(ScheduledChunk(sequence, start, stop, True, sequence.blocks, state=state))
         return SchedulerOutput(chunks)
 
     def _forward(self, scheduled: SchedulerOutput) -> tuple[RaggedBatch, Logits]:

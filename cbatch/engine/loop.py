@@ -26,8 +26,8 @@ from cbatch.sample.output import PendingSample, grammar_places, sampling_params
 from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.masks import MaskFiller
 from cbatch.schedule.output import SchedulerOutput
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.step_time import StepTimeController
 
 OnStep = Callable[[StepRecord], None]
@@ -71,9 +71,9 @@ class EngineCore:
         """Whether `step` would advance a request or return events."""
         return self.scheduler.has_work or bool(self._events)
 
-    def add(self, request: Request, known: Iterable[Sample] = ()) -> None:
+    def add(self, sequence: TokenSequence, known: Iterable[Sample] = ()) -> None:
         """Queues a request. `known`: tokens that it has had before, whose events come with those of the next step."""
-        self._events += self.scheduler.resume(request, known)
+        self._events += self.scheduler.resume(sequence, known)
 
     def step(self, on_step: OnStep | None = None) -> list[TokenEvent]:
         """Runs one step and returns an event for each new token.
@@ -112,11 +112,11 @@ class EngineCore:
         events, self._events = self._events, []
         return events
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, sequence: TokenSequence) -> None:
         """Removes a request; no event of it is returned any more."""
-        if not request.has_ended:  # it may have ended in a step whose events were not returned yet
-            self.scheduler.cancel(request)
-        gone = request.first_id, request.sample_index
+        if not sequence.has_ended:  # it may have ended in a step whose events were not returned yet
+            self.scheduler.cancel(sequence)
+        gone = sequence.first_id, sequence.sample_index
         self._events = [event for event in self._events if (event.request_id, event.sample_index) != gone]
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class EngineCore:
     def _sample(self, scheduled: SchedulerOutput, batch: RaggedBatch, logits: Logits) -> PendingSample | None:
         """Starts to sample from the logits; None if all requests of the step have ended meanwhile."""
         masks = self._masks.result()
-        if all(chunk.request.has_ended for chunk in scheduled.chunks):
+        if all(chunk.sequence.has_ended for chunk in scheduled.chunks):
             return None
         with span("sample"):
             return PendingSample(scheduled, logits, self._sampler, batch.scored, masks)

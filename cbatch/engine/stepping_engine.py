@@ -13,6 +13,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, RequestError
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request, ToolChoice
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.units import format_bytes, format_count
@@ -29,7 +30,6 @@ from cbatch.model.loader import LoadedModel, load_model
 from cbatch.model.lora_files import read_adapters
 from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.request import EncodedRequest
 from cbatch.runtime.device import is_accelerator, pins_memory
 from cbatch.runtime.memory import release_memory
 from cbatch.runtime.transfer import synchronize
@@ -39,13 +39,12 @@ from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
 from cbatch.sample.structured.tool_choice import request_constraint
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import EngineLimits, StepLimits
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import StateSlots
 from cbatch.schedule.step_time import MIN_PREFILL_TOKENS, StepTimeController
 from cbatch.text.detokenizer import IncrementalDetokenizer
 from cbatch.text.tokenizer import Prompt, encode_prompt
-from cbatch.text.tool_calls import ToolChoice
 
 if TYPE_CHECKING:
     from cbatch.engine.kernel_checks.kernel_check import KernelCheck
@@ -103,7 +102,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         self._core = EngineCore(self.scheduler, self.runner, execution.sampler, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
-        self._requests: dict[int, list[Request]] = {}
+        self._requests: dict[int, list[TokenSequence]] = {}
         self._owner: threading.Thread | None = None
         self._claiming = threading.Lock()
         self._next_id = 0
@@ -227,7 +226,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         )
         return InputProcessor(model, defaults or RequestDefaults())
 
-    def output_processor(self, request: EncodedRequest, taken_at: float | None = None) -> OutputProcessor:
+    def output_processor(self, request: Request, taken_at: float | None = None) -> OutputProcessor:
         """Makes a request's completion of its events.
 
         taken_at: when the request was taken (`time.monotonic`); now, by default
@@ -261,9 +260,9 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         priority: lower priorities run first
         """
         ids = self.encode(prompt)
-        return self.add_request(EncodedRequest(prompt_ids=ids, params=params, seed=seed, priority=priority))
+        return self.add_request(Request(prompt_ids=ids, params=params, seed=seed, priority=priority))
 
-    def add_request(self, request: EncodedRequest) -> int:
+    def add_request(self, request: Request) -> int:
         """Queues one request and returns its id. Ids grow with each call.
 
         All its outputs (`n`) have this id; their events differ by `sample_index`.
@@ -274,27 +273,24 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """
         self._check_thread()
         self.runner.check_open()
-        params, prompt_ids = request.params, list(request.prompt_ids)
+        params = request.params
         check_adapter(params.lora, self._adapters)
-        max_new_tokens = self.max_new_tokens(prompt_ids, params)
-        grammar = request.grammar or self.compile(params)
-        stop_ids = request.stop_ids(self.loaded.eos_ids)
+        request.max_new_tokens = self.max_new_tokens(request.prompt_ids, params)
+        request.grammar = request.grammar or self.compile(params)
+        request.stop_ids = request.ends(self.loaded.eos_ids)
+        request.bad_words = self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else ()
+        request.adapter_number = 1 + list(self._adapters).index(params.lora) if params.lora else 0
+        request.position_offset = self._position_offset(len(request.prompt_ids) + request.max_new_tokens)
+        request.request_id = self._next_id
         outputs = [
-            Request(
-                id=self._next_id + number,
-                token_ids=list(prompt_ids),
-                params=params.for_sample(number),
-                max_new_tokens=max_new_tokens,
-                seed=request.seed if params.seed is None else params.seed,
-                sample_index=number,
-                priority=request.priority,
-                stop_ids=stop_ids,
-                detokenizer=self._stop_string_detokenizer(request),
-                bad_words=self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else (),
-                grammar_state=self._grammar_state(grammar, request, stop_ids),
-                counts=counts_for(params, prompt_ids),
-                position_offset=self._position_offset(len(prompt_ids) + max_new_tokens),
-                adapter=1 + list(self._adapters).index(params.lora) if params.lora else 0,
+            TokenSequence(
+                self._next_id + number,
+                list(request.prompt_ids),
+                request,
+                number,
+                self._stop_string_detokenizer(request),
+                self._grammar_state(request),
+                counts_for(params, request.prompt_ids),
             )
             for number in range(params.n)
         ]
@@ -303,7 +299,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         known = request.known or [KnownOutput()] * params.n
         for output, tokens in zip(outputs, known, strict=True):
             self._core.add(output, tokens.samples())
-        return outputs[0].id
+        return request.request_id
 
     def take_events(self) -> list[TokenEvent]:
         """Events that need no step: of the tokens that requests had already when they were added. Else `step` has them.
@@ -458,18 +454,17 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _stop_string_detokenizer(self, request: EncodedRequest) -> IncrementalDetokenizer | None:
+    def _stop_string_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         if self.tokenizer is None or not request.params.stop:
             return None
         return self.tokenizer.detokenizer(request.prompt_ids, request.params, request.tags)
 
-    def _grammar_state(
-        self, grammar: CompiledGrammar | None, request: EncodedRequest, stop_ids: frozenset[int]
-    ) -> GrammarState | None:
+    def _grammar_state(self, request: Request) -> GrammarState | None:
         """The state of an output's constraint, which begins after the reasoning if the prompt has opened that."""
-        if grammar is None or self.tokenizer is None:
+        if request.grammar is None or self.tokenizer is None:
             return None
-        return GrammarState(grammar, stop_ids, self.tokenizer.ends_thinking if request.is_thinking else None)
+        ends_thinking = self.tokenizer.ends_thinking if request.is_thinking else None
+        return GrammarState(request.grammar, request.stop_ids, ends_thinking)
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.vocab_size

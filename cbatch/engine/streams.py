@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from cbatch.base.errors import EngineError, in_short
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import Request
 from cbatch.engine.thread import CLOSED, EngineThread
 from cbatch.requests.completion import Completion
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
-from cbatch.requests.request import EncodedRequest, RequestHandle
 
 POLL_SECONDS = 1.0
 """How often somebody who waits looks whether the engine's thread has ended."""
@@ -29,11 +29,11 @@ class RequestGroup:
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
-        self._handles: dict[OutputProcessor, RequestHandle] = {}
+        self._submitted: set[Request] = set()
         self._failure: BaseException | None = None
         """What kept an event from being taken, after which its request may never end."""
 
-    def submit(self, request: EncodedRequest, on_event: Callable[[Received], None]) -> OutputProcessor:
+    def submit(self, request: Request, on_event: Callable[[Received], None]) -> OutputProcessor:
         """Submits a request. `on_event` runs on the engine's thread, after the request's OutputProcessor."""
         outputs = self._thread.engine.output_processor(request)
 
@@ -45,8 +45,8 @@ class RequestGroup:
                 self._failure = error
                 raise
 
-        handle = self._handles[outputs] = RequestHandle(request, take)
-        self._thread.submit(handle)
+        self._submitted.add(request)
+        self._thread.submit(request, take)
         return outputs
 
     def next_of(self, received: queue.SimpleQueue[T]) -> T:
@@ -70,16 +70,16 @@ class RequestGroup:
         error.__cause__ = reason
         return error
 
-    def cancel(self, outputs: OutputProcessor) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancels a request, unless it is finished."""
-        handle = self._handles.pop(outputs, None)
-        if handle is not None and handle.unfinished:
-            self._thread.cancel(handle)
+        self._submitted.discard(request)
+        if request.unfinished:
+            self._thread.cancel(request)
 
     def close(self) -> None:
         """Cancels what is unfinished. May be called twice."""
-        for outputs in list(self._handles):
-            self.cancel(outputs)
+        for request in list(self._submitted):
+            self.cancel(request)
 
 
 class _Reader:
@@ -97,7 +97,7 @@ class _Reader:
         read = outputs.read(event)
         if outputs.is_read:
             self.num_unfinished -= 1
-            self._group.cancel(outputs)
+            self._group.cancel(outputs.request)
         return read
 
 
@@ -160,15 +160,13 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     The requests run whether somebody reads or not. Threads that read the same stream share its events.
     """
 
-    def __init__(
-        self, thread: EngineThread, requests: Sequence[EncodedRequest | Completion], owner: object = None
-    ) -> None:
+    def __init__(self, thread: EngineThread, requests: Sequence[Request | Completion], owner: object = None) -> None:
         """
         requests: to run; a Completion among them is the result of a prompt that was refused
         owner:    kept until the stream ends: an Engine that nobody holds is closed
         """
         self._group = RequestGroup(thread)
-        self._reader = _Reader(self._group, sum(isinstance(request, EncodedRequest) for request in requests))
+        self._reader = _Reader(self._group, sum(isinstance(request, Request) for request in requests))
         self._refused = deque(refused_event(one) for one in requests if isinstance(one, Completion))
         self._received: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._thread = thread
@@ -177,7 +175,7 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         self._is_closed = False
         try:
             for request in requests:
-                if isinstance(request, EncodedRequest):
+                if isinstance(request, Request):
                     self._group.submit(request, self._received.put)
         except BaseException:
             self.close()
@@ -228,7 +226,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
     events.
     """
 
-    def __init__(self, thread: EngineThread, encode: Callable[[], Sequence[EncodedRequest | Completion]]) -> None:
+    def __init__(self, thread: EngineThread, encode: Callable[[], Sequence[Request | Completion]]) -> None:
         """`encode` makes the requests; it is called on another thread, since it may take long."""
         self._thread = thread
         self._group = RequestGroup(thread)
@@ -276,7 +274,7 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
 
     async def _start(self) -> tuple[Mailbox, _Reader]:
         requests = await asyncio.to_thread(self._encode)
-        encoded = [request for request in requests if isinstance(request, EncodedRequest)]
+        encoded = [request for request in requests if isinstance(request, Request)]
         self._refused.extend(refused_event(one) for one in requests if isinstance(one, Completion))
         mailbox, reader = Mailbox(), _Reader(self._group, len(encoded))
         for request in encoded if not self._is_closed else ():

@@ -13,9 +13,9 @@ from functools import partial
 
 from cbatch.base.errors import EngineError, RequestError
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import EventCallback, Request
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.requests.request import RequestHandle
 from cbatch.runtime.device import is_cuda
 from cbatch.runtime.memory import clear_frames, is_out_of_memory, kernel_too_large, release_memory
 from cbatch.runtime.tracing.phases import span
@@ -82,7 +82,7 @@ class EngineThread:
         self._is_over = False
         """Whether the thread executes no more commands; whoever sends one does that then."""
         self._close_engine = False
-        self._handles: dict[int, RequestHandle] = {}
+        self._requests: dict[int, Request] = {}
         self._orphaned: list[int] = []
         """Requests that ended when the engine failed, and that the engine still holds."""
         self._thread = threading.Thread(target=self._run, name="cbatch-engine", daemon=True)
@@ -112,13 +112,14 @@ class EngineThread:
         """Whether nothing can come any more, not even errors of requests that were unfinished."""
         return self.failure is not None or not self._thread.is_alive()
 
-    def submit(self, handle: RequestHandle) -> None:
-        """Queues a request. Its events go to the handle's `on_event`, also the error if it is refused."""
-        self._send(partial(self._add, handle))
+    def submit(self, request: Request, on_event: EventCallback) -> None:
+        """Queues a request. Its events go to `on_event`, also the error if it is refused."""
+        request.on_event, request.unfinished = on_event, set(range(request.params.n))
+        self._send(partial(self._add, request))
 
-    def cancel(self, handle: RequestHandle) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancels a request; events of the step in flight may still come."""
-        self._send(partial(self._cancel, handle))
+        self._send(partial(self._cancel, request))
 
     def close(self, *, close_engine: bool = False, timeout_s: float | None = None) -> None:
         """Ends the thread after the current step. Unfinished requests end with an error (`cancelled`).
@@ -177,16 +178,16 @@ class EngineThread:
 
     def _end_requests(self) -> None:
         """Ends what is unfinished."""
-        handles, self._handles = self._handles, {}
+        requests, self._requests = self._requests, {}
         self._is_over = True
         try:
             self._empty_inbox()
-            for request_id in (*handles, *self._orphaned):
+            for request_id in (*requests, *self._orphaned):
                 self.engine.cancel(request_id)
         finally:
             self._orphaned = []
-            for handle in handles.values():
-                self._reject(handle, RequestError("cancelled", CLOSED))
+            for request in requests.values():
+                self._reject(request, RequestError("cancelled", CLOSED))
 
     def _empty_inbox(self) -> None:
         """Executes the commands that are there by now; the senders of later ones do it themselves."""
@@ -261,55 +262,59 @@ class EngineThread:
             command()
             del command  # it holds its request, and this thread may be idle for long
 
-    def _add(self, handle: RequestHandle) -> None:
+    def _add(self, request: Request) -> None:
         if self._is_over:
-            self._reject(handle, RequestError("cancelled", CLOSED))
+            self._reject(request, RequestError("cancelled", CLOSED))
             return
         if self.failure is not None:
-            self._reject(handle, _engine_failed(self.failure))
+            self._reject(request, _engine_failed(self.failure))
             return
         try:
-            handle.request_id = self.engine.add_request(handle.request)
+            request_id = self.engine.add_request(request)
         except RequestError as error:
-            self._reject(handle, error)
+            self._reject(request, error)
         except BaseException as error:  # an unforeseen failure of one request harms no other
-            self._reject(handle, RequestError("internal_error", f"The request failed: {error!r}"))
+            self._reject(request, RequestError("internal_error", f"The request failed: {error!r}"))
         else:
-            self._handles[handle.request_id] = handle
-            if handle.request.known:
+            self._requests[request_id] = request
+            if request.known:
                 for event in self.engine.take_events():
                     self._deliver(event)
 
-    def _cancel(self, handle: RequestHandle) -> None:
-        handle.unfinished.clear()
-        if handle.request_id is not None and self._handles.pop(handle.request_id, None) is not None:
-            self.engine.cancel(handle.request_id)
+    def _cancel(self, request: Request) -> None:
+        _finish(request)
+        if request.request_id is not None and self._requests.pop(request.request_id, None) is not None:
+            self.engine.cancel(request.request_id)
 
     def _deliver(self, event: TokenEvent) -> None:
         assert event.request_id is not None
-        handle = self._handles.get(event.request_id)
-        if handle is None:  # its reader has failed in this step
+        request = self._requests.get(event.request_id)
+        if request is None or request.on_event is None:  # its reader has failed in this step
             return
+        on_event = request.on_event
         if event.finish_reason is not None:
-            handle.unfinished.discard(event.sample_index)
-            if not handle.unfinished:
-                del self._handles[event.request_id]
+            request.unfinished.discard(event.sample_index)
+            if not request.unfinished:
+                del self._requests[event.request_id]
+                _finish(request)
         self.num_tokens += event.token_id is not None and not event.is_known
         try:
-            handle.on_event(event)
+            on_event(event)
         except BaseException as error:  # a reader that fails harms no other
-            unfinished = {event.sample_index, *handle.unfinished}
-            self._cancel(handle)
-            handle.unfinished = unfinished
-            self._reject(handle, RequestError("internal_error", f"The reader of the request failed: {error!r}"))
+            unfinished = {event.sample_index, *request.unfinished}
+            self._cancel(request)
+            request.on_event, request.unfinished = on_event, unfinished
+            self._reject(request, RequestError("internal_error", f"The reader of the request failed: {error!r}"))
 
-    def _reject(self, handle: RequestHandle, error: RequestError) -> None:
+    def _reject(self, request: Request, error: RequestError) -> None:
         """Ends the unfinished outputs of a request with an error."""
-        unfinished, handle.unfinished = sorted(handle.unfinished), set()
+        on_event, unfinished = request.on_event, sorted(request.unfinished)
+        _finish(request)
         for sample_index in unfinished:
-            event = TokenEvent(handle.request_id, None, finish_reason="error", error=error, sample_index=sample_index)
+            assert on_event is not None
+            event = TokenEvent(request.request_id, None, finish_reason="error", error=error, sample_index=sample_index)
             with suppress(BaseException):  # there is nobody left to tell
-                handle.on_event(event)
+                on_event(event)
 
     def _fail(self, error: BaseException) -> None:
         clear_frames(error)
@@ -317,10 +322,16 @@ class EngineThread:
             for event in self.engine.flush():
                 self._deliver(event)
         self.failure = error
-        handles, self._handles = self._handles, {}
-        self._orphaned += handles
-        for handle in handles.values():
-            self._reject(handle, _engine_failed(error))
+        requests, self._requests = self._requests, {}
+        self._orphaned += requests
+        for request in requests.values():
+            self._reject(request, _engine_failed(error))
+
+
+def _finish(request: Request) -> None:
+    """No event of a request will come any more. What takes them refers to it, so it is let go."""
+    request.on_event = None
+    request.unfinished.clear()
 
 
 def _engine_failed(error: BaseException) -> RequestError:

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import FinishReason, ToolCall
+from cbatch.base.request import ApiCall, Request
 from cbatch.base.units import rounded_s
-from cbatch.requests import openai_batch
-from cbatch.requests.row import InputRow
+
+SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled", "invalid_answer")
+"""Codes of errors that are not the request's fault, for the OpenAI Batch API."""
 
 NEVER = -9999.0
 """Stands for the logarithm of 0 in rows, as in OpenAI's API: JSON has no infinity."""
@@ -131,28 +133,24 @@ class Completion(Mapping[str, Any]):
 
     def __init__(
         self,
-        row: InputRow | None = None,
+        request: Request | None = None,
         *,
-        key: str = "",
         choices: Sequence[Choice] = (),
         usage: Usage | None = None,
         error: RequestError | None = None,
         prompt_logprobs: Sequence[TokenLogprob] | None = None,
         has_text: bool = True,
-        with_token_ids: bool = False,
-        echoes: bool = False,
         timing: Timing | None = None,
     ) -> None:
         """
-        row:            where the request came from
-        has_text:       False if the model has no tokenizer; `text` is then null in the row
-        with_token_ids: whether the row has the output's token ids
-        echoes:         whether the text begins with the prompt
+        request:  of which it is the result; its prompt is not kept
+        has_text: False if the model has no tokenizer; `text` is then null in the row
         """
-        row = row or InputRow(0)
-        # Without the prompt, which the result would keep in memory.
-        self._row = InputRow(row.index, id=row.id, extra=row.extra, call=row.call, choice=row.choice)
-        self.key = key
+        request = request or Request()
+        self.index, self.id, self.extra, self.key = request.index, request.id, request.extra, request.key
+        self._call = request.call
+        self._names_tool = request.choice is not None and request.choice.name is not None
+        self._with_token_ids, self._echoes, self._has_text = request.with_token_ids, request.params.echo, has_text
         self.choices = tuple(choices) or (Choice(finish_reason="error"),)
         self.usage = usage or Usage()
         self.error = error
@@ -164,7 +162,6 @@ class Completion(Mapping[str, Any]):
         self.validation: dict[str, Any] | None = None
         self.reused = Usage()
         self.continued_tokens = 0
-        self._has_text, self._with_token_ids, self._echoes = has_text, with_token_ids, echoes
         self._fields: dict[str, Any] | None = None
 
     @classmethod
@@ -176,16 +173,18 @@ class Completion(Mapping[str, Any]):
         body, is_openai = fields, "custom_id" in fields
         if is_openai and fields["error"] is None:
             body = fields["response"]["body"]
-        row = InputRow(
-            fields["index"], id=fields.get("custom_id" if is_openai else "id"), extra=fields.get("extra", {})
+        request = Request(
+            index=fields["index"],
+            id=fields.get("custom_id" if is_openai else "id"),
+            extra=fields.get("extra", {}),
+            key=fields["key"],
         )
         if (error := fields.get("error")) is not None:
-            made = cls(row, key=fields["key"], error=RequestError(error["code"], error["message"]))
+            made = cls(request, error=RequestError(error["code"], error["message"]))
         else:
             usage, scores = body["usage"], body.get("prompt_logprobs")
             made = cls(
-                row,
-                key=fields["key"],
+                request,
                 choices=[_choice_of(one) for one in body.get("choices", [fields])],
                 usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], fields.get("cached_tokens", 0)),
                 prompt_logprobs=_logprobs_of(scores["content"]) if scores is not None else None,
@@ -198,18 +197,6 @@ class Completion(Mapping[str, Any]):
     def from_cache(self) -> bool:
         """Whether nothing of it was computed, because a cache of answers had all of it."""
         return 0 < self.reused.total_tokens == self.usage.total_tokens
-
-    @property
-    def index(self) -> int:
-        return self._row.index
-
-    @property
-    def id(self) -> str | int | float | None:
-        return self._row.id
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        return self._row.extra
 
     @property
     def text(self) -> str:
@@ -261,16 +248,15 @@ class Completion(Mapping[str, Any]):
         """
         if self._fields is not None:
             return deepcopy(self._fields)
-        fields = self._openai_row() if self._row.call else self._plain_row()
+        fields = self._openai_row(self._call) if self._call else self._plain_row()
         if self.tool_messages:
             fields["tool_messages"] = deepcopy(list(self.tool_messages))
         if self.validation is not None:
             fields["validation"] = deepcopy(self.validation)
-        if self._row.extra:
+        if self.extra:
             # Copying a text or a number deeply would take most of the time of a short row.
             fields["extra"] = {
-                name: deepcopy(value) if isinstance(value, list | dict) else value
-                for name, value in self._row.extra.items()
+                name: deepcopy(value) if isinstance(value, list | dict) else value for name, value in self.extra.items()
             }
         if timings:
             first, taken = self.timing.first_token_at, self.timing.taken_at
@@ -339,21 +325,57 @@ class Completion(Mapping[str, Any]):
             fields["prompt_logprobs"] = self._scores()
         return fields | {"usage": self.usage.to_dict(), "key": self.key}
 
-    def _openai_row(self) -> dict[str, Any]:
-        call = self._row.call
-        assert call is not None
-        if self.error is not None:
-            return openai_batch.result_line(self._row, self.key, None, self.error)
-        choices = []
-        for choice in self.choices:
-            fields = self._choice_fields(choice)
-            logprobs = self._openai_logprobs(choice, is_chat=call.is_chat)
-            shown = openai_batch.choice(self._row, choice.index, fields, logprobs)
-            choices.append(shown | ({"token_ids": fields["token_ids"]} if self._with_token_ids else {}))
-        body = openai_batch.response_body(call, self.key, choices, self.usage.to_dict())
+    def _openai_row(self, call: ApiCall) -> dict[str, Any]:
+        """A result line of the OpenAI Batch API, with `index` and `key` in addition.
+
+        https://platform.openai.com/docs/api-reference/batch
+        """
+        status, error = 200, None
+        if self.error is None:
+            body = self._openai_body(call)
+        else:
+            error = _error_fields(self.error)
+            status, kind = (500, "server_error") if self.error.code in SERVER_ERRORS else (400, "invalid_request_error")
+            body = {"error": {"message": str(self.error), "type": kind, "param": None, "code": self.error.code}}
+        return {
+            "id": f"batch_req_{self.key}",
+            "custom_id": self.id,
+            "response": {"status_code": status, "request_id": f"req_{self.key}", "body": body},
+            "error": error,
+            "index": self.index,
+            "key": self.key,
+        }
+
+    def _openai_body(self, call: ApiCall) -> dict[str, Any]:
+        """A ChatCompletion or Completion of the `openai` package. `created` is 0: the same row gives the same bytes."""
+        body = {
+            "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{self.key}",
+            "object": "chat.completion" if call.is_chat else "text_completion",
+            "created": 0,
+            "model": call.model or "cbatch",
+            "choices": [self._openai_choice(choice, is_chat=call.is_chat) for choice in self.choices],
+            "usage": self.usage.to_dict(),
+        }
         if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
             body["prompt_logprobs"] = self._scores()
-        return openai_batch.result_line(self._row, self.key, body, None)
+        return body
+
+    def _openai_choice(self, choice: Choice, *, is_chat: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = self._choice_fields(choice)
+        reason, logprobs = choice.finish_reason, self._openai_logprobs(choice, is_chat=is_chat)
+        if reason == "tool_calls" and self._names_tool:
+            reason = "stop"  # the API says so of a function that was named by tool_choice
+        shown: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
+        if is_chat:
+            message = {"role": "assistant", "content": fields["text"], "refusal": None}
+            if choice.tool_calls:
+                message |= {"content": fields["text"] or None, "tool_calls": fields["tool_calls"]}
+            if choice.reasoning is not None:
+                message["reasoning"] = choice.reasoning
+            shown["message"] = message
+        else:
+            shown["text"] = fields["text"] or ""
+        return shown | ({"token_ids": fields["token_ids"]} if self._with_token_ids else {})
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
         """What one output says, and how it ended."""

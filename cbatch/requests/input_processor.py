@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.params import SamplingParams, derive_seed
+from cbatch.base.request import Request, ToolChoice
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import TemplateOptions
 from cbatch.extras import require_package
 from cbatch.requests.completion import Completion
 from cbatch.requests.param_names import own_params
-from cbatch.requests.request import EncodedRequest, GenerationRequest
-from cbatch.requests.row import InputRow
 from cbatch.requests.row_keys import KeyMaker, canonical_params
 from cbatch.sample.structured.grammar import CompiledGrammar
 from cbatch.schedule.limits import SequenceLimits
-from cbatch.text.tokenizer import ChatTokenizer, Message
-from cbatch.text.tool_calls import ToolChoice
+from cbatch.text.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +73,8 @@ class InputProcessor:
         has_clock = self._tokenizer is not None and self._tokenizer.template_has_clock
         return KeyMaker(self._model.fingerprint + (self._defaults.template.today.isoformat() if has_clock else ""))
 
-    def request(self, row: InputRow, params: SamplingParams | None = None) -> GenerationRequest:
-        """A row with the defaults applied.
+    def request(self, row: Request, params: SamplingParams | None = None) -> Request:
+        """Applies the defaults to a row, which it returns.
 
         params: complete parameters, instead of the model's own and the defaults; those of the row come on top
 
@@ -85,102 +82,77 @@ class InputProcessor:
         """
         if row.error is not None:
             raise row.error
-        try:
-            return self._request(row, params)
-        except RequestError as error:
-            raise row.located(error) from error
-        except BaseException as raised:  # one row that breaks something harms no other
-            unforeseen = as_error(raised)
-            raise row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error") from unforeseen
+        with _locating(row, "the row cannot be read"):
+            self._apply_defaults(row, params)
+        return row
 
-    def encode(self, request: GenerationRequest) -> EncodedRequest:
-        """A request as token ids, with its constraint compiled. Raises RequestError as `request` does."""
-        try:
-            return self._encode(request)
-        except RequestError as error:
-            raise request.source.located(error) from error
-        except BaseException as raised:  # one prompt that breaks something harms no other
-            unforeseen = as_error(raised)
-            raise request.source.invalid(
-                f"the prompt cannot be encoded: {unforeseen!r}", "internal_error"
-            ) from unforeseen
+    def encode(self, request: Request) -> Request:
+        """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
+        with _locating(request, "the prompt cannot be encoded"):
+            self._encode(request)
+        return request
 
-    def refused(self, row: InputRow, error: RequestError, data: bytes) -> Completion:
+    def refused(self, row: Request, error: RequestError, data: bytes) -> Completion:
         """The result of a row for which `request` raises.
 
         data: the bytes that the row was read from, which make its key
         """
-        return Completion(row, key=self._keys.for_invalid_row(data), error=error)
+        row.key = self._keys.for_invalid_row(data)
+        return Completion(row, error=error)
 
     def process(
-        self, row: InputRow, data: Callable[[], bytes], params: SamplingParams | None = None
-    ) -> EncodedRequest | Completion:
+        self, row: Request, data: Callable[[], bytes], params: SamplingParams | None = None
+    ) -> Request | Completion:
         """A row ready for the engine; or, if anything is wrong with it, its result. Takes what `request` takes.
 
         data: gives the bytes that the row was read from
         """
         try:
-            request = self.request(row, params)
+            self.request(row, params)
         except RequestError as error:
             return self.refused(row, error, data())
         try:
-            return self.encode(request)
+            return self.encode(row)
         except RequestError as error:
-            return Completion(row, key=request.key, error=error)
+            return Completion(row, error=error)
 
-    def _request(self, row: InputRow, complete: SamplingParams | None) -> GenerationRequest:
+    def _apply_defaults(self, row: Request, complete: SamplingParams | None) -> None:
         defaults = self._defaults
         params, sampling = self._sampling(row, complete)
-        params = self._with_adapter(row, params)
+        row.params = self._with_adapter(row, params)
+        row.adapter = self._model.adapters[row.params.lora] if row.params.lora else ""
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        seed = derive_seed(defaults.seed, kind, name) if params.seed is None else params.seed
+        row.seed = derive_seed(defaults.seed, kind, name) if params.seed is None else params.seed
         self._check_tools(row)
-        template = _with_fields(self._template, row.template) if row.template else self._template
-        request = GenerationRequest(
-            text=row.prompt,
-            prompt_ids=row.prompt_token_ids,
-            messages=row.messages,
-            tools=row.tools or (),
-            choice=row.choice,
-            max_calls=row.max_calls,
-            template=template,
-            params=params,
-            seed=seed,
-            priority=row.priority,
-            source=row,
-            with_token_ids=defaults.with_token_ids,
-            adapter=self._model.adapters[params.lora] if params.lora else "",
-        )
-        if row.prompt is not None and self._has_template and not (row.raw or defaults.raw):
-            request.text, request.messages = None, [{"role": "user", "content": row.prompt}]
-        self._add_system(request, row)
+        row.template = _with_fields(self._template, row.given_template)
+        row.with_token_ids = defaults.with_token_ids
+        if row.text is not None and self._has_template and not (row.raw or defaults.raw):
+            row.text, row.messages = None, [{"role": "user", "content": row.text}]
+        self._add_system(row)
         limit, limits = None, self._model.limits
         if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
             with suppress(RequestError):  # `encode` will say it
-                request.known_ids = self._prompt_ids(request)
-                limit = limits.limit_of_cache(len(request.known_ids or ()), params.max_tokens)
-        request.key = self._keys.for_row(
-            row, request.prompt, sampling, seed, defaults.with_token_ids, limit, asked=_asked(request)
-        )
-        return request
+                row.prompt_ids = self._prompt_ids(row)
+                limit = limits.limit_of_cache(len(row.prompt_ids), params.max_tokens)
+        row.key = self._keys.for_row(row, sampling, row.seed, defaults.with_token_ids, limit)
 
-    def _add_system(self, request: GenerationRequest, row: InputRow) -> None:
+    def _add_system(self, row: Request) -> None:
         """Adds a system message, if the row or the defaults give one and there is none."""
-        messages = request.messages
+        messages = row.messages
         if messages is None:
-            if row.system or row.template:
-                name = "system" if row.system else next(iter(row.template))
+            if row.system or row.given_template:
+                name = "system" if row.system else next(iter(row.given_template))
                 raise RequestError("invalid_row", f"{name} needs the chat template, {self._why_no_template()}")
-        elif _has_system(messages):
+        elif any(message["role"] == "system" for message in messages):
             if row.system:
                 raise RequestError("invalid_row", "the row has both system and a message with that role")
         elif (system := row.system or self._defaults.system) is not None:
-            request.messages = [{"role": "system", "content": system}, *messages]
+            row.messages = [{"role": "system", "content": system}, *messages]
 
-    def _sampling(self, row: InputRow, complete: SamplingParams | None) -> tuple[SamplingParams, bytes]:
+    def _sampling(self, row: Request, complete: SamplingParams | None) -> tuple[SamplingParams, bytes]:
         """A row's effective parameters, and their form in its key. Most rows of a run share both."""
         base = complete or (self._openai_params if row.call else self._params)
-        given = tuple((name, type(value), value) for name, value in row.params.items())
+        given = tuple((name, type(value), value) for name, value in row.given.items())
         try:
             params, canonical = _merge_params(base, given)
         except TypeError:  # a list, such as stop strings, has no hash
@@ -190,18 +162,18 @@ class InputProcessor:
             params = replace(params, prompt_logprobs=params.logprobs)  # this API scores what it echoes
         return params, canonical
 
-    def _with_adapter(self, row: InputRow, params: SamplingParams) -> SamplingParams:
+    def _with_adapter(self, row: Request, params: SamplingParams) -> SamplingParams:
         """The parameters with the adapter that a row asks for. Raises RequestError if there is none of that name.
 
         The body of an OpenAI request may name it as its model, as for servers of vLLM.
         """
         adapters, model = self._model.adapters, row.call.model if row.call is not None else None
-        if model is not None and model in adapters and "lora" not in row.params:
+        if model is not None and model in adapters and "lora" not in row.given:
             params = replace(params, lora=model)
         check_adapter(params.lora, adapters)
         return params
 
-    def _check_tools(self, row: InputRow) -> None:
+    def _check_tools(self, row: Request) -> None:
         if not row.tools:
             return
         if not self._has_template or self._defaults.raw:
@@ -214,11 +186,9 @@ class InputProcessor:
             return "and this model has none"
         return "and --raw skips it" if self._defaults.raw else "which this prompt does not go through"
 
-    def _prompt_ids(self, request: GenerationRequest) -> list[int]:
-        if request.known_ids is not None:
-            return request.known_ids
-        if request.prompt_ids is not None:
-            return list(request.prompt_ids)
+    def _prompt_ids(self, request: Request) -> Sequence[int]:
+        if request.prompt_ids or (request.text is None and request.messages is None):
+            return request.prompt_ids
         if self._tokenizer is None:
             raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
         context = self._model.limits.context
@@ -228,40 +198,36 @@ class InputProcessor:
             request.messages, tools=request.tools, template=request.template, answer=request.answer, context=context
         )
 
-    def _encode(self, request: GenerationRequest) -> EncodedRequest:
+    def _encode(self, request: Request) -> None:
         tokenizer, params = self._tokenizer, request.params
-        prompt_ids = self._prompt_ids(request)
+        prompt_ids = request.prompt_ids = self._prompt_ids(request)
         self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
-        grammar = self._model.compile(params, request.tools, request.choice)
+        request.grammar = self._model.compile(params, request.tools, request.choice)
         if params.bad_words and tokenizer is not None:
             tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
-        tags: tuple[str, ...] = ()
-        opens_thinking = is_thinking = False
-        prefix = request.answer
+        request.prefix = request.answer
         if tokenizer is not None and request.messages is not None and prompt_ids:
             parser = tokenizer.output_parser
-            tags = parser.special_tags if request.tools else parser.think_tags or ()
+            request.tags = parser.special_tags if request.tools else parser.think_tags or ()
             if request.template.continue_final_message:
-                prefix = str(request.messages[-1]["content"])
-            opens_thinking = tokenizer.opens_thinking(prompt_ids, prefix)
-            is_thinking = tokenizer.is_thinking_after(prefix, opened=opens_thinking)
-        return EncodedRequest(
-            prompt_ids=prompt_ids,
-            params=params,
-            seed=request.seed,
-            priority=request.priority,
-            grammar=grammar,
-            tags=tags,
-            opens_thinking=opens_thinking,
-            is_thinking=is_thinking,
-            tools=request.tools,
-            prefix=prefix,
-            max_calls=request.max_calls,
-            source=request.source,
-            key=request.key,
-            with_token_ids=request.with_token_ids,
-            asked=request,
-        )
+                request.prefix = str(request.messages[-1]["content"])
+            request.opens_thinking = tokenizer.opens_thinking(prompt_ids, request.prefix)
+            request.is_thinking = tokenizer.is_thinking_after(request.prefix, opened=request.opens_thinking)
+
+
+@contextmanager
+def _locating(row: Request, problem: str) -> Iterator[None]:
+    """Lets errors say where the row stands. A row that breaks something harms no other.
+
+    problem: what is said if anything but a RequestError is raised
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise row.located(error) from error
+    except BaseException as raised:
+        unforeseen = as_error(raised)
+        raise row.invalid(f"{problem}: {unforeseen!r}", "internal_error") from unforeseen
 
 
 def _with_fields(options: TemplateOptions, fields: Mapping[str, Any]) -> TemplateOptions:
@@ -277,25 +243,6 @@ def _with_fields(options: TemplateOptions, fields: Mapping[str, Any]) -> Templat
     )
 
 
-def _asked(request: GenerationRequest) -> dict[str, Any]:
-    """What a request asks for beside its prompt, sampling and tools, for its key."""
-    asked: dict[str, Any] = {"lora": request.adapter} if request.adapter else {}
-    if request.messages is None:
-        return asked
-    template = request.template
-    if template.kwargs:
-        asked["chat_template_kwargs"] = {name: json.dumps(value) for name, value in template.kwargs.items()}
-    if template.continue_final_message:
-        asked["continue_final_message"] = True
-    elif not template.begins_new_message:
-        asked["add_generation_prompt"] = False
-    if request.choice is not None:
-        asked["tool_choice"] = {"name": request.choice.name}
-    if request.tools and request.max_calls is not None:
-        asked["max_calls"] = request.max_calls
-    return asked
-
-
 def check_adapter(name: str, known: Iterable[str]) -> None:
     """Raises RequestError for a name that is neither that of an adapter nor empty."""
     names = list(known)
@@ -303,10 +250,6 @@ def check_adapter(name: str, known: Iterable[str]) -> None:
         return
     shown = f"there are {', '.join(names)}" if names else "none is loaded; --lora NAME=PATH loads one"
     raise RequestError("invalid_row", f"there is no LoRA adapter {name[:60]!r}: {shown}")
-
-
-def _has_system(messages: Sequence[Message]) -> bool:
-    return any(message["role"] == "system" for message in messages)
 
 
 @lru_cache(maxsize=256)

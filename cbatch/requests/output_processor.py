@@ -6,12 +6,13 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs, ToolCall
+from cbatch.base.request import Request
 from cbatch.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
-from cbatch.requests.request import EncodedRequest
-from cbatch.text.detokenizer import OutputDetokenizer
+from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.text.output_parser import OutputParser, OutputStream
 from cbatch.text.tokenizer import ChatTokenizer
 
@@ -72,7 +73,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        request: EncodedRequest,
+        request: Request,
         tokenizer: ChatTokenizer | None,
         eos_ids: frozenset[int],
         taken_at: float | None = None,
@@ -84,7 +85,7 @@ class OutputProcessor:
         """
         self.request = request
         self._tokenizer = tokenizer
-        self.outputs = [Output(request.detokenizer(tokenizer, eos_ids)) for _ in range(request.params.n)]
+        self.outputs = [Output(_detokenizer(request, tokenizer, eos_ids)) for _ in range(request.params.n)]
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
         self._error: tuple[int, RequestError] | None = None
         self._cached_tokens = 0
@@ -193,17 +194,13 @@ class OutputProcessor:
         finished_at = time.monotonic() if self._finished_at is None else self._finished_at  # failed before its end
         timing = Timing(self._taken_at, self._first_token_at, finished_at)
         if self._error is not None:
-            located = request.source.located(self._error[1])
-            return Completion(request.source, key=request.key, usage=usage, error=located, timing=timing)
+            return Completion(request, usage=usage, error=request.located(self._error[1]), timing=timing)
         completion = Completion(
-            request.source,
-            key=request.key,
+            request,
             choices=choices,
             usage=usage,
             prompt_logprobs=self._scored_prompt(),
             has_text=self._tokenizer is not None,
-            with_token_ids=request.with_token_ids,
-            echoes=request.params.echo,
             timing=timing,
         )
         completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)
@@ -264,6 +261,14 @@ class OutputProcessor:
         data = self._tokenizer.token_bytes(token_id)
         is_hidden = self.request.params.skip_special_tokens and token_id in self._tokenizer.special_ids
         return TokenLogprob(data.decode("utf-8", "replace"), token_id, logprob, data, in_text=not is_hidden)
+
+
+def _detokenizer(request: Request, tokenizer: ChatTokenizer | None, eos_ids: frozenset[int]) -> OutputDetokenizer:
+    """Makes the text of one output from its events, unless the engine does it to find stop strings."""
+    if tokenizer is None or request.params.stop:
+        return OutputDetokenizer()
+    make = partial(tokenizer.detokenizer, list(request.prompt_ids[-NUM_CONTEXT_TOKENS:]), request.params, request.tags)
+    return OutputDetokenizer(make, request.ends(eos_ids))
 
 
 def _call_id(key: str, sample_index: int, number: int) -> str:

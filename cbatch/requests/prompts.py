@@ -9,9 +9,9 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.base.request_defaults import ParamsLike
-from cbatch.requests.row import PROMPT_FIELDS, InputRow
-from cbatch.requests.row_forms import fill_row
+from cbatch.requests.rows import PROMPT_FIELDS, fill_row
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages: `[{"role": "user", "content": "Hi"}]`."""
@@ -70,12 +70,12 @@ def list_params(params: Any, count: int) -> list[ParamsLike | None]:
     return values
 
 
-def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> InputRow:
+def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> Request:
     """A prompt as a row. Does not raise: whatever is wrong with the prompt is the row's `error`.
 
     fields: further fields of the row, for prompts that do not have them
     """
-    row = InputRow(index)
+    row = Request(index=index)
     try:
         fill_row(row, {**plain(fields), **row_fields(prompt)}, allow_unknown=False)
     except RequestError as error:

@@ -18,8 +18,8 @@ from typing import Any
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import TokenEvent, TokenLogprobs
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.request import EncodedRequest
 from cbatch.requests.row_keys import canonical_params
 from cbatch.schedule.limits import SequenceLimits
 
@@ -29,7 +29,7 @@ FORMAT = 1
 KEY_BYTES = 16
 
 
-def content_key(model: str, limits: SequenceLimits, request: EncodedRequest) -> bytes:
+def content_key(model: str, limits: SequenceLimits, request: Request) -> bytes:
     """A hash of all that decides what an engine generates for a request, KEY_BYTES long.
 
     model: its fingerprint
@@ -43,7 +43,7 @@ def content_key(model: str, limits: SequenceLimits, request: EncodedRequest) -> 
     return _key(model, request, request.params, limit)
 
 
-def continuation_key(model: str, request: EncodedRequest) -> bytes:
+def continuation_key(model: str, request: Request) -> bytes:
     """The same without what only says where outputs end: `max_tokens`, and the size of the KV cache.
 
     So requests with the same key get the same tokens as far as both go.
@@ -51,21 +51,19 @@ def continuation_key(model: str, request: EncodedRequest) -> bytes:
     return _key(model, request, replace(request.params, max_tokens=None), None)
 
 
-def _key(model: str, request: EncodedRequest, params: SamplingParams, limit: int | None) -> bytes:
-    seed = request.seed if params.seed is None else params.seed
-    choice = request.asked.choice
+def _key(model: str, request: Request, params: SamplingParams, limit: int | None) -> bytes:
     others = [
         FORMAT,
         model,
-        None if params.greedy else seed,
+        None if params.greedy else request.noise_seed,
         limit,
         request.tools,
-        [choice.name] if choice is not None else None,
+        [request.choice.name] if request.choice is not None else None,
         request.tags,
         request.opens_thinking,
         request.is_thinking,
         request.prefix,
-        *filter(None, [request.asked.adapter]),
+        *filter(None, [request.adapter]),
     ]
     digest = hashlib.blake2b(json.dumps(others).encode(), digest_size=KEY_BYTES)
     for part in (canonical_params(params), array("q", request.prompt_ids).tobytes()):

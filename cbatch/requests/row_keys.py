@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
+from typing import Any
 
 from cbatch.base.params import SamplingParams
-from cbatch.requests.row import InputRow
+from cbatch.base.request import Request
 
 MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
 """The three parts of a key. The last is the longest because most rows of a run differ only there."""
@@ -32,29 +31,18 @@ class KeyMaker:
         """`model`: fingerprint of the model and its chat template."""
         self._model = _hash(model.encode(), MODEL)
 
-    def for_row(
-        self,
-        row: InputRow,
-        prompt: object,
-        sampling: bytes,
-        *others: object,
-        asked: Mapping[str, object] = MappingProxyType({}),
-    ) -> str:
-        """
-        prompt:   text, token ids or messages, with all options applied
-        sampling: the row's parameters, from `canonical_params`
+    def for_row(self, row: Request, sampling: bytes, *others: object) -> str:
+        """The key of a row with all defaults applied.
+
+        sampling: its parameters, from `canonical_params`
         others:   whatever else decides which tokens are generated, and which are shown
-        asked:    what the prompt asks for beside its messages and tools; what is not asked for is left out, so that a
-                  new option changes no existing key
         """
         call = (row.call.is_chat, row.call.model) if row.call else None
         # A template may print tools as they are, so the order of their keys counts.
-        tools: tuple[object, ...] = (json.dumps(row.tools),) if row.tools else ()
-        tools += (row.tool_rounds,) if row.tool_rounds else ()
-        others += row.validation
-        more = (asked,) if asked else ()
-        row_hash = _hash(_dump((row.id, prompt, row.extra, call, *tools, *more)), INPUT)
-        return self._model + _hash(sampling + repr(others).encode(), SAMPLING) + row_hash
+        more: list[object] = [json.dumps(row.tools)] if row.tools else []
+        more += filter(None, [row.tool_rounds, _asked(row)])
+        row_hash = _hash(_dump((row.id, row.prompt, row.extra, call, *more)), INPUT)
+        return self._model + _hash(sampling + repr((*others, *row.validation)).encode(), SAMPLING) + row_hash
 
     def for_invalid_row(self, source: bytes) -> str:
         """The key of a row that is refused, from the bytes that it was read from."""
@@ -68,6 +56,28 @@ def canonical_params(params: SamplingParams) -> bytes:
     """
     values = {field.name: (getattr(params, field.name), field.default) for field in fields(params)}
     return _dump({name: value for name, (value, default) in values.items() if value != default and name not in _APART})
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    """What a request asks for beside its prompt, sampling and tools.
+
+    What is not asked for is left out, so that a new option changes no existing key.
+    """
+    asked: dict[str, Any] = {"lora": request.adapter} if request.adapter else {}
+    if request.messages is None:
+        return asked
+    template = request.template
+    if template.kwargs:
+        asked["chat_template_kwargs"] = {name: json.dumps(value) for name, value in template.kwargs.items()}
+    if template.continue_final_message:
+        asked["continue_final_message"] = True
+    elif not template.begins_new_message:
+        asked["add_generation_prompt"] = False
+    if request.choice is not None:
+        asked["tool_choice"] = {"name": request.choice.name}
+    if request.tools and request.max_calls is not None:
+        asked["max_calls"] = request.max_calls
+    return asked
 
 
 def _dump(value: object) -> bytes:

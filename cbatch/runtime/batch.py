@@ -16,7 +16,7 @@ from torch import Tensor
 from cbatch.runtime.state_pool import StatePool, StepStates
 from cbatch.runtime.transfer import to_device
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 
 class InFlightTokens(NamedTuple):
@@ -27,7 +27,7 @@ class InFlightTokens(NamedTuple):
     """
 
     tokens: Tensor
-    rows: dict[Request, int]
+    rows: dict[TokenSequence, int]
 
 
 class BlockTables:
@@ -41,20 +41,20 @@ class BlockTables:
         """For each row, the list that it was written from."""
         self._counts: list[int] = []
 
-    def rows(self, requests: Sequence[Request], blocks: Sequence[list[int]]) -> NDArray[np.int32]:
+    def rows(self, sequences: Sequence[TokenSequence], blocks: Sequence[list[int]]) -> NDArray[np.int32]:
         """[S, B] block ids of each request; entries after its last one are undefined.
 
         A list of blocks may only grow; another list for the same request is written anew.
         """
-        if len(self._held) + len(requests) > len(self._array):
-            self._begin_anew(len(requests))
+        if len(self._held) + len(sequences) > len(self._array):
+            self._begin_anew(len(sequences))
         places, held, counts = self._places, self._held, self._counts
         chosen = []
         width = 0
-        for request, ids in zip(requests, blocks, strict=True):
-            place = places.get(request.id, -1)
+        for sequence, ids in zip(sequences, blocks, strict=True):
+            place = places.get(sequence.id, -1)
             if place < 0 or held[place] is not ids:
-                place = places[request.id] = len(held)
+                place = places[sequence.id] = len(held)
                 held.append(ids)
                 counts.append(0)
             count = len(ids)
@@ -219,18 +219,18 @@ class RaggedBatch:
         sampling_params:  see `RaggedBatch`
         state_pool:       of a model with recurrent layers
         """
-        requests, starts, stops, are_last, blocks, _, states, drafts, _ = zip(*scheduled.chunks, strict=True)
+        sequences, starts, stops, are_last, blocks, _, states, drafts, _ = zip(*scheduled.chunks, strict=True)
         # numpy: torch takes longer, and each of its operations lets other threads take the interpreter.
         furthest = np.array(stops)
         lengths = furthest - np.array(starts)
         ends = lengths.cumsum()
-        table = (tables or BlockTables()).rows(requests, blocks)
-        sequence = np.repeat(np.arange(len(requests)), lengths)
-        positions = np.arange(ends[-1]) + (furthest - ends)[sequence]
-        slots = table[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
-        offsets = [request.position_offset for request in requests]
+        table = (tables or BlockTables()).rows(sequences, blocks)
+        chunk_of = np.repeat(np.arange(len(sequences)), lengths)
+        positions = np.arange(ends[-1]) + (furthest - ends)[chunk_of]
+        slots = table[chunk_of, positions // block_size] * np.int64(block_size) + positions % block_size
+        offsets = [sequence.request.position_offset for sequence in sequences]
         if any(offsets):
-            positions += np.array(offsets)[sequence]
+            positions += np.array(offsets)[chunk_of]
         rows = (ends - 1)[np.array(are_last)]
         if any(drafts):
             first = [end - len(draft) for end, draft, is_last in zip(ends, drafts, are_last, strict=True) if is_last]
@@ -245,13 +245,13 @@ class RaggedBatch:
             device_tokens = DeviceTokens(
                 in_flight_tokens.tokens,
                 ends[unknown] - 1,
-                np.array([in_flight_tokens.rows[requests[one]] for one in unknown]),
+                np.array([in_flight_tokens.rows[sequences[one]] for one in unknown]),
             )
             if in_flight_tokens.tokens.device.type == "cpu":
                 ids[device_tokens.places], device_tokens = in_flight_tokens.tokens.numpy()[device_tokens.rows], None
         is_scored = np.isin(rows, scored) if len(scored) else None
-        adapters = [request.adapter for request in requests]
-        token_adapters = np.array(adapters)[sequence] if any(adapters) else None
+        adapters = [sequence.request.adapter_number for sequence in sequences]
+        token_adapters = np.array(adapters)[chunk_of] if any(adapters) else None
         step_states = None if state_pool is None else StepStates.of(state_pool, starts, states)
         return cls(
             ids, positions, slots, rows, table, starts, stops, device, is_scored, device_tokens, sampling_params,
@@ -261,7 +261,7 @@ class RaggedBatch:
 
 def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], list[int]]:
     """The tokens of all chunks, 0 for those the host does not know, and the numbers of the chunks that end with one."""
-    known = [chunk.request.token_ids[chunk.start : chunk.stop] for chunk in chunks]
+    known = [chunk.sequence.token_ids[chunk.start : chunk.stop] for chunk in chunks]
     unknown = []
     for number, (chunk, tokens) in enumerate(zip(chunks, known, strict=True)):
         tokens += chunk.draft
@@ -274,7 +274,7 @@ def _token_ids(chunks: Sequence[ScheduledChunk]) -> tuple[NDArray[np.int64], lis
 def _scored_rows(scheduled: SchedulerOutput) -> NDArray[np.int64]:
     """Tokens of the batch whose logits score a prompt; most steps have none."""
     rows: list[int] = []
-    if any(chunk.request.scores_prompt for chunk in scheduled.chunks):
+    if any(chunk.sequence.scores_prompt for chunk in scheduled.chunks):
         first = 0
         for chunk in scheduled.chunks:
             rows += [first + place - chunk.start for place in chunk.to_score]

@@ -19,7 +19,7 @@ from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params
 from cbatch.sample.structured.masks import Place, TokenMasks
 from cbatch.schedule.output import SchedulerOutput, StepResult
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have. OpenAI uses the same number."""
@@ -60,32 +60,32 @@ class PendingSample:
         if scored is not None:
             self._scores = _begin_scores(scheduled, _pick(logits.values, np.flatnonzero(scored)))
             logits = Logits(_pick(logits.values, np.flatnonzero(~scored)))
-        requests, positions = _sampled_rows(scheduled)
-        self._requests = requests
-        self._constrained_rows = _constrained_rows(requests)
+        sequences, positions = _sampled_rows(scheduled)
+        self._sequences = sequences
+        self._constrained_rows = _constrained_rows(sequences)
         self._masks = masks
         self._sampled: SampledTokens | None = None
         self._logprobs: PendingLogprobs | None = None
-        if requests:
+        if sequences:
             values, argmax, sampled = logits
             row_masks = None
-            if masks is not None or any(request.changes_logits for request in requests):
-                values = Processors.build(requests, values.device).apply(values)
-                row_masks = RowMasks.build(requests, masks, self._constrained_rows, values)
+            if masks is not None or any(sequence.changes_logits for sequence in sequences):
+                values = Processors.build(sequences, values.device).apply(values)
+                row_masks = RowMasks.build(sequences, masks, self._constrained_rows, values)
                 argmax = sampled = None
             if sampled is not None:
                 self._sampled = SampledTokens(*sampled)
             else:
-                self._sampled = sampler.sample(values, requests, positions, argmax, row_masks)
-            self._logprobs = _begin_logprobs(requests, logits.values, self._sampled)
+                self._sampled = sampler.sample(values, sequences, positions, argmax, row_masks)
+            self._logprobs = _begin_logprobs(sequences, logits.values, self._sampled)
 
     @property
     def in_flight_tokens(self) -> InFlightTokens:
         """The sampled tokens on the device, as inputs of the next step."""
         tokens = self._sampled.tokens if self._sampled is not None else torch.empty(0, dtype=torch.int64)
-        rows: dict[Request, int] = {}
-        for row, request in enumerate(self._requests):
-            rows.setdefault(request, row)
+        rows: dict[TokenSequence, int] = {}
+        for row, sequence in enumerate(self._sequences):
+            rows.setdefault(sequence, row)
         return InFlightTokens(tokens, rows)
 
     def get(self) -> StepResult:
@@ -94,27 +94,27 @@ class PendingSample:
         found_scores = iter(self._scores.get() if self._scores is not None else ())
         scores = [[next(found_scores) for _ in chunk.to_score] for chunk in self.scheduled.to_score]
         found = iter(self._logprobs.get() if self._logprobs is not None else ())
-        logprobs = [next(found) if request.params.logprobs is not None else None for request in self._requests]
+        logprobs = [next(found) if sequence.params.logprobs is not None else None for sequence in self._sequences]
         wrong = [
-            None if math.isfinite(value) else _sampling_error(value, request)
-            for value, request in zip(largest, self._requests, strict=True)
+            None if math.isfinite(value) else _sampling_error(value, sequence)
+            for value, sequence in zip(largest, self._sequences, strict=True)
         ]
         errors = self._masks.errors if self._masks is not None else ()
         for row, sentence in zip(self._constrained_rows, errors, strict=True):
-            grammar_state = self._requests[row].grammar_state
+            grammar_state = self._sequences[row].grammar_state
             if sentence is not None:
                 wrong[row] = RequestError("invalid_row", sentence)
             elif grammar_state is not None and grammar_state.is_finished:
                 wrong[row] = None  # no token is allowed because the output is complete
-        _fail_nan_scores(self.scheduled, self._requests, scores, wrong)
+        _fail_nan_scores(self.scheduled, self._sequences, scores, wrong)
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 
 
 def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
     """Where the step's requests that get a token are in their grammars, in order."""
     chunks = scheduled.to_sample
-    rows = _constrained_rows([chunk.request for chunk in chunks])
-    return [Place(chunks[row].request.grammar_state, chunks[row].draft) for row in rows]  # type: ignore[arg-type]
+    rows = _constrained_rows([chunk.sequence for chunk in chunks])
+    return [Place(chunks[row].sequence.grammar_state, chunks[row].draft) for row in rows]  # type: ignore[arg-type]
 
 
 def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
@@ -123,36 +123,38 @@ def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
     The tokens before need not be known.
     """
     chunks = scheduled.to_sample
-    if any(chunk.request.changes_logits or chunk.request.grammar_state is not None for chunk in chunks):
+    if any(chunk.sequence.changes_logits or chunk.sequence.grammar_state is not None for chunk in chunks):
         return None
     return pack_sampling_params(*_sampled_rows(scheduled))
 
 
-def _sampled_rows(scheduled: SchedulerOutput) -> tuple[list[Request], list[int]]:
+def _sampled_rows(scheduled: SchedulerOutput) -> tuple[list[TokenSequence], list[int]]:
     """For each token that a step samples, the request as it is before that token, and the token's position."""
-    requests, positions = [], []
+    sequences, positions = [], []
     for chunk in scheduled.to_sample:
         first = chunk.stop - len(chunk.draft)
         for count in range(len(chunk.draft) + 1):
-            requests.append(chunk.request.followed_by(chunk.draft[:count]))
+            sequences.append(chunk.sequence.followed_by(chunk.draft[:count]))
             positions.append(first + count)
-    return requests, positions
+    return sequences, positions
 
 
-def _constrained_rows(requests: list[Request]) -> list[int]:
+def _constrained_rows(sequences: list[TokenSequence]) -> list[int]:
     """Rows whose requests have a constraint and have not ended."""
-    return [row for row, request in enumerate(requests) if request.grammar_state is not None and not request.has_ended]
+    return [
+        row for row, sequence in enumerate(sequences) if sequence.grammar_state is not None and not sequence.has_ended
+    ]
 
 
 def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
     return rows.index_select(0, to_device([places], rows.device)[0])
 
 
-def _sampling_error(largest: float, request: Request) -> RequestError:
+def _sampling_error(largest: float, sequence: TokenSequence) -> RequestError:
     """Why no token can be sampled if the largest logit is not finite after processing."""
-    params = request.params
-    has_list = request.grammar_state is not None or params.allowed_token_ids is not None
-    forbids = has_list or params.logit_bias or request.bad_words or request.min_tokens > 0
+    params = sequence.params
+    has_list = sequence.grammar_state is not None or params.allowed_token_ids is not None
+    forbids = has_list or params.logit_bias or sequence.request.bad_words or sequence.min_tokens > 0
     return NO_ALLOWED_TOKEN if largest == -math.inf and forbids else NAN
 
 
@@ -160,32 +162,32 @@ def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs
     """Log-probabilities of the prompt tokens that follow those of the rows of logits [N, V]."""
     token_ids, counts = [], []
     for chunk in scheduled.to_score:
-        places, request = chunk.to_score, chunk.request
-        token_ids += request.token_ids[places.start + 1 : places.stop + 1]
-        counts += [request.params.prompt_logprobs or 0] * len(places)
+        places, sequence = chunk.to_score, chunk.sequence
+        token_ids += sequence.token_ids[places.start + 1 : places.stop + 1]
+        counts += [sequence.params.prompt_logprobs or 0] * len(places)
     return PendingLogprobs(logits, to_device([np.array(token_ids, np.int64)], logits.device)[0], counts)
 
 
-def _begin_logprobs(requests: list[Request], logits: Tensor, chosen: SampledTokens) -> PendingLogprobs | None:
+def _begin_logprobs(sequences: list[TokenSequence], logits: Tensor, chosen: SampledTokens) -> PendingLogprobs | None:
     """Log-probabilities of the sampled tokens for the requests that ask for them; None if none does."""
-    rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
     if not rows:
         return None
-    places, counts = np.array(rows), [requests[row].params.logprobs or 0 for row in rows]
+    places, counts = np.array(rows), [sequences[row].params.logprobs or 0 for row in rows]
     return PendingLogprobs(_pick(logits, places), _pick(chosen.tokens, places), counts)
 
 
 def _fail_nan_scores(
     scheduled: SchedulerOutput,
-    requests: list[Request],
+    sequences: list[TokenSequence],
     scores: list[list[TokenLogprobs]],
     wrong: list[RequestError | None],
 ) -> None:
     """Fails the requests whose prompt has a score that is NaN, in this chunk or an earlier one."""
-    now = {chunk.request: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
-    for row, request in enumerate(requests):
-        is_scored = request.scores_prompt and request.num_generated == 0
-        if is_scored and any(math.isnan(one.logprob) for one in (*request.scored, *now.get(request, ()))):
+    now = {chunk.sequence: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
+    for row, sequence in enumerate(sequences):
+        is_scored = sequence.scores_prompt and sequence.num_generated == 0
+        if is_scored and any(math.isnan(one.logprob) for one in (*sequence.scored, *now.get(sequence, ()))):
             wrong[row] = NAN
 
 

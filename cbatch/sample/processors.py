@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cbatch.base.params import SamplingParams
 from cbatch.runtime.transfer import to_device
-from cbatch.schedule.request import Request, TokenCounts
+from cbatch.schedule.sequence import TokenCounts, TokenSequence
 
 LogitIndices = tuple[Tensor, Tensor]
 """Indices into logits [R, V]: rows and token ids, each [N] int64."""
@@ -51,9 +51,11 @@ class Penalties:
     frequency: Tensor
 
     @classmethod
-    def build(cls, counts: dict[int, TokenCounts], requests: Sequence[Request], device: torch.device) -> Penalties:
+    def build(
+        cls, counts: dict[int, TokenCounts], sequences: Sequence[TokenSequence], device: torch.device
+    ) -> Penalties:
         """`counts`: the known tokens of the rows with penalties, by row."""
-        params = [requests[row].params for row in counts]
+        params = [sequences[row].params for row in counts]
         each = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         columns = np.repeat(np.array(each, np.float32).T, [len(one.tokens) for one in counts.values()], axis=1)
         tokens = [np.frombuffer(one.tokens, np.int64) for one in counts.values()]
@@ -90,13 +92,13 @@ class Processors:
     forbidden: LogitIndices | None
 
     @classmethod
-    def build(cls, requests: Sequence[Request], device: torch.device) -> Processors:
-        biased = [row for row, request in enumerate(requests) if request.params.logit_bias]
-        counts = {row: r.counts for row, r in enumerate(requests) if r.counts is not None and r.counts.tokens}
-        forbidden = {row: tokens for row, request in enumerate(requests) if (tokens := _forbidden(request))}
+    def build(cls, sequences: Sequence[TokenSequence], device: torch.device) -> Processors:
+        biased = [row for row, sequence in enumerate(sequences) if sequence.params.logit_bias]
+        counts = {row: r.counts for row, r in enumerate(sequences) if r.counts is not None and r.counts.tokens}
+        forbidden = {row: tokens for row, sequence in enumerate(sequences) if (tokens := _forbidden(sequence))}
         return cls(
-            bias=_bias(biased, requests, device) if biased else None,
-            penalties=Penalties.build(counts, requests, device) if counts else None,
+            bias=_bias(biased, sequences, device) if biased else None,
+            penalties=Penalties.build(counts, sequences, device) if counts else None,
             forbidden=_put(list(forbidden), list(forbidden.values()), [], device)[0] if forbidden else None,
         )
 
@@ -115,8 +117,8 @@ class Processors:
         return logits
 
 
-def _bias(rows: list[int], requests: Sequence[Request], device: torch.device) -> tuple[LogitIndices, Tensor]:
-    pairs = [_as_arrays(requests[row].params.logit_bias) for row in rows]
+def _bias(rows: list[int], sequences: Sequence[TokenSequence], device: torch.device) -> tuple[LogitIndices, Tensor]:
+    pairs = [_as_arrays(sequences[row].params.logit_bias) for row in rows]
     values = np.concatenate([values for _, values in pairs])
     indices, there = _put(rows, [tokens for tokens, _ in pairs], [values], device)
     return indices, there[0]
@@ -128,9 +130,9 @@ def _as_arrays(bias: tuple[tuple[int, float], ...]) -> tuple[NDArray[np.int64], 
     return np.array([token for token, _ in bias], np.int64), np.array([value for _, value in bias], np.float32)
 
 
-def _forbidden(request: Request) -> list[int]:
+def _forbidden(sequence: TokenSequence) -> list[int]:
     """Tokens that would complete a bad word or end the output too early."""
-    early = sorted(request.stop_ids) if request.num_generated < request.min_tokens else []
-    ids = request.token_ids
-    ends = [word[-1] for word in request.bad_words if len(word) == 1 or ids[1 - len(word) :] == word[:-1]]
+    early = sorted(sequence.request.stop_ids) if sequence.num_generated < sequence.min_tokens else []
+    ids = sequence.token_ids
+    ends = [word[-1] for word in sequence.request.bad_words if len(word) == 1 or ids[1 - len(word) :] == word[:-1]]
     return early + ends

@@ -15,7 +15,7 @@ from cbatch.runtime.device import pins_memory
 from cbatch.runtime.transfer import padded, to_device
 from cbatch.sample.structured.masks import TokenMasks
 from cbatch.sample.structured.token_bitmask import bitmask_of, to_bools
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 _known_lists: WeakValueDictionary[bytes, NDArray[np.int32]] = WeakValueDictionary()
 """Lists of allowed tokens in use, by their bytes: the same list in all rows of a file is one mask."""
@@ -34,17 +34,21 @@ class RowMasks:
 
     @classmethod
     def build(
-        cls, requests: Sequence[Request], masks: TokenMasks | None, constrained_rows: Sequence[int], logits: Tensor
+        cls,
+        sequences: Sequence[TokenSequence],
+        masks: TokenMasks | None,
+        constrained_rows: Sequence[int],
+        logits: Tensor,
     ) -> RowMasks | None:
         """The masks of a step; None if all rows allow all tokens.
 
         masks:  of the rows `constrained_rows`
         logits: [R, V]
         """
-        listed = [row for row, request in enumerate(requests) if request.params.allowed_token_ids is not None]
+        listed = [row for row, sequence in enumerate(sequences) if sequence.params.allowed_token_ids is not None]
         if masks is None and not listed:
             return None
-        index = np.full(len(requests), -1, np.int32)
+        index = np.full(len(sequences), -1, np.int32)
         index[constrained_rows] = range(len(constrained_rows))
         if not listed:
             assert masks is not None
@@ -52,7 +56,7 @@ class RowMasks:
         found: list[NDArray[np.int32]] = [] if masks is None else list(masks.bitmasks.numpy())
         numbers: dict[int, int] = {}
         for row in listed:
-            bitmask = _allowed_bitmask(requests[row], logits.shape[1])
+            bitmask = _allowed_bitmask(sequences[row], logits.shape[1])
             if index[row] >= 0:
                 found[index[row]] = found[index[row]] & bitmask
                 continue
@@ -86,9 +90,9 @@ def bools_on_device(bitmasks: Tensor, vocab_size: int) -> Tensor:
     return bits.flatten(1)[:, :vocab_size] != 0
 
 
-def _allowed_bitmask(request: Request, vocab_size: int) -> NDArray[np.int32]:
+def _allowed_bitmask(sequence: TokenSequence, vocab_size: int) -> NDArray[np.int32]:
     """The list of a request as a set of tokens. Made once, because it may be as long as the vocabulary."""
-    if not isinstance(request.allowed_bitmask, np.ndarray):
-        bitmask = bitmask_of(request.params.allowed_token_ids or (), vocab_size)
-        request.allowed_bitmask = _known_lists.setdefault(bitmask.tobytes(), bitmask)
-    return request.allowed_bitmask
+    if not isinstance(sequence.allowed_bitmask, np.ndarray):
+        bitmask = bitmask_of(sequence.params.allowed_token_ids or (), vocab_size)
+        sequence.allowed_bitmask = _known_lists.setdefault(bitmask.tobytes(), bitmask)
+    return sequence.allowed_bitmask

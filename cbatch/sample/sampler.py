@@ -26,7 +26,7 @@ from cbatch.runtime.cpu import num_threads
 from cbatch.runtime.device import is_nvidia
 from cbatch.runtime.transfer import HostCopy, to_device
 from cbatch.sample.row_masks import RowMasks
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -56,9 +56,11 @@ class SamplingMetadata:
     keys: Tensor
 
     @classmethod
-    def build(cls, requests: Sequence[Request], positions: Sequence[int], device: torch.device) -> SamplingMetadata:
-        params = [request.params for request in requests]
-        (words,) = to_device([pack_sampling_params(requests, positions)], device)
+    def build(
+        cls, sequences: Sequence[TokenSequence], positions: Sequence[int], device: torch.device
+    ) -> SamplingMetadata:
+        params = [sequence.params for sequence in sequences]
+        (words,) = to_device([pack_sampling_params(sequences, positions)], device)
         temperature, top_p, min_p, top_k = words.T[:4].contiguous()
         return cls(
             restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
@@ -70,7 +72,7 @@ class SamplingMetadata:
         )
 
 
-def pack_sampling_params(requests: Sequence[Request], positions: Sequence[int]) -> NDArray[np.int32]:
+def pack_sampling_params(sequences: Sequence[TokenSequence], positions: Sequence[int]) -> NDArray[np.int32]:
     """The sampling parameters of R rows as [R, PARAM_WORDS] int32, so that one copy brings them to a device.
 
     temperature (0 for greedy rows), top_p and min_p, as the bits of a float32; top_k (0: all); two words of noise key;
@@ -81,13 +83,17 @@ def pack_sampling_params(requests: Sequence[Request], positions: Sequence[int]) 
 
     `SamplingMetadata.build` and the Triton kernels read these by their number. Words that are all 0 are a greedy row.
     """
-    if all(request.params.greedy for request in requests):
-        return np.zeros((len(requests), PARAM_WORDS), np.int32)
+    if all(sequence.params.greedy for sequence in sequences):
+        return np.zeros((len(sequences), PARAM_WORDS), np.int32)
     rows = []
-    for request in requests:
-        p = request.params
+    for sequence in sequences:
+        p = sequence.params
         temperature = 0.0 if p.greedy else p.temperature
-        rows.append(_ROW.pack(temperature, p.top_p, p.min_p, p.top_k, request.seed & _MASK64, request.sample_index))
+        rows.append(
+            _ROW.pack(
+                temperature, p.top_p, p.min_p, p.top_k, sequence.request.noise_seed & _MASK64, sequence.sample_index
+            )
+        )
     words = np.frombuffer(bytearray().join(rows), np.int32).reshape(len(rows), PARAM_WORDS)
     _, _, seeds, samples = words.view(np.uint64).T
     words[:, 4:6] = noise_keys(seeds, samples, np.array(positions, np.uint64)).view(np.int32).T
@@ -157,7 +163,7 @@ class Sampler:
     def sample(
         self,
         logits: Tensor,
-        requests: Sequence[Request],
+        sequences: Sequence[TokenSequence],
         positions: Sequence[int],
         argmax: Argmax | None = None,
         masks: RowMasks | None = None,
@@ -169,13 +175,13 @@ class Sampler:
         masks:     the allowed tokens of rows that do not allow all
         """
         if self._kernel is not None:
-            return self._sample_by_kernel(logits, requests, positions, masks)
+            return self._sample_by_kernel(logits, sequences, positions, masks)
         if masks is not None:
             logits = masks.apply(logits)
-        drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+        drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
         draw = None
         if drawn:
-            chosen = [requests[row] for row in drawn], [positions[row] for row in drawn]
+            chosen = [sequences[row] for row in drawn], [positions[row] for row in drawn]
             draw = SamplingMetadata.build(*chosen, logits.device)
         if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
             if argmax is None:
@@ -193,9 +199,9 @@ class Sampler:
         return SampledTokens(best_tokens, highest)
 
     def _sample_by_kernel(
-        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int], masks: RowMasks | None
+        self, logits: Tensor, sequences: Sequence[TokenSequence], positions: Sequence[int], masks: RowMasks | None
     ) -> SampledTokens:
-        packed, sets = pack_sampling_params(requests, positions), None
+        packed, sets = pack_sampling_params(sequences, positions), None
         if masks is not None:
             packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
         (words,) = to_device([packed], logits.device)

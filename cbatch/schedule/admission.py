@@ -9,7 +9,7 @@ from collections import Counter
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.forecast import Growth, OutputLengths, projected_peak
 from cbatch.schedule.limits import SequenceLimits
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 MAX_PREEMPTIONS = 3
 """How often requests of the same priority preempt a request, unless a higher priority comes in between."""
@@ -22,9 +22,9 @@ simulated runs a few preemptions cost less than empty slots.
 """
 
 
-def priority_key(request: Request) -> tuple[int, int]:
+def priority_key(sequence: TokenSequence) -> tuple[int, int]:
     """The order of requests: priority, then arrival."""
-    return request.priority, request.id
+    return sequence.priority, sequence.id
 
 
 class AdmissionPolicy:
@@ -45,14 +45,14 @@ class AdmissionPolicy:
         """The running requests have changed: a step begins, or a request was preempted."""
         self._growing.clear()
 
-    def admit(self, request: Request) -> None:
+    def admit(self, sequence: TokenSequence) -> None:
         """The request runs now, too."""
         for share, growing in self._growing.items():
-            insort(growing, self._projected_growth(request, share))
+            insort(growing, self._projected_growth(sequence, share))
 
     def find_victims(
-        self, request: Request, shared: list[int], running: list[Request], max_seqs: int
-    ) -> list[Request] | None:
+        self, sequence: TokenSequence, shared: list[int], running: list[TokenSequence], max_seqs: int
+    ) -> list[TokenSequence] | None:
         """The requests to preempt so that a request can be admitted, or None if it has to wait.
 
         Only requests of lower priority are preempted, the youngest of the lowest first. They are no reason to wait: if
@@ -62,10 +62,10 @@ class AdmissionPolicy:
         shared: cached blocks that the request takes over
         """
         free = self._pool.num_free - sum(self._pool.ref_count(block) == 0 for block in shared)
-        need = self._pool.blocks_for(request.num_tokens) - len(shared)
-        lower = sorted((other for other in running if other.priority > request.priority), key=priority_key)
+        need = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+        lower = sorted((other for other in running if other.priority > sequence.priority), key=priority_key)
         num_staying = len(running)
-        victims: list[Request] = []
+        victims: list[TokenSequence] = []
         given_up: Counter[int] = Counter()
         while num_staying >= max_seqs or free < need + num_staying:
             if not lower:
@@ -77,39 +77,39 @@ class AdmissionPolicy:
             free += sum(given_up[block] == self._pool.ref_count(block) for block in blocks)
         if num_staying == 0 or max_seqs * self._pool.blocks_for(self._limits.context) <= self._pool.num_blocks:
             return victims
-        if request.num_peer_preemptions >= MAX_PREEMPTIONS:
-            return victims if self._fits_worst_case(request, running) else None
-        return victims if lower or self._fits_projected_peak(request, need, free, running, victims) else None
+        if sequence.num_peer_preemptions >= MAX_PREEMPTIONS:
+            return victims if self._fits_worst_case(sequence, running) else None
+        return victims if lower or self._fits_projected_peak(sequence, need, free, running, victims) else None
 
     def _fits_projected_peak(
-        self, request: Request, need: int, free: int, running: list[Request], victims: list[Request]
+        self, sequence: TokenSequence, need: int, free: int, running: list[TokenSequence], victims: list[TokenSequence]
     ) -> bool:
         """Whether a request fits until all have ended, if outputs get about as long as the recent ones."""
-        share = GROWTH_SHARES[request.num_peer_preemptions]
+        share = GROWTH_SHARES[sequence.num_peer_preemptions]
         growing = None if victims else self._growing.get(share)
         if growing is None:
             growing = sorted(self._projected_growth(other, share) for other in running if other not in victims)
             if not victims:
                 self._growing[share] = growing
         growing = growing.copy()
-        insort(growing, self._projected_growth(request, share))
+        insort(growing, self._projected_growth(sequence, share))
         return (
             projected_peak(self._pool.num_blocks - free + need, growing, self._pool.block_size) <= self._pool.num_blocks
         )
 
-    def _fits_worst_case(self, request: Request, running: list[Request]) -> bool:
+    def _fits_worst_case(self, sequence: TokenSequence, running: list[TokenSequence]) -> bool:
         """Whether a request and all that go before it fit, even if all of them reach their longest."""
-        before = [other for other in running if other.priority <= request.priority]
+        before = [other for other in running if other.priority <= sequence.priority]
         held = len(set().union(*(other.blocks for other in before)))
         to_come = sum(self._max_blocks(other) - len(other.blocks) for other in before)
-        return held + to_come + self._max_blocks(request) <= self._pool.num_blocks
+        return held + to_come + self._max_blocks(sequence) <= self._pool.num_blocks
 
-    def _projected_growth(self, request: Request, share: float) -> Growth:
-        left = request.max_new_tokens - request.num_generated
-        likely = self._lengths.remaining(request.num_generated, request.max_new_tokens)
-        own = self._pool.blocks_for(request.num_tokens) - request.num_cached // self._pool.block_size
+    def _projected_growth(self, sequence: TokenSequence, share: float) -> Growth:
+        left = sequence.request.max_new_tokens - sequence.num_generated
+        likely = self._lengths.remaining(sequence.num_generated, sequence.request.max_new_tokens)
+        own = self._pool.blocks_for(sequence.num_tokens) - sequence.num_cached // self._pool.block_size
         return Growth(min(math.ceil(share * likely), left), own)
 
-    def _max_blocks(self, request: Request) -> int:
+    def _max_blocks(self, sequence: TokenSequence) -> int:
         """Most blocks that a request may hold; its last token needs no place in the cache."""
-        return self._pool.blocks_for(request.num_prompt + max(request.max_new_tokens - 1, 0))
+        return self._pool.blocks_for(sequence.num_prompt + max(sequence.request.max_new_tokens - 1, 0))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.acceptance import AcceptanceRates, kind_of
 from cbatch.schedule.speculation.drafter import Proposal
 from cbatch.schedule.step_cost import StepCost
@@ -69,7 +69,7 @@ class DraftPolicy:
         self._weight = weight
         self._cost = StepCost()
         self._common = AcceptanceRates()
-        self._records: dict[Request, _Record] = {}
+        self._records: dict[TokenSequence, _Record] = {}
         self._began_at = 0.0
         self._balance = 0.0
         """Seconds that a look saves, on average, but for its own time."""
@@ -103,15 +103,15 @@ class DraftPolicy:
         self._began_at = time.perf_counter()
         return not self._counts_cost or (self._cost.is_known and _is_decode_only(scheduled))
 
-    def looks_at(self, request: Request) -> bool:
+    def looks_at(self, sequence: TokenSequence) -> bool:
         """Whether a draft is looked for; first, learns from the last look."""
         if not self._counts_cost:
             return True
-        record = self._records.get(request)
+        record = self._records.get(sequence)
         if record is None:
-            self._records[request] = _Record(AcceptanceRates(self._common))
+            self._records[sequence] = _Record(AcceptanceRates(self._common))
             return True
-        known = request.token_ids
+        known = sequence.token_ids
         if record.foreseen is not None and record.foreseen[0] < len(known):
             place, token, kind = record.foreseen
             record.rates.observe(kind, is_right=known[place] == token)
@@ -120,25 +120,25 @@ class DraftPolicy:
                 record.misses = 0
         return len(known) >= record.look_at or not self._is_dear
 
-    def found(self, request: Request, proposal: Proposal | None) -> None:
+    def found(self, sequence: TokenSequence, proposal: Proposal | None) -> None:
         """What a look has found."""
-        record = self._records.get(request)
+        record = self._records.get(sequence)
         if record is None:
             return
-        known = len(request.token_ids)
+        known = len(sequence.token_ids)
         record.misses += 1  # until a token proves right
         record.look_at = known + 1 + min(record.misses // MISSES_PER_REST, LONGEST_REST)
         if proposal is not None:
             record.matched = proposal.matched
             record.foreseen = known, proposal.tokens[0], kind_of(proposal.matched)
 
-    def is_promising(self, request: Request, proposal: Proposal) -> bool:
+    def is_promising(self, sequence: TokenSequence, proposal: Proposal) -> bool:
         """Whether a request should wait for its draft."""
         if not self._counts_cost:
             return True
         if not self._cost.is_worth_looking():
             return False
-        record = self._records.get(request)
+        record = self._records.get(sequence)
         rates = record.rates if record is not None else self._common
         return rates.chances(proposal.matched, 2)[-1] >= LEAST_PROMISE
 
@@ -158,7 +158,7 @@ class DraftPolicy:
         tokens, chances = scheduled.num_tokens, list[tuple[float, int]]()
         least = self._cost.least_chance(tokens, self._weight)
         for number, proposal in found.items():
-            rates = self._records[scheduled.chunks[number].request].rates
+            rates = self._records[scheduled.chunks[number].sequence].rates
             for chance in rates.chances(proposal.matched, len(proposal.tokens), least):
                 chances.append((chance, number))
         chances.sort(key=itemgetter(0), reverse=True)
@@ -175,16 +175,16 @@ class DraftPolicy:
 
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Learns how many tokens of a draft were accepted."""
-        record = self._records.get(chunk.request)
+        record = self._records.get(chunk.sequence)
         if record is not None:
             record.rates.observe_draft(record.matched, len(chunk.draft), accepted)
             record.foreseen = None
             if accepted:
                 record.misses = 0
 
-    def forget(self, request: Request) -> None:
+    def forget(self, sequence: TokenSequence) -> None:
         """Drops what is known of a request that has ended."""
-        self._records.pop(request, None)
+        self._records.pop(sequence, None)
 
 
 def _is_decode_only(scheduled: SchedulerOutput) -> bool:

@@ -6,7 +6,7 @@ is the draft, unless a match agrees and goes on further.
 
 from __future__ import annotations
 
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.drafter import FORCED, Drafter, Proposal
 from cbatch.schedule.speculation.finished_outputs import FinishedOutputs
 
@@ -30,7 +30,7 @@ class DraftSources:
         """min_match: tokens at the end of a text that must have occurred before"""
         self._min_match = min_match
         self._finished = FinishedOutputs()
-        self._drafters: dict[Request, Drafter] = {}
+        self._drafters: dict[TokenSequence, Drafter] = {}
         self._num_indexed = 0
         self._budget = MAX_INDEXED
 
@@ -39,14 +39,14 @@ class DraftSources:
         self._finished.update(MAX_FINISHED_INDEXED + min(prompt_tokens, MAX_INDEXED))
         self._budget = MAX_INDEXED
 
-    def index_prompt(self, request: Request, most: int) -> None:
+    def index_prompt(self, sequence: TokenSequence, most: int) -> None:
         """Indexes at most so many tokens of a request that does not decode yet, so that its first drafts are early."""
-        self._index(request, most)
+        self._index(sequence, most)
 
-    def propose(self, request: Request, count: int) -> Proposal | None:
+    def propose(self, sequence: TokenSequence, count: int) -> Proposal | None:
         """At most `count` tokens that the request may get next; None if nothing is known."""
-        grammar = request.grammar_state
-        found = self._from_texts(request, count)
+        grammar = sequence.grammar_state
+        found = self._from_texts(sequence, count)
         if grammar is None:
             return found
         if found is not None and (allowed := grammar.num_allowed(found.tokens)) < len(found.tokens):
@@ -56,23 +56,23 @@ class DraftSources:
             return found if agrees else Proposal(forced, FORCED)
         return found
 
-    def forget(self, request: Request) -> None:
+    def forget(self, sequence: TokenSequence) -> None:
         """Drops the index of a request that has ended, and keeps its output for others."""
-        drafter = self._drafters.pop(request, None)
+        drafter = self._drafters.pop(sequence, None)
         self._num_indexed -= len(drafter) if drafter is not None else 0
-        if request.num_generated:
-            self._finished.add(request.token_ids[max(request.num_prompt - PROMPT_TAIL, 0) :])
+        if sequence.num_generated:
+            self._finished.add(sequence.token_ids[max(sequence.num_prompt - PROMPT_TAIL, 0) :])
 
-    def _from_texts(self, request: Request, count: int) -> Proposal | None:
-        drafter = self._index(request, MAX_INDEXED)
-        return drafter.propose(count, self._min_match) if len(drafter) == len(request.token_ids) else None
+    def _from_texts(self, sequence: TokenSequence, count: int) -> Proposal | None:
+        drafter = self._index(sequence, MAX_INDEXED)
+        return drafter.propose(count, self._min_match) if len(drafter) == len(sequence.token_ids) else None
 
-    def _index(self, request: Request, most: int) -> Drafter:
+    def _index(self, sequence: TokenSequence, most: int) -> Drafter:
         """Indexes what a request has grown by: at most so many tokens, and as many as step and memory allow."""
-        drafter = self._drafters.get(request)
+        drafter = self._drafters.get(sequence)
         if drafter is None:
-            drafter = self._drafters[request] = Drafter(self._finished)
-        text = request.token_ids
+            drafter = self._drafters[sequence] = Drafter(self._finished)
+        text = sequence.token_ids
         missing = len(text) - len(drafter)
         if missing and self._num_indexed + missing <= MAX_TOKENS:
             done = drafter.update(text, min(most, self._budget))

@@ -18,7 +18,7 @@ from cbatch.schedule.draft_policy import DraftPolicy
 from cbatch.schedule.draft_sources import DraftSources
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.recurrent_states import NoStates, RecurrentStates
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.drafter import MIN_MATCH, Proposal
 
 MIN_ROWS, MIN_ROWS_AUTO = 16, 64
@@ -30,7 +30,7 @@ class NoDrafts:
 
     num_drafted = num_accepted = 0
 
-    def holds_back(self, request: Request) -> bool:
+    def holds_back(self, sequence: TokenSequence) -> bool:
         return False
 
     def extend(self, scheduled: SchedulerOutput, budget: int, max_rows: int, *, may_allocate: bool) -> None: ...
@@ -39,7 +39,7 @@ class NoDrafts:
 
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None: ...
 
-    def forget(self, request: Request) -> None: ...
+    def forget(self, sequence: TokenSequence) -> None: ...
 
 
 class Drafts:
@@ -58,15 +58,15 @@ class Drafts:
         self.num_drafted = 0
         self.num_accepted = 0
 
-    def holds_back(self, request: Request) -> bool:
+    def holds_back(self, sequence: TokenSequence) -> bool:
         """Whether a request of the step in flight is to wait for it: only then its draft can be made, or is known.
 
         It waits only if what is known of it promises a draft.
         """
-        if request.num_drafted:
+        if sequence.num_drafted:
             return True
-        proposal = self._propose(request, 2) if request.is_decoding else None
-        return proposal is not None and self._policy.is_promising(request, proposal)
+        proposal = self._propose(sequence, 2) if sequence.is_decoding else None
+        return proposal is not None and self._policy.is_promising(sequence, proposal)
 
     def extend(self, scheduled: SchedulerOutput, budget: int, max_rows: int, *, may_allocate: bool) -> None:
         """Adds drafts to the decoding requests of a step.
@@ -81,7 +81,7 @@ class Drafts:
         self._sources.begin_step(scheduled.num_tokens - len(scheduled.chunks))
         for chunk in scheduled.chunks:
             if chunk.stop - chunk.start > 1:
-                self._sources.index_prompt(chunk.request, chunk.stop - chunk.start)
+                self._sources.index_prompt(chunk.sequence, chunk.stop - chunk.start)
         budget = min(budget, self._max_rows - len(scheduled.to_sample))
         if budget <= 0 or not self._policy.looks_beside(scheduled):
             return
@@ -97,11 +97,11 @@ class Drafts:
         found: dict[int, Proposal] = {}
         most = min(budget, self._policy.most)
         for number, chunk in enumerate(scheduled.chunks):
-            if not self._policy.looks_at(chunk.request):
+            if not self._policy.looks_at(chunk.sequence):
                 continue
             if (room := self._room(chunk, may_allocate=may_allocate)) > 0:
-                proposal = self._propose(chunk.request, min(room, most))
-                self._policy.found(chunk.request, proposal)
+                proposal = self._propose(chunk.sequence, min(room, most))
+                self._policy.found(chunk.sequence, proposal)
                 if proposal is not None:
                     found[number] = proposal
         return found
@@ -117,29 +117,29 @@ class Drafts:
         self.num_accepted += accepted
         self._policy.observe(chunk, accepted)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, sequence: TokenSequence) -> None:
         """Drops what is kept for a request that has ended; later ones may find its output."""
-        self._sources.forget(request)
-        self._policy.forget(request)
+        self._sources.forget(sequence)
+        self._policy.forget(sequence)
 
-    def _propose(self, request: Request, count: int) -> Proposal | None:
-        return self._sources.propose(request, count)
+    def _propose(self, sequence: TokenSequence, count: int) -> Proposal | None:
+        return self._sources.propose(sequence, count)
 
     def _room(self, chunk: ScheduledChunk, *, may_allocate: bool) -> int:
         """Most tokens of a draft behind a chunk; 0 if it is not the last known token of a decoding request."""
-        request = chunk.request
-        if not chunk.is_decode or chunk.stop != len(request.token_ids):
+        sequence = chunk.sequence
+        if not chunk.is_decode or chunk.stop != len(sequence.token_ids):
             return 0
-        blocks = len(request.blocks) + (self._pool.num_free if may_allocate else 0)
-        wanted = request.max_new_tokens - request.num_generated - 1
+        blocks = len(sequence.blocks) + (self._pool.num_free if may_allocate else 0)
+        wanted = sequence.request.max_new_tokens - sequence.num_generated - 1
         return min(wanted, blocks * self._pool.block_size - chunk.stop, self._states.draft_room(chunk))
 
     def _extended(self, chunk: ScheduledChunk, draft: list[int]) -> ScheduledChunk:
-        request, stop = chunk.request, chunk.stop + len(draft)
+        sequence, stop = chunk.sequence, chunk.stop + len(draft)
         state = self._states.before_draft(chunk)
         if state is None and chunk.state is not None:
             return chunk  # no slot is left for the state before the draft
-        if (need := self._pool.blocks_for(stop) - len(request.blocks)) > 0:
-            request.blocks += self._pool.allocate(need)
-        request.num_drafted = len(draft)
+        if (need := self._pool.blocks_for(stop) - len(sequence.blocks)) > 0:
+            sequence.blocks += self._pool.allocate(need)
+        sequence.num_drafted = len(draft)
         return chunk._replace(stop=stop, draft=tuple(draft), state=state)

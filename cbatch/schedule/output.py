@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cbatch.base.outputs import Sample, TokenLogprobs
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import ChunkState
 
 
@@ -23,7 +23,7 @@ class ScheduledChunk(NamedTuple):
     replayed: accepted tokens that are computed once more, before the last known one (see `recurrent_states`)
     """
 
-    request: Request
+    sequence: TokenSequence
     start: int
     stop: int
     is_last: bool
@@ -34,14 +34,14 @@ class ScheduledChunk(NamedTuple):
     replayed: int = 0
 
     @classmethod
-    def of(cls, request: Request, most: int, state: ChunkState | None = None) -> ScheduledChunk:
+    def of(cls, sequence: TokenSequence, most: int, state: ChunkState | None = None) -> ScheduledChunk:
         """The next tokens of a request, at most `most`."""
-        start, wanted = request.num_computed, request.num_tokens
+        start, wanted = sequence.num_computed, sequence.num_tokens
         stop = min(wanted, start + most)
         to_score = range(0)
-        if request.scores_prompt:
-            to_score = range(max(start, len(request.scored)), min(stop, request.num_prompt - 1))
-        return cls(request, start, stop, stop == wanted, request.blocks, to_score, state)
+        if sequence.scores_prompt:
+            to_score = range(max(start, len(sequence.scored)), min(stop, sequence.num_prompt - 1))
+        return cls(sequence, start, stop, stop == wanted, sequence.blocks, to_score, state)
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +50,7 @@ class ScheduledChunk(NamedTuple):
     @property
     def is_decode(self) -> bool:
         """Whether it ends with a request's last known token and begins after its prompt, or with the last of that."""
-        return self.is_last and self.start > 0 and self.start >= self.request.num_prompt - 1
+        return self.is_last and self.start > 0 and self.start >= self.sequence.num_prompt - 1
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class SchedulerOutput:
     """The chunks of one step, at most one for each request, and the requests that were admitted to it."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
+    admitted: list[TokenSequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 ScheduleKey = tuple[int, int, int]
 
 
-def schedule_key(request: Request) -> ScheduleKey:
+def schedule_key(sequence: TokenSequence) -> ScheduleKey:
     """The order of a step: priority; then decoding (0), admission (1) and prefill, shortest first; then age."""
-    if request.is_decoding:
-        return request.priority, 0, request.id
-    return request.priority, request.num_pending if request.is_running else 1, request.id
+    if sequence.is_decoding:
+        return sequence.priority, 0, sequence.id
+    return sequence.priority, sequence.num_pending if sequence.is_running else 1, sequence.id
 
 
 class PrefillBudget:
@@ -29,42 +29,44 @@ class PrefillBudget:
     multiple:   of which prompts get parts, if they do not get all; neither limit nor shares are below it
     """
 
-    def __init__(self, limit: int | None, running: Iterable[tuple[ScheduleKey, Request]], multiple: int = 1) -> None:
+    def __init__(
+        self, limit: int | None, running: Iterable[tuple[ScheduleKey, TokenSequence]], multiple: int = 1
+    ) -> None:
         self.is_limited = False
         self._left = max(limit, multiple) if limit is not None and multiple > 1 else limit
         self._multiple = multiple
         self._kept: dict[int, int] = {}
-        self._oldest: dict[int, Request] = {}
-        for (priority, pending, _), request in running:
-            if pending and request.id <= self._oldest.get(priority, request).id:
-                self._oldest[priority] = request
+        self._oldest: dict[int, TokenSequence] = {}
+        for (priority, pending, _), sequence in running:
+            if pending and sequence.id <= self._oldest.get(priority, sequence).id:
+                self._oldest[priority] = sequence
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the limit is used up."""
         return self.is_limited and self._left == 0
 
-    def allow(self, request: Request, budget: int) -> int:
+    def allow(self, sequence: TokenSequence, budget: int) -> int:
         """Most tokens that a prompt may have of the step's remaining `budget`."""
         if self.is_limited and self._left is not None:
             budget = min(budget, self._left)
-        oldest = self._oldest.get(request.priority)
-        if oldest is None or request.id <= oldest.id:  # preempted meanwhile only if all younger ones were
+        oldest = self._oldest.get(sequence.priority)
+        if oldest is None or sequence.id <= oldest.id:  # preempted meanwhile only if all younger ones were
             return budget
-        kept = self._kept.get(request.priority)
+        kept = self._kept.get(sequence.priority)
         if kept is None:
             wanted, half = oldest.num_pending, -(-budget // 2)
             kept = wanted if wanted <= budget else min(-(-half // self._multiple) * self._multiple, budget)
-            self._kept[request.priority] = kept
+            self._kept[sequence.priority] = kept
         return budget - kept
 
     def spare(self, budget: int) -> int:
         """Tokens of the step's remaining `budget` that drafts may have, for which the limit holds, too."""
         return budget if self._left is None else min(budget, self._left)
 
-    def take(self, request: Request, count: int) -> None:
+    def take(self, sequence: TokenSequence, count: int) -> None:
         """Counts the tokens that a prompt was given."""
         if self._left is not None:
             self._left = max(self._left - count, 0)
-        if request is self._oldest.get(request.priority):
-            self._kept[request.priority] = 0
+        if sequence is self._oldest.get(sequence.priority):
+            self._kept[sequence.priority] = 0

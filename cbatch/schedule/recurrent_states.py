@@ -22,7 +22,7 @@ from typing import NamedTuple
 from cbatch.schedule.admission import priority_key
 from cbatch.schedule.block_pool import UNKNOWN, BlockPool
 from cbatch.schedule.output import ScheduledChunk
-from cbatch.schedule.request import Request, RequestState
+from cbatch.schedule.sequence import RecurrentState, TokenSequence
 from cbatch.schedule.state_slots import ChunkState, Snapshot, StateSlots
 
 LOOK_AHEAD = 4
@@ -43,21 +43,25 @@ class NoStates:
     num_snapshots = 0
     replay_weight = 1.0
 
-    def begin_step(self, running: Sequence[Request], room: int) -> None: ...
+    def begin_step(self, running: Sequence[TokenSequence], room: int) -> None: ...
 
-    def allowed(self, request: Request, budget: int) -> int:
+    def allowed(self, sequence: TokenSequence, budget: int) -> int:
         return budget
 
-    def cached_prefix(self, request: Request, blocks: list[int], running: Sequence[Request]) -> CachedPrefix | None:
+    def cached_prefix(
+        self, sequence: TokenSequence, blocks: list[int], running: Sequence[TokenSequence]
+    ) -> CachedPrefix | None:
         return CachedPrefix(blocks, None)
 
     def has_room(self) -> bool:
         return True
 
-    def start(self, request: Request, prefix: CachedPrefix, cached: int, waiting: Sequence[Request]) -> None: ...
+    def start(
+        self, sequence: TokenSequence, prefix: CachedPrefix, cached: int, waiting: Sequence[TokenSequence]
+    ) -> None: ...
 
-    def schedule_chunk(self, request: Request, budget: int, *, spare: bool) -> ScheduledChunk:
-        return ScheduledChunk.of(request, budget)
+    def schedule_chunk(self, sequence: TokenSequence, budget: int, *, spare: bool) -> ScheduledChunk:
+        return ScheduledChunk.of(sequence, budget)
 
     def draft_room(self, chunk: ScheduledChunk) -> int:
         return sys.maxsize
@@ -67,15 +71,15 @@ class NoStates:
 
     def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None: ...
 
-    def publish(self, request: Request) -> None: ...
+    def publish(self, sequence: TokenSequence) -> None: ...
 
-    def release(self, request: Request) -> None: ...
+    def release(self, sequence: TokenSequence) -> None: ...
 
     def rollback(self, chunk: ScheduledChunk) -> None: ...
 
     def evict(self, chunk: ScheduledChunk) -> None: ...
 
-    def check_integrity(self, running: Sequence[Request], others: Sequence[Request]) -> None: ...
+    def check_integrity(self, running: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None: ...
 
 
 class RecurrentStates:
@@ -100,18 +104,18 @@ class RecurrentStates:
     def num_snapshots(self) -> int:
         return self.slots.num_snapshots
 
-    def begin_step(self, running: Sequence[Request], room: int) -> None:
+    def begin_step(self, running: Sequence[TokenSequence], room: int) -> None:
         """room: tokens that decoding requests leave to prompts in any case"""
         self.slots.begin_step()
         self.multiple = self.chunk_multiple if room >= self.chunk_multiple else 1
-        for request in running:
-            state = request.state
+        for sequence in running:
+            state = sequence.state
             if state is not None and state.planned:
-                state.planned = [tokens for tokens in state.planned if tokens > request.num_computed]
+                state.planned = [tokens for tokens in state.planned if tokens > sequence.num_computed]
 
-    def allowed(self, request: Request, budget: int) -> int:
+    def allowed(self, sequence: TokenSequence, budget: int) -> int:
         """The tokens of `budget` that a prompt can use: 0 if it is to be cut and does not reach a multiple."""
-        if request.num_pending <= budget or budget >= self.multiple - request.num_computed % self.multiple:
+        if sequence.num_pending <= budget or budget >= self.multiple - sequence.num_computed % self.multiple:
             return budget
         return 0
 
@@ -119,15 +123,19 @@ class RecurrentStates:
         """Whether there is a slot for another request."""
         return self.slots.has_room()
 
-    def cached_prefix(self, request: Request, blocks: list[int], running: Sequence[Request]) -> CachedPrefix | None:
+    def cached_prefix(
+        self, sequence: TokenSequence, blocks: list[int], running: Sequence[TokenSequence]
+    ) -> CachedPrefix | None:
         """What a request takes over of the cached `blocks` at its beginning; None if it should wait for more."""
         snapshot = self.slots.find(self._pool.contents(blocks))
         tokens = snapshot.tokens if snapshot is not None else 0
-        if any(_will_share_more(other, request, tokens) for other in running):
+        if any(_will_share_more(other, sequence, tokens) for other in running):
             return None
         return CachedPrefix(blocks[: tokens // self._pool.block_size], snapshot)
 
-    def start(self, request: Request, prefix: CachedPrefix, cached: int, waiting: Sequence[Request]) -> None:
+    def start(
+        self, sequence: TokenSequence, prefix: CachedPrefix, cached: int, waiting: Sequence[TokenSequence]
+    ) -> None:
         """Gives an admitted request a slot; there is one.
 
         cached:  blocks at its beginning that are cached
@@ -137,31 +145,31 @@ class RecurrentStates:
         planned: set[int] = set()
         if self._snapshots:
             size = self._pool.block_size
-            ends = {self._boundary(request.num_prompt - 1), self._boundary(len(request.token_ids) - 1), cached * size}
-            ends |= {self._common(request, other) for other in waiting[:LOOK_AHEAD]}
+            ends = {self._boundary(sequence.num_prompt - 1), self._boundary(len(sequence.token_ids) - 1), cached * size}
+            ends |= {self._common(sequence, other) for other in waiting[:LOOK_AHEAD]}
             planned = {tokens for tokens in ends if tokens > len(prefix.blocks) * size}
-        request.state = RequestState(slot, source, sorted(planned), [prefix.snapshot] if prefix.snapshot else [])
+        sequence.state = RecurrentState(slot, source, sorted(planned), [prefix.snapshot] if prefix.snapshot else [])
 
-    def schedule_chunk(self, request: Request, budget: int, *, spare: bool) -> ScheduledChunk:
+    def schedule_chunk(self, sequence: TokenSequence, budget: int, *, spare: bool) -> ScheduledChunk:
         """The request's next tokens, as many as `budget` allows, with one snapshot at most.
 
         spare: whether a snapshot has to leave a slot to a waiting request
         """
-        state = request.state
+        state = sequence.state
         assert state is not None, "a running request without a slot"
-        start, wanted = request.num_computed, request.num_tokens
+        start, wanted = sequence.num_computed, sequence.num_tokens
         stop = min(wanted, start + budget)
         if stop < wanted and stop // self.multiple * self.multiple > start:
             stop = stop // self.multiple * self.multiple
         ends = [tokens for tokens in state.planned if start < tokens <= stop]
-        if not ends and self._snapshots and stop >= request.num_prompt and stop % self._pool.block_size == 0:
+        if not ends and self._snapshots and stop >= sequence.num_prompt and stop % self._pool.block_size == 0:
             ends = [stop]
         snapshot = self.slots.make(ends[0], spare) if ends else None
         if snapshot is not None:
             state.snapshots.append(snapshot)
             stop = ends[0] if len(ends) > 1 else stop
         source, state.source = state.source, None
-        return ScheduledChunk.of(request, stop - start, ChunkState(state.slot, state.snapshots, source, snapshot))
+        return ScheduledChunk.of(sequence, stop - start, ChunkState(state.slot, state.snapshots, source, snapshot))
 
     def draft_room(self, chunk: ScheduledChunk) -> int:
         """Most tokens of a draft behind a chunk: up to a block's last but one, since snapshots are made at its end."""
@@ -171,7 +179,7 @@ class RecurrentStates:
 
     def before_draft(self, chunk: ScheduledChunk) -> ChunkState | None:
         """The state of a chunk that gets a draft, with a snapshot before that; None if there is no slot for it."""
-        request_state = chunk.request.state
+        request_state = chunk.sequence.state
         snapshot = self.slots.make(chunk.stop)
         if snapshot is None or chunk.state is None or request_state is None:
             return None
@@ -180,34 +188,34 @@ class RecurrentStates:
 
     def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Goes back to before a draft that was wrong in part."""
-        state, request = chunk.request.state, chunk.request
-        if state is None or state.undrafted is None or request.blocks is not chunk.blocks:
+        state, sequence = chunk.sequence.state, chunk.sequence
+        if state is None or state.undrafted is None or sequence.blocks is not chunk.blocks:
             return
         snapshot, state.undrafted = state.undrafted, None
         if accepted < len(chunk.draft):
             state.slot, snapshot.slot = snapshot.slot, state.slot
-            request.num_computed = snapshot.tokens
-            request.num_to_replay = accepted
+            sequence.num_computed = snapshot.tokens
+            sequence.num_to_replay = accepted
         self.slots.drop(snapshot)
 
-    def publish(self, request: Request) -> None:
+    def publish(self, sequence: TokenSequence) -> None:
         """Lets others find the request's snapshots after tokens that are known by now."""
-        state = request.state
+        state = sequence.state
         if state is None:
             return
-        known = min(request.num_computed, len(request.token_ids))
+        known = min(sequence.num_computed, len(sequence.token_ids))
         for snapshot in [one for one in state.snapshots if one.content == UNKNOWN and one.tokens <= known]:
-            content = self._pool.contents(request.blocks)[snapshot.tokens // self._pool.block_size - 1]
+            content = self._pool.contents(sequence.blocks)[snapshot.tokens // self._pool.block_size - 1]
             if not self.slots.publish(snapshot, content if content in self._pool.cached_contents else UNKNOWN):
                 state.snapshots.remove(snapshot)
-            elif snapshot.tokens > request.num_prompt:
+            elif snapshot.tokens > sequence.num_prompt:
                 if state.latest is not None and self.slots.replace(state.latest):
                     state.snapshots.remove(state.latest)
                 state.latest = snapshot
 
-    def release(self, request: Request) -> None:
+    def release(self, sequence: TokenSequence) -> None:
         """Takes the slot from a request, and the snapshots that nobody could find."""
-        state, request.state = request.state, None
+        state, sequence.state = sequence.state, None
         if state is not None:
             self.slots.give_back(state.slot)
             for snapshot in state.snapshots:
@@ -229,11 +237,11 @@ class RecurrentStates:
                 self._pool.evict([block])
             self.slots.drop(snapshot)
 
-    def check_integrity(self, running: Sequence[Request], others: Sequence[Request]) -> None:
+    def check_integrity(self, running: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None:
         """Raises AssertionError if an invariant is broken."""
-        states = [request.state for request in running]
+        states = [sequence.state for sequence in running]
         assert all(state is not None for state in states), "a running request without a slot"
-        assert not any(request.state for request in others), "a slot of a request that does not run"
+        assert not any(sequence.state for sequence in others), "a slot of a request that does not run"
         self.slots.check_integrity(
             [state.slot for state in states if state is not None], self._pool.cached_contents.keys()
         )
@@ -242,20 +250,20 @@ class RecurrentStates:
         """The last block boundary of so many tokens."""
         return tokens // self._pool.block_size * self._pool.block_size
 
-    def _common(self, request: Request, other: Request) -> int:
+    def _common(self, sequence: TokenSequence, other: TokenSequence) -> int:
         """Tokens of the full blocks with which both begin, without the last token of either."""
-        if request.cache_kind != other.cache_kind:
+        if sequence.cache_kind != other.cache_kind:
             return 0
-        first, second, size = request.token_ids, other.token_ids, self._pool.block_size
+        first, second, size = sequence.token_ids, other.token_ids, self._pool.block_size
         end = self._boundary(min(len(first), len(second)) - 1)
         return next((at for at in range(0, end, size) if first[at : at + size] != second[at : at + size]), end)
 
 
-def _will_share_more(other: Request, request: Request, tokens: int) -> bool:
+def _will_share_more(other: TokenSequence, sequence: TokenSequence, tokens: int) -> bool:
     """Whether an older running request is about to make a snapshot with which `request` begins, after `tokens`."""
-    if other.state is None or other.cache_kind != request.cache_kind:
+    if other.state is None or other.cache_kind != sequence.cache_kind:
         return False
-    return priority_key(other) < priority_key(request) and any(
-        tokens < end < len(request.token_ids) and request.token_ids[:end] == other.token_ids[:end]
+    return priority_key(other) < priority_key(sequence) and any(
+        tokens < end < len(sequence.token_ids) and sequence.token_ids[:end] == other.token_ids[:end]
         for end in other.state.planned
     )

@@ -40,7 +40,7 @@ from cbatch.schedule.limits import SequenceLimits, StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.schedule.prefill_budget import PrefillBudget, ScheduleKey, schedule_key
 from cbatch.schedule.recurrent_states import NoStates, RecurrentStates
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import StateSlots
 
 
@@ -79,9 +79,9 @@ class Scheduler:
         self._limits = self.max_batch_tokens, self.max_seqs
         self.prefill_limit: int | None = None
         """Most prompt tokens in a step beside decoding requests that are as urgent; None for no limit."""
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.finishing: set[Request] = set()
+        self.waiting: list[TokenSequence] = []
+        self.running: list[TokenSequence] = []
+        self.finishing: set[TokenSequence] = set()
         """Requests that only wait for the last token of a step in flight: they need neither slot nor blocks."""
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -94,33 +94,33 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.finishing)
 
-    def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=priority_key)
+    def add(self, sequence: TokenSequence) -> None:
+        insort(self.waiting, sequence, key=priority_key)
 
-    def resume(self, request: Request, known: Iterable[Sample]) -> list[TokenEvent]:
+    def resume(self, sequence: TokenSequence, known: Iterable[Sample]) -> list[TokenEvent]:
         """Queues a request that has had tokens before, unless they end it, and returns their events.
 
         It is then like one that was preempted: its tokens are to be computed again before it gets new ones.
         """
         events: list[TokenEvent] = []
         for sample in known:
-            events.append(request.accept(sample)._replace(is_known=True))
+            events.append(sequence.accept(sample)._replace(is_known=True))
             if events[-1].finish_reason is not None:
-                request.has_ended = True
+                sequence.has_ended = True
                 return events
-        self.add(request)
+        self.add(sequence)
         return events
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, sequence: TokenSequence) -> None:
         """Removes a request and frees its blocks. A token that a step in flight gives it is dropped."""
-        request.has_ended = True
-        self.drafts.forget(request)
-        if request.is_running:
-            self._free_blocks(request)
-        elif request in self.finishing:
-            self.finishing.remove(request)
+        sequence.has_ended = True
+        self.drafts.forget(sequence)
+        if sequence.is_running:
+            self._free_blocks(sequence)
+        elif sequence in self.finishing:
+            self.finishing.remove(sequence)
         else:
-            self.waiting.remove(request)
+            self.waiting.remove(sequence)
 
     def schedule(self) -> SchedulerOutput:
         """Schedules one step and gives each of its tokens a place in the cache. It counts as computed from now on.
@@ -128,34 +128,34 @@ class Scheduler:
         A preempted request comes later in the order than the one that preempts it, so no chunk is ever taken back.
         """
         scheduled = SchedulerOutput()
-        for request in [request for request in self.running if request.is_finishing]:
-            self._stop_running(request)  # this step can use its slot and blocks
+        for sequence in [sequence for sequence in self.running if sequence.is_finishing]:
+            self._stop_running(sequence)  # this step can use its slot and blocks
         self._admission.running_changed()
         budget, states = self.max_batch_tokens, self.states
         states.begin_step(self.running, budget - self.max_seqs)
-        preempted: set[Request] = set()
-        running = sorted([(schedule_key(request), request) for request in self.running])
+        preempted: set[TokenSequence] = set()
+        running = sorted([(schedule_key(sequence), sequence) for sequence in self.running])
         prompts = PrefillBudget(self.prefill_limit, running, states.multiple)
         order = heapq.merge(running, self._waiting_in_order(preempted)) if self.waiting else running
-        for (_, pending, _), request in order:
+        for (_, pending, _), sequence in order:
             if budget == 0:
                 break
-            allowed = states.allowed(request, prompts.allow(request, budget)) if pending else budget
-            awaits_draft = request.num_output_placeholders > 0 and self.drafts.holds_back(request)
-            if request in preempted or allowed == 0 or awaits_draft:
+            allowed = states.allowed(sequence, prompts.allow(sequence, budget)) if pending else budget
+            awaits_draft = sequence.num_output_placeholders > 0 and self.drafts.holds_back(sequence)
+            if sequence in preempted or allowed == 0 or awaits_draft:
                 continue
-            if request.is_running:
-                preempted.update(self._extend_blocks(request))
-            elif request is self.waiting[0]:  # else an older request has just been preempted
-                preempted.update(self._admit(request))
-                if request.is_running:
-                    scheduled.admitted.append(request)
-            if request.is_running:
-                chunk = self._schedule_chunk(request, allowed)
+            if sequence.is_running:
+                preempted.update(self._extend_blocks(sequence))
+            elif sequence is self.waiting[0]:  # else an older request has just been preempted
+                preempted.update(self._admit(sequence))
+                if sequence.is_running:
+                    scheduled.admitted.append(sequence)
+            if sequence.is_running:
+                chunk = self._schedule_chunk(sequence, allowed)
                 scheduled.chunks.append(chunk)
                 budget -= chunk.stop - chunk.start
                 if pending:
-                    prompts.take(request, chunk.stop - chunk.start)
+                    prompts.take(sequence, chunk.stop - chunk.start)
                 else:
                     prompts.is_limited = True
         self.drafts.extend(scheduled, prompts.spare(budget), self.max_seqs, may_allocate=not self.waiting)
@@ -164,24 +164,24 @@ class Scheduler:
             self.held_back["slots" if full else "target" if is_late else "cache" if budget else "budget"] += 1
         return scheduled
 
-    def _schedule_chunk(self, request: Request, budget: int) -> ScheduledChunk:
+    def _schedule_chunk(self, sequence: TokenSequence, budget: int) -> ScheduledChunk:
         """The request's next tokens, as many as `budget` allows; they count as computed."""
         will_admit = bool(self.waiting) and len(self.running) < self.max_seqs
-        chunk = self.states.schedule_chunk(request, budget, spare=will_admit)
-        request.num_computed = chunk.stop
-        request.num_output_placeholders += chunk.is_last
-        if request.num_to_replay:
-            chunk = chunk._replace(replayed=min(request.num_to_replay, chunk.num_tokens))
-            request.num_to_replay -= chunk.replayed
-        self._cache_full_blocks(request, chunk.start)
+        chunk = self.states.schedule_chunk(sequence, budget, spare=will_admit)
+        sequence.num_computed = chunk.stop
+        sequence.num_output_placeholders += chunk.is_last
+        if sequence.num_to_replay:
+            chunk = chunk._replace(replayed=min(sequence.num_to_replay, chunk.num_tokens))
+            sequence.num_to_replay -= chunk.replayed
+        self._cache_full_blocks(sequence, chunk.start)
         return chunk
 
-    def _cache_full_blocks(self, request: Request, start: int) -> None:
+    def _cache_full_blocks(self, sequence: TokenSequence, start: int) -> None:
         """Caches the blocks that are full from token `start` on, as far as their tokens are known."""
-        stop, size = min(request.num_computed, len(request.token_ids)), self.pool.block_size
+        stop, size = min(sequence.num_computed, len(sequence.token_ids)), self.pool.block_size
         if self.prefix_cache and start // size < stop // size:
-            self.pool.cache_full_blocks(request.blocks, request.token_ids, start, stop, request.cache_kind)
-            self.states.publish(request)
+            self.pool.cache_full_blocks(sequence.blocks, sequence.token_ids, start, stop, sequence.cache_kind)
+            self.states.publish(sequence)
 
     def shrink(self, num_tokens: int) -> bool:
         """Halves the size of steps, from `num_tokens`, which did not fit in memory; False if that is 1."""
@@ -190,8 +190,8 @@ class Scheduler:
             return False
         self.max_batch_tokens = num_tokens // 2
         self.max_seqs = min(self.max_seqs, self.max_batch_tokens)
-        for request in sorted(self.running, key=priority_key)[self.max_seqs :]:
-            self._preempt(request)
+        for sequence in sorted(self.running, key=priority_key)[self.max_seqs :]:
+            self._preempt(sequence)
         return True
 
     def grow(self) -> bool:
@@ -201,7 +201,7 @@ class Scheduler:
         self.max_seqs = min(2 * self.max_seqs, seqs, self.max_batch_tokens)
         return (self.max_batch_tokens, self.max_seqs) == self._limits
 
-    def _waiting_in_order(self, preempted: set[Request]) -> Iterator[tuple[ScheduleKey, Request]]:
+    def _waiting_in_order(self, preempted: set[TokenSequence]) -> Iterator[tuple[ScheduleKey, TokenSequence]]:
         """Yields the first waiting request until one is not admitted, or has just been preempted."""
         while self.waiting and self.waiting[0] not in preempted:
             head = self.waiting[0]
@@ -212,7 +212,7 @@ class Scheduler:
     def update_from_output(self, scheduled: SchedulerOutput, result: StepResult) -> list[TokenEvent]:
         """Updates the requests of a step with its tokens, except those that have ended since it was scheduled."""
         for chunk, scores in zip(scheduled.to_score, result.scores, strict=True):
-            known = chunk.request.scored
+            known = chunk.sequence.scored
             known += scores[len(known) - chunk.to_score.start :]
         events, samples = [], iter(result.samples)
         for chunk in scheduled.to_sample:
@@ -220,35 +220,35 @@ class Scheduler:
             if own[0].error is not None and own[0].error.code == "nan_logits":
                 self.states.evict(chunk)
                 self.pool.evict(chunk.blocks)  # their keys and values may be NaN, too
-            if not chunk.request.has_ended:
+            if not chunk.sequence.has_ended:
                 events += self._accept(chunk, own)
         return events
 
     def _accept(self, chunk: ScheduledChunk, samples: Sequence[Sample]) -> list[TokenEvent]:
         """Replaces a request's placeholder by its token, and adds those after it as far as its draft was right."""
-        request, known = chunk.request, len(chunk.request.token_ids)
-        request.num_output_placeholders -= 1
-        request.num_drafted = 0
-        if request.num_generated == 0:
-            self.num_prompt_tokens += request.num_prompt
-            self.num_cached_tokens += request.num_cached
-        events = [request.accept(samples[0])]
+        sequence, known = chunk.sequence, len(chunk.sequence.token_ids)
+        sequence.num_output_placeholders -= 1
+        sequence.num_drafted = 0
+        if sequence.num_generated == 0:
+            self.num_prompt_tokens += sequence.num_prompt
+            self.num_cached_tokens += sequence.num_cached
+        events = [sequence.accept(samples[0])]
         # One that was preempted since has a place for one token only.
-        foreseen = chunk.draft if request.blocks is chunk.blocks else ()
+        foreseen = chunk.draft if sequence.blocks is chunk.blocks else ()
         for draft, before, sample in zip(foreseen, samples, samples[1:], strict=False):
             if events[-1].finish_reason is not None or before.token_id != draft or sample.error is not None:
                 break  # an error counts only in a step of its own
-            request.num_computed += 1
-            events.append(request.accept(sample))
+            sequence.num_computed += 1
+            events.append(sequence.accept(sample))
         if chunk.draft:
             self.drafts.observe(chunk, len(events) - 1)
             self.states.settle_draft(chunk, len(events) - 1)
         if events[-1].finish_reason is not None:
             if events[-1].token_id is not None:
-                self._admission.observe_length(request.num_generated)
-            self.cancel(request)
+                self._admission.observe_length(sequence.num_generated)
+            self.cancel(sequence)
         else:
-            self._cache_full_blocks(request, known)
+            self._cache_full_blocks(sequence, known)
         return events
 
     def rollback(self, scheduled: SchedulerOutput) -> None:
@@ -258,98 +258,98 @@ class Scheduler:
         """
         size = self.pool.block_size
         for chunk in scheduled.chunks:
-            request = chunk.request
+            sequence = chunk.sequence
             self.pool.evict(chunk.blocks[chunk.start // size : chunk.stop // size])
-            request.num_output_placeholders -= chunk.is_last
-            request.num_drafted = 0
+            sequence.num_output_placeholders -= chunk.is_last
+            sequence.num_drafted = 0
             self.states.rollback(chunk)
-            if request.blocks is chunk.blocks and chunk.state is not None:
-                self._stop_running(request)  # parts of the step may have changed its state
-            elif request.blocks is chunk.blocks:
-                request.num_computed = min(request.num_computed, chunk.start)
-            elif request in self.finishing:
-                self.finishing.remove(request)
-                self.add(request)
-        for request in scheduled.admitted:
-            if request.is_running:
-                self._stop_running(request)
+            if sequence.blocks is chunk.blocks and chunk.state is not None:
+                self._stop_running(sequence)  # parts of the step may have changed its state
+            elif sequence.blocks is chunk.blocks:
+                sequence.num_computed = min(sequence.num_computed, chunk.start)
+            elif sequence in self.finishing:
+                self.finishing.remove(sequence)
+                self.add(sequence)
+        for sequence in scheduled.admitted:
+            if sequence.is_running:
+                self._stop_running(sequence)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken; tests call it after every step."""
         self.pool.check_integrity()
-        held = Counter(block for request in self.running for block in request.blocks)
+        held = Counter(block for sequence in self.running for block in sequence.blocks)
         assert all(self.pool.ref_count(block) == count for block, count in held.items())
         assert len(held) == self.pool.num_used, "a block is used by no request"
-        assert all(len(request.blocks) == len(set(request.blocks)) for request in self.running)
-        assert not any(request.blocks or request.num_computed for request in self.waiting)
+        assert all(len(sequence.blocks) == len(set(sequence.blocks)) for sequence in self.running)
+        assert not any(sequence.blocks or sequence.num_computed for sequence in self.waiting)
         assert not set(self.running) & set(self.waiting) and len(self.running) <= self.max_seqs
-        assert not any(request.blocks or request in self.waiting for request in self.finishing)
-        for request in self.running:
-            assert request.num_computed <= len(request.blocks) * self.pool.block_size
+        assert not any(sequence.blocks or sequence in self.waiting for sequence in self.finishing)
+        for sequence in self.running:
+            assert sequence.num_computed <= len(sequence.blocks) * self.pool.block_size
         self.states.check_integrity(self.running, [*self.waiting, *self.finishing])
 
-    def _admit(self, request: Request) -> list[Request]:
+    def _admit(self, sequence: TokenSequence) -> list[TokenSequence]:
         """Admits a waiting request with blocks for all its tokens, or leaves it waiting.
 
         Returns the requests of lower priority that it preempts.
         """
-        if len(self.running) >= self.max_seqs and all(other.priority <= request.priority for other in self.running):
+        if len(self.running) >= self.max_seqs and all(other.priority <= sequence.priority for other in self.running):
             return []
         # A prompt that is scored needs the logits of all its tokens.
-        may_share = self.prefix_cache and not request.has_unscored_prompt
-        cached = self.pool.get_cached_blocks(request.token_ids, request.cache_kind) if may_share else []
-        prefix = self.states.cached_prefix(request, cached, self.running if may_share else ())
+        may_share = self.prefix_cache and not sequence.has_unscored_prompt
+        cached = self.pool.get_cached_blocks(sequence.token_ids, sequence.cache_kind) if may_share else []
+        prefix = self.states.cached_prefix(sequence, cached, self.running if may_share else ())
         if prefix is None:
             return []
         shared = prefix.blocks
-        victims = self._admission.find_victims(request, shared, self.running, self.max_seqs)
+        victims = self._admission.find_victims(sequence, shared, self.running, self.max_seqs)
         if victims is None or not (victims or self.states.has_room()):
             return []
         for victim in victims:
             self._preempt(victim)
-        self.waiting.remove(request)
-        self.states.start(request, prefix, len(cached), self.waiting)
-        self.running.append(request)
+        self.waiting.remove(sequence)
+        self.states.start(sequence, prefix, len(cached), self.waiting)
+        self.running.append(sequence)
         self.pool.touch(shared)
-        request.blocks = shared + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(shared))
-        request.num_computed = len(shared) * self.pool.block_size
-        if request.num_generated == 0 and request.num_preemptions == 0:
-            request.num_cached = request.num_computed
-        self._admission.admit(request)
+        sequence.blocks = shared + self.pool.allocate(self.pool.blocks_for(sequence.num_tokens) - len(shared))
+        sequence.num_computed = len(shared) * self.pool.block_size
+        if sequence.num_generated == 0 and sequence.num_preemptions == 0:
+            sequence.num_cached = sequence.num_computed
+        self._admission.admit(sequence)
         return victims
 
-    def _extend_blocks(self, request: Request) -> Sequence[Request]:
+    def _extend_blocks(self, sequence: TokenSequence) -> Sequence[TokenSequence]:
         """Gives a running request blocks for all its tokens. Returns the preempted requests, perhaps itself."""
-        need = self.pool.blocks_for(request.num_tokens) - len(request.blocks)
+        need = self.pool.blocks_for(sequence.num_tokens) - len(sequence.blocks)
         if need <= 0:
             return ()
-        victims: list[Request] = []
-        while self.pool.num_free < need and request not in victims:
+        victims: list[TokenSequence] = []
+        while self.pool.num_free < need and sequence not in victims:
             victims.append(max(self.running, key=priority_key))
-            victims[-1].num_peer_preemptions += victims[-1].priority == request.priority
+            victims[-1].num_peer_preemptions += victims[-1].priority == sequence.priority
             self._preempt(victims[-1])
-        if request not in victims:
-            request.blocks += self.pool.allocate(need)
+        if sequence not in victims:
+            sequence.blocks += self.pool.allocate(need)
         return victims
 
-    def _preempt(self, request: Request) -> None:
-        self._stop_running(request)
+    def _preempt(self, sequence: TokenSequence) -> None:
+        self._stop_running(sequence)
         self._admission.running_changed()
-        request.num_preemptions += 1
+        sequence.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _stop_running(self, request: Request) -> None:
+    def _stop_running(self, sequence: TokenSequence) -> None:
         """Takes slot and blocks from a request, which waits to be admitted again, or only for its last token."""
-        self._free_blocks(request)
-        request.num_computed = 0
-        if request.is_finishing:
-            self.finishing.add(request)
+        self._free_blocks(sequence)
+        sequence.num_computed = 0
+        if sequence.is_finishing:
+            self.finishing.add(sequence)
         else:
-            self.add(request)
+            self.add(sequence)
 
-    def _free_blocks(self, request: Request) -> None:
-        self.running.remove(request)
-        self.pool.free(request.blocks)
-        request.blocks = []
-        request.num_drafted = request.num_to_replay = 0
-        self.states.release(request)
+    def _free_blocks(self, sequence: TokenSequence) -> None:
+        self.running.remove(sequence)
+        self.pool.free(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_drafted = sequence.num_to_replay = 0
+        self.states.release(sequence)

@@ -38,7 +38,7 @@ class ChunkState(NamedTuple):
     """The state of a chunk.
 
     slot:     of its request
-    snapshots: the request's own list (see `RequestState`)
+    snapshots: the request's own list (see `RecurrentState`)
     source:   the slot that is copied there before the chunk is computed, or ZERO; None: the slot holds the state
     snapshot: what is made of it after some of the chunk's tokens, if anything
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,13 +32,6 @@ _FUNCTION = re.compile(r"<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 _PARAMETER_END = re.compile(r"</parameter>\s*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """That the model must call a function: the one of this name, or, if it is None, any of the tools."""
-
-    name: str | None = None
 
 
 def check_tools(value: Any) -> list[dict[str, Any]]:

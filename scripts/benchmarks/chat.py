@@ -19,9 +19,9 @@ from statistics import median
 
 from cbatch import Engine, EngineConfig, SamplingParams
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import Request
 from cbatch.cli.chat.engine_client import PRIORITY
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from cbatch.runtime.interpreter import tune_process
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.terminal import Terminal
@@ -56,8 +56,8 @@ def ask(engine_thread: EngineThread, prompt: list[int]) -> FirstToken:
         events.put((event, time.monotonic(), engine.stats().num_steps))
 
     started, before = time.monotonic(), engine.stats().num_steps
-    request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=4), priority=PRIORITY)
-    engine_thread.submit(RequestHandle(request, take))
+    request = Request(prompt_ids=prompt, params=SamplingParams(max_tokens=4), priority=PRIORITY)
+    engine_thread.submit(request, take)
     _, came, after = events.get()
     time.sleep(0.05)
     return FirstToken(came - started, after - before)
@@ -67,16 +67,15 @@ def ask(engine_thread: EngineThread, prompt: list[int]) -> FirstToken:
 def batch_underneath(engine_thread: EngineThread, prompt: list[int]) -> Iterator[None]:
     """Requests that decode until their context is full."""
     params = SamplingParams(max_tokens=900, ignore_eos=True)
-    requests = [EncodedRequest(prompt_ids=prompt, params=params, seed=row) for row in range(ROWS)]
-    handles = [RequestHandle(request, lambda event: None) for request in requests]
-    for handle in handles:
-        engine_thread.submit(handle)
+    requests = [Request(prompt_ids=prompt, params=params, seed=row) for row in range(ROWS)]
+    for request in requests:
+        engine_thread.submit(request, lambda event: None)
     while engine_thread.engine.stats().num_running < min(ROWS, engine_thread.engine.limits.max_seqs):
         time.sleep(0.01)
     yield
     assert engine_thread.engine.stats().num_running > 1, "the batch ended before the measurement did"
-    for handle in handles:
-        engine_thread.cancel(handle)
+    for request in requests:
+        engine_thread.cancel(request)
     while engine_thread.engine.stats().num_running:
         time.sleep(0.01)
 

@@ -21,10 +21,10 @@ from statistics import median
 import torch
 
 from cbatch import Engine, EngineConfig, SamplingParams, SteppingEngine
+from cbatch.base.request import Request
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, load_model
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.request import EncodedRequest
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.models import load_random
 from scripts.benchmarks.shapes import PEER_SHAPES, SHAPES
@@ -84,7 +84,7 @@ class Work:
     def _stepped(self, *, read: bool) -> list[OutputProcessor]:
         engine, running = self.stepping, {}
         for prompt in self.prompts:
-            request = EncodedRequest(prompt_ids=prompt, params=self.params)
+            request = Request(prompt_ids=prompt, params=self.params)
             running[engine.add_request(request)] = engine.output_processor(request)
         while engine.has_work:
             for event in engine.step():

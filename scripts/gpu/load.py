@@ -15,6 +15,7 @@ import torch
 from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.cli.bench.load.generator import run_load
 from cbatch.cli.bench.load.measure import find_capacity
 from cbatch.cli.bench.load.results import Capacity, LoadResult
@@ -23,7 +24,6 @@ from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.loader import LoadedModel
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from cbatch.runtime.tracing.trace import StepTracer
 from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
@@ -200,9 +200,8 @@ def decode_all(engine: SteppingEngine, sizes: Sizes, trace: StepTracer | None = 
         begun = time.perf_counter()
         for row in range(sizes.rows):
             prompt = [10 + (row + place) % 200 for place in range(16)]
-            request = EncodedRequest(prompt_ids=prompt, params=params)
-            handle = RequestHandle(request, lambda event: done.put(event) if event.finish_reason else None)
-            engine_thread.submit(handle)
+            request = Request(prompt_ids=prompt, params=params)
+            engine_thread.submit(request, lambda event: done.put(event) if event.finish_reason else None)
         reasons = {done.get().finish_reason for _ in range(sizes.rows)}
         elapsed = time.perf_counter() - begun
     if reasons != {"length"}:

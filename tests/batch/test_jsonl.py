@@ -12,29 +12,29 @@ from hypothesis import strategies as st
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.batch.jsonl import format_row, parse_line
 from cbatch.batch.lines import Line
-from cbatch.requests import row_forms
-from cbatch.requests.row import InputRow
+from cbatch.requests import rows
 
 
-def parse(text: str | bytes, **options: bool) -> InputRow:
+def parse(text: str | bytes, **options: bool) -> Request:
     return parse_line(Line(0, text.encode() if isinstance(text, str) else text), **options)
 
 
-def code(row: InputRow) -> str | None:
+def code(row: Request) -> str | None:
     return row.error.code if row.error else None
 
 
 def test_the_three_forms() -> None:
     """Guards the three forms of a row, with parameters, aliases and extra columns."""
     row = parse('{"id": 7, "prompt": "hi", "max_new_tokens": 3, "stop": ["x"], "priority": 2, "note": {"a": 1}}')
-    assert (row.id, row.prompt, row.params, row.priority) == (7, "hi", {"max_tokens": 3, "stop": ["x"]}, 2)
+    assert (row.id, row.text, row.given, row.priority) == (7, "hi", {"max_tokens": 3, "stop": ["x"]}, 2)
     assert row.extra == {"note": {"a": 1}} and row.error is None
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     row = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}))
     assert row.messages == [{"role": "user", "content": "ab"}]
-    assert parse('{"prompt_token_ids": [1, 2]}').prompt_token_ids == [1, 2]
+    assert parse('{"prompt_token_ids": [1, 2]}').prompt_ids == [1, 2]
     assert parse("not json at all", is_text=True).prompt == "not json at all"
 
 
@@ -94,7 +94,7 @@ def test_unknown_keys_are_carried_unless_they_look_misspelt() -> None:
 def test_parameters_that_ask_for_nothing_are_fine() -> None:
     """Guards files made for other programs, which spell out every default."""
     row = parse('{"prompt": "a", "logprobs": null, "response_format": null, "tools": [], "tool_choice": "none"}')
-    assert row.error is None and row.extra == {} and row.params == {} and row.tools is None
+    assert row.error is None and row.extra == {} and row.given == {} and not row.tools
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_duplicate_keys_and_surrogates() -> None:
     """Guards two corners of JSON: the last of duplicate keys wins, and a lone surrogate becomes U+FFFD."""
     assert parse('{"prompt": "a", "prompt": "b"}').prompt == "b"
     row = parse('{"prompt": "x\\ud800y", "k": ["\\udc00"], "pair": "\\ud83d\\ude00"}')
-    assert row.prompt == "x\ufffdy" and row.extra == {"k": ["\ufffd"], "pair": "😀"}
+    assert row.text == "x\ufffdy" and row.extra == {"k": ["\ufffd"], "pair": "😀"}
 
 
 @pytest.mark.parametrize("wrong", ['"raw": 1', '"id": []', '"temperatur": 1', '"priority": "x"'])
@@ -150,7 +150,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-rows = st.dictionaries(st.sampled_from([*sorted(row_forms.KNOWN), "note"]), json_values, max_size=5)
+rows = st.dictionaries(st.sampled_from([*sorted(rows.KNOWN), "note"]), json_values, max_size=5)
 
 
 @settings(max_examples=300, deadline=None)
@@ -158,7 +158,7 @@ rows = st.dictionaries(st.sampled_from([*sorted(row_forms.KNOWN), "note"]), json
 def test_any_line_has_one_outcome(data: bytes) -> None:
     """Guards against a traceback: whatever the line, it is a row with one prompt, or a row with an error."""
     row = parse(data)
-    forms = [form for form in (row.messages, row.prompt, row.prompt_token_ids) if form is not None]
+    forms = [form for form in (row.messages, row.text, row.prompt_ids) if form]
     assert row.error is not None or len(forms) == 1
     fields: dict[str, Any] = {"id": row.id, "extra": row.extra, "error": str(row.error)}
     assert json.loads(format_row(fields)) is not None
@@ -168,7 +168,7 @@ def test_strings_of_brackets_and_commas_are_no_values() -> None:
     """Guards long prompts of code, whose signs are no lists, objects and values; also behind escaped quotes."""
     prompt = '{[,:"\\' * 600_000
     row = parse(json.dumps({"prompt": prompt, "k": [[]] * 90_000}))
-    assert row.error is None and row.prompt == prompt
+    assert row.error is None and row.text == prompt
 
 
 def test_a_row_of_too_many_values_is_refused_before_it_is_parsed() -> None:

@@ -37,7 +37,7 @@ from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine.stats import EngineStats
-from cbatch.requests import openai_batch, row_forms
+from cbatch.requests import rows
 from cbatch.schedule.limits import EngineLimits
 from scripts.benchmarks.harness import BENCHMARKS
 
@@ -265,9 +265,9 @@ def test_every_option_is_documented(name: str) -> None:
 def test_every_field_of_a_row_is_documented() -> None:
     """Guards against a new parameter, or a field of a request, that the reference of rows leaves out."""
     page = ROOT / "docs" / "batch.md"
-    assert set(row_forms.KNOWN) - set(rows_of_tables(page)) == set()
-    assert {*openai_batch.REQUEST_FIELDS} - set(rows_of_tables(page)) == set()
-    assert set(openai_batch.KNOWN) - set(re.findall(r"\w+", " ".join(_CODE.findall(page.read_text())))) == set()
+    assert set(rows.KNOWN) - set(rows_of_tables(page)) == set()
+    assert {*rows.ENVELOPE_FIELDS} - set(rows_of_tables(page)) == set()
+    assert set(rows.API_FIELDS) - set(re.findall(r"\w+", " ".join(_CODE.findall(page.read_text())))) == set()
 
 
 def test_every_error_code_is_documented() -> None:

@@ -20,6 +20,7 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import STORED, Quantization
+from cbatch.base.request import Request
 from cbatch.engine import kv_cache_sizing as sizing
 from cbatch.engine import model_runner
 from cbatch.engine.cuda_graphs import (
@@ -39,7 +40,6 @@ from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.cuda import CudaModel
 from cbatch.model.float8 import float8_problem
 from cbatch.model.hf.adapter import TransformersModel
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from cbatch.runtime.kv_cache import FP8, KVCache
 from cbatch.sample.sampler import PARAM_WORDS, Sampler
 from cbatch.schedule.limits import StepLimits
@@ -398,8 +398,8 @@ def test_a_capture_that_runs_out_of_memory_is_the_last(
         assert list(graphs._decode) == [4, 2] and not graphs._mixed and capture.captured == 2
         assert "Only 2 of 4" in caplog.text and len(caplog.records) == 1
         engine_thread, events = EngineThread(engine), SimpleQueue[TokenEvent]()
-        request = EncodedRequest(prompt_ids=make_prompts(LENGTHS)[0], params=SamplingParams(max_tokens=OUTPUTS[0]))
-        engine_thread.submit(RequestHandle(request, events.put))
+        request = Request(prompt_ids=make_prompts(LENGTHS)[0], params=SamplingParams(max_tokens=OUTPUTS[0]))
+        engine_thread.submit(request, events.put)
         found = [events.get(timeout=60).token_id for _ in range(OUTPUTS[0])]
         engine_thread.close()
     assert found == expected_of("qwen3, norms")[0] and engine_thread.num_retries == engine_thread.num_shrinks == 0

@@ -206,7 +206,7 @@ def test_each_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.on_step = records.append
     expected = [greedy(prompt, 3) for prompt in make_prompts([5, 6])]
     assert [done.token_ids for done in generate(engine, make_prompts([5, 6]), SamplingParams(max_tokens=3))] == expected
-    chunks = [[(chunk.request.id, chunk.start, chunk.stop) for chunk in one.scheduled.chunks] for one in records]
+    chunks = [[(chunk.sequence.id, chunk.start, chunk.stop) for chunk in one.scheduled.chunks] for one in records]
     assert chunks[:2] == [[(0, 0, 5), (1, 0, 3)], [(0, 5, 6), (1, 3, 6)]] and len(records) == engine.stats().num_steps
     assert [(one.start, one.end) for one in records[:2]] == [(0, 1), (2, 3)]
     assert [one.used_blocks for one in records[:2]] == [4, 4] and all(one.seconds == 1 for one in records)

@@ -13,8 +13,8 @@ import torch
 
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from cbatch.sample.output import PendingSample
 from tests.support.generation import generate
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
@@ -28,13 +28,13 @@ def engine_thread() -> Any:
         made.close()
 
 
-def request(prompt: list[int], **params: Any) -> EncodedRequest:
-    return EncodedRequest(prompt_ids=prompt, params=SamplingParams(**params))
+def request(prompt: list[int], **params: Any) -> Request:
+    return Request(prompt_ids=prompt, params=SamplingParams(**params))
 
 
 def collect(engine_thread: EngineThread, prompt: list[int], **params: Any) -> queue.SimpleQueue[TokenEvent]:
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    engine_thread.submit(RequestHandle(request(prompt, **params), events.put))
+    engine_thread.submit(request(prompt, **params), events.put)
     return events
 
 
@@ -71,10 +71,10 @@ def test_a_refused_request_ends_with_its_error(engine_thread: EngineThread) -> N
 def test_cancelling_frees_memory_and_sends_no_more(engine_thread: EngineThread) -> None:
     """Guards Ctrl-C on one answer while another goes on."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    handle = RequestHandle(request([1, 2, 3], max_tokens=140), events.put)
-    engine_thread.submit(handle)
+    asked = request([1, 2, 3], max_tokens=140)
+    engine_thread.submit(asked, events.put)
     events.get(timeout=30)
-    engine_thread.cancel(handle)
+    engine_thread.cancel(asked)
     until_end(collect(engine_thread, [4, 5], max_tokens=3))
     assert engine_thread.engine.scheduler.pool.num_used == 0
     while not events.empty():
@@ -316,7 +316,7 @@ def test_a_failing_text_harms_no_other_request(engine_thread: EngineThread, monk
     prompt = make_prompts([5])[0]
     add = engine_thread.engine.add_request
 
-    def adding(request: EncodedRequest) -> int:
+    def adding(request: Request) -> int:
         request_id = add(request)
         if len(request.prompt_ids) == 2:
             engine_thread.engine._requests[request_id][0].detokenizer = Broken()  # type: ignore[assignment]
@@ -348,7 +348,7 @@ def test_a_reader_that_fails_ends_its_own_request(engine_thread: EngineThread) -
 
     ready = threading.Event()
     engine_thread._inbox.put(lambda: ready.wait(10) and None)
-    engine_thread.submit(RequestHandle(request([1, 2], max_tokens=50, n=2), read))
+    engine_thread.submit(request([1, 2], max_tokens=50, n=2), read)
     fine = collect(engine_thread, prompt, max_tokens=6)
     ready.set()
     assert [event.token_id for event in until_end(fine)] == greedy(prompt, 6)
@@ -364,11 +364,11 @@ def test_closing_ends_unfinished_requests(engine_thread: EngineThread) -> None:
 
     def close_at_once(event: TokenEvent) -> None:
         if not running:
-            engine_thread.submit(RequestHandle(request([4, 5]), waiting.append))
+            engine_thread.submit(request([4, 5]), waiting.append)
             engine_thread.close()
         running.append(event)
 
-    engine_thread.submit(RequestHandle(request([1, 2, 3], max_tokens=140, n=2), close_at_once))
+    engine_thread.submit(request([1, 2, 3], max_tokens=140, n=2), close_at_once)
     engine_thread._thread.join(timeout=30)
     late = collect(engine_thread, [6], max_tokens=3)
     ends = [event for event in running if event.finish_reason is not None]

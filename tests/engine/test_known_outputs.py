@@ -9,9 +9,9 @@ import pytest
 
 from cbatch.base.outputs import KnownOutput, Sample, TokenEvent
 from cbatch.base.params import SamplingParams
-from cbatch.requests.request import EncodedRequest
-from cbatch.schedule.request import Request
+from cbatch.base.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 from tests.support.all_features import ASKED, expected, make, run
 
 PLACES = {"first": 0.0, "middle": 0.5, "last but one": 0.95, "end": 1.0}
@@ -45,7 +45,7 @@ def test_tokens_that_are_taken_for_a_prompt_would_be_seen(monkeypatch: pytest.Mo
     """Guards the test above: plants known tokens that count as part of the prompt."""
     resume = Scheduler.resume
 
-    def wrong(self: Scheduler, request: Request, known: Iterable[Sample]) -> list[TokenEvent]:
+    def wrong(self: Scheduler, request: TokenSequence, known: Iterable[Sample]) -> list[TokenEvent]:
         events = resume(self, request, known)
         request.num_prompt = len(request.token_ids)
         return events
@@ -60,7 +60,7 @@ def test_known_tokens_need_no_step() -> None:
     engine = make(ahead=False)
     params = SamplingParams(max_tokens=3, n=2, ignore_eos=True)
     known = [KnownOutput([70, 71, 72]), KnownOutput([70, 71, 72, 73])]
-    engine.add_request(EncodedRequest(prompt_ids=[5, 6], params=params, known=known))
+    engine.add_request(Request(prompt_ids=[5, 6], params=params, known=known))
     events = engine.take_events()
     assert [event.token_id for event in events if event.sample_index == 0] == [70, 71, 72]
     assert [event.finish_reason for event in events if event.finish_reason] == ["length", "length"]
@@ -72,7 +72,7 @@ def test_a_request_may_be_cancelled_before_its_known_tokens_were_taken() -> None
     """Guards against events of a request whose caller has left."""
     engine = make(ahead=False)
     known = [KnownOutput([70, 71])]
-    number = engine.add_request(EncodedRequest(prompt_ids=[5, 6], params=SamplingParams(max_tokens=9), known=known))
+    number = engine.add_request(Request(prompt_ids=[5, 6], params=SamplingParams(max_tokens=9), known=known))
     assert engine.has_work
     engine.cancel(number)
     assert engine.take_events() == [] and not engine.has_work and engine.scheduler.pool.num_used == 0

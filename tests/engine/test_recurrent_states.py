@@ -13,10 +13,10 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, ModelError
 from cbatch.base.outputs import KnownOutput
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.hf import recurrent
 from cbatch.model.hf.self_check import checked_model
-from cbatch.requests.request import EncodedRequest
 from cbatch.runtime.state_pool import StatePool, StateShape
 from tests.support.architectures import make_architecture
 from tests.support.generation import generate
@@ -212,7 +212,7 @@ def test_outputs_go_on_after_known_tokens(hybrid: Any) -> None:
         expected = outputs(engine, PROMPTS, SAMPLED)
     with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200) as engine:
         numbers = {
-            engine.add_request(EncodedRequest(prompt_ids=prompt, params=SAMPLED, known=[KnownOutput(output[:7])])): at
+            engine.add_request(Request(prompt_ids=prompt, params=SAMPLED, known=[KnownOutput(output[:7])])): at
             for at, (prompt, output) in enumerate(zip(PROMPTS, expected, strict=True))
         }
         found: list[list[int]] = [[] for _ in PROMPTS]

@@ -24,11 +24,11 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import EventCallback, Request
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from tests.support.generation import generate
 from tests.support.shared_engine import SharedEngineStress, check_idle
 from tests.support.tiny_models import loaded, make_network, make_prompts
@@ -176,7 +176,6 @@ def test_a_stream_may_close_its_engine(engine: Engine) -> None:
 
 def test_requests_that_meet_a_close_end() -> None:
     """Guards the moment in which an engine is closed: a request is run or refused, and never forgotten."""
-    request = EncodedRequest(prompt_ids=[1, 2], params=SamplingParams(max_tokens=1))
     with SteppingEngine(CONFIG, loaded(make_network("llama"))) as core:
         for attempt in range(12):
             thread, ends, is_closed = EngineThread(core), queue.SimpleQueue[TokenEvent](), threading.Event()
@@ -186,7 +185,7 @@ def test_requests_that_meet_a_close_end() -> None:
             ) -> int:
                 for number in count(1):
                     is_last = is_closed.is_set()
-                    thread.submit(RequestHandle(request, ends.put))
+                    thread.submit(Request(prompt_ids=[1, 2], params=SamplingParams(max_tokens=1)), ends.put)
                     if is_last:
                         return number
                     time.sleep(0.0001)
@@ -342,11 +341,11 @@ def test_an_interrupted_stream_frees_the_cache(slow_engine: Engine) -> None:
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupted_submission_frees_the_cache(engine: Engine, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards Ctrl-C while requests are submitted: those that are there already are cancelled."""
-    submit, calls = EngineThread.submit, list[RequestHandle]()
+    submit, calls = EngineThread.submit, list[Request]()
 
-    def interrupt(self: EngineThread, handle: RequestHandle) -> None:
-        calls.append(handle)
-        submit(self, handle)
+    def interrupt(self: EngineThread, request: Request, on_event: EventCallback) -> None:
+        calls.append(request)
+        submit(self, request, on_event)
         if len(calls) == at:
             raise KeyboardInterrupt
 

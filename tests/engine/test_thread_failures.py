@@ -13,6 +13,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
+from cbatch.base.request import Request
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.engine_driver import EngineRows
 from cbatch.batch.line_processor import LineProcessor
@@ -27,8 +28,6 @@ from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.request import EncodedRequest
-from cbatch.requests.row import InputRow
 from tests.support.faults import TIMEOUT_S, Fault, Panic, in_time
 
 FAULTS = [Panic("boom"), MemoryError("boom"), ValueError("boom")]
@@ -124,8 +123,8 @@ def test_a_round_that_breaks_ends_its_row(error: BaseException) -> None:
         done.set()
 
     loop = Broken(None, ask, "test", 1)  # type: ignore[arg-type]
-    request = EncodedRequest(prompt_ids=[1], source=InputRow(0, "line 1"))
-    loop._start(0, request, Completion(request.source, key=""))
+    request = Request(prompt_ids=[1], where="line 1")
+    loop._start(0, request, Completion(request))
     assert done.wait(TIMEOUT_S) and asked[0].error.code == "internal_error" and "boom" in str(asked[0].error)
     loop.close()
 

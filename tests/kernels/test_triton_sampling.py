@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import PARAM_WORDS, Sampler, gumbel_noise, pack_sampling_params
 from cbatch.sample.structured.token_bitmask import bitmask_of
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from tests.support.device import DEVICE
 from tests.support.sampling_cases import (
     LOGIT_SHAPES,
@@ -49,35 +50,35 @@ pytestmark = [
 
 
 def draw(
-    logits: Tensor, requests: list[Request], tiling: Tiling = SMALL, masks: RowMasks | None = None
+    logits: Tensor, sequences: list[TokenSequence], tiling: Tiling = SMALL, masks: RowMasks | None = None
 ) -> tuple[list[int], Tensor]:
-    packed, sets = pack_sampling_params(requests, positions_of(requests)), None
+    packed, sets = pack_sampling_params(sequences, positions_of(sequences)), None
     if masks is not None:
         packed[:, 6], sets = masks.index + 1, masks.to(DEVICE)
     words = torch.from_numpy(packed).to(DEVICE)
-    tokens, largest = torch.full((len(requests),), -1, device=DEVICE), torch.zeros(len(requests), device=DEVICE)
+    tokens, largest = torch.full((len(sequences),), -1, device=DEVICE), torch.zeros(len(sequences), device=DEVICE)
     sample_rows(logits.to(DEVICE), words, tokens, largest, sets, tiling)
     return tokens.tolist(), largest.cpu()
 
 
-def check(logits: Tensor, requests: list[Request], tokens: list[int]) -> None:
+def check(logits: Tensor, sequences: list[TokenSequence], tokens: list[int]) -> None:
     """At most one token is not the definition's, and only if rounding decides."""
-    expected = draw_in_torch(logits.float(), requests)
-    different = [row for row in range(len(requests)) if tokens[row] != expected[row]]
+    expected = draw_in_torch(logits.float(), sequences)
+    different = [row for row in range(len(sequences)) if tokens[row] != expected[row]]
     assert len(different) <= 1
     for row in different:
-        values, request, pair = logits[row].float(), requests[row], (tokens[row], expected[row])
-        gap = score(values, request, pair[0]) - score(values, request, pair[1])
-        assert abs(gap) < 1e-4 or any(is_on_edge(values, request.params, token) for token in pair)
+        values, sequence, pair = logits[row].float(), sequences[row], (tokens[row], expected[row])
+        gap = score(values, sequence, pair[0]) - score(values, sequence, pair[1])
+        assert abs(gap) < 1e-4 or any(is_on_edge(values, sequence.params, token) for token in pair)
 
 
 @pytest.mark.parametrize("shape", LOGIT_SHAPES)
 @pytest.mark.parametrize("vocabulary", [7, 701])
 def test_tokens_are_those_of_the_definition(shape: str, vocabulary: int) -> None:
     """Guards temperature and all filters, on rows of one tile and of many, of which the last is not full."""
-    logits, requests = make_logits(shape, ROWS, vocabulary, vocabulary), make_requests(ROWS, vocabulary)
-    tokens, largest = draw(logits, requests)
-    check(logits, requests, tokens)
+    logits, sequences = make_logits(shape, ROWS, vocabulary, vocabulary), make_requests(ROWS, vocabulary)
+    tokens, largest = draw(logits, sequences)
+    check(logits, sequences, tokens)
     assert torch.equal(largest, logits.max(dim=-1).values)
 
 
@@ -94,8 +95,8 @@ FILTERS: list[dict[str, Any]] = [
 def test_each_filter_by_itself(filters: dict[str, float]) -> None:
     """Guards each way through the kernels; k = 60 is more than there are blocks."""
     logits = make_logits("normal", ROWS // 2, 450)
-    requests = make_requests(ROWS // 2, **filters)
-    check(logits, requests, draw(logits, requests)[0])
+    sequences = make_requests(ROWS // 2, **filters)
+    check(logits, sequences, draw(logits, sequences)[0])
 
 
 def make_masks(rows: int, vocabulary: int, seed: int = 0) -> RowMasks:
@@ -114,24 +115,24 @@ def make_masks(rows: int, vocabulary: int, seed: int = 0) -> RowMasks:
 )
 def test_only_allowed_tokens_are_drawn(vocabulary: int, filters: dict[str, Any]) -> None:
     """Guards masks in both kernels, wherever they read logits: as if the logits of other tokens were minus infinity."""
-    logits, requests = make_logits("normal", 2 * ROWS, vocabulary, 4), make_requests(2 * ROWS, 2, **filters)
+    logits, sequences = make_logits("normal", 2 * ROWS, vocabulary, 4), make_requests(2 * ROWS, 2, **filters)
     masks = make_masks(2 * ROWS, vocabulary)
     masked = masks.apply(logits)
-    tokens, largest = draw(logits, requests, masks=masks)
-    check(masked, requests, tokens)
+    tokens, largest = draw(logits, sequences, masks=masks)
+    check(masked, sequences, tokens)
     assert torch.equal(largest, masked.max(dim=-1).values)
-    greedy = [Request(0, [1], SamplingParams(), max_new_tokens=9) for _ in requests]
+    greedy = [TokenSequence(0, [1], Request(max_new_tokens=9)) for _ in sequences]
     assert draw(logits, greedy, masks=masks)[0] == masked.argmax(dim=-1).tolist()
-    assert draw(logits, requests, Tiling(), masks)[0] == tokens
+    assert draw(logits, sequences, Tiling(), masks)[0] == tokens
 
 
 def test_what_is_not_allowed_may_be_any_number() -> None:
     """Guards padding of the vocabulary and rows with nothing left: only allowed logits say that a row is not finite."""
-    logits, requests = make_logits("normal", 4, 300), make_requests(4, temperature=1.0, top_p=0.9, min_p=0.0)
+    logits, sequences = make_logits("normal", 4, 300), make_requests(4, temperature=1.0, top_p=0.9, min_p=0.0)
     sets = [bitmask_of(tokens, 300) for tokens in ([5, 40, 290], [], range(100), range(299))]
     masks = RowMasks(torch.from_numpy(np.stack(sets)), np.array([2, 1, 0, 3], np.int32))
     logits[:, 100:280], logits[0, 299] = math.nan, math.inf
-    tokens, largest = draw(logits, requests, masks=masks)
+    tokens, largest = draw(logits, sequences, masks=masks)
     assert largest[0] == logits[0, :100].max() and tokens[0] < 100
     assert largest[1] == -math.inf and largest[3].isnan()
     assert largest[2] == logits[2, [5, 40, 290]].max() and tokens[2] in (5, 40, 290)
@@ -141,59 +142,59 @@ def test_what_is_not_allowed_may_be_any_number() -> None:
 def test_half_precision_and_its_ties(dtype: torch.dtype) -> None:
     """Guards equal logits at the edge of top-k and top-p: the definition keeps the lower token id."""
     logits = make_logits("normal", ROWS, 500).to(dtype)
-    requests = make_requests(ROWS, top_k=9)
-    tokens, largest = draw(logits, requests)
-    check(logits, requests, tokens)
+    sequences = make_requests(ROWS, top_k=9)
+    tokens, largest = draw(logits, sequences)
+    check(logits, sequences, tokens)
     assert torch.equal(largest, logits.max(dim=-1).values.float())
 
 
 def test_the_first_of_equal_tokens_counts() -> None:
     """Guards the order among equal logits, across blocks and tiles: top-p keeps exactly the first 150 of 300."""
     logits = torch.zeros(ROWS, 300)
-    requests = make_requests(ROWS, temperature=1.0, top_k=0, top_p=0.5 - 1e-4, min_p=0.0)
-    tokens, _ = draw(logits, requests)
-    check(logits, requests, tokens)
+    sequences = make_requests(ROWS, temperature=1.0, top_k=0, top_p=0.5 - 1e-4, min_p=0.0)
+    tokens, _ = draw(logits, sequences)
+    check(logits, sequences, tokens)
     assert max(tokens) in range(100, 150)
 
 
 def test_greedy_rows_beside_drawn_ones() -> None:
     """Guards the argmax, the first of equal ones, and that a greedy row's temperature is no divisor."""
     logits = make_logits("equal", 8, 333)
-    requests = make_requests(8)
+    sequences = make_requests(8)
     for row in range(0, 8, 2):
-        requests[row].params = SamplingParams(temperature=1e-7 * row, top_k=5, top_p=0.5)
-    tokens, largest = draw(logits, requests)
+        sequences[row].params = SamplingParams(temperature=1e-7 * row, top_k=5, top_p=0.5)
+    tokens, largest = draw(logits, sequences)
     assert tokens[::2] == np.argmax(logits.numpy(), axis=-1)[::2].tolist()
     assert torch.equal(largest, logits.max(dim=-1).values)
-    check(logits[1::2], requests[1::2], tokens[1::2])
+    check(logits[1::2], sequences[1::2], tokens[1::2])
 
 
 def test_tokens_are_the_same_in_every_batch_and_layout() -> None:
     """Guards the promise that neighbours never change a token; rows of a wider buffer, and columns, likewise."""
     wide = make_logits("normal", 6, 420)
-    logits, requests = wide[:, 7:307], make_requests(6)
-    batched, _ = draw(logits, requests)
-    assert batched == draw(logits.contiguous(), requests)[0]
-    assert batched == draw(logits.T.contiguous().T, requests)[0]
-    assert batched[::-1] == draw(logits.flip(0), requests[::-1])[0]
-    assert batched == [draw(logits[row : row + 1], requests[row : row + 1])[0][0] for row in range(6)]
+    logits, sequences = wide[:, 7:307], make_requests(6)
+    batched, _ = draw(logits, sequences)
+    assert batched == draw(logits.contiguous(), sequences)[0]
+    assert batched == draw(logits.T.contiguous().T, sequences)[0]
+    assert batched[::-1] == draw(logits.flip(0), sequences[::-1])[0]
+    assert batched == [draw(logits[row : row + 1], sequences[row : row + 1])[0][0] for row in range(6)]
 
 
 def test_tiles_do_not_change_the_tokens() -> None:
     """Guards the tiles of real use, larger than these rows, and a part of noise that is smaller than its chunk."""
-    logits, requests = make_logits("masked", 4, 300), make_requests(4)
-    expected, _ = draw(logits, requests)
-    assert draw(logits, requests, Tiling())[0] == expected
-    assert draw(logits, requests, Tiling(block=32, chunk=4, part=2, group=4))[0] == expected
+    logits, sequences = make_logits("masked", 4, 300), make_requests(4)
+    expected, _ = draw(logits, sequences)
+    assert draw(logits, sequences, Tiling())[0] == expected
+    assert draw(logits, sequences, Tiling(block=32, chunk=4, part=2, group=4))[0] == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_rows_that_are_not_finite_change_no_others(bad: float) -> None:
     """Guards against a crash, an endless loop or an invalid token; such rows report a logit that is not finite."""
-    logits, requests = make_logits("normal", 6, 290), make_requests(6)
-    whole, _ = draw(logits, requests)
+    logits, sequences = make_logits("normal", 6, 290), make_requests(6)
+    whole, _ = draw(logits, sequences)
     logits[0:2], logits[2:4, 70:200:2], logits[4, 0] = bad, bad, bad
-    tokens, largest = draw(logits, requests)
+    tokens, largest = draw(logits, sequences)
     assert all(0 <= token < 290 for token in tokens) and tokens[5] == whole[5]
     assert torch.equal(largest, logits.max(dim=-1).values) or math.isnan(bad)
     assert torch.equal(largest.isfinite(), logits.max(dim=-1).values.isfinite())
@@ -238,8 +239,8 @@ def test_the_sampler_uses_the_kernel_until_it_is_turned_off(monkeypatch: pytest.
     """Guards the choice of an engine: the kernel only on a GPU, for each engine by itself, and torch afterwards."""
     assert Sampler(torch.device("cuda")).uses_kernel and not Sampler(torch.device("cpu")).uses_kernel
     assert not Sampler(torch.device("cuda"), kernel=False).uses_kernel
-    logits, requests = make_logits("normal", 3, 200).to(DEVICE), make_requests(2)
-    requests.append(Request(0, [1] * 5, SamplingParams(), max_new_tokens=9))
+    logits, sequences = make_logits("normal", 3, 200).to(DEVICE), make_requests(2)
+    sequences.append(TokenSequence(0, [1] * 5, Request(max_new_tokens=9)))
     sampler, other = Sampler(DEVICE, kernel=True), Sampler(DEVICE, kernel=True)
     calls = []
     for one in (sampler, other):
@@ -248,17 +249,17 @@ def test_the_sampler_uses_the_kernel_until_it_is_turned_off(monkeypatch: pytest.
         monkeypatch.setattr(
             one, "_kernel", lambda *given, kernel=kernel: calls.append(given[0].dtype) or kernel(*given)
         )
-    expected = sampler.sample(logits, requests, [5, 5, 5]).get()
-    check(logits[:2].cpu(), requests[:2], expected[0][:2])
+    expected = sampler.sample(logits, sequences, [5, 5, 5]).get()
+    check(logits[:2].cpu(), sequences[:2], expected[0][:2])
     masks = make_masks(4, 200)
     masks = RowMasks(masks.bitmasks, masks.index[1:])
-    masked = sampler.sample(logits, requests, [5, 5, 5], None, masks).get()
+    masked = sampler.sample(logits, sequences, [5, 5, 5], None, masks).get()
     assert masked != expected and len(calls) == 2
-    sampler.sample(logits.bfloat16(), requests, [5, 5, 5])
+    sampler.sample(logits.bfloat16(), sequences, [5, 5, 5])
     assert calls.pop() == torch.float32, "a kernel for other logits is compiled when the first ones come"
     sampler.disable_kernel()
-    assert sampler.sample(logits, requests, [5, 5, 5]).get() == expected
-    assert sampler.sample(logits, requests, [5, 5, 5], None, masks).get() == masked and len(calls) == 2
+    assert sampler.sample(logits, sequences, [5, 5, 5]).get() == expected
+    assert sampler.sample(logits, sequences, [5, 5, 5], None, masks).get() == masked and len(calls) == 2
     assert other.uses_kernel and not sampler.uses_kernel
     monkeypatch.setitem(sys.modules, "cbatch.kernels.triton.sampling", None)
     assert not Sampler(torch.device("cuda")).uses_kernel
@@ -268,15 +269,15 @@ def test_the_sampler_uses_the_kernel_until_it_is_turned_off(monkeypatch: pytest.
 
 def test_results_are_written_where_a_recorded_step_expects_them() -> None:
     """Guards fixed addresses: rows of wider buffers, whose padding rows are zeros, and nothing beyond them."""
-    logits, requests = make_logits("normal", 5, 200).to(DEVICE), make_requests(3)
+    logits, sequences = make_logits("normal", 5, 200).to(DEVICE), make_requests(3)
     words = torch.zeros(5, PARAM_WORDS, dtype=torch.int32, device=DEVICE)
-    words[:3] = torch.from_numpy(pack_sampling_params(requests, positions_of(requests)))
+    words[:3] = torch.from_numpy(pack_sampling_params(sequences, positions_of(sequences)))
     tokens = torch.full((6,), -7, device=DEVICE)
     largest = torch.full((6,), -7.0, device=DEVICE)
     logits[4] = math.nan
     found = Sampler(DEVICE, kernel=True).sample_on_device(logits, words, tokens[:5], largest[:5])
     assert found.tokens.data_ptr() == tokens.data_ptr() and found.largest.data_ptr() == largest.data_ptr()
-    check(logits[:3].cpu(), requests, tokens[:3].tolist())
+    check(logits[:3].cpu(), sequences, tokens[:3].tolist())
     assert tokens[3] == logits[3].argmax() and tokens[5] == -7 and largest[5] == -7
     assert torch.equal(largest[:4], logits[:4].max(dim=-1).values) and largest[4].isnan()
 
@@ -284,14 +285,14 @@ def test_results_are_written_where_a_recorded_step_expects_them() -> None:
 @pytest.mark.gpu
 def test_sampling_does_not_wait_for_the_device() -> None:
     """Guards the queue of the GPU: no copy or result is waited for while a step's tokens are chosen."""
-    logits, requests = make_logits("normal", 40, 5000), make_requests(40)
+    logits, sequences = make_logits("normal", 40, 5000), make_requests(40)
     on_device = logits.to(DEVICE)
-    tokens, largest = sample(on_device, requests).get()
-    check(logits, requests, tokens)
+    tokens, largest = sample(on_device, sequences).get()
+    check(logits, sequences, tokens)
     assert largest == logits.max(dim=-1).values.tolist()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        again = sample(on_device, requests)
+        again = sample(on_device, sequences)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert again.get() == (tokens, largest)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.requests.recorded_outputs import content_key
-from cbatch.requests.request import EncodedRequest
 from cbatch.schedule.limits import SequenceLimits
 
 ADAPTERS = {"sql": "f1", "chat": "f2"}
@@ -26,9 +26,7 @@ def call(**body: Any) -> dict[str, Any]:
     return {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": [1, 2], **body}}
 
 
-def processed(
-    fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any
-) -> EncodedRequest | Completion:
+def processed(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> Request | Completion:
     model = ModelInfo(
         tokenizer=None,
         default_params=SamplingParams(),
@@ -41,9 +39,9 @@ def processed(
     return lines.process(Line(4, json.dumps(fields).encode()))
 
 
-def request(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> EncodedRequest:
+def request(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> Request:
     made = processed(fields, adapters, **params)
-    assert isinstance(made, EncodedRequest), made
+    assert isinstance(made, Request), made
     return made
 
 
@@ -66,7 +64,7 @@ def request(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **param
 def test_which_adapter_is_asked_for(fields: dict[str, Any], default: str, expected: str) -> None:
     """Guards the order: the field, the model of an OpenAI request if an adapter has that name, the default."""
     made = request(fields, lora=default)
-    assert made.params.lora == expected and made.asked.adapter == ADAPTERS.get(expected, "")
+    assert made.params.lora == expected and made.adapter == ADAPTERS.get(expected, "")
 
 
 def test_an_unknown_adapter_is_an_error_row() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from cbatch import Choice, Completion, RequestError, Score, TokenLogprob, ToolCall, Usage
+from cbatch.base.params import SamplingParams
+from cbatch.base.request import ApiCall, Request
 from cbatch.batch.jsonl import format_row
 from cbatch.requests.completion import Timing
-from cbatch.requests.row import ApiCall, InputRow
 
 TOP = TokenLogprob("b", 5, -2.0, b"b")
 SCORED = [
@@ -28,30 +29,37 @@ CALL = ToolCall("weather", '{"city": "Zürich"}', "abc123xyz")
 PLAIN = Choice(text="Hello <b>world</b>", token_ids=[4, 6, 2], stop_reason="!")
 THOUGHT = Choice(text="", reasoning="hm &c", tool_calls=(CALL, replace(CALL, id="z")), finish_reason="tool_calls")
 CHAT, TEXT = ApiCall(True, "gpt-x"), ApiCall(False, None)
-OWN_ROW = InputRow(3, id="q-1", extra={"topic": "x", "tags": ["a"]})
+ECHO = SamplingParams(echo=True)
+OWN_ROW = Request(index=3, id="q-1", extra={"topic": "x", "tags": ["a"]})
 USAGE = Usage(7, 3, 4)
 ERROR = RequestError("prompt_too_long", "line 4: the prompt has 9 tokens; <8> fit")
 
 
-def make(row: InputRow = OWN_ROW, *choices: Choice, **fields: Any) -> Completion:
+def make(row: Request = OWN_ROW, *choices: Choice, **fields: Any) -> Completion:
     fields = {"usage": USAGE, "timing": Timing(10.0, 10.5, 12.0)} | fields
-    return Completion(row, key="0" * 32, choices=choices, **fields)
+    asked = {name: fields.pop(name) for name in ("with_token_ids", "params") if name in fields}
+    return Completion(replace(row, key="0" * 32, **asked), choices=choices, **fields)
 
 
-def openai(call: ApiCall) -> InputRow:
-    return InputRow(3, id="c-1", call=call, extra={"store": False})
+def openai(call: ApiCall) -> Request:
+    return Request(index=3, id="c-1", call=call, extra={"store": False})
 
 
 SEVERAL = [replace(PLAIN, index=0, logprobs=SCORED), replace(THOUGHT, index=1, logprobs=[])]
 COMPLETIONS: dict[str, Completion] = {
     "plain": make(OWN_ROW, PLAIN),
-    "without an id": make(InputRow(0), Choice()),
+    "without an id": make(Request(index=0), Choice()),
     "calls": make(OWN_ROW, THOUGHT),
     "several": make(OWN_ROW, *SEVERAL, with_token_ids=True, prompt_logprobs=PROMPT),
     "no tokenizer": make(OWN_ROW, replace(PLAIN, text=""), has_text=False, with_token_ids=True),
     "error": make(OWN_ROW, error=ERROR),
     "chat": make(openai(CHAT), *SEVERAL, with_token_ids=True, prompt_logprobs=PROMPT),
-    "text": make(openai(TEXT), replace(PLAIN, logprobs=SCORED), prompt_logprobs=PROMPT, echoes=True),
+    "text": make(
+        openai(TEXT),
+        replace(PLAIN, logprobs=SCORED),
+        prompt_logprobs=PROMPT,
+        params=ECHO,
+    ),
     "failed chat": make(openai(CHAT), error=ERROR),
 }
 each = pytest.mark.parametrize("completion", COMPLETIONS.values(), ids=COMPLETIONS)

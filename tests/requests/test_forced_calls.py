@@ -11,12 +11,11 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request, ToolChoice
 from cbatch.base.template_options import TemplateOptions
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.loader import LoadedModel
 from cbatch.requests.completion import Completion
-from cbatch.requests.request import GenerationRequest
-from cbatch.text.tool_calls import ToolChoice
 from tests.support.chat_templates import QWEN3
 from tests.support.tiny_models import make_network
 from tests.support.tool_calls import CALL_TEMPLATES, WEATHER, make_chat_tokenizer, tool
@@ -49,7 +48,7 @@ def engine(network: Any, request: pytest.FixtureRequest) -> Iterator[SteppingEng
         yield made
 
 
-def ask(engine: SteppingEngine, *requests: GenerationRequest) -> list[Completion]:
+def ask(engine: SteppingEngine, *requests: Request) -> list[Completion]:
     """Runs requests side by side."""
     inputs = engine.input_processor()
     encoded = [inputs.encode(request) for request in requests]
@@ -60,9 +59,9 @@ def ask(engine: SteppingEngine, *requests: GenerationRequest) -> list[Completion
     return [output.completion() for output in outputs.values()]
 
 
-def request(choice: ToolChoice | None, *more: dict[str, Any], seed: int = 0, **fields: Any) -> GenerationRequest:
+def request(choice: ToolChoice | None, *more: dict[str, Any], seed: int = 0, **fields: Any) -> Request:
     params = SamplingParams(**{"max_tokens": 400} | fields.pop("params", {}))
-    return GenerationRequest(messages=[QUESTION, *more], tools=TOOLS, choice=choice, params=params, seed=seed, **fields)
+    return Request(messages=[QUESTION, *more], tools=TOOLS, choice=choice, params=params, seed=seed, **fields)
 
 
 def check_calls(completion: Completion, choice: ToolChoice) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request, ToolChoice
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import TemplateOptions
 from cbatch.batch.line_processor import LineProcessor
@@ -18,11 +19,9 @@ from cbatch.batch.lines import Line
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.requests.prompts import read_prompt
-from cbatch.requests.request import EncodedRequest
 from cbatch.schedule.limits import SequenceLimits
 from cbatch.text.fast_loader import TransformersTokenizer
 from cbatch.text.tokenizer import ChatTokenizer
-from cbatch.text.tool_calls import ToolChoice
 from tests.support.chat_templates import QWEN3
 from tests.support.model_folder import TEMPLATE, make_tokenizer
 
@@ -51,15 +50,13 @@ def processor(
     return LineProcessor(InputProcessor(model, RequestDefaults(**defaults)))
 
 
-def encode(
-    fields: dict[str, Any], chat_template: str | None = TEMPLATE, *, index: int = 0, **defaults: Any
-) -> EncodedRequest:
+def encode(fields: dict[str, Any], chat_template: str | None = TEMPLATE, *, index: int = 0, **defaults: Any) -> Request:
     made = processor(chat_template, **defaults).process(Line(index, json.dumps(fields).encode()))
-    assert isinstance(made, EncodedRequest), made
+    assert isinstance(made, Request), made
     return made
 
 
-def text_of(request: EncodedRequest) -> str:
+def text_of(request: Request) -> str:
     return str(make_tokenizer().decode(request.prompt_ids))
 
 
@@ -283,9 +280,9 @@ def test_a_template_that_is_not_used_cannot_be_told_anything(fields: dict[str, A
 def test_custom_id_is_the_id_of_a_row() -> None:
     """Guards rows in cbatch's own form with OpenAI's name for an id: one name, one key, one seed."""
     by_id, by_custom_id = (encode({"prompt": "Hi", name: "a"}) for name in ("id", "custom_id"))
-    assert by_custom_id.source.id == "a" and by_custom_id.source.extra == {} and by_custom_id.source.call is None
+    assert by_custom_id.id == "a" and by_custom_id.extra == {} and by_custom_id.call is None
     assert (by_id.key, by_id.seed) == (by_custom_id.key, by_custom_id.seed)
-    assert encode({"prompt": "Hi", "custom_id": 4}).source.id == 4
+    assert encode({"prompt": "Hi", "custom_id": 4}).id == 4
     assert encode({"prompt": "Hi", "id": "a", "custom_id": "a"}).key == by_id.key
     assert "two names of one thing" in error_of({"prompt": "Hi", "id": "a", "custom_id": "b"})
     assert "two names of one thing" in error_of({"prompt": "Hi", "id": 1, "custom_id": 1.0})
@@ -297,15 +294,15 @@ def test_a_forced_call_is_compiled() -> None:
     compiled: list[ToolChoice | None] = []
     lines = processor(QWEN3, compiled)
 
-    def made(**fields: Any) -> EncodedRequest | Completion:
+    def made(**fields: Any) -> Request | Completion:
         return lines.process(Line(0, json.dumps({"prompt": "a", "tools": [TOOL], **fields}).encode()))
 
     for choice in "auto", "none", "required", NAMED:
-        assert isinstance(made(tool_choice=choice), EncodedRequest)
+        assert isinstance(made(tool_choice=choice), Request)
     assert compiled == [None, None, ToolChoice(), ToolChoice("look")]
     (several, one) = (made(parallel_tool_calls=value) for value in (True, False))
-    assert isinstance(several, EncodedRequest) and several.max_calls is None
-    assert isinstance(one, EncodedRequest) and one.max_calls == 1
+    assert isinstance(several, Request) and several.max_calls is None
+    assert isinstance(one, Request) and one.max_calls == 1
     other = {"type": "function", "function": {"name": "hear"}}
     for fields, message in (
         ({"tool_choice": other}, "line 1: tool_choice names 'hear', which is not one of the tools"),
@@ -321,7 +318,7 @@ def test_a_forced_call_is_compiled() -> None:
 def request(inputs: InputProcessor, fields: dict[str, Any], params: SamplingParams | None = None) -> SamplingParams:
     """The effective parameters of a row."""
     made = inputs.process(read_prompt(fields, 0, {}), lambda: b"", params)
-    assert isinstance(made, EncodedRequest), made
+    assert isinstance(made, Request), made
     return made.params
 
 
@@ -344,7 +341,7 @@ def test_parameters_come_in_layers() -> None:
 def test_a_prompt_that_does_not_fit_does_not_wait_for_the_engine() -> None:
     """Guards memory: rows whose prompts are too long are finished at once, and keep none of their tokens."""
     fields = {"prompt_token_ids": [300] * (1 << 20), "max_tokens": 1}
-    assert isinstance(processor().process(Line(0, json.dumps(fields).encode())), EncodedRequest)
+    assert isinstance(processor().process(Line(0, json.dumps(fields).encode())), Request)
     fields["prompt_token_ids"] = [300] * ((1 << 20) + 1)
     refused = processor().process(Line(0, json.dumps(fields).encode()))
     assert isinstance(refused, Completion) and refused.error is not None
@@ -373,7 +370,7 @@ def test_what_nobody_foresaw_fails_its_row_only(broken: str, monkeypatch: pytest
     )
     monkeypatch.undo()
     assert made.key == lines.key(Line(4, b'{ "id": "x", "prompt": "a" }')), "the key is not that of the row"
-    assert isinstance(good, EncodedRequest) and good.prompt_ids == [0, 67]
+    assert isinstance(good, Request) and good.prompt_ids == [0, 67]
 
 
 def test_the_key_of_a_refused_row_comes_from_its_bytes() -> None:
@@ -398,5 +395,5 @@ def test_threads_share_a_processor() -> None:
     alone = [processor().inputs.process(read_prompt(row, at, {}), lambda: b"").key for at, row in enumerate(rows[:3])]
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda at: inputs.process(read_prompt(rows[at], at, {}), lambda: b""), range(40)))
-    assert all(isinstance(one, EncodedRequest) for one in made) and len({one.key for one in made}) == 40
+    assert all(isinstance(one, Request) for one in made) and len({one.key for one in made}) == 40
     assert [one.key for one in made[:3]] == alone

@@ -12,13 +12,13 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
 from cbatch.cli.main import run_command
-from cbatch.requests import openai_batch
-from cbatch.requests.row import InputRow
+from cbatch.requests.completion import Completion
 
 
 def call(body: Any, url: str = "/v1/chat/completions", **others: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def text(prompt: Any, **body: Any) -> dict[str, Any]:
     return call({"model": "gpt-3.5-turbo-instruct", "prompt": prompt, **body}, "/v1/completions")
 
 
-def parse(fields: dict[str, Any], **options: bool) -> InputRow:
+def parse(fields: dict[str, Any], **options: bool) -> Request:
     return parse_line(Line(0, json.dumps(fields).encode()), **options)
 
 
@@ -114,7 +114,7 @@ def test_what_is_not_the_fault_of_a_request_has_another_status() -> None:
     """Guards clients that send a request again only if the server failed."""
     row = parse(chat())
     for code, status, kind in (("nan_logits", 500, "server_error"), ("prompt_too_long", 400, "invalid_request_error")):
-        line = openai_batch.result_line(row, "0" * 32, None, RequestError(code, "so"))
+        line = Completion(row, error=RequestError(code, "so")).to_dict()
         assert line["response"]["status_code"] == status and line["response"]["body"]["error"]["type"] == kind
 
 
@@ -215,18 +215,18 @@ def test_bodies_become_rows() -> None:
     row = parse(EVERYTHING)
     assert row.error is None and row.messages == [{"role": "user", "content": "hi"}]
     asked = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 5}
-    nothing = SamplingParams().merged(row.params) == SamplingParams().merged(asked)
-    assert nothing and row.params["logprobs"] is False
-    assert parse(chat(logprobs=True)).params["logprobs"] == 0
-    assert parse(chat(logprobs=True, top_logprobs=4)).params["logprobs"] == 4
+    nothing = SamplingParams().merged(row.given) == SamplingParams().merged(asked)
+    assert nothing and row.given["logprobs"] is False
+    assert parse(chat(logprobs=True)).given["logprobs"] == 0
+    assert parse(chat(logprobs=True, top_logprobs=4)).given["logprobs"] == 4
     developer = parse(chat(messages=[{"role": "developer", "content": "be brief"}]))
     assert developer.messages == [{"role": "system", "content": "be brief"}]
     assert (parse(text("a")).prompt, parse(text("a")).raw) == ("a", True)
     assert parse(text(["a"])).prompt == "a"
-    assert parse(text([[1, 2]])).prompt_token_ids == parse(text([1, 2])).prompt_token_ids == [1, 2]
+    assert parse(text([[1, 2]])).prompt_ids == parse(text([1, 2])).prompt_ids == [1, 2]
     assert parse(chat(verbosity="medium", whim="low", model=5) | {"note": 1}).extra == {"note": 1, "whim": "low"}
     assert row.extra == {}, "bookkeeping of the API is no column"
-    assert row.template == {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}}
+    assert row.given_template == {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}}
     assert parse(chat(max_tokens=None, max_completion_tokens=3)).params == {"max_tokens": 3}
     assert parse(chat(max_completion_tokens=3, max_tokens=None)).params == {"max_tokens": 3}
 

@@ -15,10 +15,9 @@ import pytest
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import TokenEvent, TokenLogprobs
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import ApiCall, Request
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
-from cbatch.requests.request import EncodedRequest
-from cbatch.requests.row import ApiCall, InputRow
 from cbatch.text.detokenizer import IncrementalDetokenizer
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
@@ -66,17 +65,18 @@ def tokenizer_of(name: str) -> ChatTokenizer:
     return make_chat_tokenizer(ANSWERS[name][0])
 
 
-def make_request(name: str, key: str = "k" * 32, **params: Any) -> EncodedRequest:
+def make_request(name: str, key: str = "k" * 32, **params: Any) -> Request:
     """A request of a conversation with tools, as the InputProcessor makes it."""
     tokenizer = tokenizer_of(name)
     prompt_ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}], tools=TOOLS)
-    return EncodedRequest(
+    return Request(
         prompt_ids=prompt_ids,
         params=SamplingParams(**params),
         tags=tokenizer.output_parser.special_tags,
         opens_thinking=tokenizer.opens_thinking(prompt_ids),
         tools=TOOLS,
-        source=InputRow(4, id="row"),
+        index=4,
+        id="row",
         key=key,
     )
 
@@ -98,7 +98,7 @@ def shuffled(outputs: Sequence[list[TokenEvent]], seed: int) -> list[TokenEvent]
 
 
 def run(
-    request: EncodedRequest, tokenizer: ChatTokenizer | None, events: Sequence[TokenEvent]
+    request: Request, tokenizer: ChatTokenizer | None, events: Sequence[TokenEvent]
 ) -> tuple[list[StreamEvent], Completion]:
     """What a reader of the stream gets, and what one gets who waits for the end."""
     outputs, waiting = (OutputProcessor(request, tokenizer, frozenset([EOS])) for _ in range(2))
@@ -200,9 +200,7 @@ def test_an_echo_comes_once_in_each_output(max_tokens: int) -> None:
     tokenizer = tokenizer_of(name)
     prompt_ids = tokenizer.encode("Once upon")
     n = 2 if max_tokens else 1
-    request = EncodedRequest(
-        prompt_ids=prompt_ids, params=SamplingParams(echo=True, max_tokens=max_tokens, n=n), source=InputRow(4)
-    )
+    request = Request(prompt_ids=prompt_ids, params=SamplingParams(echo=True, max_tokens=max_tokens, n=n), index=4)
     outputs = [events_of(ids_of(name, " a time"), number) for number in range(n)]
     if max_tokens == 0:
         outputs = [[TokenEvent(1, None, finish_reason="length")]]
@@ -242,7 +240,7 @@ def test_logprobs_name_their_tokens() -> None:
 
 def test_without_a_tokenizer_there_are_token_ids() -> None:
     """Guards models without a tokenizer: no text, names of tokens all the same, and null in the row."""
-    request = EncodedRequest(prompt_ids=[3, 4], params=SamplingParams(logprobs=0, echo=True), source=InputRow(4))
+    request = Request(prompt_ids=[3, 4], params=SamplingParams(logprobs=0, echo=True), index=4)
     events = [event._replace(logprobs=TokenLogprobs(9, -1.0, ())) for event in events_of([9, 9])]
     read, completion = run(request, None, events)
     check_stream(read, completion)
@@ -267,9 +265,11 @@ def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_row_shows() -> None:
     """Guards token ids in rows, which only some requests ask for, and the prompt's scores in front of an echo."""
     name = "Qwen"
-    row = InputRow(4, call=ApiCall(False, None))
-    request = EncodedRequest(
-        prompt_ids=[0, 7], params=SamplingParams(logprobs=0, echo=True, prompt_logprobs=0), source=row
+    request = Request(
+        prompt_ids=[0, 7],
+        params=SamplingParams(logprobs=0, echo=True, prompt_logprobs=0),
+        index=4,
+        call=ApiCall(False, None),
     )
     scored = TokenLogprobs(7, -1.0, ())
     events = [event._replace(logprobs=scored) for event in events_of([7, EOS])]
@@ -287,7 +287,7 @@ def test_a_failed_output_fails_its_request() -> None:
     error = RequestError("nan_logits", "The logits are NaN.")
     good, bad = events_of(ids_of(name, "fine")), events_of([5, 6], 1)
     bad[-1] = bad[-1]._replace(token_id=None, finish_reason="error", error=error)
-    request = replace(make_request(name, n=2), source=InputRow(4, where="line 5"))
+    request = replace(make_request(name, n=2), index=4, where="line 5")
     for events in ([*good, *bad], [*bad, *good], shuffled([good, bad], 1)):
         read, completion = run(request, tokenizer_of(name), events)
         assert str(completion.error) == "line 5: The logits are NaN." and completion.error is not None

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.base.spelling import one_edit_apart, shortened
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.lines import Line
 from cbatch.requests import param_names
 from cbatch.requests.param_names import COLUMN_NAMES, READERS, REFUSED, REST_OF_CONTEXT, is_param, own_params
-from cbatch.requests.row import InputRow
+from cbatch.requests.rows import set_defaults
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OF_SCHEMA = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -57,7 +58,7 @@ TRANSFORMERS_PARAMS = (
 ).split()
 
 
-def parse(fields: dict[str, Any], **options: bool) -> InputRow:
+def parse(fields: dict[str, Any], **options: bool) -> Request:
     return parse_line(Line(0, json.dumps({"prompt": "a", **fields}).encode()), **options)
 
 
@@ -114,10 +115,10 @@ def test_every_name_of_theirs_is_known(name: str) -> None:
 def test_other_names_are_understood(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Guards that a name of theirs means what ours means, in a row and from Python, and that its value is valid."""
     row = parse(theirs)
-    assert row.error is None and row.params == ours and not row.template
+    assert row.error is None and row.given == ours and not row.given_template
     assert row.extra == {name: theirs[name] for name in ("guided_decoding_backend",) if name in theirs}
     assert own_params({name: value for name, value in theirs.items() if name not in row.extra}) == (ours, {})
-    SamplingParams().merged(row.params)
+    SamplingParams().merged(row.given)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_other_names_are_understood(theirs: dict[str, Any], ours: dict[str, Any]
 def test_what_templates_are_told(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Guards the fields for chat templates, by all of their names, in a row and from Python."""
     row = parse(theirs)
-    assert row.error is None and row.template == ours and row.params == {} and row.extra == {}
+    assert row.error is None and row.given_template == ours and row.given == {} and row.extra == {}
     assert own_params(theirs) == ({}, ours)
 
 
@@ -175,7 +176,7 @@ def test_what_asks_for_nothing_is_accepted(name: str) -> None:
     for nothing in REFUSED[name].nothing:
         assert own_params({name: nothing}) == ({}, {})
         row = parse({name: nothing})
-        assert row.error is None and row.params == {} and row.extra == {name: nothing}
+        assert row.error is None and row.given == {} and row.extra == {name: nothing}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_do_sample_agrees_with_the_temperature() -> None:
     """Guards parameters of transformers that say twice whether to sample."""
     for sampled, temperature in (True, 0.5), (False, 0), (None, 1):
         row = parse({"do_sample": sampled, "temperature": temperature})
-        assert row.error is None and row.params == {"temperature": temperature}
+        assert row.error is None and row.given == {"temperature": temperature}
 
 
 @pytest.mark.parametrize("name", param_names.ROW_FIELDS)
@@ -290,15 +291,15 @@ def test_params_of_a_call_come_under_those_of_a_row() -> None:
     """Guards a prompt's own parameters, constraints and template variables against those of `params`."""
     row = parse({"choice": ["a"], "think": True, "temperature": 0.5})
     params = {"guided_regex": "b", "temperature": 1, "num_predict": 3}
-    row.set_defaults(
-        {**params, "chat_template_kwargs": {"a": 1, "enable_thinking": False}, "continue_final_message": True}
+    set_defaults(
+        row, {**params, "chat_template_kwargs": {"a": 1, "enable_thinking": False}, "continue_final_message": True}
     )
-    assert row.error is None and row.params == {"choice": ["a"], "temperature": 0.5, "max_tokens": 3}
-    assert row.template == {
+    assert row.error is None and row.given == {"choice": ["a"], "temperature": 0.5, "max_tokens": 3}
+    assert row.given_template == {
         "chat_template_kwargs": {"a": 1, "enable_thinking": True},
         "continue_final_message": True,
     }
-    row.set_defaults({"num_ctx": 3})
+    set_defaults(row, {"num_ctx": 3})
     assert row.error is not None and "num_ctx is not available" in str(row.error)
 
 
@@ -337,7 +338,7 @@ def test_names_without_a_likeness_are_refused_from_python() -> None:
 def test_columns_stay_columns(columns: dict[str, Any]) -> None:
     """Guards data sets whose columns have everyday names that are also parameters, or resemble short ones."""
     row = parse(columns)
-    assert row.error is None and row.extra == columns and row.params == {} and row.template == {}
+    assert row.error is None and row.extra == columns and row.given == {} and row.given_template == {}
 
 
 @settings(max_examples=300, deadline=None)

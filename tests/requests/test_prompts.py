@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from cbatch import Completion, Engine, RequestError, SamplingParams
+from cbatch.base.request import Request
 from cbatch.requests.prompts import list_conversations, list_params, list_prompts, read_prompt
-from cbatch.requests.row import InputRow
 
 USER = {"role": "user", "content": "Hi"}
 ROW = {"messages": [USER]}
@@ -61,14 +61,14 @@ def engine(model_folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def read(prompt: Any, **fields: Any) -> InputRow:
+def read(prompt: Any, **fields: Any) -> Request:
     return read_prompt(prompt, 3, fields)
 
 
-def asked(row: InputRow) -> Any:
+def asked(row: Request) -> Any:
     """The prompt of a row without an error."""
     assert row.error is None and row.index == 3
-    (found,) = (one for one in (row.prompt, row.messages, row.prompt_token_ids) if one is not None)
+    (found,) = (one for one in (row.text, row.messages, row.prompt_ids) if one)
     return found
 
 
@@ -236,7 +236,7 @@ def test_numbers_of_numpy_in_a_row() -> None:
         }
     )
     assert row.error is None and row.id == 9
-    assert row.params == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True, "stop": ["a", "b"]}
+    assert row.given == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True, "stop": ["a", "b"]}
     assert row.extra == {"scores": [0.5, 1.5], "level": 2}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
@@ -19,7 +20,6 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.recorded_outputs import content_key, events_of, record
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from cbatch.schedule.limits import SequenceLimits
 from tests.support.shared_engine import ROWS
 
@@ -33,10 +33,10 @@ def engine(model_folder: Path) -> Iterator[SteppingEngine]:
         yield made
 
 
-def requests(engine: SteppingEngine, rows: list[Any]) -> list[EncodedRequest]:
+def requests(engine: SteppingEngine, rows: list[Any]) -> list[Request]:
     lines = LineProcessor(engine.input_processor(RequestDefaults()))
     made = map(lines.process, lines_of(rows))
-    return [one for one in made if isinstance(one, EncodedRequest)]
+    return [one for one in made if isinstance(one, Request)]
 
 
 def test_records_give_the_same_completion(engine: SteppingEngine) -> None:
@@ -44,7 +44,7 @@ def test_records_give_the_same_completion(engine: SteppingEngine) -> None:
     asked = requests(engine, [*ROWS, {"prompt": "a", "max_tokens": 0, "echo": True}, {"prompt": "b", "logprobs": 2}])
     thread, computed = EngineThread(engine), [engine.output_processor(request) for request in asked]
     for outputs in computed:
-        thread.submit(RequestHandle(outputs.request, outputs.take))
+        thread.submit(outputs.request, outputs.take)
     wait(computed)
     thread.close()
     assert len(computed) > 12
@@ -116,7 +116,7 @@ def test_everything_that_decides_an_output_is_in_its_key(engine: SteppingEngine)
         content_key("model", WIDE, replace(one, is_thinking=True)),
         content_key("model", WIDE, replace(one, opens_thinking=True)),
         content_key("model", WIDE, replace(one, prefix="a")),
-        content_key("model", WIDE, replace(one, asked=replace(one.asked, adapter="weights"))),
+        content_key("model", WIDE, replace(one, adapter="weights")),
         content_key("model", WIDE, replace(one, prompt_ids=[*one.prompt_ids, 1])),
     ]
     assert len({*keys, *others}) == len(rows) + len(others)

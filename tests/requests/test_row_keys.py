@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from cbatch.base.params import SamplingParams
-from cbatch.requests.row import InputRow
+from cbatch.base.request import Request
 from cbatch.requests.row_keys import KEY_LENGTH, KeyMaker, canonical_params, explain_difference
 
 MAKER = KeyMaker("model")
 
 
 def key(name: str = "a", prompt: str = "hi", seed: int = 0) -> str:
-    return MAKER.for_row(InputRow(0, id=name), prompt, canonical_params(SamplingParams()), seed)
+    return MAKER.for_row(Request(id=name, text=prompt), canonical_params(SamplingParams()), seed)
 
 
 def test_rows_do_not_share_a_key() -> None:
     """Guards ids that derive from keys, for rows with one seed: in 32 bits, two of these would collide."""
-    keys = {MAKER.for_row(InputRow(0, id=f"{n}"), "hi", b"", 42) for n in range(100_000)}
+    keys = {MAKER.for_row(Request(id=f"{n}", text="hi"), b"", 42) for n in range(100_000)}
     assert len(keys) == 100_000 and all(len(key) == KEY_LENGTH for key in list(keys)[:5])
     assert len({key[:16] for key in keys}) == 1
 
@@ -35,7 +35,7 @@ def test_default_parameters_are_left_out() -> None:
 
 def test_what_differs_is_named() -> None:
     """Guards the message that says why rows are not kept."""
-    other = KeyMaker("other").for_row(InputRow(0, id="a"), "hi", canonical_params(SamplingParams()), 0)
+    other = KeyMaker("other").for_row(Request(id="a", text="hi"), canonical_params(SamplingParams()), 0)
     refused = MAKER.for_invalid_row(b"{")
     assert "another model" in explain_difference(key(), other)
     assert (

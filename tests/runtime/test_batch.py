@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.runtime.batch import DeviceTokens, InFlightTokens, RaggedBatch
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 CPU = torch.device("cpu")
 
 
 def make_chunk(number: int, known: int, start: int, stop: int, *, has_placeholder: bool = False) -> ScheduledChunk:
     """A chunk of a request whose known tokens are 100 * number, 100 * number + 1, ..."""
-    request = Request(number, [100 * number + place for place in range(known)], SamplingParams(), 9)
-    request.num_output_placeholders = int(has_placeholder)
+    sequence = TokenSequence(number, [100 * number + place for place in range(known)], Request(max_new_tokens=9))
+    sequence.num_output_placeholders = int(has_placeholder)
     return ScheduledChunk(
-        request, start, stop, stop == request.num_tokens, [3 * number, 3 * number + 1, 3 * number + 2]
+        sequence, start, stop, stop == sequence.num_tokens, [3 * number, 3 * number + 1, 3 * number + 2]
     )
 
 
@@ -31,7 +31,7 @@ def test_tokens_that_only_the_device_knows_get_their_places() -> None:
         make_chunk(2, 9, 2, 5),
         make_chunk(3, 3, 3, 4, has_placeholder=True),
     ]
-    in_flight = InFlightTokens(torch.tensor([7, 8, 9]), {chunks[2].request: 0, chunks[0].request: 2})
+    in_flight = InFlightTokens(torch.tensor([7, 8, 9]), {chunks[2].sequence: 0, chunks[0].sequence: 2})
     batch = RaggedBatch.build(SchedulerOutput(chunks), 4, CPU, in_flight_tokens=in_flight)
     assert batch.ids.tolist() == batch.input_ids.tolist() == [9, 202, 203, 204, 7] and batch.device_tokens is None
     device_tokens = DeviceTokens(in_flight.tokens, np.array([0, 4]), np.array([2, 0]))

@@ -20,10 +20,10 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, ModelError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.cpu import CpuModel
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from cbatch.runtime.memory import (
     clear_frames,
     device_memory,
@@ -133,8 +133,8 @@ def test_an_engine_serves_several_threads_in_turn() -> None:
     with make_engine(make_network("llama")) as engine:
         for _ in range(2):
             engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
-            request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=100))
-            engine_thread.submit(RequestHandle(request, events.put))
+            request = Request(prompt_ids=prompt, params=SamplingParams(max_tokens=100))
+            engine_thread.submit(request, events.put)
             assert [events.get(timeout=30).token_id for _ in range(4)] == expected
             engine_thread.close()
             assert not engine.has_work and engine.scheduler.pool.num_used == 0 and engine_thread.failure is None
@@ -145,7 +145,7 @@ def test_requests_end_when_the_engine_is_closed_under_its_thread() -> None:
     engine = make_engine(make_network("llama"))
     engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
     engine_thread._inbox.put(engine.close)
-    engine_thread.submit(RequestHandle(EncodedRequest(prompt_ids=[1, 2], params=FEW), events.put))
+    engine_thread.submit(Request(prompt_ids=[1, 2], params=FEW), events.put)
     event = events.get(timeout=30)
     assert event.error is not None and "The engine is closed" in str(event.error)
     engine_thread.close()

@@ -12,36 +12,37 @@ from transformers.generation import logits_process
 
 from cbatch.base.outputs import Sample
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.sample.output import MIN_LOGPROB, PendingLogprobs
 from cbatch.sample.processors import Processors, counts_for
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.structured.masks import TokenMasks
 from cbatch.sample.structured.token_bitmask import bitmask_of
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
 
 
-def make_request(number: int = 0, prompt: int = 6, output: int = 9, words: Any = (), **params: Any) -> Request:
+def make_request(number: int = 0, prompt: int = 6, output: int = 9, words: Any = (), **params: Any) -> TokenSequence:
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(VOCABULARY // 2, (prompt + output,), generator=generator).tolist()
     asked = SamplingParams(**params)
     counts = counts_for(asked, ids[:prompt])
-    request = Request(0, ids[:prompt], asked, max_new_tokens=99, bad_words=words, counts=counts)
+    sequence = TokenSequence(0, ids[:prompt], Request(params=asked, max_new_tokens=99, bad_words=words), counts=counts)
     for token in ids[prompt:]:
-        request.accept(Sample(token))
-    return request
+        sequence.accept(Sample(token))
+    return sequence
 
 
 def random_logits(rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
 
 
-def apply(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+def apply(logits: torch.Tensor, sequences: list[TokenSequence]) -> torch.Tensor:
     before = logits.clone()
-    processed = Processors.build(requests, CPU).apply(logits)
-    if (masks := RowMasks.build(requests, None, [], logits)) is not None:
+    processed = Processors.build(sequences, CPU).apply(logits)
+    if (masks := RowMasks.build(sequences, None, [], logits)) is not None:
         processed = masks.apply(processed)
     assert logits.numpy().tobytes() == before.numpy().tobytes(), "the raw logits are needed for log-probabilities"
     return processed
@@ -50,11 +51,11 @@ def apply(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
 @pytest.mark.parametrize("penalty", [1.3, 0.7, 4.0])
 def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     """Guards the rule for positive and negative logits, over prompt and output, beside rows without it."""
-    requests = [make_request(0, repetition_penalty=penalty), make_request(1), make_request(2, repetition_penalty=2.0)]
+    sequences = [make_request(0, repetition_penalty=penalty), make_request(1), make_request(2, repetition_penalty=2.0)]
     logits = random_logits(3)
-    processed = apply(logits, requests)
+    processed = apply(logits, sequences)
     for row, strength in ((0, penalty), (2, 2.0)):
-        ids = torch.tensor([requests[row].token_ids])
+        ids = torch.tensor([sequences[row].token_ids])
         expected = logits_process.RepetitionPenaltyLogitsProcessor(strength)(ids, logits[row : row + 1].clone())
         assert torch.equal(processed[row], expected[0])
     assert torch.equal(processed[1], logits[1])
@@ -64,11 +65,11 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_presence_and_frequency_follow_the_published_formula(presence: float, frequency: float) -> None:
     """Guards `logit - count * frequency - (count > 0) * presence`, over the output alone."""
     params = {"presence_penalty": presence, "frequency_penalty": frequency}
-    requests = [make_request(1), make_request(0, output=30, **params)]
+    sequences = [make_request(1), make_request(0, output=30, **params)]
     logits = random_logits(2)
-    processed = apply(logits, requests)
-    counts = Counter(requests[1].token_ids[requests[1].num_prompt :])
-    assert max(counts.values()) > 1 and set(requests[1].token_ids[:6]) - set(counts), "the case shows nothing"
+    processed = apply(logits, sequences)
+    counts = Counter(sequences[1].token_ids[sequences[1].num_prompt :])
+    assert max(counts.values()) > 1 and set(sequences[1].token_ids[:6]) - set(counts), "the case shows nothing"
     expected = [
         float(logits[1, token]) - counts[token] * frequency - (counts[token] > 0) * presence
         for token in range(VOCABULARY)
@@ -79,9 +80,9 @@ def test_presence_and_frequency_follow_the_published_formula(presence: float, fr
 
 def test_bias_is_that_of_transformers() -> None:
     """Guards logit_bias: added to its own tokens of its own row."""
-    requests = [make_request(), make_request(logit_bias={3: 5.5, 7: -100}), make_request(logit_bias={"0": 1})]
+    sequences = [make_request(), make_request(logit_bias={3: 5.5, 7: -100}), make_request(logit_bias={"0": 1})]
     logits = random_logits(3)
-    processed = apply(logits, requests)
+    processed = apply(logits, sequences)
     expected = logits_process.SequenceBiasLogitsProcessor([[[3], 5.5], [[7], -100.0]])(
         torch.tensor([[1]]), logits[1:2].clone()
     )
@@ -91,14 +92,14 @@ def test_bias_is_that_of_transformers() -> None:
 
 def test_bad_words_are_those_of_transformers() -> None:
     """Guards words of one token and of several: forbidden only after their beginning."""
-    request = make_request(4)
-    last, before = request.token_ids[-1], request.token_ids[-2]
+    sequence = make_request(4)
+    last, before = sequence.token_ids[-1], sequence.token_ids[-2]
     words = [[5], [last, 6], [before, last, 7], [last, last, 8], [9, 10]]
     logits = random_logits(1)
-    request.bad_words = words
+    sequence.bad_words = words
     processor = logits_process.NoBadWordsLogitsProcessor(words, eos_token_id=49)
-    expected = processor(torch.tensor([request.token_ids]), logits.clone())
-    processed = apply(logits, [request])
+    expected = processor(torch.tensor([sequence.token_ids]), logits.clone())
+    processed = apply(logits, [sequence])
     assert torch.equal(processed, expected)
     assert [token for token in range(VOCABULARY) if processed[0, token] == -math.inf] == [5, 6, 7]
 
@@ -106,9 +107,9 @@ def test_bad_words_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("allowed", [[7], [3, 9, 49], list(range(VOCABULARY - 1)), list(range(VOCABULARY))], ids=len)
 def test_allowed_tokens_are_those_of_transformers(allowed: list[int]) -> None:
     """Guards lists of one, of some and of all tokens, beside rows with another list and with none."""
-    requests = [make_request(), make_request(allowed_token_ids=allowed), make_request(allowed_token_ids=[0])]
+    sequences = [make_request(), make_request(allowed_token_ids=allowed), make_request(allowed_token_ids=[0])]
     logits = random_logits(3)
-    processed = apply(logits, requests)
+    processed = apply(logits, sequences)
     processor = logits_process.PrefixConstrainedLogitsProcessor(lambda batch, ids: allowed, num_beams=1)
     assert torch.equal(processed[1:2], processor(torch.tensor([[1]]), logits[1:2].clone()))
     assert torch.equal(processed[0], logits[0]) and processed[2].isfinite().nonzero().tolist() == [[0]]
@@ -116,30 +117,30 @@ def test_allowed_tokens_are_those_of_transformers(allowed: list[int]) -> None:
 
 def test_allowed_tokens_are_looked_up_once() -> None:
     """Guards the time of a step, since a list may be as long as the vocabulary."""
-    request = make_request(allowed_token_ids=[4, 2, 4])
-    assert request.params.allowed_token_ids == (2, 4)
-    first = apply(random_logits(1), [request])
-    bitmask = request.allowed_bitmask
-    assert torch.equal(apply(random_logits(1), [request]), first) and request.allowed_bitmask is bitmask is not None
+    sequence = make_request(allowed_token_ids=[4, 2, 4])
+    assert sequence.params.allowed_token_ids == (2, 4)
+    first = apply(random_logits(1), [sequence])
+    bitmask = sequence.allowed_bitmask
+    assert torch.equal(apply(random_logits(1), [sequence]), first) and sequence.allowed_bitmask is bitmask is not None
 
 
 def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
     """Guards padding of the vocabulary, whose logits may be anything, and what is forbidden in two ways."""
-    request = make_request(allowed_token_ids=[3, 4, 5], logit_bias={8: 100, 3: 100, 4: 99})
-    request.bad_words = [[3], [9]]
+    sequence = make_request(allowed_token_ids=[3, 4, 5], logit_bias={8: 100, 3: 100, 4: 99})
+    sequence.bad_words = [[3], [9]]
     logits = random_logits(1)
     logits[0, 10], logits[0, 11] = math.nan, math.inf
-    assert apply(logits, [request])[0].isfinite().nonzero().flatten().tolist() == [4, 5]
+    assert apply(logits, [sequence])[0].isfinite().nonzero().flatten().tolist() == [4, 5]
     constraint = TokenMasks(torch.from_numpy(bitmask_of([3, 5, 9], VOCABULARY))[None], [None])
-    masks = RowMasks.build([request], constraint, [0], logits)
+    masks = RowMasks.build([sequence], constraint, [0], logits)
     assert masks is not None
-    processed = masks.apply(Processors.build([request], CPU).apply(logits))
+    processed = masks.apply(Processors.build([sequence], CPU).apply(logits))
     assert processed[0].isfinite().nonzero().flatten().tolist() == [5] and processed[0, 5] == logits[0, 5]
 
 
 def test_all_at_once_is_one_after_the_other() -> None:
     """Guards the order if a row asks for everything: bias, repetition, presence and frequency, bad words, lists."""
-    request = make_request(
+    sequence = make_request(
         5,
         output=20,
         logit_bias={3: 9},
@@ -148,16 +149,16 @@ def test_all_at_once_is_one_after_the_other() -> None:
         frequency_penalty=0.2,
         allowed_token_ids=list(range(2, 30)),
     )
-    request.bad_words = [[4]]
+    sequence.bad_words = [[4]]
     logits = random_logits(1)
-    ids = torch.tensor([request.token_ids])
+    ids = torch.tensor([sequence.token_ids])
     expected = logits.clone()
     expected[0, 3] += 9
     expected = logits_process.RepetitionPenaltyLogitsProcessor(1.5)(ids, expected)
-    for token, count in Counter(request.token_ids[request.num_prompt :]).items():
+    for token, count in Counter(sequence.token_ids[sequence.num_prompt :]).items():
         expected[0, token] -= 0.3 + 0.2 * count
     expected[0, 4] = expected[0, :2] = expected[0, 30:] = -math.inf
-    assert torch.allclose(apply(logits, [request]), expected, atol=1e-5)
+    assert torch.allclose(apply(logits, [sequence]), expected, atol=1e-5)
 
 
 def test_rows_that_ask_for_nothing_cost_nothing() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.runtime.batch import Logits
 from cbatch.sample.output import NO_ALLOWED_TOKEN, PendingSample
 from cbatch.sample.row_masks import RowMasks, bools_on_device
@@ -18,7 +19,7 @@ from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.masks import MaskFiller, Place, TokenMasks
 from cbatch.sample.structured.token_bitmask import bitmask_of, full_bitmask, to_bools
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from tests.support.device import HAS_GPU
 from tests.support.fake_cuda import CUDA, FakeCuda
 
@@ -31,10 +32,10 @@ class Open:
     is_finished = False
 
 
-def make_request(allowed: Sequence[int] | None = None, *, constrained: bool = False, **params: Any) -> Request:
+def make_request(allowed: Sequence[int] | None = None, *, constrained: bool = False, **params: Any) -> TokenSequence:
     asked = SamplingParams(allowed_token_ids=allowed, **params)
     state: Any = Open() if constrained else None
-    return Request(0, [1] * 5, asked, max_new_tokens=9, grammar_state=state)
+    return TokenSequence(0, [1] * 5, Request(params=asked, max_new_tokens=9), grammar_state=state)
 
 
 def masks_of(*sets: Sequence[int]) -> TokenMasks:
@@ -47,10 +48,10 @@ def logits_of(rows: int) -> torch.Tensor:
 
 
 def pending(
-    requests: list[Request], logits: torch.Tensor, masks: TokenMasks | None, sampler: Sampler | None = None
+    sequences: list[TokenSequence], logits: torch.Tensor, masks: TokenMasks | None, sampler: Sampler | None = None
 ) -> PendingSample:
     sampler = sampler or Sampler(logits.device)
-    chunks = [ScheduledChunk(request, 0, len(request.token_ids), True, []) for request in requests]
+    chunks = [ScheduledChunk(sequence, 0, len(sequence.token_ids), True, []) for sequence in sequences]
     return PendingSample(SchedulerOutput(chunks), Logits(logits), sampler, None, masks)
 
 
@@ -70,7 +71,7 @@ def test_bitmasks_are_sets_of_tokens(vocabulary: int) -> None:
 
 def test_each_row_keeps_its_own_tokens() -> None:
     """Guards rows with a list, a constraint, both and neither, in any order, against the mask of another row."""
-    requests = [
+    sequences = [
         make_request(),
         make_request(constrained=True),
         make_request([3, 40, 74]),
@@ -79,8 +80,8 @@ def test_each_row_keeps_its_own_tokens() -> None:
         make_request([3, 40, 74]),
         make_request(constrained=True),
     ]
-    logits = logits_of(len(requests))
-    masks = RowMasks.build(requests, masks_of([1, 2], [6, 64, 70], [33]), [1, 3, 6], logits)
+    logits = logits_of(len(sequences))
+    masks = RowMasks.build(sequences, masks_of([1, 2], [6, 64, 70], [33]), [1, 3, 6], logits)
     assert masks is not None and len(masks.bitmasks) == 4, "a list that two rows have is one mask"
     masked = masks.apply(logits)
     every = list(range(VOCABULARY))
@@ -93,11 +94,11 @@ def test_each_row_keeps_its_own_tokens() -> None:
 def test_masks_of_all_rows_are_taken_as_they_are() -> None:
     """Guards the common step of structured output: no copy of the masks, in whatever order rows are constrained."""
     logits, made = logits_of(3), masks_of([4], [5, 50], [6])
-    requests = [make_request(constrained=True) for _ in range(3)]
-    masks = RowMasks.build(requests, made, [0, 1, 2], logits)
+    sequences = [make_request(constrained=True) for _ in range(3)]
+    masks = RowMasks.build(sequences, made, [0, 1, 2], logits)
     assert masks is not None and masks.bitmasks is made.bitmasks
     assert masks.apply(logits).isfinite().nonzero().tolist() == [[0, 4], [1, 5], [1, 50], [2, 6]]
-    masks = RowMasks.build(requests, made, [2, 0, 1], logits)
+    masks = RowMasks.build(sequences, made, [2, 0, 1], logits)
     assert masks is not None
     assert masks.apply(logits).isfinite().nonzero().tolist() == [[0, 5], [0, 50], [1, 6], [2, 4]]
     assert RowMasks.build([make_request()], None, [], logits) is None
@@ -105,14 +106,14 @@ def test_masks_of_all_rows_are_taken_as_they_are() -> None:
 
 def test_a_step_takes_its_masks_after_its_penalties() -> None:
     """Guards the whole of a step: a bias does not bring a forbidden token back, and a row with nothing left fails."""
-    requests = [
+    sequences = [
         make_request([7, 8], logit_bias={70: 100, 8: 50}),
         make_request(constrained=True, temperature=1.0),
         make_request([9], constrained=True),
         make_request(logprobs=1),
     ]
     logits = logits_of(4)
-    samples = pending(requests, logits, masks_of([11], [12])).get().samples
+    samples = pending(sequences, logits, masks_of([11], [12])).get().samples
     assert [sample.token_id for sample in samples[:2]] == [8, 11]
     assert samples[2].error is NO_ALLOWED_TOKEN and samples[3].token_id == int(logits[3].argmax())
     assert samples[3].logprobs is not None and samples[3].logprobs.logprob > -math.inf
@@ -133,7 +134,7 @@ class AnyState:
 def test_masked_steps_on_a_gpu_wait_for_nothing(kernel: bool) -> None:
     """Guards masks in memory that is not pinned, and the sampler that stands in for a kernel that fails its check."""
     pytest.importorskip("triton", reason="the kernel needs Triton")
-    requests = [
+    sequences = [
         make_request(constrained=True, temperature=1.0, top_p=0.9),
         make_request([3, 4], logit_bias={3: 1.0}),
         make_request(constrained=True),
@@ -141,9 +142,9 @@ def test_masked_steps_on_a_gpu_wait_for_nothing(kernel: bool) -> None:
     with FakeCuda() as device:
         sampler, logits = Sampler(CUDA, kernel=kernel), torch.zeros(3, VOCABULARY, device=CUDA)
         filler = MaskFiller(1, pin=True)
-        for rows in (requests, [requests[0], requests[2]], [requests[1]]):
+        for rows in (sequences, [sequences[0], sequences[2]], [sequences[1]]):
             state: Any = AnyState()
-            filler.begin([Place(state) for request in rows if request.grammar_state is not None])
+            filler.begin([Place(state) for sequence in rows if sequence.grammar_state is not None])
             masks = filler.result()
             with device.no_waits():
                 pending(rows, logits[: len(rows)], masks, sampler).get()

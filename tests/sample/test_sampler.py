@@ -13,6 +13,7 @@ from transformers.generation import logits_process
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.engine.loop import EngineCore
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.runtime.batch import Logits, SampledOnDevice
@@ -21,26 +22,21 @@ from cbatch.sample.processors import Processors
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import Sampler, gumbel_noise, pack_sampling_params
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from tests.support.sampling_cases import noise_key, sample
 
 CPU = torch.device("cpu")
 
 
-def make_request(seed: int = 0, position: int = 5, sample_number: int = 0, **params: Any) -> Request:
-    return Request(
-        id=0,
-        token_ids=[1] * position,
-        params=SamplingParams(**params),
-        max_new_tokens=9,
-        seed=seed,
-        sample_index=sample_number,
+def make_request(seed: int = 0, position: int = 5, sample_number: int = 0, **params: Any) -> TokenSequence:
+    return TokenSequence(
+        0, [1] * position, Request(params=SamplingParams(**params), max_new_tokens=9, seed=seed), sample_number
     )
 
 
-def draw(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    masks = RowMasks.build(requests, None, [], logits)
-    return sample(Processors.build(requests, CPU).apply(logits), requests, masks).get()[0]
+def draw(logits: torch.Tensor, sequences: list[TokenSequence]) -> list[int]:
+    masks = RowMasks.build(sequences, None, [], logits)
+    return sample(Processors.build(sequences, CPU).apply(logits), sequences, masks).get()[0]
 
 
 def random_logits(rows: int, vocabulary: int = 50) -> torch.Tensor:
@@ -50,8 +46,8 @@ def random_logits(rows: int, vocabulary: int = 50) -> torch.Tensor:
 def test_greedy_is_argmax_beside_rows_that_are_drawn() -> None:
     """Guards against temperature of one row touching another."""
     logits = random_logits(4)
-    requests = [make_request(), make_request(temperature=2.0), make_request(), make_request(temperature=1e-7)]
-    drawn = draw(logits, requests)
+    sequences = [make_request(), make_request(temperature=2.0), make_request(), make_request(temperature=1e-7)]
+    drawn = draw(logits, sequences)
     assert [drawn[row] for row in (0, 2, 3)] == [int(logits[row].argmax()) for row in (0, 2, 3)]
 
 
@@ -62,7 +58,7 @@ def test_draws_are_from_the_allowed_tokens(filters: dict[str, Any]) -> None:
     allowed, logits = ranked[10:13], random_logits(1).expand(2 * count, -1)
     free = [make_request(seed, temperature=1.5, **filters) for seed in range(count)]
     listed = [make_request(seed, temperature=1.5, allowed_token_ids=allowed, **filters) for seed in range(count)]
-    mixed = [request for pair in zip(free, listed, strict=True) for request in pair]
+    mixed = [sequence for pair in zip(free, listed, strict=True) for sequence in pair]
     drawn = draw(logits, mixed)
     assert drawn[::2] == draw(logits[:count], free) and ranked[0] in drawn[::2]
     expected = {*allowed[:1]} if "top_p" in filters or "min_p" in filters else {*allowed}
@@ -92,8 +88,8 @@ def test_filters_keep_what_transformers_keeps(filters: dict[str, Any]) -> None:
     if "min_p" in filters:
         kept = logits_process.MinPLogitsWarper(filters["min_p"])(None, kept)
     probabilities = kept.softmax(-1)[0]
-    requests = [make_request(seed=seed, temperature=0.8, **filters) for seed in range(400)]
-    tokens = Counter(draw(logits.expand(400, -1), requests))
+    sequences = [make_request(seed=seed, temperature=0.8, **filters) for seed in range(400)]
+    tokens = Counter(draw(logits.expand(400, -1), sequences))
     assert all(probabilities[token] > 0 for token in tokens)
     assert all(token in tokens for token in range(50) if probabilities[token] > 0.02)
 
@@ -102,8 +98,8 @@ def test_draws_follow_the_softmax() -> None:
     """Guards the Gumbel trick and the hash behind it: chi-square of 20,000 draws over 12 tokens."""
     logits = random_logits(1, 12) / 2
     count = 20_000
-    requests = [make_request(seed=seed, temperature=1.0) for seed in range(count)]
-    tokens = Counter(draw(logits.expand(count, -1), requests))
+    sequences = [make_request(seed=seed, temperature=1.0) for seed in range(count)]
+    tokens = Counter(draw(logits.expand(count, -1), sequences))
     expected = logits.softmax(-1)[0] * count
     chi_square = sum((tokens[token] - float(expected[token])) ** 2 / float(expected[token]) for token in range(12))
     assert chi_square < 31.3, "less likely than 1 in 1000 for 11 degrees of freedom"
@@ -112,14 +108,14 @@ def test_draws_follow_the_softmax() -> None:
 def test_a_draw_depends_on_its_own_row_only() -> None:
     """Guards the promise that company never changes a result: alone, permuted, beside filtered rows."""
     logits = random_logits(6)
-    requests = [
+    sequences = [
         make_request(seed=row, position=row + 3, temperature=1.0, **({"top_p": 0.9} if row % 2 else {}))
         for row in range(6)
     ]
-    together = draw(logits, requests)
-    alone = [draw(logits[row : row + 1], [requests[row]])[0] for row in range(6)]
+    together = draw(logits, sequences)
+    alone = [draw(logits[row : row + 1], [sequences[row]])[0] for row in range(6)]
     order = [3, 1, 5, 0, 4, 2]
-    permuted = draw(logits[order], [requests[row] for row in order])
+    permuted = draw(logits[order], [sequences[row] for row in order])
     assert together == alone and permuted == [together[row] for row in order]
 
 
@@ -159,8 +155,8 @@ def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float
     """Guards against a broken row passing as text, and against it harming its neighbour or the step."""
     logits = random_logits(3)
     logits[1, 2] = bad
-    requests = [make_request(), make_request(**params), make_request()]
-    tokens, largest = sample(logits, requests).get()
+    sequences = [make_request(), make_request(**params), make_request()]
+    tokens, largest = sample(logits, sequences).get()
     assert list(map(math.isfinite, largest)) == [True, False, True] and tokens[0] == logits[0].argmax()
 
 
@@ -173,20 +169,20 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
     def note_launch(core: EngineCore, scheduled: SchedulerOutput, *others: Any) -> Any:
         nonlocal placeholders
         chunks = scheduled.to_sample
-        words = pack_sampling_params([chunk.request for chunk in chunks], [chunk.stop for chunk in chunks])
-        early.append({chunk.request.id: row.tolist() for chunk, row in zip(chunks, words, strict=True)})
-        placeholders += sum(chunk.request.num_output_placeholders > 1 for chunk in chunks)
+        words = pack_sampling_params([chunk.sequence for chunk in chunks], [chunk.stop for chunk in chunks])
+        early.append({chunk.sequence.id: row.tolist() for chunk, row in zip(chunks, words, strict=True)})
+        placeholders += sum(chunk.sequence.num_output_placeholders > 1 for chunk in chunks)
         return launch(core, scheduled, *others)
 
-    def compare(sampler: Sampler, logits: Any, requests: list[Request], positions: Any, *rest: Any) -> Any:
+    def compare(sampler: Sampler, logits: Any, sequences: list[TokenSequence], positions: Any, *rest: Any) -> Any:
         nonlocal compared
-        known = [request for request in requests if not request.has_ended]
-        words = pack_sampling_params(known, [len(request.token_ids) for request in known])
-        given = dict(zip((request.id for request in requests), positions, strict=True))
-        assert all(given[request.id] == len(request.token_ids) for request in known)
-        assert words.tolist() == [early[-1][request.id] for request in known]
+        known = [sequence for sequence in sequences if not sequence.has_ended]
+        words = pack_sampling_params(known, [len(sequence.token_ids) for sequence in known])
+        given = dict(zip((sequence.id for sequence in sequences), positions, strict=True))
+        assert all(given[sequence.id] == len(sequence.token_ids) for sequence in known)
+        assert words.tolist() == [early[-1][sequence.id] for sequence in known]
         compared += len(known)
-        return choose(sampler, logits, requests, positions, *rest)
+        return choose(sampler, logits, sequences, positions, *rest)
 
     monkeypatch.setattr(EngineCore, "_launch", note_launch)
     monkeypatch.setattr(Sampler, "sample", compare)
@@ -202,15 +198,15 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
 def test_a_row_is_packed_into_words() -> None:
     """Guards the places that the kernels read, and padding rows of captured steps: zeros are a greedy row."""
     drawn = make_request(-1, sample_number=3, temperature=0.8, top_p=0.5, min_p=0.25, top_k=3)
-    requests = [make_request(), drawn, make_request()]
-    words = pack_sampling_params(requests, [5, 6, 7])
+    sequences = [make_request(), drawn, make_request()]
+    words = pack_sampling_params(sequences, [5, 6, 7])
     assert words[1].view(np.float32)[:3].tolist() == [np.float32(0.8), 0.5, 0.25] and words[1, 3] == 3
     assert tuple(words[1].view(np.uint32)[4:6].tolist()) == noise_key(-1, 3, 6) and not words[1, 6:].any()
-    assert not pack_sampling_params(requests[:1], [5]).any() and not words[[0, 2], 0].any()
+    assert not pack_sampling_params(sequences[:1], [5]).any() and not words[[0, 2], 0].any()
 
 
-def pending(requests: list[Request], logits: Logits) -> PendingSample:
-    chunks = [ScheduledChunk(request, 0, len(request.token_ids), True, []) for request in requests]
+def pending(sequences: list[TokenSequence], logits: Logits) -> PendingSample:
+    chunks = [ScheduledChunk(sequence, 0, len(sequence.token_ids), True, []) for sequence in sequences]
     return PendingSample(SchedulerOutput(chunks), logits, Sampler(CPU))
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from cbatch.base.outputs import Sample
-from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.schedule import draft_policy
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import StepResult
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 
 Text = Callable[[int], int]
 
@@ -28,10 +28,12 @@ class Run:
         limits = StepLimits(max_seqs=128, max_batch_tokens=512)
         self.scheduler = Scheduler(BlockPool(4000, 16), limits, 2000, speculate="auto")
         self.fixed, self.per_token = fixed, per_token
-        self.requests = [Request(number, [text(0)], SamplingParams(), 300) for number, text in enumerate(texts)]
-        self.texts = dict(zip(self.requests, texts, strict=True))
-        for request in self.requests:
-            self.scheduler.add(request)
+        self.sequences = [
+            TokenSequence(number, [text(0)], Request(max_new_tokens=300)) for number, text in enumerate(texts)
+        ]
+        self.texts = dict(zip(self.sequences, texts, strict=True))
+        for sequence in self.sequences:
+            self.scheduler.add(sequence)
         self.seconds, self.steps = 0.0, 0
 
     def finish(self, most: int = 10**6) -> Run:
@@ -42,20 +44,20 @@ class Run:
             self.steps += 1
             self.scheduler.drafts.observe_step(scheduled, None if scheduled.admitted else taken)
             samples = [
-                Sample(self.texts[chunk.request](chunk.stop - len(chunk.draft) + place))
+                Sample(self.texts[chunk.sequence](chunk.stop - len(chunk.draft) + place))
                 for chunk in scheduled.to_sample
                 for place in range(1 + len(chunk.draft))
             ]
             self.scheduler.update_from_output(scheduled, StepResult(samples))
             self.scheduler.check_integrity()
-        for request in self.requests:
-            assert request.token_ids == [self.texts[request](at) for at in range(len(request.token_ids))]
+        for sequence in self.sequences:
+            assert sequence.token_ids == [self.texts[sequence](at) for at in range(len(sequence.token_ids))]
         return self
 
     @property
     def plain_seconds(self) -> float:
         """What the same takes without drafts."""
-        return 300 * (self.fixed + self.per_token * len(self.requests)) / 1e3
+        return 300 * (self.fixed + self.per_token * len(self.sequences)) / 1e3
 
 
 def random_text(seed: int, vocabulary: int = 30_000) -> Text:
@@ -71,18 +73,18 @@ def repeating_text(seed: int) -> Text:
     return [token for _ in range(14) for token in rng.choice(pieces)].__getitem__
 
 
-@pytest.mark.parametrize(("requests", "gain"), [(1, 2.2), (8, 1.4), (32, 1.1)])
-def test_text_that_repeats_is_drafted_if_it_pays(requests: int, gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sequences", "gain"), [(1, 2.2), (8, 1.4), (32, 1.1)])
+def test_text_that_repeats_is_drafted_if_it_pays(sequences: int, gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the gain, with the step times of a small model on two cores: 6.3 + 0.36 n milliseconds."""
-    run = Run([repeating_text(seed) for seed in range(requests)], 6.3, 0.36, monkeypatch).finish()
+    run = Run([repeating_text(seed) for seed in range(sequences)], 6.3, 0.36, monkeypatch).finish()
     assert run.plain_seconds / run.seconds > gain
 
 
 @pytest.mark.parametrize("vocabulary", [30_000, 20])
-@pytest.mark.parametrize("requests", [1, 8, 32, 128])
-def test_random_text_loses_nothing(requests: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sequences", [1, 8, 32, 128])
+def test_random_text_loses_nothing(sequences: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards text that does not repeat, or seems to and does not: at most 2% more time, for any number of requests."""
-    run = Run([random_text(seed, vocabulary) for seed in range(requests)], 6.3, 0.36, monkeypatch).finish()
+    run = Run([random_text(seed, vocabulary) for seed in range(sequences)], 6.3, 0.36, monkeypatch).finish()
     assert run.plain_seconds / run.seconds > 0.98
 
 
@@ -99,9 +101,9 @@ def test_a_step_with_prompts_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> N
     run = Run([lambda at: at % 5], 6.3, 0.36, monkeypatch).finish(most=15)
     assert run.scheduler.drafts.num_accepted > 20
     for number in range(1, 4):
-        request = Request(number, [7] * 40, SamplingParams(), 300)
-        run.scheduler.add(request)
+        sequence = TokenSequence(number, [7] * 40, Request(max_new_tokens=300))
+        run.scheduler.add(sequence)
         scheduled = run.scheduler.schedule()
         assert len(scheduled.chunks) == 2 and not any(chunk.draft for chunk in scheduled.chunks)
         run.scheduler.rollback(scheduled)
-        run.scheduler.cancel(request)
+        run.scheduler.cancel(sequence)

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.schedule import draft_sources
 from cbatch.schedule.draft_sources import MAX_FINISHED_INDEXED, MAX_INDEXED, DraftSources
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.drafter import FORCED, Proposal
 
 
-def request_of(number: int, tokens: Sequence[int], prompt: int = 1, **fields: Any) -> Request:
-    made = Request(number, list(tokens[:prompt]), SamplingParams(), 100, **fields)
+def request_of(number: int, tokens: Sequence[int], prompt: int = 1, **fields: Any) -> TokenSequence:
+    made = TokenSequence(number, list(tokens[:prompt]), Request(max_new_tokens=100), **fields)
     made.token_ids += tokens[prompt:]
     return made
 
 
-def step(sources: DraftSources, request: Request, count: int = 4) -> Proposal | None:
+def step(sources: DraftSources, sequence: TokenSequence, count: int = 4) -> Proposal | None:
     sources.begin_step()
-    return sources.propose(request, count)
+    return sources.propose(sequence, count)
 
 
 def test_a_finished_output_is_drafted_if_its_match_is_longer() -> None:
@@ -48,11 +48,11 @@ def test_the_end_of_an_output_is_not_drafted_across() -> None:
 def test_a_step_indexes_a_bounded_number_of_tokens() -> None:
     """Guards steps against long prompts and outputs: they are indexed in parts, and drafted when they are whole."""
     sources, tokens = DraftSources(2), list(range(3 * MAX_INDEXED))
-    request = request_of(0, [*tokens, 1, 2])
-    found = [step(sources, request) for _ in range(4)]
+    sequence = request_of(0, [*tokens, 1, 2])
+    found = [step(sources, sequence) for _ in range(4)]
     assert found[:3] == [None] * 3 and found[3] == Proposal([3, 4, 5, 6], 2)
-    assert sources._num_indexed == len(request.token_ids)
-    sources.forget(request)
+    assert sources._num_indexed == len(sequence.token_ids)
+    sources.forget(sequence)
     assert sources._num_indexed == 0
     before = len(sources._finished.indexes[0])
     sources.begin_step()
@@ -62,23 +62,23 @@ def test_a_step_indexes_a_bounded_number_of_tokens() -> None:
 def test_a_prompt_is_indexed_while_it_is_computed() -> None:
     """Guards the first draft of a request: it does not wait until a long prompt is indexed."""
     sources, tokens = DraftSources(2), [*range(3 * MAX_INDEXED), 1, 2]
-    request = request_of(0, tokens, prompt=len(tokens))
+    sequence = request_of(0, tokens, prompt=len(tokens))
     for part in (MAX_INDEXED // 2, MAX_INDEXED, MAX_INDEXED, MAX_INDEXED // 2 + 2):
         sources.begin_step()
-        sources.index_prompt(request, part)
-    assert step(sources, request) == Proposal([3, 4, 5, 6], 2)
+        sources.index_prompt(sequence, part)
+    assert step(sources, sequence) == Proposal([3, 4, 5, 6], 2)
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a long run: the tokens of running requests that are indexed, and those of finished outputs."""
     monkeypatch.setattr(draft_sources, "MAX_TOKENS", 100)
     sources = DraftSources(2)
-    requests = [request_of(number, [number, number + 1] * 15) for number in range(5)]
-    found = [step(sources, request) for request in requests]
+    sequences = [request_of(number, [number, number + 1] * 15) for number in range(5)]
+    found = [step(sources, sequence) for sequence in sequences]
     assert [one is not None for one in found] == [True, True, True, False, False]
     assert sources._num_indexed == 90
-    sources.forget(requests[0])
-    assert step(sources, requests[4]) is not None, "there is room again"
+    sources.forget(sequences[0])
+    assert step(sources, sequences[4]) is not None, "there is room again"
 
 
 class Form:

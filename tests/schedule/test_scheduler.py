@@ -10,37 +10,31 @@ import pytest
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import Sample
-from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.schedule.admission import MAX_PREEMPTIONS, AdmissionPolicy
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.forecast import OutputLengths
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import SchedulerOutput, StepResult
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 
 
 def make_scheduler(blocks: int = 8, block_size: int = 4, seqs: int = 4, budget: int = 16) -> Scheduler:
     return Scheduler(BlockPool(blocks, block_size), StepLimits(seqs, budget), max_model_len=1000, prefix_cache=False)
 
 
-def make_request(number: int, prompt: int, output: int = 1, priority: int = 0) -> Request:
-    return Request(
-        id=number,
-        token_ids=[1] * prompt,
-        params=SamplingParams(max_tokens=output),
-        max_new_tokens=output,
-        priority=priority,
-    )
+def make_request(number: int, prompt: int, output: int = 1, priority: int = 0) -> TokenSequence:
+    return TokenSequence(number, [1] * prompt, Request(max_new_tokens=output, priority=priority))
 
 
-def add(scheduler: Scheduler, *requests: Request) -> None:
-    for request in requests:
-        scheduler.add(request)
+def add(scheduler: Scheduler, *sequences: TokenSequence) -> None:
+    for sequence in sequences:
+        scheduler.add(sequence)
 
 
 def counts(scheduled: SchedulerOutput) -> dict[int, int]:
-    return {chunk.request.id: chunk.num_tokens for chunk in scheduled.chunks}
+    return {chunk.sequence.id: chunk.num_tokens for chunk in scheduled.chunks}
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
@@ -214,10 +208,10 @@ def test_a_limit_of_0_leaves_a_step_to_decoding() -> None:
     assert [step(scheduler) for _ in range(3)] == [{0: 1}, {0: 1}, {1: 16}]
 
 
-def steps_to_finish(scheduler: Scheduler, request: Request) -> int:
+def steps_to_finish(scheduler: Scheduler, sequence: TokenSequence) -> int:
     """Steps until the request is done."""
     count = 0
-    while request.num_generated < request.max_new_tokens:
+    while sequence.num_generated < sequence.max_new_tokens:
         step(scheduler)
         count += 1
     return count
@@ -260,12 +254,12 @@ def test_the_rest_of_a_prompt_decides_not_its_length() -> None:
     """Guards a long conversation whose history is in the prefix cache: its turn is short."""
     scheduler = Scheduler(BlockPool(200, 4), StepLimits(4, 16), 1000)
     history = list(range(200))
-    turn = Request(0, list(history), SamplingParams(max_tokens=1), max_new_tokens=1)
+    turn = TokenSequence(0, list(history), Request(max_new_tokens=1))
     add(scheduler, turn)
     steps_to_finish(scheduler, turn)
     add(scheduler, make_request(1, 120, 1))
     step(scheduler)
-    again = Request(2, [*history, 7, 7, 7, 7], SamplingParams(max_tokens=1), max_new_tokens=1)
+    again = TokenSequence(2, [*history, 7, 7, 7, 7], Request(max_new_tokens=1))
     add(scheduler, again)
     assert step(scheduler) == {2: 4, 1: 12}
 
@@ -308,7 +302,7 @@ def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
     scheduler = make_scheduler(
         blocks=random_.randint(5, 12), block_size=random_.randint(1, 4), seqs=random_.randint(1, 5), budget=7
     )
-    live: list[Request] = []
+    live: list[TokenSequence] = []
     for number in range(60):
         prompt = random_.randint(1, scheduler.pool.capacity)
         room = min(scheduler.sequence_limits.max_new_tokens(prompt), random_.randint(1, 12))
@@ -320,7 +314,7 @@ def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
             scheduler.cancel(live.pop(random_.randrange(len(live))))
     steps = 0
     while scheduler.has_work:
-        first = min(scheduler.running + scheduler.waiting, key=lambda request: (request.priority, request.id))
+        first = min(scheduler.running + scheduler.waiting, key=lambda sequence: (sequence.priority, sequence.id))
         planned = step(scheduler)
         assert first.id in planned, "the oldest of the highest priority must advance in every step"
         steps += 1
@@ -332,11 +326,11 @@ def most_preempted(seed: int) -> int:
     """How often a request was preempted at most, among peers that are all expected to end at once."""
     random_ = random.Random(seed)
     scheduler = make_scheduler(blocks=40, block_size=4, seqs=16, budget=64)
-    requests = [make_request(n, random_.randint(1, 20), random_.randint(40, 100)) for n in range(40)]
-    add(scheduler, *requests)
+    sequences = [make_request(n, random_.randint(1, 20), random_.randint(40, 100)) for n in range(40)]
+    add(scheduler, *sequences)
     while scheduler.has_work:
         step(scheduler)
-    return max(request.num_preemptions for request in requests)
+    return max(sequence.num_preemptions for sequence in sequences)
 
 
 def test_peers_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.prefill_budget import PrefillBudget
 from cbatch.schedule.recurrent_states import RecurrentStates
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import Snapshot, StateSlots
 from tests.support.random_walk import RandomWalk
 from tests.support.scheduler_invariants import Violation
@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.drain()
 
     def _add(self, prompt: list[int], tokens: int, priority: int, stop: int | None = None) -> None:
-        if len(self.simulation.requests) < MOST_LIVE:
+        if len(self.simulation.sequences) < MOST_LIVE:
             self.simulation.add(prompt, tokens, priority, stop)
 
 
@@ -206,21 +206,21 @@ def keep_running_after_the_end(self: Scheduler, scheduled: SchedulerOutput, resu
     """Forgets that the last token of a decoding request is in the cache now."""
     events = update_from_output(self, scheduled, results)
     for chunk in scheduled.chunks:
-        if chunk.request.blocks is chunk.blocks:
-            chunk.request.num_computed = max(chunk.start, 1)
+        if chunk.sequence.blocks is chunk.blocks:
+            chunk.sequence.num_computed = max(chunk.start, 1)
     return events
 
 
 def update_ended_requests(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
     """Gives requests that have ended the token of a step in flight."""
     for chunk in scheduled.chunks:
-        chunk.request.has_ended = False
+        chunk.sequence.has_ended = False
     return update_from_output(self, scheduled, results)
 
 
 def overlook_lost_blocks(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
     """Evicts only the blocks that a request with a NaN holds now, not those it has lost."""
-    chunks = [chunk._replace(blocks=chunk.request.blocks) for chunk in scheduled.chunks]
+    chunks = [chunk._replace(blocks=chunk.sequence.blocks) for chunk in scheduled.chunks]
     return update_from_output(self, SchedulerOutput(chunks, scheduled.admitted), results)
 
 
@@ -228,10 +228,10 @@ def keep_placeholders_after_rollback(self: Scheduler, scheduled: SchedulerOutput
     """Keeps the placeholders of a step that was rolled back."""
     rollback(self, scheduled)
     for chunk in scheduled.chunks:
-        chunk.request.num_output_placeholders += chunk.is_last
+        chunk.sequence.num_output_placeholders += chunk.is_last
 
 
-def never_finishing(request: Request) -> bool:
+def never_finishing(sequence: TokenSequence) -> bool:
     """Schedules requests whose last token is in flight."""
     return False
 
@@ -245,11 +245,11 @@ def keep_nan_blocks_cached(self: Scheduler, scheduled: SchedulerOutput, results:
     return events
 
 
-def take_without_counting(self: PrefillBudget, request: Request, count: int) -> None:
+def take_without_counting(self: PrefillBudget, sequence: TokenSequence, count: int) -> None:
     """Does not count tokens against the limit."""
 
 
-def allow_everything(self: PrefillBudget, request: Request, budget: int) -> int:
+def allow_everything(self: PrefillBudget, sequence: TokenSequence, budget: int) -> int:
     """Leaves nothing to the oldest prompt."""
     return budget if self._left is None or not self.is_limited else min(self._left, budget)
 
@@ -270,7 +270,7 @@ FAULTS: list[tuple[type, str, Any, str]] = [
     (Scheduler, "update_from_output", update_ended_requests, "not an event a token|two places|not in list"),
     (Scheduler, "update_from_output", overlook_lost_blocks, "NaN"),
     (Scheduler, "rollback", keep_placeholders_after_rollback, "count on other tokens"),
-    (Request, "is_finishing", property(never_finishing), "too many is coming"),
+    (TokenSequence, "is_finishing", property(never_finishing), "too many is coming"),
     (Scheduler, "update_from_output", keep_nan_blocks_cached, "NaN"),
     (PrefillBudget, "take", take_without_counting, "tokens of prompts"),
     (PrefillBudget, "allow", allow_everything, "does not advance|younger ones"),
@@ -310,22 +310,22 @@ def snapshot_one_token_late(self: StateSlots, tokens: int, spare: bool = False) 
 def keep_states_after_rollback(self: Scheduler, scheduled: SchedulerOutput) -> None:
     """Lets requests of a step that was rolled back go on from the states that it has left."""
     stop = self._stop_running
-    self._stop_running = lambda request: stop(request) if request in scheduled.admitted else None  # type: ignore[method-assign]
+    self._stop_running = lambda sequence: stop(sequence) if sequence in scheduled.admitted else None  # type: ignore[method-assign]
     rollback(self, scheduled)
     self._stop_running = stop  # type: ignore[method-assign]
     for chunk in scheduled.chunks:
-        if chunk.request.is_running:
-            chunk.request.num_computed = min(chunk.request.num_computed, chunk.start)
+        if chunk.sequence.is_running:
+            chunk.sequence.num_computed = min(chunk.sequence.num_computed, chunk.start)
 
 
 def keep_nan_snapshots(self: RecurrentStates, chunk: ScheduledChunk) -> None:
     """Leaves snapshots of a request with a NaN to be found."""
 
 
-def cut_anywhere(self: RecurrentStates, request: Request, budget: int, *, spare: bool) -> ScheduledChunk:
+def cut_anywhere(self: RecurrentStates, sequence: TokenSequence, budget: int, *, spare: bool) -> ScheduledChunk:
     """Cuts prompts where the budget ends."""
     self.multiple = 1
-    return schedule_chunk(self, request, budget, spare=spare)
+    return schedule_chunk(self, sequence, budget, spare=spare)
 
 
 take_with, make, schedule_chunk = StateSlots.take_with, StateSlots.make, RecurrentStates.schedule_chunk

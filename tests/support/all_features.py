@@ -10,9 +10,9 @@ from typing import Any
 from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.loader import LoadedModel
-from cbatch.requests.request import EncodedRequest
 
 QUESTION = "Tell me a story about a dog and a cat in a garden."
 
@@ -53,7 +53,7 @@ def add_all(engine: SteppingEngine, known: Mapping[str, KnownOutput] = MappingPr
         params = SamplingParams(max_tokens=22, ignore_eos=True).merged(asked)
         prompt = QUESTION if number % 2 else f"{QUESTION} Call them number {number} and number {number + 1}."
         has = [known[name]] if name in known else []
-        request = EncodedRequest(prompt_ids=engine.encode(prompt), params=params, known=has)
+        request = Request(prompt_ids=engine.encode(prompt), params=params, known=has)
         found[engine.add_request(request)] = name
     return found
 

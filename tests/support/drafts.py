@@ -10,10 +10,10 @@ import pytest
 from cbatch.schedule.draft_policy import DraftPolicy
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.drafter import Proposal
 
-Propose = Callable[[Request, int], Proposal | None]
+Propose = Callable[[TokenSequence, int], Proposal | None]
 
 
 class Prophet:
@@ -28,8 +28,8 @@ class Prophet:
         self._vocabulary, self._right = vocabulary, right
         self._outputs = [list(output) for output in outputs]
 
-    def __call__(self, request: Request, count: int) -> Proposal | None:
-        told = request.token_ids[request.num_prompt :]
+    def __call__(self, sequence: TokenSequence, count: int) -> Proposal | None:
+        told = sequence.token_ids[sequence.num_prompt :]
         for output in self._outputs if told else ():
             if output[: len(told)] == told:
                 draft = [self._changed(token) for token in output[len(told) :][:count]]
@@ -42,7 +42,7 @@ class Prophet:
 
 def propose_by(monkeypatch: pytest.MonkeyPatch, propose: Propose) -> None:
     """Makes all engines draft what `propose` says."""
-    monkeypatch.setattr(Drafts, "_propose", lambda _, request, count: propose(request, count))
+    monkeypatch.setattr(Drafts, "_propose", lambda _, sequence, count: propose(sequence, count))
 
 
 def decide_at_random(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:

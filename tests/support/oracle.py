@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.base.outputs import FinishReason
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 Stamps = NDArray[np.int64]
 
@@ -32,7 +32,7 @@ class OracleRequest:
     cached:  tokens of it that were cached when it was first admitted to a step that was not rolled back
     """
 
-    request: Request
+    sequence: TokenSequence
     tokens: list[int]
     stamps: Stamps
     reason: FinishReason
@@ -57,13 +57,13 @@ def next_token(stamp: int, vocabulary: int) -> int:
     return (stamp >> 7) % vocabulary
 
 
-def make_request(request: Request, stop_after: int | None, vocabulary: int, kind: type[int]) -> OracleRequest:
+def make_request(sequence: TokenSequence, stop_after: int | None, vocabulary: int, kind: type[int]) -> OracleRequest:
     """A new request and its output; token number `stop_after` of that, if there is one, becomes a stop token.
 
     kind: of its tokens, `int` or `CollidingToken`
     """
-    prompt, limit = request.token_ids, request.max_new_tokens
-    offset = request.position_offset
+    prompt, limit = sequence.token_ids, sequence.request.max_new_tokens
+    offset = sequence.request.position_offset
     tokens, stamps = list(prompt), stamps_of(prompt, position_offset=offset)
     for _ in range(limit):
         tokens.append(kind(next_token(stamps[-1], vocabulary)))
@@ -71,5 +71,5 @@ def make_request(request: Request, stop_after: int | None, vocabulary: int, kind
     output = tokens[len(prompt) :]
     stop = {output[stop_after - 1]} if stop_after is not None and stop_after <= limit else set()
     length = len(prompt) + next((place + 1 for place, token in enumerate(output) if token in stop), limit)
-    request.stop_ids = frozenset(stop)
-    return OracleRequest(request, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")
+    sequence.request.stop_ids = frozenset(stop)
+    return OracleRequest(sequence, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.batch.ordering.work_order import QueuedRequest
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.request import EncodedRequest, RequestHandle
 
 
-def encoded(prompt: int | Sequence[int] = 4, priority: int = 0, **params: Any) -> EncodedRequest:
+def encoded(prompt: int | Sequence[int] = 4, priority: int = 0, **params: Any) -> Request:
     """`prompt`: its tokens, or how many"""
     ids = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
-    return EncodedRequest(prompt_ids=ids, params=SamplingParams(**params), priority=priority)
+    return Request(prompt_ids=ids, params=SamplingParams(**params), priority=priority)
 
 
-def queued(position: int, request: EncodedRequest | None = None, limit: int = 8, tokens: int = 0) -> QueuedRequest:
+def queued(position: int, request: Request | None = None, limit: int = 8, tokens: int = 0) -> QueuedRequest:
     """A request of the row at a position, whose events nobody reads."""
     request = request or encoded()
     outputs = OutputProcessor(request, None, frozenset())
-    return QueuedRequest(position, RequestHandle(request, outputs.take), outputs, limit, tokens)
+    return QueuedRequest(position, request, outputs.take, outputs, limit, tokens)

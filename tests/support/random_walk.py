@@ -85,7 +85,7 @@ class RandomWalk:
             simulation.grow()
         elif name == "limit":
             simulation.limit_prefill(self._random.choice((None, 1, 2, 3, 8)))
-        elif len(simulation.requests) < MOST_LIVE:
+        elif len(simulation.sequences) < MOST_LIVE:
             self._add(name)
 
     def _add(self, name: str) -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.sample import sampler
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import SampledTokens, Sampler, SamplingMetadata, gumbel_noise
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 LOGIT_SHAPES = ["normal", "peaked", "flat", "masked", "equal", "one left"]
 
@@ -35,7 +36,7 @@ def make_logits(shape: str, rows: int, vocabulary: int, seed: int = 0) -> torch.
     return logits
 
 
-def make_requests(count: int, seed: int = 0, **fixed: Any) -> list[Request]:
+def make_requests(count: int, seed: int = 0, **fixed: Any) -> list[TokenSequence]:
     """Requests whose filters are drawn from the values that matter, unless they are fixed."""
     rng = np.random.default_rng(seed)
     values: dict[str, list[float]] = {
@@ -47,21 +48,25 @@ def make_requests(count: int, seed: int = 0, **fixed: Any) -> list[Request]:
     made = []
     for row in range(count):
         params = {name: rng.choice(choice).item() for name, choice in values.items()} | fixed
-        made.append(Request(0, [1] * 5, SamplingParams(**params), max_new_tokens=9, seed=seed + row, sample_index=0))
+        made.append(
+            TokenSequence(0, [1] * 5, Request(params=SamplingParams(**params), max_new_tokens=9, seed=seed + row))
+        )
     return made
 
 
-def positions_of(requests: list[Request]) -> list[int]:
-    return [len(request.token_ids) for request in requests]
+def positions_of(sequences: list[TokenSequence]) -> list[int]:
+    return [len(sequence.token_ids) for sequence in sequences]
 
 
-def sample(logits: torch.Tensor, requests: list[Request], masks: RowMasks | None = None) -> SampledTokens:
+def sample(logits: torch.Tensor, sequences: list[TokenSequence], masks: RowMasks | None = None) -> SampledTokens:
     """As an engine samples on the device of the logits."""
-    return Sampler(logits.device).sample(logits, requests, positions_of(requests), masks=masks)
+    return Sampler(logits.device).sample(logits, sequences, positions_of(sequences), masks=masks)
 
 
-def draw_in_torch(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    return sampler._draw(logits, SamplingMetadata.build(requests, positions_of(requests), torch.device("cpu"))).tolist()
+def draw_in_torch(logits: torch.Tensor, sequences: list[TokenSequence]) -> list[int]:
+    return sampler._draw(
+        logits, SamplingMetadata.build(sequences, positions_of(sequences), torch.device("cpu"))
+    ).tolist()
 
 
 def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
@@ -71,9 +76,9 @@ def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
     return high, low
 
 
-def score(logits: torch.Tensor, request: Request, token: int) -> float:
-    key = torch.tensor([noise_key(request.seed, request.sample_index, request.num_tokens)])
-    return float(logits[token] / request.params.temperature + gumbel_noise(key, torch.tensor([[token]]))[0, 0])
+def score(logits: torch.Tensor, sequence: TokenSequence, token: int) -> float:
+    key = torch.tensor([noise_key(sequence.seed, sequence.sample_index, sequence.num_tokens)])
+    return float(logits[token] / sequence.params.temperature + gumbel_noise(key, torch.tensor([[token]]))[0, 0])
 
 
 def is_on_edge(logits: torch.Tensor, params: SamplingParams, token: int) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from cbatch.schedule.admission import priority_key
 from cbatch.schedule.output import SchedulerOutput
 from cbatch.schedule.recurrent_states import RecurrentStates
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 
 
 class Violation(AssertionError):
@@ -32,60 +32,62 @@ class StateBefore:
     excused:  requests that need not advance as long as others run, and neither do those that wait after them
     """
 
-    first: Request | None
-    running: frozenset[Request]
-    decoding: tuple[Request, ...]
-    computed: dict[Request, int]
-    excused: frozenset[Request]
+    first: TokenSequence | None
+    running: frozenset[TokenSequence]
+    decoding: tuple[TokenSequence, ...]
+    computed: dict[TokenSequence, int]
+    excused: frozenset[TokenSequence]
 
     @classmethod
-    def of(cls, scheduler: Scheduler, excused: Collection[Request] = ()) -> StateBefore:
-        running = [request for request in scheduler.running if not request.is_finishing]
-        unfinished = running + [request for request in scheduler.waiting if not request.is_finishing]
+    def of(cls, scheduler: Scheduler, excused: Collection[TokenSequence] = ()) -> StateBefore:
+        running = [sequence for sequence in scheduler.running if not sequence.is_finishing]
+        unfinished = running + [sequence for sequence in scheduler.waiting if not sequence.is_finishing]
         competing = unfinished
-        if running and (held := [priority_key(request) for request in scheduler.waiting if request in excused]):
-            competing = [request for request in unfinished if request.is_running or priority_key(request) < min(held)]
+        if running and (held := [priority_key(sequence) for sequence in scheduler.waiting if sequence in excused]):
+            competing = [
+                sequence for sequence in unfinished if sequence.is_running or priority_key(sequence) < min(held)
+            ]
         first = min(competing, key=priority_key, default=None)
-        decoding = tuple(request for request in running if request.is_decoding)
-        computed = {request: request.num_computed for request in running}
+        decoding = tuple(sequence for sequence in running if sequence.is_decoding)
+        computed = {sequence: sequence.num_computed for sequence in running}
         return cls(first, frozenset(running), decoding, computed, frozenset(excused))
 
 
 def check_scheduled(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> None:
     """Checks limits, chunks, progress and order of one step, before it is computed."""
-    requests = [chunk.request for chunk in scheduled.chunks]
-    planned, admitted = set(requests), set(scheduled.admitted)
-    require(len(requests) == len(planned) <= scheduler.max_seqs, "more chunks than slots, or two for one request")
+    sequences = [chunk.sequence for chunk in scheduled.chunks]
+    planned, admitted = set(sequences), set(scheduled.admitted)
+    require(len(sequences) == len(planned) <= scheduler.max_seqs, "more chunks than slots, or two for one request")
     require(scheduled.num_tokens <= scheduler.max_batch_tokens, "more tokens than a step may have")
     require(planned <= set(scheduler.running), "a chunk of a request that does not run")
     require(admitted == planned - before.running, "the admitted requests are not those that did not run before")
     for chunk in scheduled.chunks:
-        request, end = chunk.request, chunk.stop
-        wanted = request.num_tokens - chunk.is_last  # the placeholder of this step's token
-        require(before.computed.get(request, chunk.start) == chunk.start < end <= wanted, "a chunk that does not fit")
-        require(request.num_computed == end, "a chunk that does not count as computed")
+        sequence, end = chunk.sequence, chunk.stop
+        wanted = sequence.num_tokens - chunk.is_last  # the placeholder of this step's token
+        require(before.computed.get(sequence, chunk.start) == chunk.start < end <= wanted, "a chunk that does not fit")
+        require(sequence.num_computed == end, "a chunk that does not count as computed")
         require(chunk.is_last == (end == wanted), "a wrong is_last")
         require(
-            request.num_generated + request.num_output_placeholders <= request.max_new_tokens,
+            sequence.num_generated + sequence.num_output_placeholders <= sequence.request.max_new_tokens,
             "a token too many is coming",
         )
-        require(end <= len(request.blocks) * scheduler.pool.block_size, "a token that has no place in the cache")
+        require(end <= len(sequence.blocks) * scheduler.pool.block_size, "a token that has no place in the cache")
     first = before.first
     if first is not None and not any(
-        priority_key(request) < priority_key(first) for request in admitted & before.excused
+        priority_key(sequence) < priority_key(first) for sequence in admitted & before.excused
     ):
         require(first in planned, "the oldest of the highest priority does not advance")
     is_spent = _check_prefill_limit(scheduler, scheduled, before)
     if isinstance(scheduler.states, RecurrentStates):
         _check_cuts(scheduler, scheduled)
     elif scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
-        whole = {chunk.request for chunk in scheduled.chunks if chunk.is_last}
+        whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
         require(whole == set(scheduler.running), "budget is left, and a request did not get all it needs")
     if not isinstance(scheduler.states, RecurrentStates):
         _check_oldest_prompts(scheduled, before)
-    for request in before.decoding:
-        if request.is_running and request not in planned:
-            _check_passed_over(scheduler, scheduled, request)
+    for sequence in before.decoding:
+        if sequence.is_running and sequence not in planned:
+            _check_passed_over(scheduler, scheduled, sequence)
 
 
 def _check_cuts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
@@ -102,14 +104,14 @@ def _check_cuts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
 def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> bool:
     """Whether prompts use the whole limit. It applies to those that are not more urgent than a decoding request."""
     limit, decoding = scheduler.prefill_limit, set(before.decoding)
-    rows = [chunk.request.priority for chunk in scheduled.chunks if chunk.request in decoding]
-    prompts = [chunk for chunk in scheduled.chunks if chunk.request not in decoding]
+    rows = [chunk.sequence.priority for chunk in scheduled.chunks if chunk.sequence in decoding]
+    prompts = [chunk for chunk in scheduled.chunks if chunk.sequence not in decoding]
     if limit is None or not rows:
         return False
     if isinstance(scheduler.states, RecurrentStates):
         limit = max(limit, scheduler.states.chunk_multiple)
     total = sum(chunk.num_tokens for chunk in prompts)
-    limited = any(chunk.request.priority >= min(rows) for chunk in prompts)
+    limited = any(chunk.sequence.priority >= min(rows) for chunk in prompts)
     require(not limited or total <= limit, f"{total} tokens of prompts beside decoding requests, {limit} are allowed")
     return total >= limit
 
@@ -117,8 +119,8 @@ def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, befor
 def _check_oldest_prompts(scheduled: SchedulerOutput, before: StateBefore) -> None:
     """The oldest running prompt of a priority gets all it needs, or as much as all younger ones in sum."""
     prompts = before.running.difference(before.decoding)
-    counts = {chunk.request: chunk.num_tokens for chunk in scheduled.chunks if chunk.request not in before.decoding}
-    whole = {chunk.request for chunk in scheduled.chunks if chunk.is_last}
+    counts = {chunk.sequence: chunk.num_tokens for chunk in scheduled.chunks if chunk.sequence not in before.decoding}
+    whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
     for oldest in prompts & counts.keys() - whole:
         rivals = [r for r in {*prompts, *counts} if r.priority == oldest.priority]
         if not any(r.id < oldest.id and r in prompts for r in rivals):
@@ -128,27 +130,29 @@ def _check_oldest_prompts(scheduled: SchedulerOutput, before: StateBefore) -> No
             )
 
 
-def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, request: Request) -> None:
+def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, sequence: TokenSequence) -> None:
     """A decoding request gets no token only if higher priorities, and older requests of its own, took all of them."""
-    higher = sum(chunk.num_tokens for chunk in scheduled.chunks if chunk.request.priority < request.priority)
-    beside = [s for s in scheduled.chunks if s.request.priority == request.priority and s.request.id < request.id]
+    higher = sum(chunk.num_tokens for chunk in scheduled.chunks if chunk.sequence.priority < sequence.priority)
+    beside = [s for s in scheduled.chunks if s.sequence.priority == sequence.priority and s.sequence.id < sequence.id]
     taken = higher + sum(chunk.num_tokens for chunk in beside if chunk.num_tokens == 1)
-    require(higher > 0 and taken == scheduler.max_batch_tokens, f"request {request.id} is decoding and was passed over")
+    require(
+        higher > 0 and taken == scheduler.max_batch_tokens, f"request {sequence.id} is decoding and was passed over"
+    )
 
 
-def check_between_steps(scheduler: Scheduler, live: Collection[Request]) -> None:
+def check_between_steps(scheduler: Scheduler, live: Collection[TokenSequence]) -> None:
     """Every live request is in one place, every block is free or held, and blocks to be written have one owner."""
     scheduler.check_integrity()
     pool, running, waiting, finishing = scheduler.pool, scheduler.running, scheduler.waiting, scheduler.finishing
     require(len(running) + len(waiting) + len(finishing) == len(live), "a request is in two places, or in none")
     require({*running, *waiting, *finishing} == set(live), "a request is lost, or is there and should not be")
-    require(all(request.is_finishing for request in finishing), "a finishing request needs more tokens")
+    require(all(sequence.is_finishing for sequence in finishing), "a finishing request needs more tokens")
     require(len(running) <= scheduler.max_seqs, "more requests run than there are slots")
-    held = Counter(block for request in running for block in request.blocks)
+    held = Counter(block for sequence in running for block in sequence.blocks)
     references = {block: count for block in range(pool.num_blocks) if (count := pool.ref_count(block))}
     require(references == held, "references differ from who holds the blocks")
     require(pool.num_free + len(held) == pool.num_blocks, "free and held blocks are not all blocks")
-    for request in running:
-        require(0 < request.num_computed < request.num_tokens, "nothing computed, or nothing left to compute")
-        for block in request.blocks[request.num_computed // pool.block_size :]:
+    for sequence in running:
+        require(0 < sequence.num_computed < sequence.num_tokens, "nothing computed, or nothing left to compute")
+        for block in sequence.blocks[sequence.num_computed // pool.block_size :]:
             require(held[block] == 1, f"block {block} will be written and has two owners")

@@ -16,6 +16,7 @@ import torch
 
 from cbatch.base.outputs import Sample, TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
 from cbatch.sample.output import NAN
 from cbatch.schedule.admission import MAX_PREEMPTIONS
@@ -23,8 +24,8 @@ from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.schedule.recurrent_states import RecurrentStates
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import ZERO, StateSlots
 from tests.support.oracle import CollidingToken, OracleRequest, Stamps, make_request, next_token
 from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_scheduled, require
@@ -71,13 +72,13 @@ class StepInFlight(NamedTuple):
     @property
     def in_flight_tokens(self) -> InFlightTokens:
         tokens = torch.tensor([int(token or 0) for token in self.results])
-        return InFlightTokens(tokens, {chunk.request: row for row, chunk in enumerate(self.scheduled.to_sample)})
+        return InFlightTokens(tokens, {chunk.sequence: row for row, chunk in enumerate(self.scheduled.to_sample)})
 
 
 class SchedulerSimulation:
     """A scheduler, its block pool and the cache, and all that must be true of them; raises Violation otherwise.
 
-    requests: the live ones, with what the oracle expects of them
+    sequences: the live ones, with what the oracle expects of them
     past:     the last ones that have ended
     counts:   steps, shared blocks, cancellations and so on, for reports
     """
@@ -95,14 +96,14 @@ class SchedulerSimulation:
         self.states = np.full(sizes.state_slots or 0, UNWRITTEN, np.int64)
         """What each slot of state holds: the stamp of the last token that it has taken in, 0 before the first."""
         self.cache = np.full((sizes.num_blocks, sizes.block_size), UNWRITTEN, np.int64)
-        self.requests: dict[Request, OracleRequest] = {}
+        self.sequences: dict[TokenSequence, OracleRequest] = {}
         self.past: deque[OracleRequest] = deque(maxlen=8)
         self.counts: Counter[str] = Counter()
         self._in_flight: StepInFlight | None = None
         self._tables = BlockTables()
-        self._lost_finishing: set[Request] = set()
+        self._lost_finishing: set[TokenSequence] = set()
         """Requests that only waited for the last token of a step, and the step was rolled back."""
-        self._lost_running: set[Request] = set()
+        self._lost_running: set[TokenSequence] = set()
         """Requests whose state was lost because a step was rolled back, while younger ones may have kept theirs."""
         self._token = CollidingToken if sizes.colliding else int
         self._next_id = 0
@@ -116,15 +117,17 @@ class SchedulerSimulation:
 
     def prompt(self, which: int, cut: int, suffix: Sequence[int], *, generated: bool = False) -> list[int]:
         """A prompt that begins like another: `cut` tokens of request `which`, or all its tokens, then `suffix`."""
-        known = [*self.requests.values(), *self.past]
+        known = [*self.sequences.values(), *self.past]
         start: list[int] = []
         if known:
-            request = known[which % len(known)].request
-            start = list(request.token_ids) if generated else request.token_ids[:cut]
+            sequence = known[which % len(known)].sequence
+            start = list(sequence.token_ids) if generated else sequence.token_ids[:cut]
         longest = min(self.scheduler.pool.capacity, self.sizes.max_model_len - 1)
         return (start + [self._token(token) for token in suffix])[:longest] or [self._token(1)]
 
-    def add(self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None) -> Request:
+    def add(
+        self, prompt: list[int], max_tokens: int, priority: int = 0, stop_after: int | None = None
+    ) -> TokenSequence:
         """Adds a request; its token number `stop_after` is a stop token, if it gets that far.
 
         Requests of more than `short_context` tokens have other position ids.
@@ -133,31 +136,33 @@ class SchedulerSimulation:
         limit = min(max_tokens, self.scheduler.sequence_limits.max_new_tokens(len(prompt)))
         params = SamplingParams(max_tokens=limit)
         offset = sizes.max_model_len if len(prompt) + limit > sizes.short_context else 0
-        request = Request(
-            self._next_id, list(prompt), params, max_new_tokens=limit, priority=priority, position_offset=offset
+        sequence = TokenSequence(
+            self._next_id,
+            list(prompt),
+            Request(params=params, max_new_tokens=limit, priority=priority, position_offset=offset),
         )
         self._next_id += 1
         self._priorities.add(priority)
-        self.requests[request] = make_request(request, stop_after, sizes.vocabulary, self._token)
-        self.scheduler.add(request)
+        self.sequences[sequence] = make_request(sequence, stop_after, sizes.vocabulary, self._token)
+        self.scheduler.add(sequence)
         self.counts["requests"] += 1
         self.check()
-        return request
+        return sequence
 
     def cancel(self, which: int) -> None:
         """Cancels one of the live requests, waiting or running."""
-        if self.requests:
-            request = list(self.requests)[which % len(self.requests)]
-            self.counts["cancelled running" if request.is_running else "cancelled waiting"] += 1
-            self.scheduler.cancel(request)
-            self._forget(request)
+        if self.sequences:
+            sequence = list(self.sequences)[which % len(self.sequences)]
+            self.counts["cancelled running" if sequence.is_running else "cancelled waiting"] += 1
+            self.scheduler.cancel(sequence)
+            self._forget(sequence)
             self.check()
 
     def step(self, *, broken: Collection[int] = ()) -> None:
         """One step. The chunks whose numbers are in `broken` become NaN, in the cache too."""
         scheduled, started = self._schedule(), None
         if scheduled.chunks:
-            started = self._compute(scheduled, {scheduled.chunks[n % len(scheduled.chunks)].request for n in broken})
+            started = self._compute(scheduled, {scheduled.chunks[n % len(scheduled.chunks)].sequence for n in broken})
         self._update()
         self._in_flight = started
         if not self.sizes.overlap:
@@ -219,31 +224,33 @@ class SchedulerSimulation:
         preempted. So it takes at most as many steps as it has tokens, without the last one, which is not computed; with
         overlap one more, since its end is noticed one step late.
         """
-        bound = sum(len(expected.tokens) - 1 + self.sizes.overlap for expected in self.requests.values())
-        while self.requests:
-            require(bound > 0, f"{len(self.requests)} requests are not done within the bound of steps")
+        bound = sum(len(expected.tokens) - 1 + self.sizes.overlap for expected in self.sequences.values())
+        while self.sequences:
+            require(bound > 0, f"{len(self.sequences)} requests are not done within the bound of steps")
             bound -= 1
             self.step()
         require(self.scheduler.pool.num_used == 0, "blocks are used, and there are no requests")
 
     def check(self) -> None:
         """Checks what must be true between two steps."""
-        check_between_steps(self.scheduler, self.requests.keys())
-        for request in self.scheduler.running:
-            self._compare(self.requests[request], request.blocks, request.num_computed)
-            if request.state is not None:
-                self._compare_state(self.requests[request], request.state.slot, request.num_computed)
+        check_between_steps(self.scheduler, self.sequences.keys())
+        for sequence in self.scheduler.running:
+            self._compare(self.sequences[sequence], sequence.blocks, sequence.num_computed)
+            if sequence.state is not None:
+                self._compare_state(self.sequences[sequence], sequence.state.slot, sequence.num_computed)
         in_flight = self._in_flight.scheduled.to_sample if self._in_flight is not None else []
-        in_flight_tokens = {chunk.request for chunk in in_flight}
+        in_flight_tokens = {chunk.sequence for chunk in in_flight}
         wrong = [
-            request.id for request in self.requests if request.num_output_placeholders != (request in in_flight_tokens)
+            sequence.id
+            for sequence in self.sequences
+            if sequence.num_output_placeholders != (sequence in in_flight_tokens)
         ]
         require(not wrong, f"requests {wrong} count on other tokens than those in flight")
-        known = [*self.requests.values(), *self.past]
+        known = [*self.sequences.values(), *self.past]
         if known:
             self._probe(known[(self.counts["steps"] + self.counts["requests"]) % len(known)])
         if len(self._priorities) == 1 and not self.counts["shrinks"]:
-            often = max((request.num_preemptions for request in self.requests), default=0)
+            often = max((sequence.num_preemptions for sequence in self.sequences), default=0)
             require(often <= MAX_PREEMPTIONS, "a request was preempted too often by its peers")
         totals = self.scheduler.num_prompt_tokens, self.scheduler.num_cached_tokens
         require(totals == (self._prompt_tokens, self._cached_tokens), "wrong figures of the prefix cache")
@@ -256,10 +263,10 @@ class SchedulerSimulation:
         check_scheduled(self.scheduler, scheduled, before)
         self.counts["steps"] += 1
         self.counts["tokens"] += scheduled.num_tokens
-        self.counts["tokens coming"] += sum(s.stop > len(s.request.token_ids) for s in scheduled.chunks)
+        self.counts["tokens coming"] += sum(s.stop > len(s.sequence.token_ids) for s in scheduled.chunks)
         for chunk in scheduled.chunks:
-            if chunk.request in scheduled.admitted:
-                self._enter(self.requests[chunk.request], chunk.start)
+            if chunk.sequence in scheduled.admitted:
+                self._enter(self.sequences[chunk.sequence], chunk.start)
         return scheduled
 
     def _roll_back(self, scheduled: SchedulerOutput, *, garbage: bool) -> None:
@@ -274,7 +281,7 @@ class SchedulerSimulation:
                         self.states[chunk.state.snapshot.slot] = GARBAGE
         self.scheduler.rollback(scheduled)
         if isinstance(self.scheduler.states, RecurrentStates):
-            self._lost_running |= {chunk.request for chunk in scheduled.chunks if not chunk.request.is_running}
+            self._lost_running |= {chunk.sequence for chunk in scheduled.chunks if not chunk.sequence.is_running}
 
     def _update(self) -> None:
         """Gives the scheduler the tokens of the step in flight, and checks the events."""
@@ -282,13 +289,13 @@ class SchedulerSimulation:
         if in_flight is None:
             return
         scheduled, results, nans = in_flight
-        live = [(chunk.request, result) for chunk, result in zip(scheduled.to_sample, results, strict=True)]
-        live = [(request, result) for request, result in live if request in self.requests]
+        live = [(chunk.sequence, result) for chunk, result in zip(scheduled.to_sample, results, strict=True)]
+        live = [(sequence, result) for sequence, result in live if sequence in self.sequences]
         self.counts["dropped tokens"] += len(results) - len(live)
         for nan in nans:
             self._seen_nans.setdefault(nan, self.counts["steps"])
         events = self._update_from_output(scheduled, results)
-        require([event.request_id for event in events] == [request.id for request, _ in live], "not an event a token")
+        require([event.request_id for event in events] == [sequence.id for sequence, _ in live], "not an event a token")
         for event, (_, result) in zip(events, live, strict=True):
             self._check_event(event, is_nan=result is None)
 
@@ -301,7 +308,7 @@ class SchedulerSimulation:
         in_flight_tokens = self._in_flight.in_flight_tokens if self._in_flight is not None else None
         return RaggedBatch.build(scheduled, self.sizes.block_size, torch.device("cpu"), self._tables, in_flight_tokens)
 
-    def _compute(self, scheduled: SchedulerOutput, broken: Collection[Request]) -> StepInFlight:
+    def _compute(self, scheduled: SchedulerOutput, broken: Collection[TokenSequence]) -> StepInFlight:
         """Writes the stamps of a step, reads what attention would read, and samples from that."""
         batch = self._batch(scheduled)
         slots = batch.slots
@@ -311,18 +318,18 @@ class SchedulerSimulation:
         at = 0
         for chunk in scheduled.chunks:
             part = slice(at, at := at + chunk.num_tokens)
-            expected = self.requests[chunk.request]
+            expected = self.sequences[chunk.sequence]
             tokens = expected.tokens[chunk.start : chunk.stop]
-            is_right = tokens == ids[part].tolist() or self._will_be_nan(chunk.request)
+            is_right = tokens == ids[part].tolist() or self._will_be_nan(chunk.sequence)
             require(is_right, "other tokens in the batch than the request has")
-            offset = chunk.request.position_offset
+            offset = chunk.sequence.request.position_offset
             places = list(range(chunk.start + offset, chunk.stop + offset))
             require(places == positions[part].tolist(), "wrong positions")
-            values = self._values(expected, chunk, chunk.request in broken)
+            values = self._values(expected, chunk, chunk.sequence in broken)
             self.cache.reshape(-1)[slots[part]] = values
             self._write_states(chunk, values)
         for chunk, table in zip(scheduled.chunks, batch.tables.tolist(), strict=True):
-            self._compare(self.requests[chunk.request], table, chunk.stop)
+            self._compare(self.sequences[chunk.sequence], table, chunk.stop)
         last = self.cache.reshape(-1)[slots[batch.rows]].tolist()
         results = [self._token(next_token(value, self.sizes.vocabulary)) if value >= 0 else None for value in last]
         failed = [chunk for chunk, result in zip(scheduled.to_sample, results, strict=True) if result is None]
@@ -346,7 +353,7 @@ class SchedulerSimulation:
         state = chunk.state
         if state is None:
             return
-        expected = self.requests[chunk.request]
+        expected = self.sequences[chunk.sequence]
         self._compare_state(expected, state.slot, chunk.start)
         is_nan = np.ndim(values) == 0
         self.states[state.slot] = values if is_nan else values[-1]
@@ -361,16 +368,16 @@ class SchedulerSimulation:
         value = int(self.states[slot])
         if value == (expected.stamps[tokens - 1] if tokens else 0):
             return
-        require(value <= FIRST_NAN, f"request {expected.request.id} goes on from a state that is not its own: {value}")
+        require(value <= FIRST_NAN, f"request {expected.sequence.id} goes on from a state that is not its own: {value}")
         known = self._seen_nans.get(value, expected.entered) < expected.entered
-        require(not known, f"request {expected.request.id} took over a state that is known to be NaN")
+        require(not known, f"request {expected.sequence.id} took over a state that is known to be NaN")
 
-    def _will_be_nan(self, request: Request) -> bool:
+    def _will_be_nan(self, sequence: TokenSequence) -> bool:
         """Whether the request's token in flight is NaN, so that what is computed from it is dropped."""
         if self._in_flight is None:
             return False
         pairs = zip(self._in_flight.scheduled.to_sample, self._in_flight.results, strict=True)
-        return any(chunk.request is request and result is None for chunk, result in pairs)
+        return any(chunk.sequence is sequence and result is None for chunk, result in pairs)
 
     def _values(self, expected: OracleRequest, chunk: ScheduledChunk, is_broken: bool) -> Any:
         """What a chunk writes: its stamps, or a NaN if one is planted in it or before it."""
@@ -378,7 +385,7 @@ class SchedulerSimulation:
             self._num_nans += 1
             return FIRST_NAN + 1 - self._num_nans
         if self._num_nans:
-            before = self._read(expected.request.blocks, chunk.start)
+            before = self._read(expected.sequence.blocks, chunk.start)
             if chunk.state is not None:
                 before = np.append(before, self.states[chunk.state.slot])
             if (nans := before[before <= FIRST_NAN]).size:
@@ -393,13 +400,13 @@ class SchedulerSimulation:
         values = self._read(table, stop)
         wrong = values[values != expected.stamps[:stop]].tolist()
         if wrong:
-            require(max(wrong) <= FIRST_NAN, f"request {expected.request.id} reads what is not its own: {values}")
+            require(max(wrong) <= FIRST_NAN, f"request {expected.sequence.id} reads what is not its own: {values}")
             known = [value for value in wrong if self._seen_nans.get(value, expected.entered) < expected.entered]
-            require(not known, f"request {expected.request.id} took over what is known to be NaN")
+            require(not known, f"request {expected.sequence.id} took over what is known to be NaN")
 
     def _probe(self, expected: OracleRequest) -> None:
         """The cached blocks of a sequence hold that sequence, and no known NaN."""
-        blocks = self.scheduler.pool.get_cached_blocks(expected.tokens, expected.request.cache_kind)
+        blocks = self.scheduler.pool.get_cached_blocks(expected.tokens, expected.sequence.cache_kind)
         values = self._read(blocks, len(blocks) * self.sizes.block_size)
         wrong = values[values != expected.stamps[: len(values)]].tolist()
         if wrong:
@@ -417,30 +424,30 @@ class SchedulerSimulation:
     def _enter(self, expected: OracleRequest, start: int) -> None:
         expected.entered = self.counts["steps"]
         self.counts["shared blocks"] += start // self.sizes.block_size
-        if expected.request.num_generated == 0 and expected.request.num_preemptions == 0:
+        if expected.sequence.num_generated == 0 and expected.sequence.num_preemptions == 0:
             expected.cached = start
 
     def _check_event(self, event: TokenEvent, *, is_nan: bool) -> None:
         """Compares an event, and the request's tokens, with the oracle."""
-        request = next(request for request in self.requests if request.id == event.request_id)
-        expected, length = self.requests[request], len(request.token_ids)
+        sequence = next(sequence for sequence in self.sequences if sequence.id == event.request_id)
+        expected, length = self.sequences[sequence], len(sequence.token_ids)
         failed = event.error is not None and event.error.code == "nan_logits"
-        require(failed == is_nan == (event.finish_reason == "error"), f"request {request.id}: a wrong end: {event}")
-        if length == expected.request.num_prompt + (not is_nan):
-            self._prompt_tokens += request.num_prompt
+        require(failed == is_nan == (event.finish_reason == "error"), f"request {sequence.id}: a wrong end: {event}")
+        if length == expected.sequence.num_prompt + (not is_nan):
+            self._prompt_tokens += sequence.num_prompt
             self._cached_tokens += expected.cached
         if is_nan:
             self.counts["NaN requests"] += 1
-            self._forget(request)
+            self._forget(sequence)
             return
-        require(request.token_ids == expected.tokens[:length], f"request {request.id} has other tokens than alone")
-        require(event.token_id == expected.tokens[length - 1], f"request {request.id}: a wrong token in its event")
-        require(event.cached_tokens == expected.cached, f"request {request.id}: wrong count of cached tokens")
+        require(sequence.token_ids == expected.tokens[:length], f"request {sequence.id} has other tokens than alone")
+        require(event.token_id == expected.tokens[length - 1], f"request {sequence.id}: a wrong token in its event")
+        require(event.cached_tokens == expected.cached, f"request {sequence.id}: wrong count of cached tokens")
         wanted = expected.reason if length == len(expected.tokens) else None
-        require(event.finish_reason == wanted, f"request {request.id} ends by {event.finish_reason}, not {wanted}")
+        require(event.finish_reason == wanted, f"request {sequence.id} ends by {event.finish_reason}, not {wanted}")
         if wanted is not None:
             self.counts[f"finished by {wanted}"] += 1
-            self._forget(request)
+            self._forget(sequence)
 
-    def _forget(self, request: Request) -> None:
-        self.past.append(self.requests.pop(request))
+    def _forget(self, sequence: TokenSequence) -> None:
+        self.past.append(self.sequences.pop(sequence))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.api import Engine
+from cbatch.base.request import Request
 from cbatch.engine.streams import AsyncStream, Mailbox, Stream
 from cbatch.requests.completion import Completion
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
-from cbatch.requests.request import RequestHandle
 
 Row = dict[str, Any]
 
@@ -101,7 +101,7 @@ def check_idle(engine: Engine, *, within_s: float = 10.0) -> None:
     """Waits until the engine has nothing to do, and asserts that no request has left anything behind."""
     deadline = time.monotonic() + within_s
     core, thread = engine.core, engine.thread
-    while thread._handles or core._requests or core.has_work or not thread._inbox.empty():
+    while thread._requests or core._requests or core.has_work or not thread._inbox.empty():
         assert time.monotonic() < deadline, "requests are left"
         time.sleep(0.002)
     assert core.scheduler.pool.num_used == 0, "blocks leak"
@@ -132,7 +132,7 @@ def still_alive(*kinds: type, before: Sequence[Any], within_s: float = 5.0) -> s
     return ""
 
 
-PER_REQUEST = (RequestHandle, OutputProcessor, Stream, AsyncStream, Mailbox)
+PER_REQUEST = (Request, OutputProcessor, Stream, AsyncStream, Mailbox)
 
 
 class ConsumerError(Exception):

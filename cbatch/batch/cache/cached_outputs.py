@@ -6,18 +6,18 @@ import threading
 from typing import NamedTuple
 
 from cbatch.base.errors import ConfigError
+from cbatch.base.request import Request
 from cbatch.batch.cache.answer_cache import AnswerCache, CacheConfig
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.recorded_outputs import content_key, events_of, record
-from cbatch.requests.request import EncodedRequest
 
 
 class WaitingRow(NamedTuple):
     """A row that need not be submitted, since another one is asking for the same at this moment."""
 
     position: int
-    request: EncodedRequest
+    request: Request
     taken_at: float
 
 
@@ -68,7 +68,7 @@ class CachedOutputs:
             self._waiting[key] = []
             return False
 
-    def settle(self, request: EncodedRequest) -> list[WaitingRow]:
+    def settle(self, request: Request) -> list[WaitingRow]:
         """A request has ended, whatever came of it. Gives the rows that waited for it."""
         with self._lock:
             return self._waiting.pop(self._key(request), [])
@@ -76,5 +76,5 @@ class CachedOutputs:
     def close(self) -> None:
         self._cache.close()
 
-    def _key(self, request: EncodedRequest) -> bytes:
+    def _key(self, request: Request) -> bytes:
         return content_key(self._model, self._engine.scheduler.sequence_limits, request)

@@ -63,7 +63,7 @@ class EngineFeed:
             if self._order.remove(request):
                 self._tokens -= request.tokens
             elif self._in_engine.get(request.position) is request:
-                self._engine_thread.cancel(request.handle)
+                self._engine_thread.cancel(request.request)
                 self._num_outputs -= self._unfinished[request.position]
                 self._forget(request.position)
                 self._fill()
@@ -77,10 +77,10 @@ class EngineFeed:
 
     def ahead(self, requests: Sequence[QueuedRequest]) -> WorkAhead:
         """What is still to be computed of requests that are here and in the engine."""
-        prompts = [len(one.handle.request.prompt_ids) for one in requests]
+        prompts = [len(one.request.prompt_ids) for one in requests]
         begun = [any(output.token_ids for output in one.outputs.outputs) for one in requests]
         to_go = [
-            (self._forecast.remaining(one.handle.request, one.limit, got), one.limit - got)
+            (self._forecast.remaining(one.request, one.limit, got), one.limit - got)
             for one in requests
             for output in one.outputs.outputs
             if output.finish_reason is None
@@ -101,7 +101,7 @@ class EngineFeed:
         self._is_closed = True
 
     def _work(self, request: QueuedRequest) -> tuple[float, int]:
-        asked = request.handle.request
+        asked = request.request
         likely = self._forecast.remaining(asked, request.limit)
         return likely + len(asked.prompt_ids) / PROMPT_TOKENS_PER_OUTPUT_TOKEN, request.limit
 
@@ -128,9 +128,9 @@ class EngineFeed:
         self._unfinished[request.position] = request.num_outputs
         self._num_outputs += request.num_outputs
         self._priorities[request.priority] += 1
-        self._engine_thread.submit(request.handle)
+        self._engine_thread.submit(request.request, request.on_event)
         if self._is_closed:  # since the requests in flight may have been cancelled before this one was there
-            self._engine_thread.cancel(request.handle)
+            self._engine_thread.cancel(request.request)
 
     def _forget(self, position: int) -> None:
         """A request is not in the engine any more."""

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 
 from cbatch.base.params import SamplingParams
-from cbatch.requests.request import EncodedRequest
+from cbatch.base.request import Request
 from cbatch.schedule.forecast import OutputLengths
 from cbatch.schedule.limits import SequenceLimits
 
@@ -18,7 +18,7 @@ LEAST_SAMPLES = 8
 """Outputs of a kind that must have ended before their lengths count."""
 
 
-def output_limit(limits: SequenceLimits, request: EncodedRequest) -> int:
+def output_limit(limits: SequenceLimits, request: Request) -> int:
     """Most tokens of each output of a request; 0 if its prompt is too long, which the engine refuses."""
     room = max(limits.longest - len(request.prompt_ids), 0)
     return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
@@ -38,14 +38,14 @@ class OutputForecast:
         self._unknown = OutputLengths()
         self._lock = threading.Lock()
 
-    def observe(self, request: EncodedRequest, limit: int, length: int) -> None:
+    def observe(self, request: Request, limit: int, length: int) -> None:
         """An output of a request has ended with `length` tokens of at most `limit`."""
         with self._lock:
             for kind in _kinds(request, limit):
                 self._lengths.setdefault(kind, OutputLengths()).add(length)
                 self._counts[kind] += 1
 
-    def remaining(self, request: EncodedRequest, limit: int, generated: int = 0) -> int:
+    def remaining(self, request: Request, limit: int, generated: int = 0) -> int:
         """Tokens that an output of `generated` tokens will probably still get, up to `limit` in all."""
         if ends_by_limit(request.params):
             return max(limit - generated, 0)
@@ -56,7 +56,7 @@ class OutputForecast:
             return self._unknown.remaining(generated, limit)
 
 
-def _kinds(request: EncodedRequest, limit: int) -> tuple[tuple[int, ...], ...]:
+def _kinds(request: Request, limit: int) -> tuple[tuple[int, ...], ...]:
     """What a request has in common with others, the narrowest kind first."""
     by_limit = limit.bit_length()
     return (by_limit, len(request.prompt_ids).bit_length()), (by_limit,)

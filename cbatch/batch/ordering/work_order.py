@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cbatch.base.request import EventCallback, Request
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.request import RequestHandle
 
 LEAST_BEGINNING = 64
 """Tokens that prompts must have in common at their beginning, so that their requests follow each other."""
@@ -33,22 +33,23 @@ class QueuedRequest:
     """
 
     position: int
-    handle: RequestHandle
+    request: Request
+    on_event: EventCallback
     outputs: OutputProcessor
     limit: int
     tokens: int
     beginning: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.beginning = beginning_of(self.handle.request.prompt_ids)
+        self.beginning = beginning_of(self.request.prompt_ids)
 
     @property
     def priority(self) -> int:
-        return self.handle.request.priority
+        return self.request.priority
 
     @property
     def num_outputs(self) -> int:
-        return self.handle.request.params.n
+        return self.request.params.n
 
 
 def beginning_of(prompt_ids: Sequence[int]) -> int | None:

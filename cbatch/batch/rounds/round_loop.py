@@ -7,11 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from cbatch.base.errors import RequestError, as_error
+from cbatch.base.request import Request
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
-from cbatch.requests.request import EncodedRequest
 
-Ask = Callable[[int, EncodedRequest | Completion, float], None]
+Ask = Callable[[int, Request | Completion, float], None]
 """Goes on with a row: takes its position, its next request or its result, and when the row was taken."""
 
 
@@ -30,7 +30,7 @@ class RoundLoop:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._is_closed = threading.Event()
 
-    def take(self, position: int, request: EncodedRequest, completion: Completion) -> bool:
+    def take(self, position: int, request: Request, completion: Completion) -> bool:
         """Takes an answer that may not be the end of its row, and returns True; others are left as the row's result."""
         raise NotImplementedError
 
@@ -39,11 +39,11 @@ class RoundLoop:
         self._is_closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, position: int, request: EncodedRequest, completion: Completion) -> None:
+    def _start(self, position: int, request: Request, completion: Completion) -> None:
         if not self._is_closed.is_set():
             self._threads.submit(self._run, position, request, completion)
 
-    def _run(self, position: int, request: EncodedRequest, completion: Completion) -> None:
+    def _run(self, position: int, request: Request, completion: Completion) -> None:
         error: RequestError | None = None
         try:
             following = self._next(position, request, completion)
@@ -51,12 +51,12 @@ class RoundLoop:
             error = raised
         except BaseException as raised:  # a row that breaks something still ends
             unforeseen = as_error(raised)
-            error = request.source.invalid(f"{self._problem}: {unforeseen!r}", "internal_error")
+            error = request.invalid(f"{self._problem}: {unforeseen!r}", "internal_error")
         if error is not None:
-            following = Completion(request.source, key=request.key, error=error, timing=completion.timing)
+            following = Completion(request, error=error, timing=completion.timing)
         if not self._is_closed.is_set():
             self._ask(position, following, completion.timing.taken_at)
 
-    def _next(self, position: int, request: EncodedRequest, completion: Completion) -> EncodedRequest | Completion:
+    def _next(self, position: int, request: Request, completion: Completion) -> Request | Completion:
         """What follows on an answer: the row's next request, or its result. A RequestError is a result, too."""
         raise NotImplementedError

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.base.outputs import ToolCall
 from cbatch.base.params import derive_seed
+from cbatch.base.request import Request
 from cbatch.batch.rounds.round_loop import Ask, RoundLoop
 from cbatch.requests.completion import Completion, Usage
 from cbatch.requests.input_processor import InputProcessor
-from cbatch.requests.request import EncodedRequest, GenerationRequest
 from cbatch.tools.tool import Tool
 
 NUM_THREADS = 8
@@ -27,7 +27,7 @@ class _Conversation:
     usage, reused: of the rounds that are over; see `Completion`
     """
 
-    request: GenerationRequest
+    request: Request
     messages: list[dict[str, Any]] = field(default_factory=list)
     num_rounds: int = 0
     usage: Usage = field(default_factory=Usage)
@@ -46,12 +46,12 @@ class ToolLoop(RoundLoop):
         self._max_rounds = max_rounds
         self._conversations: dict[int, _Conversation] = {}
 
-    def take(self, position: int, request: EncodedRequest, completion: Completion) -> bool:
+    def take(self, position: int, request: Request, completion: Completion) -> bool:
         talk = self._conversations.get(position)
         goes_on = completion.finish_reason == "tool_calls" and len(completion.choices) == 1
-        if goes_on and request.source.tool_rounds > 0 and (talk is None or talk.num_rounds < self._max_rounds):
+        if goes_on and request.tool_rounds > 0 and (talk is None or talk.num_rounds < self._max_rounds):
             if talk is None:
-                self._conversations[position] = _Conversation(request.asked)
+                self._conversations[position] = _Conversation(request)
             self._start(position, request, completion)
             return True
         if talk is not None:
@@ -60,7 +60,7 @@ class ToolLoop(RoundLoop):
             del self._conversations[position]
         return False
 
-    def _next(self, position: int, request: EncodedRequest, completion: Completion) -> EncodedRequest:
+    def _next(self, position: int, request: Request, completion: Completion) -> Request:
         """The row's next request, with the results of all calls."""
         talk = self._conversations[position]
         said = {
@@ -73,12 +73,10 @@ class ToolLoop(RoundLoop):
         talk.usage, talk.reused = talk.usage + completion.usage, talk.reused + completion.reused
         asked, is_last = talk.request, talk.num_rounds == self._max_rounds
         return self._inputs.encode(
-            replace(
-                asked,
+            asked.following(
                 messages=[*(asked.messages or ()), *talk.messages],
                 tools=() if is_last else asked.tools,
                 choice=None,
-                known_ids=None,
                 seed=derive_seed(asked.seed, "round", talk.num_rounds),
             )
         )

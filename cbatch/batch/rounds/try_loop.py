@@ -9,10 +9,10 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import derive_seed
+from cbatch.base.request import Request
 from cbatch.batch.rounds.round_loop import Ask, RoundLoop
 from cbatch.requests.completion import Choice, Completion, Usage
 from cbatch.requests.input_processor import InputProcessor
-from cbatch.requests.request import EncodedRequest, GenerationRequest
 from cbatch.validation.checker import Checker
 from cbatch.validation.validation import Validation
 
@@ -32,7 +32,7 @@ class _Tries:
     usage, reused: of the tries that are over; see `Completion`
     """
 
-    request: GenerationRequest
+    request: Request
     number: int
     errors: list[str] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class TryLoop(RoundLoop):
         self._of_thread = threading.local()
         self._checkers: list[Checker] = []
 
-    def take(self, position: int, request: EncodedRequest, completion: Completion) -> bool:
+    def take(self, position: int, request: Request, completion: Completion) -> bool:
         if completion.error is None and completion.finish_reason != "tool_calls":
             self._start(position, request, completion)
             return True
@@ -66,28 +66,27 @@ class TryLoop(RoundLoop):
         for checker in list(self._checkers):
             checker.close()
 
-    def _next(self, position: int, request: EncodedRequest, completion: Completion) -> EncodedRequest | Completion:
+    def _next(self, position: int, request: Request, completion: Completion) -> Request | Completion:
         """What follows on an answer: the row's next try, or its result."""
         wrong, error = self._first_error(completion)
-        row = request.source
-        tries = self._rows.pop(position, None) or _Tries(self._inputs.request(row), row.tries + 1)
+        tries = self._rows.pop(position, None) or _Tries(request.first or request, request.tries + 1)
         tries.usage, tries.reused = tries.usage + completion.usage, tries.reused + completion.reused
         if error is not None:
             tries.errors.append(error)
             if (following := self._next_try(tries, wrong, completion)) is not None:
                 self._rows[position] = tries
                 return following
-            completion.error = row.invalid(self._sentence(tries, error), "invalid_answer")
+            completion.error = request.invalid(self._sentence(tries, error), "invalid_answer")
         completion.usage, completion.reused = tries.usage, tries.reused
         completion.validation = {"valid": error is None, "tries": tries.number, "errors": tries.errors}
         if error is not None:
             completion.validation["text"] = wrong.text
         return completion
 
-    def _next_try(self, tries: _Tries, wrong: Choice, completion: Completion) -> EncodedRequest | None:
+    def _next_try(self, tries: _Tries, wrong: Choice, completion: Completion) -> Request | None:
         """The request of the next try; None if there is none, or it could give nothing else than the one before."""
         request = tries.request
-        if tries.number - request.source.tries >= self._validation.max_tries:
+        if tries.number - request.tries >= self._validation.max_tries:
             return None
         is_told = self._validation.tells_error and request.messages is not None and request.template.begins_new_message
         if request.params.greedy and not is_told:
@@ -127,13 +126,11 @@ class TryLoop(RoundLoop):
         return checker
 
 
-def nth_try(request: GenerationRequest, number: int, messages: list[dict[str, Any]]) -> GenerationRequest:
+def nth_try(request: Request, number: int, messages: list[dict[str, Any]]) -> Request:
     """A try of a row: its randomness is a function of the row's seed and the number of the try.
 
     messages: added to the conversation
     """
     seed = request.seed if number == 1 else derive_seed(request.seed, "try", number)
-    following = replace(request, params=replace(request.params, seed=None), seed=seed)
-    if messages:
-        following.messages, following.known_ids = [*(request.messages or ()), *messages], None
-    return following
+    changes = {"messages": [*(request.messages or ()), *messages]} if messages else {}
+    return request.following(params=replace(request.params, seed=None), seed=seed, **changes)

@@ -22,8 +22,7 @@ from cbatch.batch.tables.json_array import NO_ARRAY, read_array
 from cbatch.batch.tables.parquet_table import ParquetTable
 from cbatch.batch.templates import ColumnTemplate, PromptTemplate
 from cbatch.requests.param_names import REFUSED
-from cbatch.requests.row import PROMPT_FIELDS
-from cbatch.requests.row_forms import ID_FIELDS, KNOWN
+from cbatch.requests.rows import ID_FIELDS, KNOWN, PROMPT_FIELDS
 
 _TEXTS = frozenset(["prompt", "system", "regex", "grammar", "guided_regex", "guided_grammar", *ID_FIELDS])
 """Fields whose cells are taken as they are, whatever they look like."""

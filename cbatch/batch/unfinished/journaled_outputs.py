@@ -7,17 +7,17 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import KnownOutput
+from cbatch.base.request import Request
 from cbatch.base.units import format_count
 from cbatch.batch.token_journal import TokenJournal, TokenJournalConfig, TokenRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.recorded_outputs import content_key, continuation_key
-from cbatch.requests.request import EncodedRequest
 
 _log = logging.getLogger("cbatch")
 
@@ -38,7 +38,7 @@ class _Followed:
 class JournaledOutputs:
     """Journals outputs of an engine, and lets requests go on with those of an earlier run. One a batch.
 
-    `continued` and `follow` may be called by any thread, the others by the thread that takes results.
+    `continue_` and `follow` may be called by any thread, the others by the thread that takes results.
 
     All requests of a row are followed until the row is finished, also those of tries and rounds of tools that are over.
     A later run asks for them again, and has their outputs at once.
@@ -61,18 +61,17 @@ class JournaledOutputs:
         """Rows that cannot go on, because they are other ones now."""
         self._lock = threading.Lock()
 
-    def continued(self, request: EncodedRequest) -> EncodedRequest:
-        """The request with the tokens that it had in the earlier run, if it had any."""
+    def continue_(self, request: Request) -> None:
+        """Gives a request the tokens that it had in the earlier run, if it had any."""
         row = self._journal.unfinished.get(request.index)
         if row is None or not _can_go_on(request):
-            return request
+            return
         outputs = row.requests.get(self._key(request))
         if outputs is not None:
             known = [outputs.get(number, KnownOutput()) for number in range(request.params.n)]
-            return replace(request, known=max(known, request.known, key=_num_tokens))
-        if row.key != request.key:
+            request.known = max(known, request.known, key=_num_tokens)
+        elif row.key != request.key:
             self._changed.add(request.index)
-        return request
 
     def follow(self, position: int, outputs: OutputProcessor) -> None:
         """Journals the outputs of a request of the row at a position from now on."""
@@ -126,7 +125,7 @@ class JournaledOutputs:
             new = KnownOutput(output.token_ids[start:stop], output.logprobs[start:stop])
             yield TokenRecord(request.index, request.key, followed.key, number, start, new)
 
-    def _key(self, request: EncodedRequest) -> str:
+    def _key(self, request: Request) -> str:
         if self._limits is not None:
             return content_key(self._model, self._limits, request).hex()
         return continuation_key(self._model, request).hex()
@@ -136,6 +135,6 @@ def _num_tokens(known: Sequence[KnownOutput]) -> int:
     return sum(len(one.token_ids) for one in known)
 
 
-def _can_go_on(request: EncodedRequest) -> bool:
+def _can_go_on(request: Request) -> bool:
     """False if the log-probabilities of the prompt are wanted, which come with the first token."""
     return request.params.prompt_logprobs is None

@@ -222,7 +222,7 @@ class RunRecorder:
         self._latest = step
         chunks = step.scheduled.chunks
         limits = self.engine.limits
-        tables = tuple(tuple(chunk.request.blocks[: limits.blocks_for(chunk.stop)]) for chunk in chunks)
+        tables = tuple(tuple(chunk.sequence.blocks[: limits.blocks_for(chunk.stop)]) for chunk in chunks)
         score = example_score([(chunk.start, chunk.num_tokens - len(chunk.draft)) for chunk in chunks], tables)
         if self._best_score is None or score > self._best_score:
             self._best_score = score
@@ -237,11 +237,11 @@ class RunRecorder:
         got = Counter(event.request_id for event in events if event.token_id is not None)
         chunks = tuple(
             self._chunk(
-                chunk.request.id,
+                chunk.sequence.id,
                 range(chunk.start, chunk.stop),
                 len(chunk.draft),
                 chunk.replayed,
-                got[chunk.request.id],
+                got[chunk.sequence.id],
             )
             for chunk in scheduled.chunks
         )

@@ -26,8 +26,8 @@ from cbatch.cli.chat.session.session import Message
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
+    from cbatch.base.request import Request
     from cbatch.requests.output_processor import OutputProcessor, StreamEvent
-    from cbatch.requests.request import EncodedRequest, RequestHandle
 
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
@@ -74,7 +74,7 @@ class ReplyRequest:
     on_start: Callable[[EncodedPrompt], None]
     on_event: Callable[[StreamEvent, float], None]
     is_cancelled: bool = False
-    handle: RequestHandle | None = None
+    submitted: Request | None = None
 
     def messages(self, num_dropped: int) -> list[Message]:
         """The conversation without its oldest turns."""
@@ -173,8 +173,8 @@ class EngineClient:
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""
         request.is_cancelled = True
-        if request.handle is not None and self.engine is not None:
-            self.engine.thread.cancel(request.handle)
+        if request.submitted is not None and self.engine is not None:
+            self.engine.thread.cancel(request.submitted)
 
     def post(self, callback: Callable[[], None]) -> None:
         """Runs something on the front end's thread; for other threads."""
@@ -227,7 +227,6 @@ class EngineClient:
                 self._fail(request, RequestError("internal_error", f"The model could not be loaded: {error}"))
 
     def _submit_to_engine(self, request: ReplyRequest, engine: Engine) -> None:
-        from cbatch.requests.request import RequestHandle
 
         encoded, num_dropped = self._encode(request, engine, self.params(request.params))
         prompt = EncodedPrompt(encoded.prompt_ids, num_dropped)
@@ -248,10 +247,10 @@ class EngineClient:
                 raise
             self._post_unless_cancelled(request, partial(self._report, request, outputs, event, time.monotonic()))
 
-        request.handle = RequestHandle(encoded, on_event)
-        engine.thread.submit(request.handle)
-        if request.is_cancelled:  # before there was a handle to cancel
-            engine.thread.cancel(request.handle)
+        request.submitted = encoded
+        engine.thread.submit(encoded, on_event)
+        if request.is_cancelled:  # before there was a request to cancel
+            engine.thread.cancel(request.submitted)
 
     def _report(self, request: ReplyRequest, outputs: OutputProcessor, event: TokenEvent, when: float) -> None:
         """Hands on an event with its text, which is made here, on the front end's thread."""
@@ -260,17 +259,18 @@ class EngineClient:
             self.cancel(request)
         request.on_event(read, when)
 
-    def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[EncodedRequest, int]:
+    def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[Request, int]:
         """The request as token ids. Drops as few of the oldest turns as necessary, if that is allowed: how many."""
         if request.reply_prefix and params.constraint is not None:
             raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
         processor = engine.core.input_processor()
         variables = {**self.template_kwargs, **request.template_kwargs}
 
-        def encoded(num_dropped: int) -> EncodedRequest:
+        def encoded(num_dropped: int) -> Request:
             messages = request.messages(num_dropped)
             asked = reply_request(engine, messages, request.reply_prefix, variables, request.tools)
-            return processor.encode(replace(asked, params=params, seed=request.seed, priority=PRIORITY))
+            asked.params, asked.seed, asked.priority = params, request.seed, PRIORITY
+            return processor.encode(asked)
 
         def fits(num_dropped: int) -> bool:
             try:

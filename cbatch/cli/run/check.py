@@ -75,7 +75,7 @@ class InputCheck:
 
     def _check_line(self, line: Line) -> None:
         request = self._processor.process(line)
-        self._note_id(line.index, request.id if isinstance(request, Completion) else request.source.id)
+        self._note_id(line.index, request.id)
         if isinstance(request, Completion):
             self._count_error(request.index, request.id, request.error)
             return
@@ -89,7 +89,7 @@ class InputCheck:
                 caches = self._engine.core.config.prefix_cache
                 self._sample.offer(SampledRow(request.without_source(), limit, shared if caches else 0))
         except RequestError as error:
-            self._count_error(request.index, request.source.id, request.source.located(error))
+            self._count_error(request.index, request.id, request.located(error))
 
     def _count_error(self, index: int, name: str | int | float | None, error: RequestError | None) -> None:
         assert error is not None

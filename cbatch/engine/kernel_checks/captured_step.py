@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cbatch.attention.base import CapturableAttention
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.engine.cuda_graphs import GraphCapturer, GraphSizes, Run, StepGraphs, StepParts
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, run_check
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps, StepRunner, step_tolerance
@@ -22,7 +23,7 @@ from cbatch.model.base import CapturableModel, Model
 from cbatch.runtime.batch import SampledOnDevice
 from cbatch.runtime.transfer import to_device
 from cbatch.sample.sampler import Sampler, pack_sampling_params
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 
 def check_captured(
@@ -82,8 +83,10 @@ def _captured(parts: StepParts, sizes: GraphSizes, capture: Callable[[Run], Run]
 def _packed_params(rows: int, step: int) -> NDArray[np.int32]:
     """Sampling parameters of a step: greedy rows and others."""
     params = [SamplingParams(temperature=row % 2 * 1.5) for row in range(rows)]
-    requests = [Request(row, [1], one, max_new_tokens=1, seed=step) for row, one in enumerate(params)]
-    return pack_sampling_params(requests, [step] * rows)
+    sequences = [
+        TokenSequence(row, [1], Request(params=one, max_new_tokens=1, seed=step)) for row, one in enumerate(params)
+    ]
+    return pack_sampling_params(sequences, [step] * rows)
 
 
 def _is_sampled(found: SampledOnDevice, sampler: Sampler, logits: Tensor, packed: NDArray[np.int32]) -> bool:

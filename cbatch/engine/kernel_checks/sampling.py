@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.token_bitmask import bitmask_of
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -51,16 +52,16 @@ def check_sampling(sampler: Sampler, vocabulary: int) -> KernelCheck:
 def _error(sampler: Sampler, vocabulary: int) -> float:
     logits = _draw_logits(_ROWS + 1, vocabulary, sampler.device)
     logits[-1, vocabulary // 2] = math.nan
-    requests, positions = _requests(_ROWS + 1), list(range(3, _ROWS + 4))
+    sequences, positions = _requests(_ROWS + 1), list(range(3, _ROWS + 4))
     # The second half of the rows may take every other token only.
     index = np.where(np.arange(_ROWS + 1) < _ROWS // 2, -1, 0).astype(np.int32)
     bitmask = bitmask_of(range(vocabulary // 2 % 2, vocabulary, 2), vocabulary)
     masks = RowMasks(torch.from_numpy(bitmask)[None].clone(), index)
-    tokens, largest = sampler.sample(logits, requests, positions, masks=masks).get()
+    tokens, largest = sampler.sample(logits, sequences, positions, masks=masks).get()
     # In float64 it takes no kernel on any device.
     allowed = logits.double()
     allowed[_ROWS // 2 :, 1 - vocabulary // 2 % 2 :: 2] = -math.inf
-    definition = Sampler(sampler.device, kernel=False).sample(allowed, requests, positions)
+    definition = Sampler(sampler.device, kernel=False).sample(allowed, sequences, positions)
     expected, expected_largest = definition.get()
     if math.isfinite(largest[-1]):
         raise RuntimeError("a row that is not a number looks like one")
@@ -70,14 +71,14 @@ def _error(sampler: Sampler, vocabulary: int) -> float:
 
 
 def _workload(sampler: Sampler, vocabulary: int) -> Workload:
-    logits, requests = _draw_logits(_WORKLOAD_ROWS, vocabulary, sampler.device), _requests(_WORKLOAD_ROWS)
+    logits, sequences = _draw_logits(_WORKLOAD_ROWS, vocabulary, sampler.device), _requests(_WORKLOAD_ROWS)
     positions = [5] * _WORKLOAD_ROWS
-    return Workload(lambda: sampler.sample(logits, requests, positions).get(), bytes_read=logits.nbytes)
+    return Workload(lambda: sampler.sample(logits, sequences, positions).get(), bytes_read=logits.nbytes)
 
 
-def _requests(rows: int) -> list[Request]:
+def _requests(rows: int) -> list[TokenSequence]:
     params = [SamplingParams(**_KINDS[row % len(_KINDS)]) for row in range(rows)]
-    return [Request(row, [1], one, max_new_tokens=1, seed=row) for row, one in enumerate(params)]
+    return [TokenSequence(row, [1], Request(params=one, max_new_tokens=1, seed=row)) for row, one in enumerate(params)]
 
 
 def _draw_logits(rows: int, vocabulary: int, device: torch.device) -> Tensor:

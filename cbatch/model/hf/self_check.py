@@ -10,13 +10,13 @@ from torch import Tensor
 
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.errors import ModelError
-from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.state_pool import StatePool
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import ZERO, ChunkState, Snapshot
 
 _LENGTHS = (11, 7)
@@ -76,7 +76,7 @@ def check_ragged(model: TransformersModel) -> None:
 
 def _paged_logits(
     model: TransformersModel,
-    sequences: list[list[int]],
+    prompts: list[list[int]],
     chunks: Iterable[list[tuple[int, int]]],
     *,
     far: bool = False,
@@ -87,22 +87,19 @@ def _paged_logits(
     far:     the second sequence is at the end of the context
     resumed: the second chunks begin before the end of the first ones, from snapshots made in these
     """
-    requests = [
-        Request(id=number, token_ids=ids, params=SamplingParams(), max_new_tokens=1)
-        for number, ids in enumerate(sequences)
-    ]
+    sequences = [TokenSequence(number, ids, Request(max_new_tokens=1)) for number, ids in enumerate(prompts)]
     # Blocks out of order, so that a model cannot be right by reading the cache in order.
-    requests[0].blocks, requests[1].blocks = [4, 1, 3], [0, 2]
+    sequences[0].blocks, sequences[1].blocks = [4, 1, 3], [0, 2]
     attention = ReferenceAttention()
     shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
     kv_cache = KVCache(shapes, 5, _BLOCK_SIZE, model.dtype, model.layer_devices)
     pool = _used_state_pool(model) if model.states else None
     for step, bounds in enumerate(chunks):
         slices = []
-        for number, (request, (start, stop)) in enumerate(zip(requests, bounds, strict=True)):
-            request.num_computed = start
+        for number, (sequence, (start, stop)) in enumerate(zip(sequences, bounds, strict=True)):
+            sequence.num_computed = start
             state = _chunk_state(number, step, resumed=resumed) if pool is not None else None
-            slices.append(ScheduledChunk.of(request, stop - start, state))
+            slices.append(ScheduledChunk.of(sequence, stop - start, state))
         batch = RaggedBatch.build(SchedulerOutput(slices), _BLOCK_SIZE, model.device, state_pool=pool)
         if batch.states is not None:
             batch.states.prepare()

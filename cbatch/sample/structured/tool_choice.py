@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import Constraint, SamplingParams
+from cbatch.base.request import ToolChoice
 from cbatch.sample.structured.lark import HEADER, RESERVED_KEYWORD, json_rule
 from cbatch.text.tokenizer import ChatTokenizer
-from cbatch.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS, ToolChoice
+from cbatch.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS
 
 MAX_TOOLS = 128
 """Most tools that one output may choose from: OpenAI's own limit. Each schema is compiled on its own first."""

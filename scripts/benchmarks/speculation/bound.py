@@ -14,7 +14,7 @@ from cbatch.schedule.draft_policy import DraftPolicy
 from cbatch.schedule.draft_sources import DraftSources
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import SchedulerOutput
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.drafter import Proposal
 
 
@@ -25,12 +25,12 @@ class ForesightedSources(DraftSources):
         super().__init__(min_match=1)
         self._outputs = {tuple(prompt): output for prompt, output in zip(prompts, outputs, strict=True)}
 
-    def propose(self, request: Request, count: int) -> Proposal | None:
-        found = super().propose(request, count)
+    def propose(self, sequence: TokenSequence, count: int) -> Proposal | None:
+        found = super().propose(sequence, count)
         if found is None:
             return None
-        output = self._outputs[tuple(request.token_ids[: request.num_prompt])]
-        coming = output[request.num_generated : -1]  # nothing comes after the last token, so its draft gains nothing
+        output = self._outputs[tuple(sequence.token_ids[: sequence.num_prompt])]
+        coming = output[sequence.num_generated : -1]  # nothing comes after the last token, so its draft gains nothing
         right = list(takewhile(lambda pair: pair[0] == pair[1], zip(found.tokens, coming, strict=False)))
         return Proposal(found.tokens[: len(right)], found.matched) if right else None
 
@@ -41,8 +41,8 @@ class EagerPolicy(DraftPolicy):
     def rests(self, scheduled: SchedulerOutput) -> bool:
         return False
 
-    def looks_at(self, request: Request) -> bool:
-        return super().looks_at(request) or True
+    def looks_at(self, sequence: TokenSequence) -> bool:
+        return super().looks_at(sequence) or True
 
     def _worth(self, scheduled: SchedulerOutput, found: Mapping[int, Proposal], budget: int) -> list[int]:
         return [number for number, proposal in found.items() for _ in proposal.tokens]

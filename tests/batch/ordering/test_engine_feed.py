@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import EventCallback, Request
 from cbatch.batch.ordering.engine_feed import EngineFeed
 from cbatch.batch.ordering.output_forecast import OutputForecast
 from cbatch.batch.ordering.work_order import QueuedRequest
-from cbatch.requests.request import RequestHandle
 from tests.support.queued_requests import encoded, queued
 
 
@@ -19,14 +19,14 @@ class FakeEngineThread:
     def __init__(self, max_seqs: int = 4, capacity: int = 10**6) -> None:
         scheduler = SimpleNamespace(max_seqs=max_seqs, pool=SimpleNamespace(capacity=capacity))
         self.engine = SimpleNamespace(scheduler=scheduler)
-        self.submitted: list[RequestHandle] = []
-        self.cancelled: list[RequestHandle] = []
+        self.submitted: list[Request] = []
+        self.cancelled: list[Request] = []
 
-    def submit(self, handle: RequestHandle) -> None:
-        self.submitted.append(handle)
+    def submit(self, request: Request, on_event: EventCallback) -> None:
+        self.submitted.append(request)
 
-    def cancel(self, handle: RequestHandle) -> None:
-        self.cancelled.append(handle)
+    def cancel(self, request: Request) -> None:
+        self.cancelled.append(request)
 
 
 class Feed:
@@ -44,8 +44,8 @@ class Feed:
 
     @property
     def given(self) -> list[int]:
-        places = {one.handle: position for position, one in self.requests.items()}
-        return [places[handle] for handle in self.thread.submitted]
+        places = {one.request: position for position, one in self.requests.items()}
+        return [places[request] for request in self.thread.submitted]
 
     def finish_all(self) -> list[int]:
         """Ends what is in the engine, the oldest first, until nothing is left; returns the order of all."""
@@ -113,7 +113,7 @@ def test_a_row_that_goes_on_does_not_wait() -> None:
     feed.feed.output_ended(0)
     again = feed.requests[0] = queued(0)
     feed.feed.put(again, goes_on=True)
-    assert feed.thread.submitted[-1] is again.handle
+    assert feed.thread.submitted[-1] is again.request
 
 
 def test_alike_beginnings_follow_each_other_only_in_a_small_cache() -> None:
@@ -134,8 +134,8 @@ def test_an_engine_that_refuses_at_once_does_not_recurse() -> None:
         feed.put(position)
     refuse = feed.thread.submit
 
-    def submit(handle: RequestHandle) -> None:
-        refuse(handle)
+    def submit(request: Request, on_event: EventCallback) -> None:
+        refuse(request, on_event)
         feed.feed.output_ended(len(feed.thread.submitted) - 1)
 
     feed.thread.submit = submit
@@ -149,14 +149,14 @@ def test_cancelling() -> None:
     held = [feed.put(position) for position in range(5)]
     feed.feed.cancel(held[3])
     feed.feed.cancel(held[0])
-    assert feed.thread.cancelled == [held[0].handle]
+    assert feed.thread.cancelled == [held[0].request]
     assert feed.finish_all() == [0, 1, 2, 4]
     feed.feed.close()
     feed.put(9)
     assert 9 not in feed.given
     late = feed.requests[10] = queued(10)
     feed.feed.put(late, goes_on=True)
-    assert feed.thread.cancelled[-1] is late.handle  # what is in flight may have been cancelled before it came
+    assert feed.thread.cancelled[-1] is late.request  # what is in flight may have been cancelled before it came
 
 
 def test_what_is_ahead() -> None:

@@ -18,6 +18,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import derive_seed
+from cbatch.base.request import Request
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
@@ -26,7 +27,6 @@ from cbatch.batch.row_stream import RowStream
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
-from cbatch.requests.request import EncodedRequest, GenerationRequest
 from cbatch.validation.validation import Validation
 from tests.cli.run.test_output_formats import ROUNDS
 from tests.support.model_folder import save_model
@@ -135,7 +135,7 @@ def test_the_model_is_told_what_was_wrong(engine: Engine, monkeypatch: pytest.Mo
     asked: list[Any] = []
     encode = InputProcessor.encode
 
-    def spy(self: InputProcessor, request: GenerationRequest) -> EncodedRequest:
+    def spy(self: InputProcessor, request: Request) -> Request:
         asked.append(request.messages)
         return encode(self, request)
 

@@ -36,7 +36,7 @@ def in_form(form: InputForm, rows: list[dict[str, Any]]) -> bytes:
 
 def prompts(lines: Iterator[Any], unit: str = "row") -> list[tuple[int, str | None]]:
     rows = [parse_line(line, has_columns=True, unit=unit) for line in lines]
-    return [(row.index, row.prompt if row.error is None else str(row.error)) for row in rows]
+    return [(row.index, row.text if row.error is None else str(row.error)) for row in rows]
 
 
 WANTED = [(number, f"Say row {number}, täxt of {number}") for number in range(20)]

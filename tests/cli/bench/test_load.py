@@ -16,6 +16,7 @@ import pytest
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import EventCallback, Request
 from cbatch.cli.bench.load.generator import run_load
 from cbatch.cli.bench.load.measure import Runs, find_capacity, most_served
 from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
@@ -26,7 +27,6 @@ from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from tests.support.tiny_models import VOCABULARY, generate_alone, make_engine, make_network
 
 Submission = SimpleNamespace
@@ -68,21 +68,21 @@ class SimulatedEngine:
         self.time = end
         return None
 
-    def submit(self, handle: RequestHandle) -> None:
+    def submit(self, request: Request, on_event: EventCallback) -> None:
         self.time += self.submit_takes
-        request = handle.request
         made = Submission(
             number=len(self.asked),
             prompt=list(request.prompt_ids),
             length=request.params.max_tokens,
-            handle=handle,
+            request=request,
+            on_event=on_event,
             at=self.time,
         )
         self.asked.append(made)
         self._serve()
 
-    def cancel(self, handle: RequestHandle) -> None:
-        self.cancelled += [made for made in self.asked if made.handle is handle]
+    def cancel(self, request: Request) -> None:
+        self.cancelled += [made for made in self.asked if made.request is request]
 
     def _serve(self) -> None:
         """Gives free slots to waiting requests."""
@@ -101,13 +101,13 @@ class SimulatedEngine:
             if number == 0:
                 self._serving -= 1
                 error = RequestError("internal_error", "out of luck")
-                made.handle.on_event(TokenEvent(made.number, None, finish_reason="error", error=error))
+                made.on_event(TokenEvent(made.number, None, finish_reason="error", error=error))
             return
         is_last = number == made.length - 1
         if is_last:
             self._serving -= 1
             self._serve()
-        made.handle.on_event(TokenEvent(made.number, 50 + number, finish_reason="length" if is_last else None))
+        made.on_event(TokenEvent(made.number, 50 + number, finish_reason="length" if is_last else None))
 
 
 def scenario(**changes: Any) -> Scenario:
@@ -294,9 +294,9 @@ def test_what_is_unfinished_is_cancelled() -> None:
     """Guards the run after this one, and the figures of this one against the step that was in flight."""
 
     class Late(SimulatedEngine):
-        def cancel(self, handle: RequestHandle) -> None:
-            super().cancel(handle)
-            handle.on_event(TokenEvent(self.cancelled[-1].number, 1, finish_reason="length"))
+        def cancel(self, request: Request) -> None:
+            super().cancel(request)
+            self.cancelled[-1].on_event(TokenEvent(self.cancelled[-1].number, 1, finish_reason="length"))
 
     simulation = Late()
     result = load(simulation)
@@ -413,18 +413,16 @@ class Watched(EngineThread):
         self.time += timeout
         return None
 
-    def submit(self, handle: RequestHandle) -> None:
+    def submit(self, request: Request, on_event: EventCallback) -> None:
         self.due += 1
         tokens: list[int] = []
-        self.seen.append((list(handle.request.prompt_ids), tokens))
-        on_event = handle.on_event
+        self.seen.append((list(request.prompt_ids), tokens))
 
         def watch(event: TokenEvent) -> None:
             tokens.append(event.token_id)
             on_event(event)
 
-        handle.on_event = watch
-        super().submit(handle)
+        super().submit(request, watch)
 
 
 def test_a_real_engine() -> None:
@@ -434,8 +432,8 @@ def test_a_real_engine() -> None:
     try:
         result = run_load(engine_thread, asked, SLO(100.0, 1e-6), engine_thread)
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        request = EncodedRequest(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))
-        engine_thread.submit(RequestHandle(request, events.put))
+        request = Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))
+        engine_thread.submit(request, events.put)
         while events.get(timeout=30).finish_reason is None:
             pass
         stats = engine_thread.engine.stats()

@@ -110,7 +110,7 @@ def test_example_of_a_step() -> None:
     forward = engine.runner.forward
 
     def spy(batch: Any) -> Any:
-        held.append([list(chunk.request.blocks) for chunk in engine._core.last_scheduled.chunks])
+        held.append([list(chunk.sequence.blocks) for chunk in engine._core.last_scheduled.chunks])
         return forward(batch)
 
     engine.runner.forward = spy  # type: ignore[method-assign]
@@ -360,7 +360,7 @@ def test_step_picture_chooses_requests() -> None:
         (RecordedChunk(21, 21, "prefill", 0, 100), tuple(range(400, 413))),
     ]
     chosen = choose_chunks(chunks)
-    assert [chunk.request for chunk, _ in chosen] == [0, 1, 2, 3, 4, 5, 6, 21]
+    assert [chunk.sequence for chunk, _ in chosen] == [0, 1, 2, 3, 4, 5, 6, 21]
     drawn, width = lay_out(chosen, block_size=8)
     assert drawn[-1].left + 13 * 8 == width
     assert drawn[-1].visible_tokens(drawn[-1].cells - 1) == 100

@@ -24,7 +24,7 @@ from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.cpu import CpuModel
 from cbatch.model.loader import LoadedModel
 from cbatch.model.lora import cpu as lora_on_cpu
-from cbatch.schedule.request import Request
+from cbatch.schedule.sequence import TokenSequence
 from tests.support.adapters import LINEARS, draw_adapter, merged_by_peft, save_adapter
 from tests.support.generation import generate
 from tests.support.model_folder import save_model
@@ -180,7 +180,7 @@ def swapped(groups: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "cached blocks without their adapter": (Request, "cache_kind", property(lambda request: 0)),
+    "cached blocks without their adapter": (TokenSequence, "cache_kind", property(lambda request: 0)),
     "adapters in another order": (lora_on_cpu, "_groups", lambda numbers: swapped(lora_groups(numbers))),
     "ups after gates instead of by turns": (lora_on_cpu, "interleaved", lambda both: both),
 }

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.request import EncodedRequest, RequestHandle
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.tracing.phases import span
 from cbatch.runtime.tracing.summary import Interval, read_summary, union_length
@@ -41,8 +41,8 @@ from tests.support.tiny_models import make_engine, make_network
 PHASES = ["schedule", "build", "forward", "sample", "fetch", "update"]
 
 
-def request_of(count: int) -> EncodedRequest:
-    return EncodedRequest(prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=count))
+def request_of(count: int) -> Request:
+    return Request(prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=count))
 
 
 def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], None] = lambda place: None) -> list[int]:
@@ -57,7 +57,7 @@ def generate(trace: StepTracer | None, count: int, meanwhile: Callable[[int], No
         events.put(event)
 
     with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
-        engine_thread.submit(RequestHandle(request_of(count), take))
+        engine_thread.submit(request_of(count), take)
         while events.get(timeout=30).finish_reason is None:
             pass
     return tokens
@@ -154,7 +154,7 @@ def test_time_without_requests_is_not_idle_time(tmp_path: Path) -> None:
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     with closing(EngineThread(make_engine(make_network("llama")), trace)) as engine_thread:
         for _ in range(2):
-            engine_thread.submit(RequestHandle(request_of(1), events.put))
+            engine_thread.submit(request_of(1), events.put)
             events.get(timeout=30)
             while engine_thread._idle_since is None:  # until it waits
                 time.sleep(0.001)

@@ -12,6 +12,7 @@ import pytest
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import ToolChoice
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import GrammarState
 from cbatch.sample.structured.token_bitmask import bitmask_size, to_bools
@@ -21,7 +22,6 @@ from cbatch.sample.structured.tool_choice import (
     tool_choice_constraint,
 )
 from cbatch.text.tokenizer import ChatTokenizer
-from cbatch.text.tool_calls import ToolChoice
 from tests.support.chat_templates import MISTRAL_NAMED, QWEN3
 from tests.support.tool_calls import CALL_TEMPLATES, SCHEMAS, TOOLS, make_chat_tokenizer, tool
 

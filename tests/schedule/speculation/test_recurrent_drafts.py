@@ -67,7 +67,7 @@ def keep_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants: the state of a rejected token is used (vLLM #39273)."""
 
     def planted(self: RecurrentStates, chunk: ScheduledChunk, accepted: int) -> None:
-        state = chunk.request.state
+        state = chunk.sequence.state
         if state is not None and state.undrafted is not None:
             self.slots.drop(state.undrafted)
             state.undrafted = None
@@ -81,8 +81,8 @@ def replay_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(self: RecurrentStates, chunk: ScheduledChunk, accepted: int) -> None:
         settle(self, chunk, accepted)
-        chunk.request.num_computed += chunk.request.num_to_replay
-        chunk.request.num_to_replay = 0
+        chunk.sequence.num_computed += chunk.sequence.num_to_replay
+        chunk.sequence.num_to_replay = 0
 
     monkeypatch.setattr(RecurrentStates, "settle_draft", planted)
 

@@ -23,8 +23,8 @@ from cbatch.sample.structured.grammar import GrammarState
 from cbatch.schedule.draft_sources import DraftSources
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.request import Request
 from cbatch.schedule.scheduler import Scheduler
+from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.drafter import Proposal
 from cbatch.schedule.step_time import StepTimeController
 from tests.support.all_features import SETTINGS, add_all, expected, make, run, steps
@@ -81,7 +81,7 @@ def test_the_decision_changes_no_output(settings: dict[str, Any], ahead: bool, m
 def test_reasoning_before_a_form_is_drafted(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards constrained requests that begin with reasoning: drafts of it, and beyond its end into the form."""
 
-    def thinking(self: SteppingEngine, grammar: Any, request: Any, stop_ids: frozenset[int]) -> GrammarState | None:
+    def thinking(self: SteppingEngine, grammar: Any, sequence: Any, stop_ids: frozenset[int]) -> GrammarState | None:
         return None if grammar is None else GrammarState(grammar, stop_ids, lambda ids: len(ids) >= 9)
 
     plain = expected()  # before the patch, since it is kept for other tests
@@ -92,8 +92,8 @@ def test_reasoning_before_a_form_is_drafted(ahead: bool, monkeypatch: pytest.Mon
     engine, extended, found = make(ahead=ahead, speculate="auto"), Drafts._extended, [0, 0]
 
     def note(self: Drafts, chunk: ScheduledChunk, draft: list[int]) -> ScheduledChunk:
-        if chunk.request.grammar_state is not None and chunk.request.num_generated < 9:
-            found[chunk.request.num_generated + len(draft) > 9] += 1
+        if chunk.sequence.grammar_state is not None and chunk.sequence.num_generated < 9:
+            found[chunk.sequence.num_generated + len(draft) > 9] += 1
         return extended(self, chunk, draft)
 
     monkeypatch.setattr(Drafts, "_extended", note)
@@ -116,25 +116,25 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants: the noise of tokens after a draft's first is that of the next position."""
     rows = output._sampled_rows
 
-    def planted(scheduled: SchedulerOutput) -> tuple[list[Request], list[int]]:
-        requests, positions = rows(scheduled)
+    def planted(scheduled: SchedulerOutput) -> tuple[list[TokenSequence], list[int]]:
+        sequences, positions = rows(scheduled)
         is_first = [place == 0 or positions[place - 1] + 1 != at for place, at in enumerate(positions)]
-        return requests, [at + (not first) for at, first in zip(positions, is_first, strict=True)]
+        return sequences, [at + (not first) for at, first in zip(positions, is_first, strict=True)]
 
     monkeypatch.setattr(output, "_sampled_rows", planted)
 
 
 def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants: penalties and the like do not see the tokens of the draft."""
-    monkeypatch.setattr(Request, "followed_by", lambda self, tokens: self)
+    monkeypatch.setattr(TokenSequence, "followed_by", lambda self, tokens: self)
 
 
 def test_another_text_in_the_index_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a stale index, which would be no error of outputs: drafts of other requests are rejected."""
-    others: list[Request] = []
+    others: list[TokenSequence] = []
 
-    def stale(self: DraftSources, request: Request, count: int) -> Proposal | None:
-        others.append(request)
+    def stale(self: DraftSources, sequence: TokenSequence, count: int) -> Proposal | None:
+        others.append(sequence)
         return Proposal(others[0].token_ids[-count:], 20)
 
     monkeypatch.setattr(DraftSources, "propose", stale)
@@ -150,8 +150,8 @@ def test_what_is_kept_of_a_request_ends_with_it() -> None:
             for request_id in list(names)[::2]:
                 engine.cancel(request_id)
         sources = engine.scheduler.drafts._sources  # type: ignore[union-attr]
-        for request, drafter in sources._drafters.items():
-            assert drafter._index.tokens == request.token_ids[: len(drafter)] and not request.has_ended
+        for sequence, drafter in sources._drafters.items():
+            assert drafter._index.tokens == sequence.token_ids[: len(drafter)] and not sequence.has_ended
         assert sources._num_indexed == sum(map(len, sources._drafters.values()))
     assert not sources._drafters and not engine.scheduler.drafts._policy._records  # type: ignore[union-attr]
 
@@ -179,7 +179,7 @@ def penalized(speculate: int | str) -> list[int]:
 def test_penalties_see_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows after a drafted token: penalties count the draft before them. The fault is seen."""
     wanted = penalized("off")
-    propose_by(monkeypatch, lambda request, count: Proposal(wanted[len(request.token_ids) - 3 :][:count], 20))
+    propose_by(monkeypatch, lambda sequence, count: Proposal(wanted[len(sequence.token_ids) - 3 :][:count], 20))
     assert penalized(5) == wanted
     forget_the_draft(monkeypatch)
     assert penalized(5) != wanted
@@ -207,8 +207,8 @@ def test_rejected_tokens_are_not_in_the_prefix_cache(monkeypatch: pytest.MonkeyP
     extended = Drafts._extended
 
     def planted(self: Drafts, chunk: ScheduledChunk, draft: list[int]) -> ScheduledChunk:
-        found, request = extended(self, chunk, draft), chunk.request
-        self._pool.cache_full_blocks(request.blocks, [*request.token_ids, *draft], chunk.start, found.stop)
+        found, sequence = extended(self, chunk, draft), chunk.sequence
+        self._pool.cache_full_blocks(sequence.blocks, [*sequence.token_ids, *draft], chunk.start, found.stop)
         return found
 
     monkeypatch.setattr(Drafts, "_extended", planted)

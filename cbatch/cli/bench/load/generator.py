@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.cli.bench.load.results import LoadResult, TimedAnswer
 from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.request import EncodedRequest, RequestHandle
 
 
 class Clock:
@@ -96,9 +96,8 @@ class _LoadGenerator:
         turn = Turn(user, prompt, self._clock.now())
         user.turns.append(turn)
         self._waiting.add(turn)
-        request = EncodedRequest(prompt_ids=prompt, params=SamplingParams(max_tokens=length, ignore_eos=True))
-        turn.handle = RequestHandle(request, lambda event: self._take(turn, event))
-        self._engine_thread.submit(turn.handle)
+        turn.request = Request(prompt_ids=prompt, params=SamplingParams(max_tokens=length, ignore_eos=True))
+        self._engine_thread.submit(turn.request, lambda event: self._take(turn, event))
 
     def _take(self, turn: Turn, event: TokenEvent) -> None:
         """The sink, called on the engine's thread. Ignores the step that was in flight at the end."""
@@ -120,8 +119,8 @@ class _LoadGenerator:
         """Stops everything that is unfinished."""
         self._end, self._is_over = self._clock.now(), True
         for turn in self._waiting:
-            if turn.handle is not None:
-                self._engine_thread.cancel(turn.handle)
+            if turn.request is not None:
+                self._engine_thread.cancel(turn.request)
 
     def result(self, slo: SLO) -> LoadResult:
         judged_from, end = self._began + self._scenario.warmup_s, self._end

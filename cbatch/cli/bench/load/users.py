@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import Request
 from cbatch.cli.bench.workload import LengthDistribution, first_plain_token
-from cbatch.requests.request import RequestHandle
 
 SERVED_SHARE = 0.99
 """Share of the users for whom the objective has to hold."""
@@ -87,7 +87,7 @@ class Turn:
     ended: float | None = None
     cached_tokens: int = 0
     error: str = ""
-    handle: RequestHandle | None = None
+    request: Request | None = None
 
     def take(self, event: TokenEvent, now: float) -> None:
         """Records an event. Called on the engine's thread, so it must be quick."""

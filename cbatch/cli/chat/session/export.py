@@ -10,6 +10,7 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams, derive_seed
+from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
 from cbatch.batch.jsonl import format_row, parse_line
 from cbatch.batch.lines import Line, read_lines
@@ -17,7 +18,6 @@ from cbatch.cli.chat.session.prompt import as_plain_text
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.exits import UserError
-from cbatch.requests.row import InputRow
 
 
 def to_markdown(session: Session, model: str) -> str:
@@ -96,10 +96,10 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
         row = _find_row(prompts, index)
         _check_same_row(result, row, f"Row {index} of {path}", f"line {index + 1} of {prompts}")
         prompt_tokens = None if row.raw else _prompt_tokens(result)
-        session.load_messages(row.messages or [{"role": "user", "content": row.prompt or ""}])
+        session.load_messages([dict(one) for one in row.messages or [{"role": "user", "content": row.text or ""}]])
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        reply.params = {name: value for name, value in row.params.items() if name != "seed"}
-        reply.seed = row.params.get("seed", derive_seed(run_seed, kind, name))
+        reply.params = {name: value for name, value in row.given.items() if name != "seed"}
+        reply.seed = row.given.get("seed", derive_seed(run_seed, kind, name))
         # The length limit of this one reply does not apply to the rest of the conversation.
         session.params = {name: value for name, value in reply.params.items() if name != "max_tokens"}
     last = session.last
@@ -110,7 +110,7 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
     return OpenedRow(session, prompt_tokens)
 
 
-def _check_same_row(result: Mapping[str, Any], row: InputRow, output: str, source: str) -> None:
+def _check_same_row(result: Mapping[str, Any], row: Request, output: str, source: str) -> None:
     """Raises UserError if a row of output was made from another row of input: ids and carried columns tell."""
     made_from = result.get("custom_id", result.get("id"))
     if made_from != row.id and not (row.id is None and "custom_id" in result):
@@ -144,17 +144,17 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
     return found
 
 
-def _find_row(path: Path, index: int) -> InputRow:
+def _find_row(path: Path, index: int) -> Request:
     for line in _lines(path):
         if line.index == index:
             row = parse_line(line, allow_unknown=True)
             try:
-                SamplingParams().merged(row.params)
+                SamplingParams().merged(row.given)
             except RequestError as error:
                 row.error = row.invalid(str(error))
             if row.error is not None:
                 raise UserError(f"{path}: {row.error}.")
-            if row.messages is None and row.prompt is None:
+            if row.messages is None and row.text is None:
                 raise UserError(f"{path}: line {index + 1} holds token ids, which are not a conversation.")
             return row
     raise UserError(f"{path} has no line {index + 1} (index {index}).")

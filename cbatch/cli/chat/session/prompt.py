@@ -10,7 +10,7 @@ from cbatch.cli.chat.session.session import Message
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
-    from cbatch.requests.request import GenerationRequest
+    from cbatch.base.request import Request
 
 
 def reply_request(
@@ -19,7 +19,7 @@ def reply_request(
     reply_prefix: str,
     template_kwargs: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),
-) -> GenerationRequest:
+) -> Request:
     """A request for the next reply of a conversation.
 
     Without a chat template the model continues plain text: each message on a new line, directly followed by its reply.
@@ -28,13 +28,13 @@ def reply_request(
     template_kwargs: variables for the chat template
     tools:           functions that the model may call, in OpenAI's form
     """
+    from cbatch.base.request import Request
     from cbatch.base.template_options import TemplateOptions
-    from cbatch.requests.request import GenerationRequest
 
     if takes_messages(engine):
         template = TemplateOptions(kwargs=template_kwargs, today=date.today())
-        return GenerationRequest(messages=messages, template=template, answer=reply_prefix, tools=tools)
-    return GenerationRequest(text=as_plain_text(messages) + reply_prefix)
+        return Request(messages=messages, template=template, answer=reply_prefix, tools=tools)
+    return Request(text=as_plain_text(messages) + reply_prefix)
 
 
 def takes_messages(engine: Engine) -> bool:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from cbatch.api import Engine
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import EventCallback, Request
 from cbatch.batch.ordering.output_forecast import ends_by_limit
 from cbatch.engine.stats import StepRecord
-from cbatch.requests.request import EncodedRequest, RequestHandle
 
 ROWS_PER_SLOT = 4
 """Rows of a sample for each sequence that runs at once."""
@@ -31,7 +31,7 @@ class SampledRow:
     shared: tokens of the prompt that an earlier row begins with, too
     """
 
-    request: EncodedRequest
+    request: Request
     limit: int
     shared: int = 0
 
@@ -135,7 +135,7 @@ class _StepWatch:
 def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> TrialResult:
     """Runs at least one row, until all have ended or the time is up; what is unfinished is cancelled then."""
     outputs: list[TriedOutput] = []
-    handles: list[RequestHandle] = []
+    readers: list[EventCallback] = []
     all_ended, watch = threading.Event(), _StepWatch()
     num_unfinished = 0
 
@@ -152,14 +152,14 @@ def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> Tri
 
     for number, row in enumerate(rows):
         params = row.request.params
-        handles.append(RequestHandle(row.request, partial(on_event, len(outputs))))
+        readers.append(partial(on_event, len(outputs)))
         outputs += [TriedOutput(number, row.limit, ends_by_limit(params)) for _ in range(params.n)]
     num_unfinished = len(outputs)
     engine.on_step = watch
     started = time.monotonic()
     try:
-        for handle in handles:
-            engine.thread.submit(handle)
+        for row, reader in zip(rows, readers, strict=True):
+            engine.thread.submit(row.request, reader)
         has_ended = all_ended.wait(seconds)
         while not has_ended and len(watch.steps) < LEAST_STEPS:
             has_ended = all_ended.wait(0.1)
@@ -168,6 +168,6 @@ def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> Tri
     finally:
         elapsed = time.monotonic() - started
         engine.on_step = None
-        for handle in handles:
-            engine.thread.cancel(handle)
+        for row in rows:
+            engine.thread.cancel(row.request)
     return TrialResult(elapsed, rows, outputs, list(watch.steps))

@@ -1,4 +1,4 @@
-"""The state of a request, and the events it gives."""
+"""The state of a sequence: one output of a request as it is decoded, and the events it gives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Protocol
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, Sample, TokenEvent, TokenLogprobs
 from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.schedule.state_slots import Snapshot
 
 ADAPTER_BITS = 20
@@ -70,7 +71,7 @@ class TokenCounts:
 
 
 @dataclass(slots=True)
-class RequestState:
+class RecurrentState:
     """The recurrent state of a running request.
 
     source:    what its slot is to hold before the next chunk (see `ChunkState`)
@@ -89,51 +90,41 @@ class RequestState:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class TokenSequence:
     """Prompt and generated tokens in one list, how many of them are in the KV cache, and the blocks that hold them.
 
     Invariant: the keys and values of `token_ids[:num_computed]` are in `blocks`. Those of `token_ids[:num_cached]` were
-    cached already when the request was first admitted.
-    There is no prefill or decode state: a request needs `num_tokens - num_computed` more tokens computed, and when the
-    last of them is, it gets a new token. Ids grow with arrival, so a smaller id is older. The outputs of a prompt (`n`)
-    are requests of their own with ids in a row; their events bear the id of the first.
+    cached already when the sequence was first admitted.
+    There is no prefill or decode state: a sequence needs `num_tokens - num_computed` more tokens computed, and when the
+    last of them is, it gets a new token. Ids grow with arrival, so a smaller id is older. The outputs of a request
+    (`n`) are sequences with ids in a row; their events bear the id of the first.
     A scheduled step counts as computed. The token that it will give has a placeholder among the `num_tokens` until the
     host knows it.
 
-    stop_ids:       tokens that end the output
-    bad_words:      sequences of tokens that may not be generated
+    sample_index:   number of the output among those of its request
     detokenizer:    finds stop strings; None if it has none
     grammar_state:  follows a constrained output
     counts:         tokens that penalties look at
     allowed_bitmask: `params.allowed_token_ids` as a set of tokens, made by the sampler when it first needs it
     changes_logits: whether its parameters change logits before a token is sampled; most do not
     num_output_placeholders: tokens that steps in flight will give it; `token_ids` holds those that are known
-    num_drafted:    tokens of its draft in the step in flight, if that has one and the request has kept its blocks
+    num_drafted:    tokens of its draft in the step in flight, if that has one and the sequence has kept its blocks
     num_to_replay:  accepted tokens that are computed once more, with its last known one, because its recurrent state
                     had to go back to before them
-    num_peer_preemptions: how often requests of the same priority preempted it
+    num_peer_preemptions: how often sequences of the same priority preempted it
     has_ended:      whether its last event was made or it was cancelled; tokens of steps in flight are dropped then
     scored:         log-probabilities of the prompt's tokens from the second on, as far as they are known
     state:          its recurrent state while it runs, if the model has recurrent layers
-    position_offset: what is added to its position ids: a model may encode long sequences in another way
-    adapter:        number of its LoRA adapter from 1 on; 0 for none
     """
 
     id: int
     token_ids: list[int]
-    params: SamplingParams
-    max_new_tokens: int
-    seed: int = 0
+    request: Request
     sample_index: int = 0
-    priority: int = 0
-    stop_ids: frozenset[int] = frozenset()
     detokenizer: StopStringDetokenizer | None = None
-    bad_words: Sequence[Sequence[int]] = ()
     grammar_state: TokenConstraint | None = None
     counts: TokenCounts | None = None
     allowed_bitmask: object = None
-    position_offset: int = 0
-    adapter: int = 0
     changes_logits: bool = field(init=False)
     num_prompt: int = field(init=False)
     num_computed: int = 0
@@ -146,11 +137,19 @@ class Request:
     has_ended: bool = False
     scored: list[TokenLogprobs] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    state: RequestState | None = None
+    state: RecurrentState | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
-        self.changes_logits = bool(self.bad_words) or self.params.changes_logits
+        self.changes_logits = bool(self.request.bad_words) or self.params.changes_logits
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
     @property
     def first_id(self) -> int:
@@ -160,7 +159,7 @@ class Request:
     @property
     def cache_kind(self) -> int:
         """What decides its keys and values beside its tokens: requests of different kinds share no blocks."""
-        return (self.position_offset << ADAPTER_BITS) + self.adapter
+        return (self.request.position_offset << ADAPTER_BITS) + self.request.adapter_number
 
     @property
     def num_tokens(self) -> int:
@@ -186,7 +185,7 @@ class Request:
     def is_finishing(self) -> bool:
         """Whether a step in flight gives it its last token."""
         in_flight = self.num_output_placeholders
-        return in_flight > 0 and self.num_generated + in_flight >= self.max_new_tokens
+        return in_flight > 0 and self.num_generated + in_flight >= self.request.max_new_tokens
 
     @property
     def is_running(self) -> bool:
@@ -200,15 +199,15 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are asked for."""
-        return self.params.prompt_logprobs is not None
+        """Whether log-probabilities of its prompt are asked for: the first output gives them."""
+        return self.sample_index == 0 and self.params.prompt_logprobs is not None
 
     @property
     def has_unscored_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for and not all known yet."""
         return self.scores_prompt and len(self.scored) < self.num_prompt - 1
 
-    def followed_by(self, tokens: Sequence[int]) -> Request:
+    def followed_by(self, tokens: Sequence[int]) -> TokenSequence:
         """The request as the sampler would see it after these tokens of its output; itself if that changes nothing."""
         if not self.changes_logits or not tokens:
             return self
@@ -232,15 +231,15 @@ class Request:
     def _accept(self, sample: Sample) -> TokenEvent:
         if sample.error is not None:
             return self.fail(sample.error)
-        if self.max_new_tokens == 0 or (self.grammar_state is not None and self.grammar_state.is_finished):
-            reason: FinishReason = "length" if self.max_new_tokens == 0 else "stop"
+        if self.request.max_new_tokens == 0 or (self.grammar_state is not None and self.grammar_state.is_finished):
+            reason: FinishReason = "length" if self.request.max_new_tokens == 0 else "stop"
             return self._last(None, "", reason)
         token_id = sample.token_id
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
         may_stop = self.num_generated >= self.min_tokens
-        if may_stop and token_id in self.stop_ids:
+        if may_stop and token_id in self.request.stop_ids:
             return self._last(sample, "", "stop")
         text = ""
         if self.detokenizer is not None:
@@ -251,7 +250,7 @@ class Request:
             self.grammar_state.accept(token_id)
             if self.grammar_state.is_finished:
                 return self._last(sample, text, "stop")
-        if self.num_generated >= self.max_new_tokens:
+        if self.num_generated >= self.request.max_new_tokens:
             return self._last(sample, text, "length")
         return self._event(sample, text)
 

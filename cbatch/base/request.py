@@ -1,0 +1,171 @@
+"""A request, on its way from a row, a call or a chat through an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cbatch.base.errors import RequestError
+from cbatch.base.outputs import KnownOutput, TokenEvent
+from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
+from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
+
+EventCallback = Callable[[TokenEvent], None]
+"""Receives the events of one request. It is called on the engine's thread, so it must be quick (put into a queue)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCall:
+    """What an OpenAI Batch request asks for: a chat or a text completion, of which model."""
+
+    is_chat: bool
+    model: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """That the model must call a function: the one of this name, or, if it is None, any of the tools."""
+
+    name: str | None = None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One request. It is filled as it goes, and each stage reads what the stages before it have set.
+
+    Asked for by a row or a program. Exactly one of the first three is set, unless there is an `error`:
+    text:       plain text to continue; in a row it may become a message of the user
+    messages:   a conversation, for the chat template
+    prompt_ids: token ids to continue. Those of other prompts are made by `InputProcessor.encode`
+    raw:        take `text` as it is, even if the model has a chat template
+    system:     system message, if the conversation has none
+    tools:      functions that the model may call, in OpenAI's form
+    choice:     what it must call; None if it need not call any
+    max_calls:  most tool calls of an output that count; None for all
+    answer:     beginning of the model's answer, which it is to continue
+    given:      sampling parameters that the row sets, by name
+    given_template: options of the chat template that the row sets
+    priority:   lower priorities run first
+    tool_rounds: how often what the model calls is run; 0 gives the calls as the result
+    tries:      how many tries earlier runs have given it
+    validation: how its result is validated, for its key (`Validation.identity`)
+
+    Where it comes from, for its result:
+    index:  0-based number of the line in the input, or of the prompt in a call
+    where:  where the row stands, for messages: “line 3”; empty if that goes without saying
+    id:     the row's own name
+    extra:  other columns, which are copied to the result
+    call:   set if the row is an OpenAI Batch request, so that its result has that form too
+    error:  why the row cannot be read
+    first:  the request of the same row that this one follows on, after a round of tools or a try
+
+    With all defaults applied, by `InputProcessor.request`:
+    params:   sampling parameters
+    template: options of the chat template
+    seed:     seed of its randomness; that of the parameters counts first
+    key:      hash of all that decides its result
+    adapter:  fingerprint of its LoRA adapter; empty if it has none
+    with_token_ids: whether the row of output has the output's token ids
+
+    Encoded, by `InputProcessor.encode`:
+    grammar:  compiled constraint of the output (`CompiledGrammar`)
+    tags:     special tokens that stay in the text, because they tell the parts of an answer apart; empty if the output
+              is not an answer in a conversation
+    opens_thinking: whether the template has opened the think tag of the answer, in front of `prefix`
+    is_thinking: whether the prompt leaves the model inside its reasoning
+    prefix:   the beginning of the answer, which the prompt ends with
+    known:    what each output has already, which it goes on with; empty if nothing is known
+
+    In an engine, by `SteppingEngine.add_request` and `EngineThread`:
+    request_id:      its number there; None until it is accepted
+    max_new_tokens:  most tokens of each output
+    stop_ids:        tokens that end an output
+    bad_words:       sequences of tokens that may not be generated
+    adapter_number:  of its LoRA adapter, from 1 on; 0 for none
+    position_offset: what is added to its position ids: a model may encode long sequences in another way
+    on_event:        takes its events; None before it is submitted and after its last event
+    unfinished:      numbers of the outputs whose last event has not come; empty once it is cancelled
+    """
+
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt_ids: Sequence[int] = ()
+    raw: bool = False
+    system: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: ToolChoice | None = None
+    max_calls: int | None = None
+    answer: str = ""
+    given: dict[str, Any] = field(default_factory=dict)
+    given_template: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    tool_rounds: int = 0
+    tries: int = 0
+    validation: tuple[object, ...] = ()
+
+    index: int = 0
+    where: str = ""
+    id: str | int | float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    call: ApiCall | None = None
+    error: RequestError | None = None
+    first: Request | None = None
+
+    params: SamplingParams = DEFAULT_PARAMS
+    template: TemplateOptions = DEFAULT_TEMPLATE
+    seed: int = 0
+    key: str = ""
+    adapter: str = ""
+    with_token_ids: bool = False
+
+    grammar: Any = None
+    tags: tuple[str, ...] = ()
+    opens_thinking: bool = False
+    is_thinking: bool = False
+    prefix: str = ""
+    known: Sequence[KnownOutput] = ()
+
+    request_id: int | None = None
+    max_new_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    bad_words: Sequence[Sequence[int]] = ()
+    adapter_number: int = 0
+    position_offset: int = 0
+    on_event: EventCallback | None = None
+    unfinished: set[int] = field(default_factory=set)
+
+    @property
+    def prompt(self) -> str | Sequence[int] | Mapping[str, Any]:
+        """What is asked, in one of the forms of a prompt."""
+        if self.messages is not None:
+            return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+        return self.prompt_ids if self.text is None else self.text
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed that counts."""
+        return self.seed if self.params.seed is None else self.params.seed
+
+    def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end an output, of a model with these end tokens."""
+        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else eos_ids)
+
+    def following(self, **changes: Any) -> Request:
+        """Another request for the same row, with some fields replaced, to be encoded."""
+        if "messages" in changes:
+            changes = {"prompt_ids": (), **changes}
+        anew: dict[str, Any] = {"grammar": None, "known": (), "request_id": None, "on_event": None, "unfinished": set()}
+        return replace(self, first=self.first or self, **anew, **changes)
+
+    def without_source(self) -> Request:
+        """What an engine needs of an encoded request, without what it was made from, which may be much larger."""
+        return replace(self, text=None, messages=None, given={}, extra={}, first=None)
+
+    def invalid(self, message: str, code: str = "invalid_row") -> RequestError:
+        """An error that says where the row stands."""
+        return RequestError(code, f"{self.where}: {message}" if self.where else message)
+
+    def located(self, error: RequestError) -> RequestError:
+        """The same error, saying where the row stands."""
+        return self.invalid(str(error), error.code) if self.where else error

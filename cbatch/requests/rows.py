@@ -1,0 +1,328 @@
+"""Reads a row from an object: cbatch's own forms, or a request line of the OpenAI Batch API.
+
+https://platform.openai.com/docs/api-reference/batch describes the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cbatch.base.errors import RequestError
+from cbatch.base.params import with_overrides
+from cbatch.base.request import ApiCall, Request, ToolChoice
+from cbatch.base.strict_json import json_type
+from cbatch.requests.param_names import (
+    ALIASES,
+    COLUMN_NAMES,
+    IGNORED,
+    REFUSED,
+    ROW_FIELDS,
+    TEMPLATE_FIELDS,
+    TOOL_FIELDS,
+    UNDERSTOOD,
+    intended_name,
+    is_param,
+    own_params,
+    translate,
+)
+from cbatch.text.tool_calls import check_tools
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+MAX_PRIORITY = 2**31
+"""Leaves room for more urgent requests: those of a chat that runs rows in the background."""
+
+ID_FIELDS = ("id", "custom_id")
+KNOWN = frozenset([*ROW_FIELDS, *UNDERSTOOD])
+
+SPELLINGS = frozenset([*ALIASES, *UNDERSTOOD, *ROW_FIELDS]) - {*COLUMN_NAMES, "system"}
+"""Names that a misspelt one may have been meant to be. Everyday words are not among them."""
+
+ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
+"""Fields of a request line of the OpenAI Batch API."""
+
+CHAT_FIELDS = (
+    *TOOL_FIELDS,
+    "top_logprobs",
+    *TEMPLATE_FIELDS,
+    "enable_thinking",
+    "think",
+    "reasoning_effort",
+    "reasoning",
+)
+PARAMS = frozenset([*UNDERSTOOD, *REFUSED])
+
+
+def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = False) -> None:
+    """Sets the row's fields from a JSON object. Those that are set before an error is raised stay valid.
+
+    allow_unknown: carry misspelt parameters along, and those that are not available here, instead of refusing the row
+
+    Raises RequestError.
+    """
+    if _is_api_request(fields):
+        _fill_api_request(row, fields, allow_unknown=allow_unknown)
+        return
+    params = {name: value for name, value in fields.items() if is_param(name, value)}
+    row.extra = {  # what is refused, but asks for nothing, is data: it was a column before and counts in the key
+        name: value
+        for name, value in fields.items()
+        if name not in ROW_FIELDS and (name not in params or name in REFUSED)
+    }
+    row.id = _identity(row, fields)
+    row.raw = _typed_field(row, fields, "raw", bool, False)
+    row.system = _typed_field(row, fields, "system", str, None)
+    _set_priority(row, fields)
+    _set_params(row, params, carries_refused=allow_unknown)
+    _set_tools(row, fields)
+    if row.extra and not allow_unknown:
+        names = [name for name, value in row.extra.items() if name not in REFUSED and _may_be_misspelt(name, value)]
+        _check_spelling(row, names, SPELLINGS)
+    forms = [name for name in PROMPT_FIELDS if name in fields]
+    if len(forms) != 1:
+        found = f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}"
+        raise row.invalid(f"the row has {found}")
+    PROMPT_FIELDS[forms[0]](row, fields[forms[0]])
+    if row.raw and row.text is None:
+        raise row.invalid("raw works only with prompt")
+    _check_template_fields(row)
+
+
+def _may_be_misspelt(name: str, value: Any) -> bool:
+    """Whether a column may be a parameter in another writing: `Stop` may be an everyday word, if it holds no text."""
+    return name.lower() != "stop" or isinstance(value, str | list)
+
+
+def fill_with_columns(
+    row: Request, fields: dict[str, Any], columns: dict[str, Any], *, allow_unknown: bool = False
+) -> None:
+    """Sets the row's fields, and takes its `id` and columns to carry along from a table. Raises RequestError.
+
+    columns: may have any names, and only `id` and `custom_id` have a meaning; what `fields` says counts first
+    """
+    carried = {name: value for name, value in columns.items() if name not in ID_FIELDS}
+    try:
+        fill_row(row, fields, allow_unknown=allow_unknown)
+    finally:
+        row.extra = carried | row.extra
+        if row.id is None:
+            row.id = _identity(row, columns)
+
+
+def _identity(row: Request, fields: Mapping[str, Any]) -> str | int | float | None:
+    """The row's `id`, which may be called `custom_id`. Raises RequestError."""
+    given = {name: fields[name] for name in ID_FIELDS if fields.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise row.invalid(f"{name} must be a string or a number, not {json_type(value)}")
+    if len({(type(value), value) for value in given.values()}) > 1:
+        raise row.invalid("id and custom_id are two names of one thing, and they differ")
+    return next(iter(given.values()), None)
+
+
+def _check_template_fields(row: Request) -> None:
+    """Raises RequestError if the row says something to a chat template that its prompt does not go through."""
+    if not row.raw and not row.prompt_ids:
+        return
+    given = {"tools": row.tools, "system": row.system, **row.given_template}
+    for name, value in given.items():
+        if value:
+            verb = "need" if name == "tools" else "needs"
+            raise row.invalid(f"{name} {verb} the chat template, so give messages or a prompt that is not raw")
+
+
+def _is_api_request(fields: dict[str, Any]) -> bool:
+    """Whether a row is a request line. A row with a prompt of its own may have columns of the same names."""
+    is_ours = any(name in fields for name in PROMPT_FIELDS)
+    return ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method"))
+
+
+def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bool) -> None:
+    """Sets the row's fields from a request line. The API's bookkeeping (`user`, `metadata`) is ignored."""
+    url, body = fields.get("url"), fields.get("body")
+    model = body.get("model") if isinstance(body, dict) else None
+    row.call = ApiCall(url != TEXT, model if isinstance(model, str) else None)
+    row.extra = {name: value for name, value in fields.items() if name not in ENVELOPE_FIELDS}
+    row.id = _typed_field(row, fields, "custom_id", str, None)
+    if url not in (CHAT, TEXT):
+        raise row.invalid(f"url must be {CHAT} or {TEXT}, not {url if isinstance(url, str) else json_type(url)}")
+    if fields.get("method", "POST") != "POST":
+        raise row.invalid("method must be POST")
+    if not isinstance(body, dict):
+        raise row.invalid(f"body must be an object, not {json_type(body)}")
+    if doubled := [name for name in PROMPT_FIELDS if name in fields]:
+        raise row.invalid(f"the row has both body and {doubled[0]}")
+    _fill_body(row, body, is_chat=url == CHAT, allow_unknown=allow_unknown)
+
+
+def _fill_body(row: Request, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
+    row.extra |= {name: value for name, value in body.items() if name not in API_FIELDS}
+    _set_priority(row, body)
+    wanted = "messages" if is_chat else "prompt"
+    if doubled := [name for name in PROMPT_FIELDS if name != wanted and body.get(name) is not None]:
+        raise row.invalid(f"this url takes {wanted}, not {doubled[0]}")
+    if not is_chat and (strange := [name for name in CHAT_FIELDS if body.get(name) and name != "parallel_tool_calls"]):
+        raise row.invalid(f"{strange[0]} is a field of {CHAT}, and this is a request to {TEXT}")
+    if is_chat and not _typed_field(row, body, "logprobs", bool, False):
+        _typed_field(row, body, "top_logprobs", int, 0)
+    _set_params(row, {name: value for name, value in body.items() if name in PARAMS})
+    if not allow_unknown:
+        _check_spelling(row, [name for name in body if name not in API_FIELDS], API_FIELDS)
+    if is_chat:
+        _fill_chat(row, body)
+    else:
+        _fill_text(row, body.get("prompt"))
+
+
+def _fill_chat(row: Request, body: dict[str, Any]) -> None:
+    _set_tools(row, body)
+    _set_messages(row, body.get("messages"))
+    renamed = {"developer": "system"}  # by newer models of the API
+    row.messages = [{**one, "role": renamed.get(one["role"], one["role"])} for one in row.messages or ()]
+
+
+def _fill_text(row: Request, prompt: Any) -> None:
+    """Reads a prompt: a text, its token ids, or a list of one of those."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, list):
+        if prompt and isinstance(prompt[0], str | list):
+            raise row.invalid("a row has one prompt; give each prompt a row of its own")
+        _set_token_ids(row, prompt)
+    else:
+        _set_prompt(row, prompt)
+        row.raw = True
+
+
+def _set_params(row: Request, fields: Mapping[str, Any], *, carries_refused: bool = False) -> None:
+    """Sets sampling parameters and template fields by whatever names they have; null means not given.
+
+    carries_refused: leave out what is not available here, instead of refusing it
+    """
+    try:
+        made = translate(fields, carries_refused=carries_refused)
+    except RequestError as error:
+        raise row.located(error) from None
+    row.given_template = {name: made.pop(name) for name in TEMPLATE_FIELDS if name in made}
+    row.given = made
+
+
+def set_defaults(row: Request, params: Mapping[str, Any]) -> None:
+    """Sets sampling parameters that the row does not set itself. Does not raise, as the row's `error` says more."""
+    try:
+        given, template = own_params(params)
+    except RequestError as error:
+        row.error = row.error or row.located(error)
+        return
+    row.given = with_overrides(given, row.given)
+    kwargs, own = template.get("chat_template_kwargs"), row.given_template.get("chat_template_kwargs")
+    row.given_template = template | row.given_template
+    if isinstance(kwargs, Mapping) and isinstance(own, Mapping):
+        row.given_template["chat_template_kwargs"] = {**kwargs, **own}
+
+
+def _set_tools(row: Request, fields: Mapping[str, Any]) -> None:
+    """Sets the tools that the model may call, unless `tool_choice` is `none`, and what it must call."""
+    choice, asked = fields.get("tool_choice"), fields.get("tools")
+    try:
+        tools = check_tools(asked) if asked is not None else []
+    except RequestError as error:
+        raise row.located(error) from None
+    row.tools = tools if choice != "none" else ()
+    if choice not in (None, "auto", "none"):
+        row.choice = _tool_choice(row, choice, tools)
+    if not _typed_field(row, fields, "parallel_tool_calls", bool, True):
+        row.max_calls = 1
+
+
+def _tool_choice(row: Request, choice: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        raise row.invalid("tool_choice allowed_tools is not available: give only the tools that are allowed")
+    function = choice.get("function") if kind == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        form = '{"type": "function", "function": {"name": ...}}'
+        raise row.invalid(f"tool_choice must be auto, none, required or {form}")
+    if not tools:
+        raise row.invalid("tool_choice forces a call, but there are no tools")
+    if name is not None and all(tool["function"]["name"] != name for tool in tools):
+        raise row.invalid(f"tool_choice names {name!r}, which is not one of the tools")
+    return ToolChoice(name)
+
+
+def _set_messages(row: Request, value: Any) -> None:
+    if not isinstance(value, list) or not value:
+        raise row.invalid("messages must be a list of at least one message")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise row.invalid(f"message {number} must be an object with a role and content")
+        content = message.get("content")
+        has_calls = message["role"] == "assistant" and bool(message.get("tool_calls"))
+        messages.append({**message, "content": "" if content is None and has_calls else _content(row, number, content)})
+    row.messages = messages
+
+
+def _set_prompt(row: Request, value: Any) -> None:
+    if value == "":
+        raise row.invalid("prompt is empty")
+    if not isinstance(value, str):
+        has_ids = isinstance(value, list) and value and all(type(token) is int for token in value)
+        hint = "; token ids go into prompt_token_ids" if has_ids else ""
+        raise row.invalid(f"prompt must be a string, not {json_type(value)}{hint}")
+    row.text = value
+
+
+def _set_token_ids(row: Request, value: Any) -> None:
+    if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
+        raise row.invalid("prompt_token_ids must be a list of at least one whole number")
+    row.prompt_ids = value
+
+
+def _set_priority(row: Request, fields: Mapping[str, Any]) -> None:
+    row.priority = _typed_field(row, fields, "priority", int, 0)
+    if abs(row.priority) > MAX_PRIORITY:
+        raise row.invalid(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _typed_field(row: Request, fields: Mapping[str, Any], name: str, wanted: type, default: Any) -> Any:
+    """The value of a field, or the default if it is absent or null. Raises RequestError if it has another type."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if type(value) is not wanted:
+        words = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}[wanted]
+        raise row.invalid(f"{name} must be {words}, not {json_type(value)}")
+    return value
+
+
+def _check_spelling(row: Request, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses a column whose name resembles that of a parameter. Raises RequestError."""
+    advice = " (--allow-unknown carries it along)" if row.where else ""
+    for name in names:
+        if (meant := intended_name(name, known)) is not None:
+            raise row.invalid(
+                f"unknown parameter {name!r}; did you mean {meant!r}?{advice}",
+                "unknown_parameter",
+            )
+
+
+def _content(row: Request, number: int, value: Any) -> str:
+    """The text of one message, with its text parts joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise row.invalid(f"content of message {number} must be text, not {json_type(value)}")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise row.invalid(f"message {number} has a content part that is not text")
+    return "".join(part["text"] for part in value)
+
+
+PROMPT_FIELDS = {"messages": _set_messages, "prompt": _set_prompt, "prompt_token_ids": _set_token_ids}
+"""Fields that hold a prompt, and what reads them; a row has exactly one."""
+
+API_FIELDS = frozenset([*PARAMS, *PROMPT_FIELDS, *IGNORED, *CHAT_FIELDS, "priority"])
+"""Fields of a body."""
