@@ -122,11 +122,11 @@ class Setup:
             what = f"{self.shape}, {requests} requests, transformers' continuous batching"
             setup = PeerSetup(self.loaded.network, work, min(self.max_seqs, requests), self.max_batch_tokens)
             try:
-                peer = run_peer(way, setup)
+                _, metrics = run_peer(way, setup)
             except PeerError as error:
                 yield Run(f"{what} ({way})", self.shape, requests, way, error=str(error))
             else:
-                yield Run(f"{what} ({peer.attention})", self.shape, requests, way, work.output_tokens / peer.elapsed_s)
+                yield Run(f"{what} ({metrics.attention})", self.shape, requests, way, metrics.output_tokens_per_s)
 
 
 def free(device: torch.device) -> None:

@@ -14,10 +14,10 @@ from cbatch.cli.bench.results import (
     ComparisonReport,
     FailedPeer,
     Machine,
+    Metrics,
     OutputDifference,
     PeerMetrics,
     ReplicaMetrics,
-    RunMetrics,
     StrategyResult,
     run_metrics,
 )
@@ -105,7 +105,7 @@ def bench_options(*arguments: str) -> BenchOptions:
         return make_options(BenchOptions, context.params)
 
 
-def result_of(name: str, title: str, metrics: RunMetrics | PeerMetrics | ReplicaMetrics) -> StrategyResult:
+def result_of(name: str, title: str, metrics: Metrics) -> StrategyResult:
     rounds = [metrics.elapsed_s, metrics.elapsed_s * 1.0123456789, metrics.elapsed_s * 1.2]
     return StrategyResult(name, title, metrics, 0.123456789, rounds, SAME)
 
@@ -172,6 +172,8 @@ def make_load_report(found: LoadResult | Capacity, asked_for: int, *, rounds: in
         found = dataclasses.replace(found, users_missing=asked_for - found.users)
     probes = found.probes if isinstance(found, Capacity) else {}
     several = {users: [run, make_load(users + 1)][:rounds] for users, run in probes.items()}
+    if isinstance(found, LoadResult):
+        several = {asked_for: [found]}
     options = bench_options("--users", str(asked_for))
     return LoadReport(options, MACHINE, MODEL, scenario, SLO(0.5, 10.0), found, several)
 

@@ -22,10 +22,12 @@ def colours_of(svg: str) -> set[str]:
     return set(_COLOUR.findall(svg))
 
 
-def unexplained_colours(svg: str, neutral: set[str]) -> set[str]:
-    """Colours of a picture that are in no legend.  neutral: of text, lines, backgrounds"""
-    legend = {f"#{found}" for found in re.findall(r'id="legend-([0-9a-f]{6})', svg)}
-    return colours_of(svg) - legend - neutral
+def explained_colours(figure: Any) -> set[str]:
+    """Colours of the squares of legends, and of squares beside words."""
+    from matplotlib.colors import to_hex
+
+    patches = {to_hex(handle.get_facecolor()) for legend in figure.legends for handle in legend.legend_handles}
+    return patches | {text.get_color() for axes in figure.axes for text in axes.texts if text.get_text() == "■"}
 
 
 def misplaced_texts(figure: Any) -> list[str]:
@@ -49,7 +51,7 @@ def misplaced_texts(figure: Any) -> list[str]:
 
 def _texts(figure: Any) -> Iterator[Any]:
     """All texts that are drawn; labels of ticks only if they are within the axes."""
-    found = list(figure.texts)
+    found = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
     for axes in figure.axes:
         found += [*axes.texts, axes.title, axes._left_title, axes._right_title, axes.xaxis.label, axes.yaxis.label]
         for axis in (axes.xaxis, axes.yaxis):

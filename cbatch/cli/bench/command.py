@@ -4,109 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from cbatch.batch.forms import INPUT_FORMS
-from cbatch.cli.bench.options import ABLATIONS, PEERS, STRATEGIES, BenchOptions, parse_skews, parse_users
+from cbatch.cli.bench.options import ABLATIONS, PEERS, PRESETS, SKEWED_WORK, STRATEGIES, BenchOptions
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
-from cbatch.cli.common.options import NameListOption, engine_options, make_options, replica_options
+from cbatch.cli.common.options import NameListOption, engine_options, make_options, record_options, replica_options
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "article": {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4},
-    "skewed": {"skew": (1.0,), "requests": 384, "batch_size": 16, "strategies": ["static", "continuous"]},
-}
-"""Values of options. article: eight users who get 32 tokens each, with half as many slots."""
-
-SKEWED_WORK = {"requests": 192, "input_len": "24", "output_len": "32", "speculate": "off"}
-"""Values of options for lengths that are skewed. Drafts would make the number of steps depend on the model's text."""
+if TYPE_CHECKING:
+    from cbatch.cli.bench.report.page import Page, Picture
 
 UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 """Where values come from that a preset overrides: the built-in defaults and the configuration file."""
 
 
-def _names(ctx: click.Context, option: click.Parameter, value: str) -> list[str]:
-    """The names in a list with commas, each once."""
-    return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
-
-
-option = partial(click.option, show_default=True)
-name_list = partial(click.option, cls=NameListOption, callback=_names, metavar="LIST")
-
-
 @click.command("bench", cls=ConfiguredCommand)
 @click.argument("prompts", metavar="[PROMPTS.jsonl]", required=False)
-@click.option("--format", type=click.Choice(INPUT_FORMS), help="Form of PROMPTS [default: by its ending, else jsonl].")
-@name_list(
-    "--strategies",
-    names=STRATEGIES,
-    default="none,static,continuous",
-    show_default=True,
-    help="Strategies to compare.",
+@record_options(
+    BenchOptions,
+    strategies={"cls": NameListOption, "names": STRATEGIES},
+    ablate={"cls": NameListOption, "names": ABLATIONS},
+    peer={"cls": NameListOption, "names": PEERS},
 )
-@name_list(
-    "--ablate",
-    names=ABLATIONS,
-    default="",
-    help=f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.",
-)
-@name_list("--peer", names=PEERS, default="", help=f"Compare with transformers too: {','.join(PEERS)}.")
-@option("--batch-size", type=click.IntRange(1), default=8, help="Slots of every strategy.")
-@option("--requests", type=click.IntRange(1), default=32, help="Synthetic requests.")
-@option("--input-len", default="16:256", metavar="LO:HI", help="Prompt lengths in tokens.")
-@option("--output-len", default="8:256", metavar="LO:HI", help="Output lengths in tokens.")
-@option(
-    "--distribution",
-    type=click.Choice(["loguniform", "lognormal", "uniform", "fixed"]),
-    default="loguniform",
-    help="How lengths are spread between LO and HI.",
-)
-@click.option(
-    "--skew",
-    callback=parse_skews,
-    metavar="S[,S…]",
-    help="Spread lengths around a mean instead: 0 makes all equal, 1 is usual, 2 heavy-tailed. Several: measure the "
-    "gain of continuous over static batches as a curve.",
-)
-@click.option(
-    "--preset",
-    type=click.Choice(list(PRESETS)),
-    help="The articles' experiment: 8 users, 32 tokens each; or skewed lengths.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=3,
-    help="Runs of everything, by turns; the median counts [default: 3; of a load 1].",
-)
-@option("--seed", type=int, default=7, help="Seed of synthetic prompts and users.")
-@click.option(
-    "--users",
-    callback=parse_users,
-    metavar="N[,N…]",
-    help="Measure load with this many users, instead of strategies. Several: measure a curve. With --find-capacity: "
-    "the most to try [default then: 1,024].",
-)
-@option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, help="Users who arrive in a second.")
-@option(
-    "--duration",
-    default="60s",
-    metavar="TIME",
-    help="Duration of the load; with --find-capacity, of each probe (20s at most).",
-)
-@option("--think", default="2s", metavar="TIME", help="Mean pause of a user between turns.")
-@option("--turns", type=click.IntRange(1), default=1, help="Questions in a conversation.")
-@option("--slo-ttft", default="500ms", metavar="TIME", help="SLO: time to the first token.")
-@option("--slo-tps", type=click.FloatRange(0), default=50.0, help="SLO: tokens a second for each user.")
-@click.option("--find-capacity", is_flag=True, help="Search for the most users, up to --users, for whom the SLO holds.")
-@click.option("--plot", metavar="DIR", help="Write pictures to this folder (SVG; needs cbatch[plot]).")
-@click.option("--report", metavar="FILE", help="Write one HTML page with tables and pictures (needs cbatch[plot]).")
-@click.option("--json", is_flag=True, help="Print one JSON object to stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @engine_options(max_seqs={"help": "Most requests that run at once; only with --users or --find-capacity."})
 @replica_options
 def bench(**values: Any) -> Literal[0]:
@@ -135,18 +57,21 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(options: BenchOptions) -> None:
     """Measures, and shows and writes what was found."""
-    from cbatch.cli.bench import output
-    from cbatch.cli.bench.compare import measure_comparison
-    from cbatch.cli.bench.load.measure import measure_load
-    from cbatch.cli.bench.render import skew_report
-    from cbatch.cli.bench.skew.curve import measure_skew
-
-    on_progress = (lambda text: None) if options.is_silent else notice
     if options.is_curve:
-        _show(options, measure_skew(options, on_progress), skew_report.print_report, skew_report.write_files)
+        from cbatch.cli.bench.report import skew
+        from cbatch.cli.bench.skew import measure_skew
+
+        _show(options, measure_skew, skew.draw, skew.page_of)
+    elif options.is_load:
+        from cbatch.cli.bench.load.measure import measure_load
+        from cbatch.cli.bench.report import load
+
+        _show(options, measure_load, load.draw, load.page_of)
     else:
-        measure = measure_load if options.is_load else measure_comparison
-        _show(options, measure(options, on_progress), output.print_report, output.write_files)
+        from cbatch.cli.bench.compare import measure_comparison
+        from cbatch.cli.bench.report import comparison
+
+        _show(options, measure_comparison, comparison.draw, comparison.page_of, comparison.print_timeline)
 
 
 class _Report(Protocol):
@@ -157,10 +82,25 @@ Report = TypeVar("Report", bound=_Report)
 
 
 def _show(
-    options: BenchOptions, report: Report, print_report: Callable[[Report], None], write_files: Callable[[Report], None]
+    options: BenchOptions,
+    measure: Callable[[BenchOptions, Callable[[str], None]], Report],
+    draw: Callable[[Report], dict[str, Picture]],
+    page_of: Callable[[Report, dict[str, Picture]], Page],
+    print_more: Callable[[Report], None] = lambda report: None,
 ) -> None:
+    """
+    draw:       makes the pictures of a report
+    page_of:    makes a page of a report and its pictures
+    print_more: what follows the page in a terminal
+    """
+    from cbatch.cli.bench.report.page import write_files
+
+    report = measure(options, (lambda text: None) if options.is_silent else notice)
+    pictures = draw(report) if options.plot or options.report else {}
+    page = page_of(report, pictures)
     if options.json:
         emit(json.dumps(report.to_json(), indent=2))
     else:
-        print_report(report)
-    write_files(report)
+        page.print()
+        print_more(report)
+    write_files(page, pictures, options.plot, options.report)

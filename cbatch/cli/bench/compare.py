@@ -1,22 +1,22 @@
-"""Runs strategies and peers on the same work and gathers their results."""
+"""Runs strategies, peers and replicas on the same work and gathers their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
+from cbatch.base.units import format_count
 from cbatch.cli.bench import results
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.peers import PeerError, PeerResult, PeerSetup, run_peer
-from cbatch.cli.bench.recorder import RunRecord
-from cbatch.cli.bench.replicas import ReplicaRun, measure_replicas
-from cbatch.cli.bench.roofline import ModelCost, RooflineBound, measure_rates, roofline_bound
+from cbatch.cli.bench.peers import PeerError, PeerSetup, run_peer
+from cbatch.cli.bench.replicas import measure_replicas
+from cbatch.cli.bench.results import MeasuredRun, median_run
+from cbatch.cli.bench.roofline import ModelCost, measure_rates, roofline_bound
 from cbatch.cli.bench.strategies import Experiment, measure_interleaved
 from cbatch.cli.bench.techniques import measure_techniques
-from cbatch.cli.bench.workload import Outputs, Workload, read_workload, skewed_workload, synthetic_workload
+from cbatch.cli.bench.workload import Workload, read_workload, skewed_workload, synthetic_workload
 from cbatch.cli.common.loading import open_engine
 from cbatch.runtime.memory import release_memory
 
@@ -31,100 +31,51 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> result
         rates, cost = measure_rates(engine.device, engine.model.dtype), ModelCost.of(engine)
         experiment = Experiment(engine.loaded, cache_of(engine), work, options.batch_size)
     bound = roofline_bound(work, cost, rates)
-    strategies, records = compare(experiment, options, bound, limits.max_batch_tokens, on_progress)
+    strategies = options.chosen_strategies()
+    runs = {
+        name: [MeasuredRun(record.outputs, results.run_metrics(record, work), record) for record in rounds]
+        for name, rounds in measure_interleaved(experiment, strategies, options.rounds, on_progress).items()
+    }
+    medians = {name: median_run(rounds) for name, rounds in runs.items()}
+    records = {strategies[name].title: run.record for name, run in medians.items() if run.record is not None}
+    reference = medians.get("continuous", next(iter(medians.values()))).outputs
+
+    def judged(name: str, title: str, rounds: Sequence[MeasuredRun]) -> results.StrategyResult:
+        run, times = median_run(rounds), [one.metrics.elapsed_s for one in rounds]
+        share, difference = bound.reached(run.metrics.elapsed_s), results.compare_outputs(run.outputs, reference)
+        return results.StrategyResult(name, title, run.metrics, share, times, difference)
+
+    found: list[results.AnyResult] = [judged(name, strategies[name].title, rounds) for name, rounds in runs.items()]
+    for name in options.peer:
+        # Only here, because it loads the model once more, with transformers.
+        setup = PeerSetup(experiment.loaded.network, work, experiment.slots, limits.max_batch_tokens)
+        peer_runs: list[MeasuredRun] = []
+        try:
+            for number in range(options.rounds):
+                on_progress(f"round {number + 1} of {options.rounds}: {name}")
+                peer_runs.append(MeasuredRun(*run_peer(name, setup)))
+        except PeerError as error:
+            found.append(results.FailedPeer(name, str(error)))
+        else:
+            found.append(judged(name, name, peer_runs))
     techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
     if options.replicas.are_given:
         del experiment, engine  # the first replica may need the memory that the weights take here
         release_memory(device)
-        strategies.append(_compare_replicas(options, work, bound, records, on_progress))
+        replica_runs, count = measure_replicas(options, work, on_progress)
+        found.append(judged("replicas", format_count(count, "replica"), replica_runs))
     return results.ComparisonReport(
         options=options,
         machine=machine,
         model=model,
         work=work,
-        strategies=strategies,
+        strategies=found,
         records=records,
         rates=rates,
         bound=bound,
         assumed=cost.assumed,
         techniques=techniques,
     )
-
-
-def compare(
-    experiment: Experiment, options: BenchOptions, bound: RooflineBound, max_batch_tokens: int, on_progress: OnProgress
-) -> tuple[list[results.AnyResult], dict[str, RunRecord]]:
-    """The median of all rounds of each strategy and peer, and the records of the former by their titles.
-
-    Outputs are compared with those of `continuous`. Peers get steps of `max_batch_tokens` tokens, if they have steps.
-    """
-    work, strategies = experiment.work, options.chosen_strategies()
-    runs = measure_interleaved(experiment, strategies, options.rounds, on_progress)
-    medians = {name: median_run(records) for name, records in runs.items()}
-    records = {strategies[name].title: record for name, record in medians.items()}
-    reference = _reference(records)
-
-    def judged(
-        name: str, title: str, metrics: results.RunMetrics | results.PeerMetrics, rounds: Rounds, outputs: Outputs
-    ) -> results.StrategyResult:
-        times = [run.elapsed_s for run in rounds]
-        share, difference = bound.reached(metrics.elapsed_s), results.compare_outputs(outputs, reference)
-        return results.StrategyResult(name, title, metrics, share, times, difference)
-
-    found: list[results.AnyResult] = [
-        judged(name, strategies[name].title, results.run_metrics(record, work), runs[name], record.outputs)
-        for name, record in medians.items()
-    ]
-    for name in options.peer:
-        # Only here, because it loads the model once more, with transformers.
-        setup = PeerSetup(experiment.loaded.network, work, experiment.slots, max_batch_tokens)
-        rounds: list[PeerResult] = []
-        try:
-            for number in range(options.rounds):
-                on_progress(f"round {number + 1} of {options.rounds}: {name}")
-                rounds.append(run_peer(name, setup))
-        except PeerError as error:
-            found.append(results.FailedPeer(name, str(error)))
-            continue
-        peer = median_run(rounds)
-        metrics = results.PeerMetrics(peer.elapsed_s, work.output_tokens / peer.elapsed_s, peer.attention)
-        found.append(judged(name, name, metrics, rounds, peer.outputs))
-    return found, records
-
-
-def _reference(records: Mapping[str, RunRecord]) -> Outputs:
-    """The outputs that all others are compared with, from the records of strategies by their titles."""
-    return records.get("continuous", next(iter(records.values()))).outputs
-
-
-def _compare_replicas(
-    options: BenchOptions,
-    work: Workload,
-    bound: RooflineBound,
-    records: Mapping[str, RunRecord],
-    on_progress: OnProgress,
-) -> results.StrategyResult:
-    """The median run of the work on replicas, beside what the strategies did in this process."""
-    runs = measure_replicas(options, work, on_progress)
-    run, reference = median_run(runs), _reference(records)
-    metrics = results.replica_metrics(run, work)
-    return results.StrategyResult(
-        "replicas",
-        "1 replica" if len(metrics.replicas) == 1 else f"{len(metrics.replicas)} replicas",
-        metrics,
-        bound.reached(metrics.elapsed_s),
-        [one.elapsed_s for one in runs],
-        results.compare_outputs(run.outputs, reference),
-    )
-
-
-AnyRun = TypeVar("AnyRun", RunRecord, PeerResult, ReplicaRun)
-Rounds = Sequence[RunRecord] | Sequence[PeerResult]
-
-
-def median_run(runs: list[AnyRun]) -> AnyRun:
-    """The run with the median time; of two in the middle, the faster one."""
-    return sorted(runs, key=lambda run: run.elapsed_s)[(len(runs) - 1) // 2]
 
 
 def cache_of(engine: Engine) -> EngineConfig:

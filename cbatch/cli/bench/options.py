@@ -7,12 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import click
+from typing import TYPE_CHECKING, Any
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
+from cbatch.base.option import option
 from cbatch.batch.forms import InputForm
 from cbatch.cli.bench.workload import DistributionName, LengthDistribution, open_prompts
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -26,69 +25,117 @@ ABLATIONS = ("kv-cache", "chunked-prefill", "ragged", "dynamic", "speculation")
 PEERS = ("transformers-generate", "transformers-cb")
 """The names in lists. What they name needs torch, for which a shell that completes them need not wait."""
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "article": {"requests": 8, "input_len": "8:128", "output_len": "32", "batch_size": 4},
+    "skewed": {"skew": (1.0,), "requests": 384, "batch_size": 16, "strategies": ["static", "continuous"]},
+}
+"""Values of options. article: eight users who get 32 tokens each, with half as many slots."""
+
+SKEWED_WORK = {"requests": 192, "input_len": "24", "output_len": "32", "speculate": "off"}
+"""Values of options for lengths that are skewed. Drafts would make the number of steps depend on the model's text."""
+
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 MAX_USERS, MAX_SKEW = 1_000_000, 4
 
 
 def parse_duration(text: str) -> float:
-    """Seconds meant by `500ms`, `2s`, `1.5m` or `1h`. Raises ConfigError."""
+    """Seconds meant by `500ms`, `2s`, `1.5m` or `1h`. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
     if match is None or match[2] not in SECONDS:
-        raise ConfigError(f"{text!r} is not a duration; write it as 500ms, 2s or 1m.")
+        raise ValueError(f"{text!r} is not a duration; write it as 500ms, 2s or 1m.")
     return float(match[1]) * SECONDS[match[2]]
 
 
-def parse_users(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """Reads numbers of users with commas between them."""
-    parts = [part.strip() for part in (value or "").split(",") if part.strip()]
+def _parse_users(text: str) -> tuple[int, ...]:
+    parts = _parse_names(text)
     if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= MAX_USERS for part in parts):
-        raise click.BadParameter(f"{value!r} is no number of users, nor a list such as 1,8,32.", ctx, parameter)
+        raise ValueError(f"{text!r} is no number of users, nor a list such as 1,8,32.")
     return tuple(sorted({int(part) for part in parts}))
 
 
-def parse_skews(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...]:
-    """Reads skews with commas between them."""
+def _parse_skews(text: str) -> tuple[float, ...]:
     try:
-        skews = sorted({float(part) for part in (value or "").split(",") if part.strip()})
+        skews = sorted({float(part) for part in _parse_names(text)})
     except ValueError:
         skews = [math.nan]
     if not all(0 <= skew <= MAX_SKEW for skew in skews):
-        raise click.BadParameter(f"{value!r} is no number from 0 to {MAX_SKEW}, nor a list of them.", ctx, parameter)
+        raise ValueError(f"{text!r} is no number from 0 to {MAX_SKEW}, nor a list of them.")
     return tuple(skews)
+
+
+def _parse_names(text: str) -> list[str]:
+    """What stands between the commas of a list, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """The options of `cbatch bench` by their names; see its help. `--preset` has set others, and is not among them."""
+    """The options of `cbatch bench`. `preset` has set others already."""
 
     prompts: str | None
-    format: InputForm | None
-    strategies: list[str]
-    ablate: list[str]
-    peer: list[str]
-    batch_size: int
-    requests: int
-    input_len: str
-    output_len: str
-    distribution: DistributionName
-    skew: tuple[float, ...]
-    rounds: int
-    seed: int
-    users: tuple[int, ...]
-    rate: float
-    duration: str
-    think: str
-    turns: int
-    slo_ttft: str
-    slo_tps: float
-    find_capacity: bool
-    plot: str | None
-    report: str | None
-    json: bool
-    quiet: bool
     engine: EngineConfig
     replicas: ReplicaOptions
+    format: InputForm | None = option(None, "Form of PROMPTS.", shown="by its ending, else jsonl")
+    strategies: Sequence[str] = option(
+        ",".join(STRATEGIES), "Strategies to compare.", metavar="LIST", parse=_parse_names
+    )
+    ablate: Sequence[str] = option(
+        "",
+        f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.",
+        metavar="LIST",
+        parse=_parse_names,
+        shown="",
+    )
+    peer: Sequence[str] = option(
+        "", f"Compare with transformers too: {','.join(PEERS)}.", metavar="LIST", parse=_parse_names, shown=""
+    )
+    batch_size: int = option(8, "Slots of every strategy.", low=1)
+    requests: int = option(32, "Synthetic requests.", low=1)
+    input_len: str = option("16:256", "Prompt lengths in tokens.", metavar="LO:HI")
+    output_len: str = option("8:256", "Output lengths in tokens.", metavar="LO:HI")
+    distribution: DistributionName = option("loguniform", "How lengths are spread between LO and HI.")
+    skew: Sequence[float] = option(
+        "",
+        "Spread lengths around a mean instead: 0 makes all equal, 1 is usual, 2 heavy-tailed. Several: measure the "
+        "gain of continuous over static batches as a curve.",
+        metavar="S[,S…]",
+        parse=_parse_skews,
+        shown="",
+    )
+    preset: str | None = option(
+        None,
+        "The articles' experiment: 8 users, 32 tokens each; or skewed lengths.",
+        choices=tuple(PRESETS),
+    )
+    rounds: int = option(3, "Runs of everything, by turns; the median counts.", low=1, shown="3; of a load 1")
+    seed: int = option(7, "Seed of synthetic prompts and users.")
+    users: Sequence[int] = option(
+        "",
+        "Measure load with this many users, instead of strategies. Several: measure a curve. With --find-capacity: "
+        "the most to try [default then: 1,024].",
+        metavar="N[,N…]",
+        parse=_parse_users,
+        shown="",
+    )
+    rate: float = option(4.0, "Users who arrive in a second.", low=0, above=True)
+    duration: float = option(
+        "60s",
+        "Duration of the load; with --find-capacity, of each probe (20s at most).",
+        metavar="TIME",
+        parse=parse_duration,
+    )
+    think: float = option("2s", "Mean pause of a user between turns.", metavar="TIME", parse=parse_duration)
+    turns: int = option(1, "Questions in a conversation.", low=1)
+    slo_ttft: float = option("500ms", "SLO: time to the first token.", metavar="TIME", parse=parse_duration)
+    slo_tps: float = option(50.0, "SLO: tokens a second for each user.", low=0)
+    find_capacity: bool = option(False, "Search for the most users, up to --users, for whom the SLO holds.")
+    plot: str | None = option(None, "Write pictures to this folder (SVG; needs cbatch[plot]).", metavar="DIR")
+    report: str | None = option(
+        None, "Write one HTML page with tables and pictures (needs cbatch[plot]).", metavar="FILE"
+    )
+    json: bool = option(False, "Print one JSON object to stdout.")
+    quiet: bool = option(False, "Show no progress.", names=("-q", "--quiet"))
 
     @property
     def is_load(self) -> bool:
@@ -123,7 +170,12 @@ class BenchOptions:
 
     def check(self) -> None:
         """Raises ConfigError if options do not go together, or if results could not be written in the end."""
-        self._check_lists()
+        known = {"strategies": STRATEGIES, "ablate": ABLATIONS, "peer": PEERS}
+        for name, names in known.items():
+            if wrong := [one for one in getattr(self, name) if one not in names]:
+                raise ConfigError(f"--{name} is a list of {', '.join(names)}; {', '.join(wrong)} is not one of them.")
+        if not self.strategies:
+            raise ConfigError(f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.")
         if "speculation" in self.ablate and self.engine.speculate == "off":
             raise ConfigError("--ablate speculation has nothing to switch off, because --speculate is off.")
         self.replicas.check(self.engine)
@@ -149,13 +201,6 @@ class BenchOptions:
             chosen.setdefault("continuous", strategies.STRATEGIES["continuous"])
         return chosen | {f"no-{name}": strategies.ABLATIONS[name] for name in self.ablate}
 
-    def _check_lists(self) -> None:
-        _check_names("strategies", self.strategies, STRATEGIES)
-        _check_names("ablate", self.ablate, ABLATIONS)
-        _check_names("peer", self.peer, PEERS)
-        if not self.strategies:
-            raise ConfigError(f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.")
-
     def _check_skew(self) -> None:
         _ = self.mean_lengths
         if self.prompts is not None:
@@ -177,8 +222,6 @@ class BenchOptions:
             raise ConfigError("--replicas and --ray go with strategies, not with users: a conversation has one engine.")
         if not (math.isfinite(self.rate) and math.isfinite(self.slo_tps)):
             raise ConfigError("--rate and --slo-tps must be finite numbers.")
-        for text in (self.duration, self.think, self.slo_ttft):
-            parse_duration(text)
         if self.find_capacity and len(self.users) > 1:
             raise ConfigError("--find-capacity takes one number of --users, the most to try.")
 
@@ -193,9 +236,3 @@ class BenchOptions:
                 Path(self.report).open("ab").close()
         except OSError as error:
             raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
-
-
-def _check_names(option: str, given: list[str], known: Sequence[str]) -> None:
-    wrong = ", ".join(name for name in given if name not in known)
-    if wrong:
-        raise ConfigError(f"--{option} is a list of {', '.join(known)}; {wrong} is not one of them.")

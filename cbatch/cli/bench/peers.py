@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from cbatch.cli.bench.results import PeerMetrics
 from cbatch.cli.bench.workload import Outputs, Workload
 
 PAGE_SIZE = 256
@@ -23,15 +24,6 @@ Timed = tuple[Outputs, float]
 
 class PeerError(Exception):
     """A peer did not get through; the message says why in a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerResult:
-    """The time and the outputs of one peer's run. `attention` is what transformers calls the backend it used."""
-
-    elapsed_s: float
-    outputs: Outputs
-    attention: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +161,21 @@ PEERS: dict[str, Callable[[PeerSetup], Timed]] = {
 }
 
 
-def run_peer(name: str, setup: PeerSetup) -> PeerResult:
+def run_peer(name: str, setup: PeerSetup) -> tuple[Outputs, PeerMetrics]:
     """Does the work with one of PEERS after a warm-up, and leaves the model as it was. Raises PeerError."""
+    work = setup.work
     try:
         with _borrowed(setup.network):
             outputs, elapsed = PEERS[name](setup)
             attention = setup.network.config._attn_implementation
     except Exception as error:  # a peer that does not work here is a line of the table, not the end of the bench
-        raise PeerError(f"not available here: {_first_sentence(error)}") from error
-    for index, (tokens, wanted) in enumerate(zip(outputs, setup.work.output_lengths, strict=True)):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        sentence = (lines or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
+        raise PeerError(f"not available here: {sentence}.") from error
+    for index, (tokens, wanted) in enumerate(zip(outputs, work.output_lengths, strict=True)):
         if len(tokens) != wanted:
             raise PeerError(f"not comparable: request {index} got {len(tokens)} tokens and wanted {wanted}.")
-    return PeerResult(elapsed, outputs, attention)
-
-
-def _first_sentence(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line.partition(". ")[0].rstrip(".") + "."
+    return outputs, PeerMetrics(elapsed, work.output_tokens / max(elapsed, 1e-9), attention)
 
 
 @contextmanager

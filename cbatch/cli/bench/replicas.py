@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cbatch.base.errors import ConfigError
@@ -15,28 +15,24 @@ from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.workload import Outputs, Workload
+from cbatch.cli.bench.results import MeasuredRun, ReplicaMetrics
+from cbatch.cli.bench.workload import Workload
 from cbatch.cli.common.replicas import open_replicas
 from cbatch.cli.run.stats import RunStats
 
 if TYPE_CHECKING:
     from cbatch.batch.driver import BatchDriver
 
-
 POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaRun:
-    """One run of the work: what each request got, the seconds it all took, and what the replicas did."""
+def measure_replicas(
+    options: BenchOptions, work: Workload, on_progress: Callable[[str], None]
+) -> tuple[list[MeasuredRun], int]:
+    """Does the work on new replicas, once for each round after a warm-up of all of them.
 
-    outputs: Outputs
-    elapsed_s: float
-    stats: RunStats
-
-
-def measure_replicas(options: BenchOptions, work: Workload, on_progress: Callable[[str], None]) -> list[ReplicaRun]:
-    """Does the work on new replicas, once for each round after a warm-up of all of them. Raises ConfigError."""
+    Returns the runs and the number of replicas. Raises ConfigError.
+    """
     config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False)
     with open_replicas(options.replicas, config, quiet=options.is_silent) as driver:
         while any(one.state == "starting" for one in driver.each()):
@@ -46,18 +42,23 @@ def measure_replicas(options: BenchOptions, work: Workload, on_progress: Callabl
         for number in range(options.rounds):
             on_progress(f"round {number + 1} of {options.rounds}: replicas")
             runs.append(run_work(driver, work))
-    return runs
+        return runs, driver.num_engines
 
 
-def run_work(driver: BatchDriver, work: Workload) -> ReplicaRun:
+def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
     """Does the work once. Raises ConfigError if a request fails."""
     stats = RunStats()
     stats.attach(driver)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     options = RowOptions(RequestDefaults(params=params, with_token_ids=True))
     source = driver.open(options, window=len(work.prompts), observer=stats)
+    requests = zip(work.prompts, work.output_lengths, strict=True)
+    lines = (
+        Line(index, json.dumps({"prompt_token_ids": prompt, "max_tokens": length}).encode())
+        for index, (prompt, length) in enumerate(requests)
+    )
     found: dict[int, bytes] = {}
-    with closing(source.finished(_lines(work))) as finished:
+    with closing(source.finished(lines)) as finished:
         for rows in finished:
             source.release([row.position for row in rows])
             for row in rows:
@@ -66,9 +67,15 @@ def run_work(driver: BatchDriver, work: Workload) -> ReplicaRun:
                     raise ConfigError(f"A request failed on a replica: {row.outcome.error_message}")
                 found[row.index] = row.data
     stats.detach()
-    return ReplicaRun([json.loads(found[index])["token_ids"] for index in sorted(found)], stats.elapsed_s, stats)
-
-
-def _lines(work: Workload) -> Iterator[Line]:
-    for index, (prompt, length) in enumerate(zip(work.prompts, work.output_lengths, strict=True)):
-        yield Line(index, json.dumps({"prompt_token_ids": prompt, "max_tokens": length}).encode())
+    metrics = ReplicaMetrics(
+        elapsed_s=stats.elapsed_s,
+        output_tokens_per_s=work.output_tokens / max(stats.elapsed_s, 1e-9),
+        ttft_s=stats.ttft_s,
+        tpot_s=stats.tpot_s,
+        steps=stats.counters.steps,
+        preemptions=stats.counters.preemptions,
+        drafted_tokens=stats.counters.drafted_tokens,
+        accepted_tokens=stats.counters.accepted_tokens,
+        replicas=stats.replicas,
+    )
+    return MeasuredRun([json.loads(found[index])["token_ids"] for index in sorted(found)], metrics)

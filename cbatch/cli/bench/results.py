@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -18,7 +18,6 @@ from cbatch.api import Engine
 from cbatch.cli.bench.gain import Gain
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.recorder import RunRecord
-from cbatch.cli.bench.replicas import ReplicaRun
 from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import Techniques
 from cbatch.cli.bench.workload import Outputs, Workload
@@ -191,19 +190,20 @@ class ReplicaMetrics:
     replicas: list[ReplicaFigures]
 
 
-def replica_metrics(run: ReplicaRun, work: Workload) -> ReplicaMetrics:
-    figures, elapsed = run.stats, max(run.elapsed_s, 1e-9)
-    return ReplicaMetrics(
-        elapsed_s=run.elapsed_s,
-        output_tokens_per_s=work.output_tokens / elapsed,
-        ttft_s=figures.ttft_s,
-        tpot_s=figures.tpot_s,
-        steps=figures.counters.steps,
-        preemptions=figures.counters.preemptions,
-        drafted_tokens=figures.counters.drafted_tokens,
-        accepted_tokens=figures.counters.accepted_tokens,
-        replicas=figures.replicas,
-    )
+Metrics = RunMetrics | PeerMetrics | ReplicaMetrics
+
+
+class MeasuredRun(NamedTuple):
+    """One run of the work. record: its steps, if they are known"""
+
+    outputs: Outputs
+    metrics: Metrics
+    record: RunRecord | None = None
+
+
+def median_run(runs: Sequence[MeasuredRun]) -> MeasuredRun:
+    """The run with the median time; of two in the middle, the faster one."""
+    return sorted(runs, key=lambda run: run.metrics.elapsed_s)[(len(runs) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class StrategyResult:
 
     name: str
     title: str
-    metrics: RunMetrics | PeerMetrics | ReplicaMetrics
+    metrics: Metrics
     floor_share: float
     elapsed_s_of_rounds: list[float]
     difference: OutputDifference
@@ -268,16 +268,20 @@ class ComparisonReport:
     techniques: Techniques
 
     @property
+    def done(self) -> list[StrategyResult]:
+        """All but the peers that failed."""
+        return [result for result in self.strategies if isinstance(result, StrategyResult)]
+
+    @property
     def runs(self) -> dict[str, RunMetrics]:
         """The metrics of our own strategies, by title."""
-        results = [result for result in self.strategies if isinstance(result, StrategyResult)]
-        return {result.title: result.metrics for result in results if isinstance(result.metrics, RunMetrics)}
+        return {result.title: result.metrics for result in self.done if isinstance(result.metrics, RunMetrics)}
 
     @property
     def replicas(self) -> list[ReplicaFigures]:
         """What each replica did, if there are any."""
-        results = [result.metrics for result in self.strategies if isinstance(result, StrategyResult)]
-        return next((metrics.replicas for metrics in results if isinstance(metrics, ReplicaMetrics)), [])
+        found = (result.metrics for result in self.done)
+        return next((metrics.replicas for metrics in found if isinstance(metrics, ReplicaMetrics)), [])
 
     @property
     def gain(self) -> Gain | None:

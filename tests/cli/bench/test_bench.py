@@ -17,12 +17,14 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import compare, techniques
-from cbatch.cli.bench.compare import median_run
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.results import (
+    MeasuredRun,
     OutputDifference,
+    PeerMetrics,
     TokenPosition,
     compare_outputs,
+    median_run,
     run_metrics,
 )
 from cbatch.cli.bench.strategies import ABLATIONS, STRATEGIES, Experiment
@@ -146,8 +148,8 @@ def test_differences_are_found() -> None:
     other.requests[2].tokens[5] += 1
     difference = compare_outputs(one.outputs, other.outputs)
     assert difference == OutputDifference(1 - 1 / 7, TokenPosition(row=2, token=5))
-    one.elapsed_s, other.elapsed_s = 1.0, 2.0
-    assert median_run([other, one, other]).elapsed_s == 2.0
+    runs = [MeasuredRun([], PeerMetrics(seconds, 1.0, "")) for seconds in (2.0, 1.0, 2.0)]
+    assert median_run(runs) is runs[0]
 
 
 @pytest.mark.parametrize("distribution", ["fixed", "uniform", "lognormal", "loguniform"])
@@ -269,7 +271,7 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
 def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: Path) -> None:
     """Guards the measured memory, and that of a GPU: the cache of the engine that read the prompts is freed."""
     caches: list[Any] = []
-    opened, compared = compare.open_engine, compare.compare
+    opened, measured = compare.open_engine, compare.measure_interleaved
 
     def watch(*arguments: Any, **options: Any) -> Any:
         engine = opened(*arguments, **options)
@@ -278,10 +280,10 @@ def test_the_first_cache_is_gone(monkeypatch: pytest.MonkeyPatch, model_folder: 
 
     def check(*arguments: Any) -> Any:
         assert caches[0]() is None
-        return compared(*arguments)
+        return measured(*arguments)
 
     monkeypatch.setattr(compare, "open_engine", watch)
-    monkeypatch.setattr(compare, "compare", check)
+    monkeypatch.setattr(compare, "measure_interleaved", check)
     lengths = ["--input-len", "4:9", "--output-len", "2:5", "--requests", "3", "--rounds", "1", "--json"]
     assert run_command(["bench", *lengths, "-m", str(model_folder)]) == 0
 

@@ -17,10 +17,11 @@ from cbatch.cli.bench import command
 from cbatch.cli.bench.gain import ExpectedGain, Gain, WorkCount, count_continuous, count_static
 from cbatch.cli.bench.options import MAX_SKEW, BenchOptions
 from cbatch.cli.bench.recorder import RecordedChunk, RecordedStep, RunRecord, TokenKind
-from cbatch.cli.bench.skew.curve import SkewPoint, SkewRound
+from cbatch.cli.bench.skew import RealWork, SkewPoint, SkewRound
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment
 from cbatch.cli.bench.workload import Workload, skewed_lengths, skewed_workload
 from cbatch.cli.main import run_command
+from tests.support.picture_checks import texts_of
 from tests.support.tiny_models import VOCABULARY, loaded, make_network, make_prompts
 
 LENGTHS = ["--input-len", "5", "--output-len", "6", "--requests", "12"]
@@ -189,17 +190,16 @@ def test_the_median_round() -> None:
 def test_the_picture_of_the_curve() -> None:
     """Guards the picture: what is measured beside both kinds of arithmetic, its factors, and where real work lies."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.skew_plot import draw_skew
-    from cbatch.cli.bench.skew.curve import RealWork
+    from cbatch.cli.bench.pictures.skew import plot_skew
+    from cbatch.cli.bench.pictures.style import svg_texts
 
     def point(skew: float, gain: float) -> SkewPoint:
         made = Gain(gain, gain, 1.1, 0.9, 1.0, ExpectedGain(gain * 1.2, gain * 1.1))
         return SkewPoint(skew, 100, [SkewRound(gain, 1.0, made)])
 
     real = [RealWork("a service", 0.8, 0.8, "somewhere"), RealWork("a batch", 0.2, 0.4, "elsewhere")]
-    svg = draw_skew([point(0, 1.0), point(1, 3.0)], real)
-    words = set(_comments(svg))
-    assert {
+    svg = svg_texts({"skew": lambda: plot_skew([point(0, 1.0), point(1, 3.0)], real)})["skew"]
+    assert texts_of(svg) >= {
         "measured",
         "by steps",
         "by tokens",
@@ -207,13 +207,7 @@ def test_the_picture_of_the_curve() -> None:
         "a batch",
         "slots that do not wait",
         "empty slots (tail)",
-    } <= words
-    assert draw_skew([point(0, 1.0), point(1, 3.0)], real) == svg != draw_skew([point(0, 1.0), point(1, 2.0)], real)
-
-
-def _comments(svg: str) -> list[str]:
-    """The words in a picture; each is drawn as outlines after a comment with the text."""
-    return [part.partition("-->")[0].strip() for part in svg.split("<!--")[1:]]
+    }
 
 
 def test_lists_complete_in_a_shell() -> None:

@@ -390,7 +390,7 @@ def test_durations(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("text", ["", "2", "s", "-1s", "2 days", "1e3s", "1m30s"])
 def test_what_is_no_duration(text: str) -> None:
     """Guards against a duration that is misread; without a unit it is ambiguous."""
-    with pytest.raises(ConfigError, match="is not a duration; write it as 500ms, 2s or 1m"):
+    with pytest.raises(ValueError, match="is not a duration; write it as 500ms, 2s or 1m"):
         parse_duration(text)
 
 
@@ -479,7 +479,8 @@ def test_a_late_load_and_failed_answers_are_told() -> None:
 
 def report_of(found: LoadResult | Capacity, asked: Scenario) -> LoadReport:
     options: Any = SimpleNamespace(users=(asked.users,), input_len="4", output_len="5", rounds=1, seed=0)
-    return LoadReport(options, Machine("", 1, "", "", "", "", ""), "", asked, EASY_SLO, found)
+    rounds = {asked.users: [found]} if isinstance(found, LoadResult) else {}
+    return LoadReport(options, Machine("", 1, "", "", "", "", ""), "", asked, EASY_SLO, found, rounds)
 
 
 def with_wait(p99: float | None, **changes: Any) -> LoadResult:

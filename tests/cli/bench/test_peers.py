@@ -56,10 +56,10 @@ def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str) -> N
     """Guards the comparison: same requests, greedy, to the wanted length, whatever the model's own defaults are."""
     ours = our_outputs(engine, work)
     assert any(7 in tokens[:-1] for tokens in ours), "no end token in the middle: nothing would be seen of it"
-    result = run_peer(name, setup_of(engine, work, ticks()))
-    assert result.outputs == ours
-    assert sum(map(len, result.outputs)) == sum(LENGTHS) and result.elapsed_s == 1
-    assert result.attention == "sdpa" or "paged" in result.attention
+    outputs, metrics = run_peer(name, setup_of(engine, work, ticks()))
+    assert outputs == ours
+    assert sum(map(len, outputs)) == sum(LENGTHS) and metrics.elapsed_s == 1
+    assert metrics.attention == "sdpa" or "paged" in metrics.attention
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -124,9 +124,9 @@ def test_a_version_without_continuous_batching(engine: Engine, work: Workload, m
 def test_a_model_without_sdpa(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Guards families whose only attention is eager: they run, and the result names it."""
     monkeypatch.setattr(type(engine.loaded.network), "_supports_sdpa", False)
-    result = run_peer(name, setup_of(engine, work))
-    assert result.attention.removeprefix("paged|") == "eager"
-    assert result.outputs == our_outputs(engine, work)
+    outputs, metrics = run_peer(name, setup_of(engine, work))
+    assert metrics.attention.removeprefix("paged|") == "eager"
+    assert outputs == our_outputs(engine, work)
 
 
 def test_outputs_that_are_too_short(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:

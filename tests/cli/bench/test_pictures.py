@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,8 @@ from cbatch.cli.bench.recorder import (
     example_score,
     is_scattered,
 )
-from cbatch.cli.bench.render.timeline import (
+from cbatch.cli.bench.report import comparison, load
+from cbatch.cli.bench.timeline import (
     Interval,
     draw_timeline,
     share_line,
@@ -39,7 +39,7 @@ from tests.support.bench_reports import (
     make_step,
     static_record,
 )
-from tests.support.picture_checks import colours_of, misplaced_texts, texts_of, unexplained_colours
+from tests.support.picture_checks import colours_of, explained_colours, misplaced_texts, texts_of
 from tests.support.tiny_models import make_engine, make_network
 
 
@@ -147,110 +147,90 @@ def test_score_of_a_step() -> None:
 
 
 EXPECTED = {
-    "timeline.svg": {"static batches: 8.00 s", "continuous: 6.00 s", "useful 100%, padding 0%, idle 0%, empty 0%"},
-    "utilisation.svg": {
+    "timeline": {"static batches: 8.00 s", "continuous: 6.00 s", "useful 100%, padding 0%, idle 0%, empty 0%"},
+    "utilisation": {
         "useful 69% of 8.00 s",
         "useful 100% of 15.7 min, of which 9.00 s are shown",
         "55.0 s, of which 9.00 s are shown",
         "only the time is known",
         "padding",
     },
-    "speed.svg": {"output tokens/s", "transformers-generate", "first token (TTFT)", "2.00 s / 7.88 s", "not known"},
-    "step.svg": {
+    "speed": {"output tokens/s", "transformers-generate", "first token (TTFT)", "2.00 s / 7.88 s", "not known"},
+    "step": {
         "One step of the engine: 4 tokens of 2 requests in one pass",
         "request 0, token 5",
         "request 2, tokens 0 to 2",
         "The same blocks in memory, 0 to 5 of 16: a request takes whichever are free",
         "3",
     },
-    "speculation.svg": {"20 of 40 drafted tokens of the run were accepted.", "request 0", "1.5", "1.0", "rejected"},
-    "load.svg": {"users at once", "the objective (SLO)", "4 users", "16", "100 ms", "100%"},
-    "users.svg": {"5 users of 9, and their answers", "9 asked for", "500 ms", "answer within the objective"},
+    "speculation": {"20 of 40 drafted tokens of the run were accepted.", "request 0", "1.5", "1.0", "rejected"},
+    "load": {"users at once", "the objective (SLO)", "4 users", "16", "100 ms", "100%"},
+    "users": {"5 users of 9, and their answers", "9 asked for", "500 ms", "answer within the objective"},
 }
 
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, tuple[str, Any]]:
-    """The SVG text and the figure of every picture, by file name: with very slow runs, peers, replicas and drafts."""
+    """The SVG text and the figure of every picture, by name: with very slow runs, peers, replicas and drafts."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render import style
-    from cbatch.cli.bench.render.plots import FILE_NAMES, draw_comparison, draw_load
+    from cbatch.cli.bench.pictures import style
 
     found: dict[str, tuple[str, Any]] = {}
     make_text = style.svg_text
 
     def keep(figure: Any, title: str) -> str:
-        found[FILE_NAMES[title]] = (make_text(figure, title), figure)
-        return found[FILE_NAMES[title]][0]
+        found[title] = (make_text(figure, title), figure)
+        return found[title][0]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(style, "svg_text", keep)
         report = make_comparison("ablations", "peers", "replicas")
-        draw_comparison(report.records | {"with drafts": drafting_record()}, report.strategies)
-        draw_load(make_load_report(make_capacity(1, 2, 4, 7, 8, 16, capacity=4), 16, rounds=2))
-        draw_load(make_load_report(make_load(5), 9))
+        report.records["with drafts"] = drafting_record()
+        comparison.draw(report)
+        load.draw(make_load_report(make_capacity(1, 2, 4, 7, 8, 16, capacity=4), 16, rounds=2))
+        load.draw(make_load_report(make_load(5), 9))
     return found
 
 
-def neutral_colours() -> set[str]:
-    """Of text, lines and backgrounds, which need no explanation."""
-    from cbatch.cli.bench.render import style
-
-    inks = {style.TEXT, style.MUTED, style.INK_ON_DARK, style.INK_ON_LIGHT}
-    return inks | {style.GRID, style.BACKGROUND, style.BAND, style.EMPTY_SLOT}
-
-
 def test_pictures_are_whole(drawn: dict[str, tuple[str, Any]]) -> None:
-    """Guards that each picture is well-formed, and says what it shows, in figures counted by hand."""
+    """Guards each picture: well-formed, it says what it shows in figures counted by hand, and no words are misplaced.
+
+    The same data give the same picture, so that a diff of kept ones says something.
+    """
     assert drawn.keys() == EXPECTED.keys()
-    for name, (svg, _) in drawn.items():
+    for name, (svg, figure) in drawn.items():
         missing = EXPECTED[name] - texts_of(svg)
         assert not missing, f"{name} lacks {missing}; it has {texts_of(svg)}"
-        assert "<dc:date>" not in svg
+        assert "<dc:date>" not in svg and misplaced_texts(figure) == [], name
+    assert load.draw(make_load_report(make_load(5), 9))["users"].svg == drawn["users"][0]
 
 
-def test_pictures_are_reproducible(drawn: dict[str, tuple[str, Any]]) -> None:
-    """Guards a diff of kept pictures: the same for the same data, whatever was drawn before."""
-    from cbatch.cli.bench.render.plots import draw_load
-
-    assert draw_load(make_load_report(make_load(5), 9)) == {"Users": drawn["users.svg"][0]}
-
-
-def test_words_fit(drawn: dict[str, tuple[str, Any]]) -> None:
-    """Guards words that reach out of a picture or lie over each other; planted ones are found."""
-    for name, (_, figure) in drawn.items():
-        assert misplaced_texts(figure) == [], name
-    figure = drawn["users.svg"][1]
+def test_misplaced_words_are_found(drawn: dict[str, tuple[str, Any]]) -> None:
+    """Guards the check of words itself: one that reaches out of a picture, and one over another."""
+    figure = drawn["users"][1]
     planted = [figure.text(0.9, 0.5, "too long " * 9), figure.text(0.9, 0.5, "over it")]
-    try:
-        found = misplaced_texts(figure)
-        assert any("is outside" in problem for problem in found) and any("is over 'over it'" in one for one in found)
-    finally:
-        for text in planted:
-            text.remove()
+    found = misplaced_texts(figure)
+    for text in planted:
+        text.remove()
+    assert any("is outside" in problem for problem in found) and any("is over 'over it'" in one for one in found)
 
 
-def test_colours_are_explained(drawn: dict[str, tuple[str, Any]]) -> None:
-    """Guards legends: each colour that is no ink or background is in one; without its legend, it is found."""
-    for name, (svg, _) in drawn.items():
-        assert unexplained_colours(svg, neutral_colours()) == set(), name
-        without = re.sub(r'id="legend-\w+', 'id="', svg)
-        assert unexplained_colours(without, neutral_colours()), name
+def test_colours(drawn: dict[str, tuple[str, Any]]) -> None:
+    """Guards legends and dark pages: each colour that is no ink or background is explained, and has a dark one."""
+    from cbatch.cli.bench.pictures import style
+    from cbatch.cli.bench.pictures.style import DARK, adaptive_variant, dark_variant
 
-
-def test_dark_pictures(drawn: dict[str, tuple[str, Any]]) -> None:
-    """Guards dark pages: no colour of a light page is left, text can be read, and nothing else differs."""
-    from cbatch.cli.bench.render.dark import DARK, dark_variant
-    from cbatch.cli.bench.render.style import BACKGROUND, TEXT
-
+    neutral = {style.TEXT, style.MUTED, style.INK_ON_DARK, style.INK_ON_LIGHT}
+    neutral |= {style.GRID, style.BACKGROUND, style.BAND, style.EMPTY_SLOT}
     assert DARK.keys().isdisjoint(DARK.values()) and len(set(DARK.values())) == len(DARK)
-    for name, (svg, _) in drawn.items():
+    for name, (svg, figure) in drawn.items():
+        own = colours_of(svg) - neutral
+        assert own and own <= explained_colours(figure), name
         dark = dark_variant(svg)
-        assert colours_of(svg) <= DARK.keys(), name
-        assert colours_of(dark) == {DARK[colour] for colour in colours_of(svg)}
+        assert colours_of(svg) <= DARK.keys() and colours_of(dark) == {DARK[colour] for colour in colours_of(svg)}
         assert texts_of(dark) == texts_of(svg) and len(dark) == len(svg)
-    assert contrast(TEXT, BACKGROUND) > 7 and contrast(DARK[TEXT], DARK[BACKGROUND]) > 7
-    assert colours_of(svg.replace(TEXT, "#123456")) - DARK.keys() == {"#123456"}, "a colour without a dark one is found"
+        for colour in colours_of(svg):
+            assert f'[style*="fill: {colour}"]{{fill:{DARK[colour]}!important}}' in adaptive_variant(svg)
 
 
 def contrast(one: str, other: str) -> float:
@@ -267,10 +247,9 @@ def contrast(one: str, other: str) -> float:
 
 def test_ink_can_be_read() -> None:
     """Guards words on coloured fields, on light and on dark pages."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render import style
-    from cbatch.cli.bench.render.dark import DARK
-    from cbatch.cli.bench.render.step_plot import ink_on
+    from cbatch.cli.bench.pictures import style
+    from cbatch.cli.bench.pictures.step import ink_on
+    from cbatch.cli.bench.pictures.style import DARK
 
     pairs = [(colour, ink_on(colour)) for colour in style.CHUNK_COLOURS]
     pairs += [(style.KIND_COLOURS["decode"], style.TEXT), (style.BAND, style.TEXT), (style.BACKGROUND, style.MUTED)]
@@ -282,54 +261,35 @@ def test_ink_can_be_read() -> None:
 
 
 def test_long_runs_are_cut() -> None:
-    """Guards the others beside a run that is much slower; the two fastest are whole."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.style import log_limits, log_ticks
-    from cbatch.cli.bench.render.utilisation_plot import visible_end
+    """Guards the others beside a run that is much slower; the two fastest are whole. And the ticks of such scales."""
+    from cbatch.cli.bench.pictures.slots import visible_end
+    from cbatch.cli.bench.pictures.style import log_ticks
 
     assert visible_end([1.31, 0.99, 0.42]) == 1.31
     assert visible_end([1.31, 0.99, 0.42, 9.4, 5.63]) == 1.31
     assert visible_end([0.42, 3.0]) == 3.0 and visible_end([2.0]) == 2.0 and visible_end([]) == 1.0
-    assert log_limits([0.0, 2.0, 8.0], 2) == (1.0, 16.0)
     assert log_ticks(0.8, 30) == [1, 2, 5, 10, 20] and log_ticks(0.001, 1000, 3) == [0.001, 1.0, 1000]
     assert log_ticks(200, 768) == [200, 300, 400, 500, 600] and log_ticks(200, 900) == [200, 500]
 
 
-def test_pictures_of_little() -> None:
-    """Guards empty runs and other strategies: pictures without data are left out."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.plots import draw_comparison, draw_load
-
+def test_pictures_of_little(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards empty runs and other strategies: pictures without data are left out, and stderr says why there is none."""
     unjudged = dataclasses.replace(make_load(4), users_served=None, timed=())
-    assert draw_load(make_load_report(unjudged, 4)) == {}
+    assert load.draw(make_load_report(unjudged, 4)) == {}
+    assert "no picture, because no answer" in capsys.readouterr().err
     capacity = dataclasses.replace(make_capacity(1), probes={1: unjudged})
-    assert draw_load(make_load_report(capacity, 4)) == {}
-    assert draw_load(make_load_report(make_capacity(1), 4)).keys() == {"Load"}
-    assert draw_comparison({"one by one": RunRecord(1, [])}, []).keys() == {"Utilisation"}
-    few = dataclasses.replace(static_record(), example=None)
-    assert draw_comparison({"static batches": few}, []).keys() == {"Timeline", "Utilisation"}
-    assert "Speculation" not in draw_comparison(both(), [])
-
-
-def test_nothing_drawn_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Guards an empty folder without a word: stderr says why there is no picture."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.output import write_files
-
-    unjudged = dataclasses.replace(make_load(4), users_served=None, timed=())
-    report = make_load_report(unjudged, 4)
-    write_files(dataclasses.replace(report, options=dataclasses.replace(report.options, plot=str(tmp_path))))
-    assert "no picture, because no answer" in capsys.readouterr().err and not list(tmp_path.iterdir())
-    report = make_load_report(make_load(4), 4)
-    write_files(dataclasses.replace(report, options=dataclasses.replace(report.options, plot=str(tmp_path))))
-    assert "1 picture is in" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"users.svg", "users-dark.svg"}
+    assert load.draw(make_load_report(capacity, 4)) == {}
+    assert load.draw(make_load_report(make_capacity(1), 4)).keys() == {"load"}
+    report = dataclasses.replace(make_comparison(), strategies=[])
+    draw = lambda **records: comparison.draw(dataclasses.replace(report, records=records)).keys()  # noqa: E731
+    assert draw(nothing=RunRecord(1, [])) == {"utilisation"}
+    few = {"static batches": dataclasses.replace(static_record(), example=None)}
+    assert draw(**few) == {"timeline", "utilisation"} and "speculation" not in draw(**both())
 
 
 def test_the_drawn_steps_are_typical() -> None:
     """Guards the choice of steps: neither the luckiest nor those without drafts, and all steps of a short run."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.speculation_plot import MAX_STEPS, tokens_shown, typical_steps
+    from cbatch.cli.bench.pictures.speculation import MAX_STEPS, tokens_shown, typical_steps
 
     def run_of(*accepted: int | None) -> list[RecordedStep]:
         chunks = [(0, n, 1 if one is None else 5, 0 if one is None else 4, one or 0) for n, one in enumerate(accepted)]
@@ -352,7 +312,7 @@ def test_the_drawn_steps_are_typical() -> None:
 
 def test_step_picture_chooses_requests() -> None:
     """Guards pictures of steps with many requests: the eight shown include some prompts and no padding."""
-    from cbatch.cli.bench.render.step_plot import choose_chunks, lay_out
+    from cbatch.cli.bench.pictures.step import choose_chunks, lay_out
 
     chunks = [(RecordedChunk(n, n, "decode", 9, 1), (n, n + 100)) for n in range(20)]
     chunks += [
@@ -364,7 +324,7 @@ def test_step_picture_chooses_requests() -> None:
     drawn, width = lay_out(chosen, block_size=8)
     assert drawn[-1].left + 13 * 8 == width
     assert drawn[-1].visible_tokens(drawn[-1].cells - 1) == 100
-    assert all(before.top + before.height == after.top for before, after in pairwise(drawn))
+    assert all(before.bottom == after.top for before, after in pairwise(drawn))
     assert choose_chunks(chunks[20:21]) == chunks[20:21]
 
 
@@ -376,13 +336,3 @@ def test_missing_matplotlib_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run_command(["bench", option, str(tmp_path / "out"), "-m", "no/model"]) == 2
     assert "[plot]'" in capsys.readouterr().err
-
-
-def test_stairs_lose_only_what_nobody_sees() -> None:
-    """Guards small files: neighbours that differ by less than can be seen are one step, and no drift adds up."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.render.utilisation_plot import without_repeats
-
-    assert without_repeats([0, 1, 2, 3], [0, 0, 0], [1, 1, 0.5]) == ([0, 2, 3], [0, 0], [1, 0.5])
-    edges, _, highs = without_repeats(range(101), [0] * 100, [n / 1000 for n in range(100)])
-    assert edges[:3] == [0, 5, 10] and edges[-1] == 100 and highs[:2] == [0, 0.005]

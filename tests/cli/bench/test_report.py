@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from cbatch.base.errors import ConfigError
+from cbatch.cli.bench import units
 from cbatch.cli.bench.load.results import LoadReport
-from cbatch.cli.bench.render import units
-from cbatch.cli.bench.render.report.common import Occasion
-from cbatch.cli.bench.render.report.comparison import comparison_page
-from cbatch.cli.bench.render.report.html import Page, Picture, render_page
-from cbatch.cli.bench.render.report.load import load_page, shown_users
+from cbatch.cli.bench.report import comparison, load
+from cbatch.cli.bench.report.page import Page, Picture, write_files
 from cbatch.cli.bench.results import ComparisonReport
 from tests.support.bench_reports import EVIL, KINDS, make_capacity, make_comparison, make_load, make_load_report
 
-SVG = '<svg viewBox="0 0 662.4 300"><title>{}</title></svg>'
-PICTURES = {
-    title: Picture(title, f"what {title} shows {EVIL}", SVG.format("light"), SVG.format("dark"))
-    for title in ("Timeline", "Utilisation", "Speed", "One step", "Load", "Users")
-}
-OCCASION = Occasion(f"cbatch bench {EVIL}", "25 November 2026")
+SVG = '<svg viewBox="0 0 662.4 300"><path style="fill: #1f2328"/></svg>'
+NAMES = ("timeline", "utilisation", "speed", "step", "load", "users")
+PICTURES = {name: Picture(f"what {name} shows {EVIL}", SVG) for name in NAMES}
+COMMAND, DATE = f"cbatch bench {EVIL}", "25 November 2026"
 
 
 def make_report(kind: str) -> ComparisonReport | LoadReport:
@@ -34,8 +33,13 @@ def make_report(kind: str) -> ComparisonReport | LoadReport:
 
 
 def page_of(report: ComparisonReport | LoadReport) -> Page:
-    make = comparison_page if isinstance(report, ComparisonReport) else load_page
-    return make(report, PICTURES, OCCASION)  # type: ignore[arg-type, operator]
+    if isinstance(report, LoadReport):
+        return load.page_of(report, PICTURES)
+    return comparison.page_of(report, PICTURES)
+
+
+def html_of(kind: str) -> str:
+    return page_of(make_report(kind)).html(COMMAND, DATE)
 
 
 HEADLINES = {
@@ -61,12 +65,12 @@ FIGURES = {
 }
 FIGURES |= {"ablations": FIGURES["strategies"], "peers": FIGURES["strategies"], "capacity": FIGURES["load"]}
 LINES = {
-    "strategies": ["continuous", "6.00 s", "1.00", "1.3 ×", "2.00 s", "0%"],
-    "ablations": ["without KV cache", "15.7 min", "0.006", "0.01 ×", "4.00 s", "0%"],
-    "peers": ["transformers-generate", "55.0 s", "0.109", "0.1 ×", "–", "–"],
-    "replicas": ["2 replicas", "3.00 s", "2.00", "2.0 ×", "1.50 s", "–"],
-    "load": ["half of the answers", "500 ms", "18.0"],
-    "capacity": ["5 users", "20%", "500 ms", "1.00 s", "12.0", "3.33"],
+    "strategies": ["continuous", "6.00 s", "1.00", "1.3 ×", "12%", "2.00 s / 5.92 s", "2.00 s / 2.00 s", "100%"],
+    "ablations": ["without KV cache", "15.7 min", "0.006", "0.01 ×"],
+    "peers": ["transformers-generate", "55.0 s", "0.109", "0.1 ×", "12%", "–", "–", "100%"],
+    "replicas": ["2 replicas", "3.00 s", "2.00", "2.7 ×"],
+    "load": ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"],
+    "capacity": ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"],
 }
 TITLES = {
     "strategies": ["What the slots did", "Speed and latency", "One step of the engine", "Every round"],
@@ -79,20 +83,29 @@ TITLES = {
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "load", "capacity"])
-def test_report_says_what_was_measured(kind: str) -> None:
-    """Guards the page of each kind: a headline and three figures counted by hand, one table, command, day, machine."""
+def test_report_says_what_was_measured(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the page of each kind: a headline and three figures counted by hand, a table, details, command, machine.
+
+    The terminal says the same.
+    """
     page = page_of(make_report(kind))
     assert page.headline == HEADLINES[kind]
     assert [(figure.value, figure.note) for figure in page.figures] == FIGURES[kind]
-    assert LINES[kind] in page.table.lines and len(page.table.lines) <= 5
+    wanted = LINES[kind]
+    assert any(line[: len(wanted)] == wanted for line in page.table.lines), page.table
     assert all(len(line) == len(page.table.head) for line in page.table.lines)
-    assert "on 25 November 2026 on AMD EPYC with 2 threads" in page.method and page.command == OCCASION.command
-    titles = [detail.title for detail in page.details]
+    titles = [detail.title for detail in page.all_details]
     assert [title for title in titles if title in TITLES[kind]] == TITLES[kind]
-    assert page.picture is not None and all(detail.parts for detail in page.details)
-    if kind not in ("load",):
+    assert page.picture is not None and all(detail.shown for detail in page.all_details)
+    if kind != "load":
         assert page.table.strong is not None
-        assert page.table.lines[page.table.strong][0] in ("continuous", "2 replicas", "5 users")
+        assert page.table.lines[page.table.strong][0] in ("continuous", "2 replicas", "5")
+    text = html_of(kind)
+    assert f"Measured on {DATE} on AMD EPYC with 2 threads" in text and "&#34;&amp;[2J</code>" in text
+    page.print()
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and f"\n\n{page.headline}.\n" in shown
+    assert re.search(rf"^\| {re.escape(wanted[0])} +\|.* {re.escape(wanted[1])} \|", shown, re.MULTILINE)
 
 
 def test_what_is_missing_is_said() -> None:
@@ -100,17 +113,19 @@ def test_what_is_missing_is_said() -> None:
     peers = page_of(make_report("peers"))
     assert peers.remarks[0].startswith("Continuous batching is 1.33 ×")
     assert peers.remarks[1:] == [f"transformers-cb: not available here: {EVIL}"]
-    assert peers.table.lines[-1] == ["transformers-cb", "–", "–", "–", "–", "–"]
+    assert peers.table.lines[-1] == ["transformers-cb", *"–––––––"]
     (missing,) = page_of(make_report("load")).remarks
     assert missing.startswith("Only 5 of 9 users arrived, so these are not the figures of 9 users. --rate ")
     nobody = page_of(make_load_report(make_capacity(1, capacity=0), 1))
     assert nobody.headline == "Not even one user gets a first token within 500 ms and 10 tokens/s"
     assert nobody.table.strong is None and nobody.figures[2].note == "1 user"
+    nowhere = load.page_of(make_load_report(dataclasses.replace(make_load(5), users_served=None), 5), {})
+    assert nowhere.headline == "5 users came, and none of their answers could be judged" and nowhere.picture is None
     alone = make_comparison("strategies")
     only = dataclasses.replace(alone, strategies=alone.strategies[1:])
     page = page_of(only)
     assert page.headline == "Continuous batching: 1.00 output tokens a second"
-    assert [figure.note for figure in page.figures] == ["", "", ""] and len(page.table.head) == 5
+    assert [figure.note for figure in page.figures] == ["", "", ""]
 
 
 class Elements(HTMLParser):
@@ -146,25 +161,22 @@ class Elements(HTMLParser):
 
 @pytest.mark.parametrize("kind", [*KINDS, "load", "capacity"])
 def test_nothing_is_markup(kind: str) -> None:
-    """Guards names of models, files and errors: text and not markup, without control characters; nothing is loaded."""
-    text = render_page(page_of(make_report(kind)))
+    """Guards names of models, files and errors: text and not markup, without control characters; nothing is loaded.
+
+    A person reads the figures: no long fractions, no long numbers without commas.
+    """
+    text = html_of(kind)
     page = Elements(text)
     assert "<script" not in text and "\x1b" not in text and "url(" not in text and "@import" not in text
     assert page.tags.isdisjoint({"script", "link", "iframe", "object", "svg", "base", "form"})
     assert {link[:26] for link in page.links} == {"data:image/svg+xml;base64,"}
     shown = EVIL.replace("\x1b", "")
     assert any(shown in words for words in page.texts) and f"cbatch bench {shown}" in page.texts
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "load", "capacity"])
-def test_a_person_reads_the_units(kind: str) -> None:
-    """Guards against 17 digits and raw bytes: no long fractions, no long numbers without commas."""
-    words = " ".join(Elements(render_page(page_of(make_report(kind)))).texts)
-    assert unreadable(words) == []
-    assert unreadable(f"{words} 0.0123456789 s, 123456789 bytes, peak_memory_bytes, 23 B") == [
+    assert unreadable(" ".join(page.texts)) == []
+    assert unreadable("0.0123456789 s, 123456789 bytes, peak_bytes, 23 B") == [
         "0.0123456789",
         "123456789",
-        "peak_memory_bytes",
+        "peak_bytes",
     ]
 
 
@@ -172,35 +184,33 @@ def unreadable(words: str) -> list[str]:
     return re.findall(r"\d+\.\d{4,}|(?<![\d.,])\d{6,}|\b[a-z]+_[a-z_]+\b", words)
 
 
-def test_nothing_is_wider_than_a_screen() -> None:
-    """Guards narrow screens: tables and pictures have boxes of their own that scroll, and the rest wraps."""
-    text = render_page(page_of(make_report("strategies")))
+def test_screens() -> None:
+    """Guards narrow screens, where tables and pictures have boxes that scroll, and dark ones.
+
+    A picture takes the colours of a dark page by a style of its own.
+    """
+    text = html_of("strategies")
     page = Elements(text)
-    assert page.too_wide == [] and {"table", "img", "details", "picture"} <= page.tags
-    assert re.search(r"\.wide \{[^}]*overflow-x: auto", text) and re.search(
-        r"body \{[^}]*overflow-wrap: anywhere", text
-    )
+    assert page.too_wide == [] and {"table", "img", "details"} <= page.tags
+    assert re.search(r"\.wide \{[^}]*overflow-x: auto", text)
+    assert re.search(r"body \{[^}]*overflow-wrap: anywhere", text)
     assert Elements("<p>beside</p><table></table>").too_wide == ["table"], "a table without a box is found"
-
-
-def test_pictures_are_for_light_and_dark() -> None:
-    """Guards both: the page has its own colours for dark screens, and each picture brings one for them."""
-    text = render_page(page_of(make_report("strategies")))
-    sources = re.findall(
-        r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)"><img[^>]* src="([^"]+)"', text
-    )
-    assert len(sources) == text.count("<img") == 4
-    assert set(sources) == {PICTURES["Timeline"].sources[::-1]}
     assert "color-scheme: light dark" in text and "@media (prefers-color-scheme: dark)" in text
-    assert "width: 883px; min-width: 662px" in text
+    assert "width: 883px; min-width: 662px" in text and len(page.links) == 4
+    svg = base64.b64decode(page.links[0].partition(",")[2]).decode()
+    assert '<style>@media (prefers-color-scheme:dark){[style*="fill: #1f2328"]{fill:#e6edf3!important}' in svg
 
 
-def test_a_search_shows_five_lines() -> None:
-    """Guards the table of a long search: the capacity, the number after it, both ends, and one between."""
-    users = [1, 2, 4, 8, 16, 32, 64, 128, 256, 320, 352, 384, 512]
-    assert shown_users(users, 352) == [1, 32, 352, 384, 512]
-    assert shown_users(users, 0) == [1, 2, 4, 8, 512] and shown_users(users, 512) == [1, 2, 4, 64, 512]
-    assert shown_users([1, 2], 1) == [1, 2] and shown_users([7], 0) == [7]
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards what is written: each picture for light and for dark pages, and the page; and a folder that is gone."""
+    monkeypatch.setattr("cbatch.cli.bench.report.page.command_line", lambda: COMMAND)
+    page = page_of(make_report("load"))
+    write_files(page, {"users": PICTURES["users"]}, str(tmp_path), str(tmp_path / "a.html"))
+    assert "1 picture is in" in (shown := capsys.readouterr().err) and "the report is" in shown
+    assert {path.name for path in tmp_path.iterdir()} == {"users.svg", "users-dark.svg", "a.html"}
+    assert "#e6edf3" in (tmp_path / "users-dark.svg").read_text()
+    with pytest.raises(ConfigError, match=r"Cannot write .*: No such file"):
+        write_files(page, PICTURES, str(tmp_path / "no"), None)
 
 
 def test_units() -> None:

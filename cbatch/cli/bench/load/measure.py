@@ -11,7 +11,7 @@ from cbatch.base.units import format_count
 from cbatch.cli.bench.load.generator import Clock, run_load
 from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
 from cbatch.cli.bench.load.users import SERVED_SHARE, SLO, Scenario
-from cbatch.cli.bench.options import BenchOptions, parse_duration
+from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.results import Machine, describe_model
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.loading import open_engine
@@ -30,7 +30,7 @@ def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> L
 
     Every round has prompts, pauses and times of arrival of its own; rounds of several numbers of users take turns.
     """
-    slo = SLO(parse_duration(options.slo_ttft), options.slo_tps)
+    slo = SLO(options.slo_ttft, options.slo_tps)
     with open_engine(options.engine, quiet=options.is_silent) as engine:
         scenario = _scenario(options, engine)
         is_one_load = not options.find_capacity and len(options.users) == 1
@@ -51,12 +51,11 @@ def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> L
 
 def _scenario(options: BenchOptions, engine: Engine) -> Scenario:
     inputs, outputs = options.lengths
-    duration_s = parse_duration(options.duration)
     return Scenario(
         users=max(options.users, default=DEFAULT_MAX_USERS),
         rate=options.rate,
-        duration_s=min(MAX_PROBE_S, duration_s) if options.find_capacity else duration_s,
-        think_s=parse_duration(options.think),
+        duration_s=min(MAX_PROBE_S, options.duration) if options.find_capacity else options.duration,
+        think_s=options.think,
         inputs=inputs,
         outputs=outputs,
         vocabulary=engine.model.vocab_size,

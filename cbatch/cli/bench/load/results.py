@@ -127,7 +127,7 @@ class LoadReport:
     scenario: Scenario
     slo: SLO
     found: LoadResult | Capacity
-    rounds: dict[int, list[LoadResult]] = field(default_factory=dict)
+    rounds: dict[int, list[LoadResult]]
 
     @property
     def runs(self) -> dict[int, LoadResult]:
@@ -138,7 +138,7 @@ class LoadReport:
     def remarks(self) -> list[str]:
         """Sentences about a load that was not what was asked for."""
         sentences = []
-        runs = [run for same in self.rounds.values() for run in same] or list(self.runs.values())
+        runs = [run for same in self.rounds.values() for run in same]
         worst = max(runs, key=lambda result: result.users_missing)
         if worst.users_missing:
             asked = worst.users + worst.users_missing

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cbatch.cli.bench.pictures import style
 from cbatch.cli.bench.recorder import RecordedChunk, RecordedStep, RunRecord
-from cbatch.cli.bench.render.style import KIND_COLOURS, MUTED, PALE_GREY, TEXT, add_legend, axes_grid, new_figure
 
 MAX_STEPS, MAX_REQUESTS = 24, 6
 
 NARROW = 5.6
 """Inches; narrower than other pictures, so that words can be read on a phone."""
 
-LEFT, RIGHT, TOP, BOTTOM, HSPACE = 0.85, 0.75, 1.08, 0.45, 0.25
-
 OWN, ACCEPTED, REJECTED, PROMPT = "as without drafts", "accepted", "rejected", "prompt"
 COLOURS = {
-    OWN: KIND_COLOURS["decode"],
-    ACCEPTED: KIND_COLOURS["prefill"],
-    REJECTED: KIND_COLOURS["idle"],
-    PROMPT: PALE_GREY,
+    OWN: style.KIND_COLOURS["decode"],
+    ACCEPTED: style.KIND_COLOURS["prefill"],
+    REJECTED: style.KIND_COLOURS["idle"],
+    PROMPT: style.PALE_GREY,
 }
 """Blue is what requests got. All differ in lightness too."""
-
-
-def record_with_drafts(records: Mapping[str, RunRecord]) -> RunRecord | None:
-    """The record to draw, of those by title: that of continuous batching, or the first one that has drafts."""
-    ordered = sorted(records.items(), key=lambda item: item[0] != "continuous")
-    return next((record for _, record in ordered if record.drafted), None)
 
 
 def typical_steps(steps: Sequence[RecordedStep]) -> range:
@@ -64,28 +57,25 @@ def plot_speculation(record: RunRecord) -> Figure:
         drafted[chunk.request] += chunk.drafted
     requests = sorted(request for request, _ in drafted.most_common(MAX_REQUESTS))
     most = max(1 + chunk.drafted for _, chunk in chunks)
-    row = 0.2 + 0.065 * most
-    figure = new_figure(
-        TOP + BOTTOM + row * len(requests) * (1 + HSPACE),
+    figure = style.new_figure(
+        (0.26 + 0.08 * most) * len(requests) + 0.6,
         "Drafts: several tokens of a request in one step",
         f"{record.accepted:,} of {record.drafted:,} drafted tokens of the run were accepted.",
+        COLOURS,
         width=NARROW,
     )
-    add_legend(figure, COLOURS)
-    panels = axes_grid(figure, [row] * len(requests), left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM, hspace=HSPACE)
+    panels = figure.subplots(len(requests), squeeze=False, sharex=True)[:, 0]
     for axes, request in zip(panels, requests, strict=True):
-        _draw_request(axes, [(n, chunk) for n, chunk in chunks if chunk.request == request])
-        axes.set_xlim(shown.start - 0.6, shown.stop - 0.4)
-        axes.set_ylim(0, most)
-        _name(axes, 0, -6, "right", f"request {request}")
+        _draw_request(axes, [(n, chunk) for n, chunk in chunks if chunk.request == request], f"request {request}")
+        axes.set(xlim=(shown.start - 0.6, shown.stop - 0.4), ylim=(0, most))
     panels[-1].spines["bottom"].set_visible(True)
     panels[-1].tick_params(bottom=True, labelbottom=True)
     panels[-1].set_xlabel("step")
-    _name(panels[0], 1, 6, "left", "tokens a\nstep", 1.0, "bottom")
+    panels[0].set_title("tokens a step", loc="right", size=9)
     return figure
 
 
-def _draw_request(axes: Axes, chunks: Sequence[tuple[int, RecordedChunk]]) -> None:
+def _draw_request(axes: Axes, chunks: Sequence[tuple[int, RecordedChunk]], name: str) -> None:
     """A column of tokens for each step of a request, and the mean of what it got in a step."""
     places: dict[str, list[tuple[int, int]]] = {kind: [] for kind in COLOURS}
     for step, chunk in chunks:
@@ -98,16 +88,9 @@ def _draw_request(axes: Axes, chunks: Sequence[tuple[int, RecordedChunk]]) -> No
         axes.bar(steps, 0.84, bottom=bottoms, width=0.8, color=COLOURS[kind], linewidth=0)
     axes.spines[:].set_visible(False)
     axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
-    axes.axhline(0, color=MUTED, linewidth=0.7)
+    axes.axhline(0, color=style.MUTED, linewidth=0.7)
+    beside: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "center"}
+    axes.annotate(name, (0, 0.35), (-6, 0), ha="right", **beside)
     if places[OWN]:
-        _name(axes, 1, 6, "left", f"{1 + len(places[ACCEPTED]) / len(places[OWN]):.1f}", size=10)
-
-
-def _name(
-    axes: Axes, x: float, gap: int, side: str, words: str, y: float = 0.35, va: str = "center", *, size: float = 9
-) -> None:
-    """Words beside a row; x and y are shares of its width and height, the gap is in points."""
-    axes.annotate(
-        words, (x, y), (gap, 0), xycoords="axes fraction", textcoords="offset points", ha=side, va=va, size=size,
-        color=TEXT,
-    )  # fmt: skip
+        mean = f"{1 + len(places[ACCEPTED]) / len(places[OWN]):.1f}"
+        axes.annotate(mean, (1, 0.35), (6, 0), ha="left", size=10, **beside)

@@ -63,7 +63,7 @@ def binned(record: RunRecord, bin_s: float, bins: int) -> Iterator[tuple[Interva
     """Cuts the intervals of all chunks into bins of `bin_s` seconds: yields interval, bin and seconds in it."""
     for step in record.steps:
         for interval in chunk_intervals(step):
-            for n in range(min(int(interval.start / bin_s), bins - 1), min(int(interval.end / bin_s), bins - 1) + 1):
+            for n in range(int(interval.start / bin_s), min(int(interval.end / bin_s), bins - 1) + 1):
                 yield interval, n, min(interval.end, (n + 1) * bin_s) - max(interval.start, n * bin_s)
 
 

@@ -1,0 +1,183 @@
+"""The style of all pictures: size, fonts, colours for light and for dark pages, and SVG that follows from the data."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from cbatch.cli.bench.recorder import TokenKind
+from cbatch.cli.bench.timeline import KIND_LABELS
+
+WIDTH = 9.2
+"""Inches; 883 pixels in a browser, the width of a README on GitHub."""
+
+HEAD, LEGEND = 0.65, 0.3
+"""Inches above the axes: for the title and the note under it, and for a legend."""
+
+TEXT, MUTED, GRID, BACKGROUND = "#1f2328", "#59636e", "#e7eaee", "#ffffff"
+EMPTY_SLOT, BAND, PALE_GREY = "#eceff2", "#e6f1fc", "#d0d7de"
+INK_ON_DARK, INK_ON_LIGHT = "#fdfdfe", "#1a1d21"
+"""Text in a field of one of CHUNK_COLOURS."""
+
+HIGHLIGHT, OTHER, PEER, TARGET = "#0969da", "#8c959f", "#8250df", "#1a7f37"
+"""Continuous batching, other strategies, peers, and what was to be reached."""
+
+SUBJECT = "continuous"
+"""The title of the strategy that pictures are about."""
+
+KIND_COLOURS: dict[TokenKind, str] = {
+    "prefill": "#0b4f8a",
+    "decode": "#6fb1e0",
+    "padding": "#f0b429",
+    "idle": "#d1581b",
+}
+"""Blue is useful work, yellow and red are waste. All four differ in lightness too."""
+
+CHUNK_COLOURS = ("#332288", "#ddaa33", "#117733", "#cc6677", "#88ccee", "#882255", "#999933", "#44aa99")
+"""Colours that the colour-blind can tell apart: Paul Tol's muted scheme, https://personal.sron.nl/~pault/."""
+
+KINDS = {label: KIND_COLOURS[kind] for kind, label in KIND_LABELS.items()} | {"empty": EMPTY_SLOT}
+"""The legend of pictures of slots."""
+
+DARK = {
+    TEXT: "#e6edf3",
+    MUTED: "#9198a1",
+    GRID: "#262c36",
+    BACKGROUND: "#0d1117",
+    EMPTY_SLOT: "#21262d",
+    BAND: "#14243a",
+    INK_ON_DARK: "#0d1118",
+    INK_ON_LIGHT: "#0d1119",
+    HIGHLIGHT: "#58a6ff",
+    OTHER: "#768390",
+    PEER: "#bc8cff",
+    TARGET: "#3fb950",
+    PALE_GREY: "#484f58",
+    KIND_COLOURS["prefill"]: "#a5d6ff",
+    KIND_COLOURS["decode"]: "#1f6bb0",
+    KIND_COLOURS["padding"]: "#e3b341",
+    KIND_COLOURS["idle"]: "#da6a35",
+} | dict(
+    zip(
+        CHUNK_COLOURS,
+        ("#a99cf0", "#ddaa34", "#6fd08c", "#f08a98", "#88ccef", "#d06ba6", "#b5b545", "#36b3a0"),
+        strict=True,
+    )
+)
+"""The colours of dark pages by those of light ones. The background is that of GitHub's dark pages, and of our own."""
+
+SETTINGS: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": TEXT,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": TEXT,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "cbatch",
+    "path.simplify": False,
+}
+"""Text is drawn as paths, since a viewer's own fonts may be wider or narrower."""
+
+_COLOUR = re.compile(r"(?<=fill: )#[0-9a-f]{6}|(?<=stroke: )#[0-9a-f]{6}")
+
+
+def svg_texts(figures: Mapping[str, Callable[[], Figure]]) -> dict[str, str]:
+    """Draws figures as SVG text, by the same names, with SETTINGS whatever settings of matplotlib the user has."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        return {name: svg_text(draw(), name) for name, draw in figures.items()}
+
+
+def new_figure(height: float, title: str, note: str, legend: Mapping[str, str], *, width: float = WIDTH) -> Figure:
+    """A figure whose axes take `height` inches, below a title, a note, and a legend of colours by what they mean."""
+    whole = height + HEAD + (LEGEND if legend else 0)
+    figure = Figure((width, whole), facecolor=BACKGROUND, layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0, 1, height / whole), h_pad=0.06)  # type: ignore[union-attr, call-arg]
+    left = 0.12 / width
+    figure.text(left, 1 - 0.12 / whole, title, size=12, weight="bold", va="top")
+    figure.text(left, 1 - 0.38 / whole, note, size=9, va="top", color=MUTED)
+    figure.legend(
+        handles=[Patch(color=colour, label=label, linewidth=0) for label, colour in legend.items()],
+        loc="upper left", bbox_to_anchor=(0, 1 - 0.58 / whole), ncols=max(len(legend), 1), frameon=False,
+        handlelength=0.9, handleheight=0.9, handletextpad=0.5, columnspacing=1.6, borderpad=0.4, borderaxespad=0.3,
+    )  # fmt: skip
+    return figure
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers within two bounds above 0, for a logarithmic scale."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,)):
+        ticks = [value for decade in decades for step in steps if low <= (value := step * 10.0**decade) <= high]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / most)]
+
+
+def set_log_scale(
+    axes: Axes, which: str, values: Sequence[float], words: Callable[[float], str], *, most: int = 5
+) -> None:
+    """Makes the x or the y axis logarithmic for values above 0, with a few round numbers, in words, and lines there."""
+    found = [value for value in values if value > 0] or [1.0]
+    low, high = min(found) / 1.5, max(found) * 1.5
+    ticks = log_ticks(low, high, most)
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axes.minorticks_off()
+    axes.set(**{f"{which}ticks": ticks, f"{which}ticklabels": [words(tick) for tick in ticks]})
+    axes.grid(axis="x" if which == "x" else "y")
+
+
+def svg_text(figure: Figure, title: str) -> str:
+    """A figure as SVG text, the same for the same data: in tenths of a point, without ids that nothing uses."""
+    file = io.StringIO()
+    metadata = {"Date": None, "Creator": None, "Format": None, "Type": None, "Title": title}
+    figure.savefig(file, format="svg", metadata=metadata)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", file.getvalue())
+    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"\s*([A-Za-z])\s*", r"\1", _rounded(path[0])), svg)
+    svg = re.sub(r'translate\([^)]*\)| [xy]="[^"]*"', lambda place: _rounded(place[0]), svg)
+    svg = re.sub(r"\n\s+", "\n", svg)
+    return re.sub(r"<g>\n(<(?:use|path)[^>]*/>)\n</g>", r"\1", svg)
+
+
+def _rounded(text: str) -> str:
+    return re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), text)
+
+
+def dark_variant(svg: str) -> str:
+    """The text of a picture in dark colours."""
+    return _COLOUR.sub(lambda colour: DARK.get(colour[0], colour[0]), svg)
+
+
+def adaptive_variant(svg: str) -> str:
+    """The text of a picture that takes dark colours by itself where the page that shows it is dark."""
+    rules = [
+        f'[style*="{name}: {light}"]{{{name}:{DARK[light]}!important}}'
+        for light in sorted(set(_COLOUR.findall(svg)) & DARK.keys())
+        for name in ("fill", "stroke")
+    ]
+    style = f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
+    return re.sub(r"(<svg[^>]*>)", lambda opening: opening[0] + style, svg, count=1)
