@@ -229,6 +229,16 @@ class ConfigReader:
         self._read.add(key)
         return self.values.get(key, default)
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self.get(key, default))
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number. Raises UnsupportedConfig if it is absent and there is no default."""
+        return int(self[key] if default is None else self.get(key, default))
+
+    def number(self, key: str, default: float) -> float:
+        return float(self.get(key, default))
+
     def first(self, *keys: str) -> Any:
         """The value of the first key that is there: configurations have several names for one thing.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
+from cbatch.model.families.decoder import Part, attention, decoder, every, feed_forward, read_common, sparse_by_type
 from cbatch.model.families.gemma import WITH_PICTURES
-from cbatch.model.families.llama import hunyuan_rotary
+from cbatch.model.families.llama import hunyuan_attention
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.programs.program import RESIDUAL, Activation, Gate, HeadNorms, Linear
@@ -16,12 +17,12 @@ from cbatch.model.programs.rotary import read_rotary
 def biased_router(config: ConfigReader, scale_key: str = "routed_scaling_factor") -> dict[str, Any]:
     """DeepSeek V3's: sigmoids, a bias for the choice, and groups of experts, of which the best are used."""
     return {
-        "top_k": int(config["num_experts_per_tok"]),
+        "top_k": config.whole("num_experts_per_tok"),
         "scores": "sigmoid",
         "groups": int(config.get("n_group") or 1),
         "top_groups": int(config.get("topk_group") or 1),
         "group_score": "two_highest",
-        "normalize": bool(config.get("norm_topk_prob", True)),
+        "normalize": config.flag("norm_topk_prob", True),
         "epsilon": 1e-20,
         "factor": float(config.get(scale_key) or 1.0),
     }
@@ -29,7 +30,7 @@ def biased_router(config: ConfigReader, scale_key: str = "routed_scaling_factor"
 
 def sparse_layers(config: ConfigReader, layers: int) -> list[bool]:
     """Which layers have experts, as Qwen says it."""
-    period, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
+    period, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     return [layer not in dense and (layer + 1) % period == 0 for layer in range(layers)]
 
 
@@ -51,19 +52,20 @@ def mixtral(model: Builder) -> None:
     activation, experts = model.activation("hidden_act", default="silu"), num_experts(config)
     window = int(config.get("sliding_window") or 0) if is_mixtral else 0
     prefix, names = "block_sparse_moe.", ("w1", "w3", "w2")
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
+
+    def attend(layer: Layer, source: str) -> None:
         norms = None if is_mixtral else layer.row_norms(norm, sizes)
         layer.attention(source, sizes, rotary=rotary, window=window, norms=norms)
-        source = layer.norm(norm, "post_attention_layernorm")
+
+    def feed(layer: Layer, source: str) -> None:
         bias = None if is_mixtral else layer.weight(prefix + "e_score_correction_bias", experts)
         layer.route(
-            source, experts, prefix + "gate", top_k=int(config["num_experts_per_tok"]), choice_bias=bias,
+            source, experts, prefix + "gate", top_k=config.whole("num_experts_per_tok"), choice_bias=bias,
             scores="softmax" if is_mixtral else "sigmoid", normalize=True,
         )  # fmt: skip
         layer.experts(source, experts, config["intermediate_size"], activation, prefix=prefix + "experts.", names=names)
-    model.head(norm("model.norm", model.hidden_size))
+
+    decoder(model, norm, attend, feed)
 
 
 @family("qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "mellum")
@@ -71,49 +73,45 @@ def qwen_moe(model: Builder) -> None:
     """Qwen 2 has a shared expert with a gate. OLMoE norms all queries together, FlexOlmo after each part, too."""
     config, kind = model.config, model.config.kind
     norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
-    is_olmo, is_post = "olmo" in kind, kind == "flex_olmo"
-    bias = bool(config.get("qkv_bias" if kind == "qwen2_moe" else "attention_bias", kind == "qwen2_moe"))
+    is_olmo, is_post, is_qwen2 = "olmo" in kind, kind == "flex_olmo", kind == "qwen2_moe"
+    bias = config.flag("qkv_bias" if is_qwen2 else "attention_bias", is_qwen2)
     windows, rotaries = _qwen_windows(model), _qwen_rotaries(model, sizes)
     activation, experts = model.activation("hidden_act", default="silu"), num_experts(config)
-    size = int(config["intermediate_size"] if is_olmo else config["moe_intermediate_size"])
+    size = config.whole("intermediate_size" if is_olmo else "moe_intermediate_size")
     config.ignore("intermediate_size")
-    router: dict[str, Any] = {
-        "top_k": int(config["num_experts_per_tok"]), "scores": "softmax",
-        "normalize": bool(config.get("norm_topk_prob", kind == "mellum")),
-    }  # fmt: skip
+    top_k, normalize = config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", kind == "mellum")
     is_sparse = [True] * model.num_layers if is_olmo else sparse_layers(config, model.num_layers)
     if kind == "mellum":
-        is_sparse = [one == "sparse" for one in config.get("mlp_layer_types") or ["sparse"] * model.num_layers]
+        is_sparse = sparse_by_type(config.get("mlp_layer_types") or ["sparse"] * model.num_layers)
         model.spare.append(r"mtp\..*")
         config.ignore("num_mtp_layers", "num_nextn_predict_layers")
-    clip = float(config.get("clip_qkv") or 0.0) if kind == "olmoe" else 0.0
-    model.embed()
-    for layer, window, rotary in zip(model.layers(), windows, rotaries, strict=True):
+    clip, mlp = float(config.get("clip_qkv") or 0.0) if kind == "olmoe" else 0.0, feed_forward(activation)
+
+    def attend(layer: Layer, source: str) -> None:
         norms = layer.row_norms(norm, sizes) if is_olmo else layer.head_norms(norm, sizes)
-        norms = norms if kind != "qwen2_moe" else HeadNorms()
         layer.attention(
-            layer.unnormed() if is_post else layer.norm(norm, "input_layernorm"), sizes, qkv_bias=bias,
-            out_bias=bias and kind != "qwen2_moe", rotary=rotary, window=window,
-            post_norm=layer.post_norm(norm, "post_attention_layernorm") if is_post else None, norms=norms, clip=clip,
+            source, sizes, qkv_bias=bias, out_bias=bias and not is_qwen2, rotary=rotaries[layer.number],
+            window=windows[layer.number], norms=HeadNorms() if is_qwen2 else norms, clip=clip,
+            post_norm=layer.post_norm(norm, "post_attention_layernorm") if is_post else None,
         )  # fmt: skip
-        source = layer.unnormed() if is_post else layer.norm(norm, "post_attention_layernorm")
+
+    def feed(layer: Layer, source: str) -> None:
         if not is_sparse[layer.number]:
-            layer.feed_forward(source, config["intermediate_size"], activation)
-            continue
-        layer.route(source, experts, **router)
+            mlp(layer, source)
+            return
+        layer.route(source, experts, top_k=top_k, scores="softmax", normalize=normalize)
+        layer.experts(source, experts, size, activation, target="added" if is_post else RESIDUAL)
         if is_post:
-            layer.experts(source, experts, size, activation, target="added")
             layer.add_normed(layer.post_norm(norm, "post_feedforward_layernorm"))
-            continue
-        layer.experts(source, experts, size, activation)
-        if kind == "qwen2_moe":
+        if is_qwen2:
             add_gated_shared_expert(layer, source, activation)
-    model.head(norm("model.norm", model.hidden_size))
+
+    decoder(model, norm, attend, feed, norms=("", "") if is_post else ("input_layernorm", "post_attention_layernorm"))
 
 
 def add_gated_shared_expert(layer: Layer, source: str, activation: Activation) -> None:
     """The gate multiplies what goes into the last linear, which is the same."""
-    model, size = layer.model, int(layer.model.config["shared_expert_intermediate_size"])
+    model, size = layer.model, layer.model.config.whole("shared_expert_intermediate_size")
     names = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
     up = layer.matrix(names[:2], [size, size], model.hidden_size)
     model.add(Linear(source, "shared", up, activation=activation))
@@ -127,13 +125,13 @@ def _qwen_windows(model: Builder) -> list[int]:
     if kind == "mellum":
         return model.windows()
     config.ignore("sliding_window", "max_window_layers")
-    if not config.get("use_sliding_window", False) or "olmo" in kind:
+    if not config.flag("use_sliding_window") or "olmo" in kind:
         config.ignore("layer_types")
         return [0] * model.num_layers
     window = int(config.get("sliding_window") or 0)
     if kind == "qwen3_moe":
         return [window] * model.num_layers
-    last = int(config.get("max_window_layers", 28))
+    last = config.whole("max_window_layers", 28)
     kinds = ["sliding_attention" if (i + 1) % 2 and i < last else "full_attention" for i in model.numbers]
     return model.windows(kinds, window=window)
 
@@ -157,104 +155,90 @@ def gpt_oss(model: Builder) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}  # fmt: skip
     is_given = config.get("rope_parameters") or config.get("rope_scaling")
-    config.ignore("rope_theta", "initial_context_length", "swiglu_limit", "swiglu_alpha", "experts_per_token")
+    config.ignore("rope_theta", "initial_context_length", "hidden_act", "experts_per_token")
     rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=150000.0, settings=None if is_given else yarn))
-    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in model.numbers]
-    windows, bias = (
-        model.windows(kinds, window=int(config.get("sliding_window", 128))),
-        bool(config.get("attention_bias", True)),
-    )
-    config.ignore("hidden_act")
-    experts, inner = num_experts(config), int(config["intermediate_size"])
-    limit, slope = float(config.get("swiglu_limit", 7.0)), float(config.get("swiglu_alpha", 1.702))
-    activation = Activation("silu", limit=limit, slope=slope, up_offset=1.0)
-    model.embed()
-    for layer, window in zip(model.layers(), windows, strict=True):
-        source = layer.norm(norm, "input_layernorm")
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window,
-            sinks=layer.weight("self_attn.sinks", sizes.heads),
-        )  # fmt: skip
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.route(
-            source,
-            experts,
-            "mlp.router",
-            bias=True,
-            top_k=int(config["num_experts_per_tok"]),
-            scores="softmax_of_chosen",
-        )
+    windows = model.windows(every(2, model.num_layers), window=config.whole("sliding_window", 128))
+    experts, inner = num_experts(config), config.whole("intermediate_size")
+    limit, slope = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
+    activation, bias = Activation("silu", limit=limit, slope=slope, up_offset=1.0), config.flag("attention_bias", True)
+
+    def attend(layer: Layer, source: str) -> None:
+        sinks, window = layer.weight("self_attn.sinks", sizes.heads), windows[layer.number]
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window, sinks=sinks)
+
+    def feed(layer: Layer, source: str) -> None:
+        top_k = config.whole("num_experts_per_tok")
+        layer.route(source, experts, "mlp.router", bias=True, top_k=top_k, scores="softmax_of_chosen")
         layer.stacked_experts(
             source, experts, inner, activation, "mlp.experts.gate_up_proj", "mlp.experts.down_proj", transpose=True,
             bias=True, interleaved=True,
         )  # fmt: skip
-    model.head(norm("model.norm", model.hidden_size))
+
+    decoder(model, norm, attend, feed)
 
 
 @family("ernie4_5_moe")
 def ernie_moe(model: Builder) -> None:
     """A bias for the choice of experts, shared experts, and dense layers at the beginning."""
     config = model.config
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes(is_interleaved=True)
-    rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=5e5))
-    activation, bias = model.activation("hidden_act", default="silu"), bool(config.get("use_bias", False))
-    experts, size = num_experts(config, "moe_num_experts"), int(config["moe_intermediate_size"])
-    first, last = int(config.get("moe_layer_start_index", 1)), int(config.get("moe_layer_end_index", -1))
-    last, period = (model.num_layers - 1 if last < 0 else last), int(config.get("moe_layer_interval", 1))
-    shared = int(config.get("moe_num_shared_experts", 2))
+    norm, sizes, rotary, activation = read_common(model, theta=5e5, is_interleaved=True)
+    experts, size = num_experts(config, "moe_num_experts"), config.whole("moe_intermediate_size")
+    first, last = config.whole("moe_layer_start_index", 1), config.whole("moe_layer_end_index", -1)
+    last, period = (model.num_layers - 1 if last < 0 else last), config.whole("moe_layer_interval", 1)
+    bias, shared = config.flag("use_bias"), config.whole("moe_num_shared_experts", 2)
+    mlp = feed_forward(activation, bias=bias)
     model.spare.append(r".*mtp.*")
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary)
-        source = layer.norm(norm, "post_attention_layernorm")
+
+    def feed(layer: Layer, source: str) -> None:
         if not (first <= layer.number <= last and (layer.number + 1) % period == 0):
-            layer.feed_forward(source, config["intermediate_size"], activation, bias=bias)
-            continue
+            mlp(layer, source)
+            return
         layer.route(
             source, experts, top_k=int(config.first("moe_k", "num_experts_per_tok")), scores="softmax", normalize=True,
             choice_bias=layer.weight("mlp.moe_statics.e_score_correction_bias", 1, experts),
-            least_sum=float(config.get("moe_norm_min", 1e-12)),
+            least_sum=config.number("moe_norm_min", 1e-12),
         )  # fmt: skip
         layer.experts(source, experts, size, activation)
         if shared:
             layer.feed_forward(source, shared * size, activation, prefix="mlp.shared_experts.", bias=bias)
-    model.head(norm("model.norm", model.hidden_size), tied_by_default=True)
+
+    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary)
+    decoder(model, norm, attend, feed, tied_by_default=True)
 
 
 @family("glm4_moe", "dots1", "exaone_moe", "solar_open")
 def biased_moe(model: Builder) -> None:
     """Llama's attention, and DeepSeek V3's experts after a few dense layers. EXAONE rotates only in its windows."""
-    config, kind = model.config, model.config.kind
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
-    rotary = read_rotary(config, sizes.head_dim, part={"glm4_moe": 0.5, "solar_open": 1.0}.get(kind))
-    index, bias = model.rotary(rotary), bool(config.get("attention_bias", False)) and kind != "exaone_moe"
-    out_bias = bias and kind == "dots1"
-    has_norms = kind in ("dots1", "exaone_moe") or (kind == "glm4_moe" and bool(config.get("use_qk_norm", False)))
-    windows = _biased_windows(model)
-    activation, size = model.activation("hidden_act", default="silu"), int(config["moe_intermediate_size"])
+    config, kind, is_exaone = model.config, model.config.kind, model.config.kind == "exaone_moe"
+    norm, sizes, rotary, activation = read_common(model, part={"glm4_moe": 0.5, "solar_open": 1.0}.get(kind))
+    bias = config.flag("attention_bias") and not is_exaone
+    has_norms = kind in ("dots1", "exaone_moe") or (kind == "glm4_moe" and config.flag("use_qk_norm"))
+    windows, size = _biased_windows(model), config.whole("moe_intermediate_size")
     experts = num_experts(config, "n_routed_experts")
     shared = int(config.first("n_shared_experts", "num_shared_experts"))
-    dense = 0 if kind == "solar_open" else int(config.get("first_k_dense_replace", 0 if kind == "dots1" else 1))
-    kinds = config.get("mlp_layer_types") if kind == "exaone_moe" else None
-    bias_name = "mlp.e_score_correction_bias" if kind == "exaone_moe" else "mlp.gate.e_score_correction_bias"
+    dense = 0 if kind == "solar_open" else config.whole("first_k_dense_replace", 0 if kind == "dots1" else 1)
+    kinds = config.get("mlp_layer_types") if is_exaone else None
+    is_sparse = sparse_by_type(kinds) if kinds else [i >= dense for i in model.numbers]
+    bias_name = "mlp.e_score_correction_bias" if is_exaone else "mlp.gate.e_score_correction_bias"
     config.ignore("num_mtp_layers", "num_nextn_predict_layers", "first_k_dense_replace", "scoring_func", "topk_method",
                   "intermediate_size")  # fmt: skip
     model.spare += [rf"model\.layers\.{model.num_layers}\..*", r"mtp\..*"]
-    model.embed()
-    for layer, window in zip(model.layers(), windows, strict=True):
-        is_rotated = kind != "exaone_moe" or window or not any(windows)
+    mlp = feed_forward(activation)
+
+    def attend(layer: Layer, source: str) -> None:
+        window, norms = windows[layer.number], layer.head_norms(norm, sizes) if has_norms else None
         layer.attention(
-            layer.norm(norm, "input_layernorm"), sizes, qkv_bias=bias, out_bias=out_bias,
-            rotary=index if is_rotated else None, window=window,
-            norms=layer.head_norms(norm, sizes) if has_norms else None,
+            source, sizes, qkv_bias=bias, out_bias=bias and kind == "dots1", window=window, norms=norms,
+            rotary=rotary if not is_exaone or window or not any(windows) else None,
         )  # fmt: skip
-        source = layer.norm(norm, "post_attention_layernorm")
-        if kinds[layer.number] != "sparse" if kinds else layer.number < dense:
-            layer.feed_forward(source, config["intermediate_size"], activation)
-            continue
-        add_biased_experts(layer, source, experts, size, shared, activation, bias_name)
-    model.head(norm("model.norm", model.hidden_size))
+
+    def feed(layer: Layer, source: str) -> None:
+        if is_sparse[layer.number]:
+            add_biased_experts(layer, source, experts, size, shared, activation, bias_name)
+        else:
+            mlp(layer, source)
+
+    decoder(model, norm, attend, feed)
 
 
 def add_biased_experts(
@@ -272,11 +256,10 @@ def add_biased_experts(
 def _biased_windows(model: Builder) -> list[int]:
     config, kind = model.config, model.config.kind
     if kind == "exaone_moe":
-        period = int(config.get("sliding_window_pattern", 4))
-        kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers]
-        return model.windows(kinds, window=int(config.get("sliding_window", 4096)))
+        kinds = every(config.whole("sliding_window_pattern", 4), model.num_layers)
+        return model.windows(kinds, window=config.whole("sliding_window", 4096))
     if kind == "dots1":
-        first = int(config.get("max_window_layers", 62))
+        first = config.whole("max_window_layers", 62)
         is_windowed = config.get("sliding_window", 4096) is not None
         kinds = ["sliding_attention" if is_windowed and i >= first else "full_attention" for i in model.numbers]
         return model.windows(kinds, window=int(config.get("sliding_window", 4096) or 0))
@@ -287,125 +270,136 @@ def _biased_windows(model: Builder) -> list[int]:
 def hunyuan_moe(model: Builder) -> None:
     """HunYuan with experts in every layer, beside a shared one."""
     config = model.config
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
-    rotary, bias = model.rotary(hunyuan_rotary(model, sizes.head_dim)), bool(config.get("attention_bias", False))
+    norm = NormKind(config["rms_norm_eps"])
+    attend = hunyuan_attention(model, norm)
     activation, experts = model.activation("hidden_act", default="silu"), num_experts(config)
-    top_k, inner = config.first("moe_topk", "num_experts_per_tok"), int(config["intermediate_size"])
+    top_k, inner = config.first("moe_topk", "num_experts_per_tok"), config.whole("intermediate_size")
     if isinstance(top_k, list):
         if len(set(top_k)) != 1:
             raise UnsupportedConfig("its layers choose different numbers of experts")
         top_k = top_k[0]
     config.ignore("moe_intermediate_size", "num_shared_expert", "use_qk_norm", "eod_token_id")
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        norms = layer.head_norms(norm, sizes, ("self_attn.query_layernorm", "self_attn.key_layernorm"), last=True)
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
-        source = layer.norm(norm, "post_attention_layernorm")
+
+    def feed(layer: Layer, source: str) -> None:
         layer.route(source, experts, "mlp.gate.wg", top_k=int(top_k), scores="softmax", normalize=True)
         layer.experts(source, experts, inner, activation)
         layer.feed_forward(source, inner, activation, prefix="mlp.shared_mlp.")
-    model.head(norm("model.norm", model.hidden_size))
+
+    decoder(model, norm, attend, feed)
 
 
-@family("hy_v3", "afmoe")
+@family("hy_v3")
 def hy_v3(model: Builder) -> None:
-    """AFMoE has norms on both sides, gates after attention, and rotates only in its windows."""
-    config, is_afmoe = model.config, model.config.kind == "afmoe"
-    norm, sizes = NormKind(config.get("rms_norm_eps", 1e-5)), model.head_sizes()
-    rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=1e4 if is_afmoe else 11158840.0))
-    bias, mlp_bias = bool(config.get("attention_bias", False)), not is_afmoe and bool(config.get("mlp_bias", False))
-    activation, experts = model.activation("hidden_act", default="silu"), num_experts(config)
-    size, shared = int(config["moe_intermediate_size"]), int(config.get("num_shared_experts", 2 if is_afmoe else 1))
-    period = int(config.get("global_attn_every_n_layers", 4))
-    kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers]
-    windows = (
-        model.windows(kinds, window=int(config.get("sliding_window", 1024))) if is_afmoe else [0] * model.num_layers
-    )
-    dense = int(config.get("num_dense_layers", 1)) if is_afmoe else 1
-    sparse = [i >= dense for i in model.numbers]
-    if not is_afmoe and config.get("mlp_layer_types"):
-        sparse = [one == "sparse" for one in config["mlp_layer_types"]]
+    """Norms of queries and keys, and experts by sigmoids with a bias for the choice."""
+    config = model.config
+    norm, sizes, rotary, activation = read_common(model, eps=1e-5, theta=11158840.0)
+    bias, mlp_bias, kinds = config.flag("attention_bias"), config.flag("mlp_bias"), config.get("mlp_layer_types")
+    sparse = sparse_by_type(kinds) if kinds else [i >= 1 for i in model.numbers]
+    shared, factor = config.whole("num_shared_experts", 1), config.number("router_scaling_factor", 2.826)
+
+    def attend(layer: Layer, source: str) -> None:
+        norms = layer.head_norms(norm, sizes)
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
+
+    feed = _sigmoid_experts(model, activation, sparse, shared, factor, "mlp.shared_mlp.", bias=mlp_bias)
+    decoder(model, norm, attend, feed)
+
+
+@family("afmoe")
+def afmoe(model: Builder) -> None:
+    """HY 3 with norms on both sides and gates after attention; it rotates only in its windows."""
+    config, hidden = model.config, model.hidden_size
+    norm, sizes, rotary, activation = read_common(model, eps=1e-5)
+    bias, kinds = config.flag("attention_bias"), every(config.whole("global_attn_every_n_layers", 4), model.num_layers)
+    windows = model.windows(kinds, window=config.whole("sliding_window", 1024))
+    dense, shared = config.whole("num_dense_layers", 1), config.whole("num_shared_experts", 2)
+    sparse, factor = [i >= dense for i in model.numbers], config.number("route_scale", 1.0)
+    part = _sigmoid_experts(model, activation, sparse, shared, factor, "mlp.shared_experts.", target="added")
+
+    def attend(layer: Layer, source: str) -> None:
+        gate, window = layer.matrix("self_attn.gate_proj", sizes.heads * sizes.head_dim, hidden), windows[layer.number]
+        model.add(Linear(source, "gate", gate))
+        layer.attention(
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if window else None, window=window,
+            gate=Gate("gate", "attended"), post_norm=layer.post_norm(norm, "post_attention_layernorm"),
+            norms=layer.head_norms(norm, sizes),
+        )  # fmt: skip
+
+    def feed(layer: Layer, source: str) -> None:
+        part(layer, source)
+        layer.add_normed(layer.post_norm(norm, "post_mlp_layernorm"))
+
+    scale = hidden**0.5 if config.flag("mup_enabled") else 1.0
+    decoder(model, norm, attend, feed, scale=scale, norms=("input_layernorm", "pre_mlp_layernorm"))
+
+
+def _sigmoid_experts(
+    model: Builder, activation: Activation, sparse: list[bool], shared: int, factor: float, prefix: str, *,
+    bias: bool = False, target: str = RESIDUAL,
+) -> Part:  # fmt: skip
+    """Experts, and `shared` ones with this prefix, in the layers that are sparse; a plain part in the others."""
+    config, experts, size = model.config, num_experts(model.config), model.config.whole("moe_intermediate_size")
     config.ignore("first_k_dense_replace", "route_norm", "qk_norm", "score_func", "n_group", "topk_group",
                   "enable_moe_fp32_combine", "num_nextn_predict_layers", "load_balance_coeff", "num_expert_groups",
                   "num_limited_groups", "use_grouped_mm")  # fmt: skip
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
-    factor = float(config.get("route_scale", 1.0) if is_afmoe else config.get("router_scaling_factor", 2.826))
-    model.embed(scale=model.hidden_size**0.5 if is_afmoe and config.get("mup_enabled", False) else 1.0)
-    for layer, window in zip(model.layers(), windows, strict=True):
-        source = layer.norm(norm, "input_layernorm")
-        gate = None
-        if is_afmoe:
-            columns = sizes.heads * sizes.head_dim
-            model.add(Linear(source, "gate", layer.matrix("self_attn.gate_proj", columns, model.hidden_size)))
-            gate = Gate("gate", "attended")
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if window or not is_afmoe else None,
-            window=window, gate=gate, post_norm=layer.post_norm(norm, "post_attention_layernorm") if is_afmoe else None,
-            norms=layer.head_norms(norm, sizes),
-        )  # fmt: skip
-        source = layer.norm(norm, "pre_mlp_layernorm" if is_afmoe else "post_attention_layernorm")
-        target = "added" if is_afmoe else RESIDUAL
+
+    def feed(layer: Layer, source: str) -> None:
         if not sparse[layer.number]:
-            inner = int(config["intermediate_size"])
-            layer.feed_forward(source, inner, activation, bias=mlp_bias, target=target, add=not is_afmoe)
-        else:
-            choice = layer.weight("mlp.expert_bias", experts)
-            layer.route(
-                source, experts, "mlp.router.gate", top_k=int(config["num_experts_per_tok"]), scores="sigmoid",
-                choice_bias=choice, normalize=True, epsilon=1e-20, factor=factor,
-            )  # fmt: skip
-            layer.experts(source, experts, size, activation, target=target)
-            prefix = "mlp.shared_experts." if is_afmoe else "mlp.shared_mlp."
-            layer.feed_forward(source, shared * size, activation, prefix=prefix, bias=mlp_bias, target=target)
-        if is_afmoe:
-            layer.add_normed(layer.post_norm(norm, "post_mlp_layernorm"))
-    model.head(norm("model.norm", model.hidden_size))
+            inner = config.whole("intermediate_size")
+            layer.feed_forward(source, inner, activation, bias=bias, target=target, add=target == RESIDUAL)
+            return
+        layer.route(
+            source, experts, "mlp.router.gate", top_k=config.whole("num_experts_per_tok"), scores="sigmoid",
+            choice_bias=layer.weight("mlp.expert_bias", experts), normalize=True, epsilon=1e-20, factor=factor,
+        )  # fmt: skip
+        layer.experts(source, experts, size, activation, target=target)
+        layer.feed_forward(source, shared * size, activation, prefix=prefix, bias=bias, target=target)
+
+    return feed
 
 
 @family("llama4", "llama4_text")
 def llama4(model: Builder) -> None:
     """Chunks where tokens are rotated; elsewhere queries grow with the position. Weights of experts multiply inputs."""
-    config, hidden = model.config, model.hidden_size
-    norm, sizes = NormKind(config.get("rms_norm_eps", 1e-5)), model.head_sizes(is_interleaved=True)
-    rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=5e5))
-    is_tuned = bool(config.get("attn_temperature_tuning", True))
-    interval = int(config.get("no_rope_layer_interval", 4))
+    config, prefix = model.config, "feed_forward."
+    norm, sizes, rotary, activation = read_common(model, eps=1e-5, theta=5e5, is_interleaved=True)
+    is_tuned, interval = config.flag("attn_temperature_tuning", True), config.whole("no_rope_layer_interval", 4)
     has_rope = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in model.numbers]
-    chunk = int(config.get("attention_chunk_size", 8192))
+    chunk = config.whole("attention_chunk_size", 8192)
     kinds = config.get("layer_types") or ["chunked_attention" if one else "full_attention" for one in has_rope]
-    if not set(kinds) <= {"chunked_attention", "full_attention"}:
+    if not set(kinds) <= {"chunked_attention", "full_attention"} or len(kinds) != model.num_layers:
         raise UnsupportedConfig("it has layers of other types")
-    floor, beta = float(config.get("floor_scale", 8192)), float(config.get("attn_scale", 0.1))
+    floor, beta = config.number("floor_scale", 8192), config.number("attn_scale", 0.1)
     scaled = model.query_scale(beta, floor, shift=1) if is_tuned else None
-    activation, bias = model.activation("hidden_act", default="silu"), bool(config.get("attention_bias", False))
-    step = int(config.get("interleave_moe_layer_step", 1))
-    sparse = config.get("moe_layers")
+    bias, step, sparse = (
+        config.flag("attention_bias"),
+        config.whole("interleave_moe_layer_step", 1),
+        config.get("moe_layers"),
+    )
     sparse = set(range(step - 1, model.num_layers, step) if sparse is None else sparse)
-    experts, inner = num_experts(config), int(config["intermediate_size"])
-    head_norm = NormKind(norm.eps, has_weight=False)
-    has_norms = bool(config.get("use_qk_norm", True))
+    experts, inner = num_experts(config), config.whole("intermediate_size")
+    head_norm, has_norms = NormKind(norm.eps, has_weight=False), config.flag("use_qk_norm", True)
     config.ignore("for_llm_compressor", "intermediate_size_mlp")
     model.layouts = WITH_PICTURES
     model.spare.append(r"(model\.)?(vision_model|multi_modal_projector)\..*")
-    model.embed()
-    for layer, kind in zip(model.layers(), kinds, strict=True):
-        is_rotated = bool(has_rope[layer.number])
+
+    def attend(layer: Layer, source: str) -> None:
+        is_rotated, is_chunked = bool(has_rope[layer.number]), kinds[layer.number] == "chunked_attention"
         norms = layer.head_norms(head_norm, sizes, last=True) if has_norms and is_rotated else None
         layer.attention(
-            layer.norm(norm, "input_layernorm"), sizes, qkv_bias=bias, out_bias=bias,
-            rotary=rotary if is_rotated else scaled, chunk=chunk if kind == "chunked_attention" else 0, norms=norms,
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if is_rotated else scaled,
+            chunk=chunk if is_chunked else 0, norms=norms,
         )  # fmt: skip
-        source = layer.norm(norm, "post_attention_layernorm")
+
+    def feed(layer: Layer, source: str) -> None:
         if layer.number not in sparse:
-            layer.feed_forward(source, config["intermediate_size_mlp"], activation, prefix="feed_forward.")
-            continue
-        layer.route(
-            source, experts, "feed_forward.router", top_k=int(config["num_experts_per_tok"]), scores="sigmoid_of_chosen"
-        )
-        layer.stacked_experts(
-            source, experts, inner, activation, "feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj",
-            transpose=True, weigh_input=True,
-        )  # fmt: skip
-        layer.feed_forward(source, inner, activation, prefix="feed_forward.shared_expert.")
-    model.head(norm("model.norm", hidden))
+            layer.feed_forward(source, config["intermediate_size_mlp"], activation, prefix=prefix)
+            return
+        top_k = config.whole("num_experts_per_tok")
+        layer.route(source, experts, prefix + "router", top_k=top_k, scores="sigmoid_of_chosen")
+        names = prefix + "experts.gate_up_proj", prefix + "experts.down_proj"
+        layer.stacked_experts(source, experts, inner, activation, *names, transpose=True, weigh_input=True)
+        layer.feed_forward(source, inner, activation, prefix=prefix + "shared_expert.")
+
+    decoder(model, norm, attend, feed)

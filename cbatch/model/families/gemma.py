@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.decoder import attention, decoder, every, feed_forward, norm_after
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, NormKind
+from cbatch.model.programs.builder import Builder, Layer, NormKind
 from cbatch.model.programs.rotary import read_rotary
 
 WITH_PICTURES = (
@@ -22,13 +23,9 @@ def gemma(model: Builder) -> None:
     config.expect("hidden_act", "gelu_pytorch_tanh", "gelu")
     config.ignore("hidden_activation")
     config.expect("use_bidirectional_attention", None, False)
-    activation, bias = model.activation(default="gelu_pytorch_tanh"), bool(config.get("attention_bias", False))
-    model.embed(scale=model.hidden_size**0.5)
-    for layer in model.layers():
-        layer.attention(layer.norm(norm, "input_layernorm"), sizes, qkv_bias=bias, out_bias=bias, rotary=rotary)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation)
-    model.head(norm("model.norm", model.hidden_size), tied_by_default=True)
+    feed, bias = feed_forward(model.activation(default="gelu_pytorch_tanh")), config.flag("attention_bias")
+    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary)
+    decoder(model, norm, attend, feed, scale=model.hidden_size**0.5, tied_by_default=True)
 
 
 @family("gemma2", "vaultgemma", "gemma3", "gemma3_text")
@@ -37,46 +34,38 @@ def gemma2(model: Builder) -> None:
 
     Gemma 3 has norms of queries and keys instead of the softcap of scores, and other rotations in its windows.
     """
-    config, kind, hidden = model.config, model.config.kind, model.hidden_size
-    is_third, has_post_norms = kind.startswith("gemma3"), kind != "vaultgemma"
+    config, kind = model.config, model.config.kind
+    is_third = kind.startswith("gemma3")
+    after = ("", "") if kind == "vaultgemma" else ("post_attention_layernorm", "post_feedforward_layernorm")
     norm, sizes = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0), model.head_sizes()
-    period = int(config.get("sliding_window_pattern", 6)) if is_third else 2
-    windows = model.windows(["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers])
+    windows = model.windows(every(config.whole("sliding_window_pattern", 6) if is_third else 2, model.num_layers))
     rotaries = {bool(window): _rotary(model, sizes.head_dim, bool(window)) for window in windows}
-    activation, bias = (
-        model.activation("hidden_activation", default="gelu_pytorch_tanh"),
-        bool(config.get("attention_bias", False)),
-    )
+    activation = model.activation("hidden_activation", default="gelu_pytorch_tanh")
+    bias = config.flag("attention_bias")
     config.expect("use_bidirectional_attention", None, False)
     config.ignore("hidden_act", "cache_implementation", "_sliding_window_pattern", "image_token_index")
-    scale = float(config.get("query_pre_attn_scalar", 256)) ** -0.5
+    scale = config.number("query_pre_attn_scalar", 256) ** -0.5
     softcap = config.get("attn_logit_softcapping", None if is_third else 50.0)
     final_softcap = config.get("final_logit_softcapping", None if is_third else 30.0)
-    model.embed(scale=hidden**0.5)
-    for layer, window in zip(model.layers(), windows, strict=True):
-        post_norms = [layer.post_norm(norm, f"post_{part}_layernorm") for part in ("attention", "feedforward")]
-        layer.attention(
-            layer.norm(norm, "input_layernorm"),
-            sizes,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=rotaries[bool(window)],
-            scale=scale,
-            window=window,
-            softcap=None if is_third else softcap,
-            post_norm=post_norms[0] if has_post_norms else None,
-            norms=layer.head_norms(norm, sizes) if is_third else None,
-        )
-        source = layer.norm(norm, "pre_feedforward_layernorm")
-        post_norm = post_norms[1] if has_post_norms else None
-        layer.feed_forward(source, config["intermediate_size"], activation, post_norm=post_norm)
     if kind == "gemma3":  # a model of text with pictures, whose head has no softcap
         model.layouts = WITH_PICTURES
         image = config.get("image_token_index", config.get("image_token_id"))
         model.replaced_ids = {int(image): 0} if image is not None and int(image) >= model.vocab_size else {}
         model.spare.append(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
         final_softcap = None
-    model.head(norm("model.norm", hidden), tied_by_default=True, softcap=final_softcap)
+
+    def attend(layer: Layer, source: str) -> None:
+        window = windows[layer.number]
+        layer.attention(
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotaries[bool(window)], scale=scale, window=window,
+            softcap=None if is_third else softcap, post_norm=norm_after(layer, norm, after[0]),
+            norms=layer.head_norms(norm, sizes) if is_third else None,
+        )  # fmt: skip
+
+    decoder(
+        model, norm, attend, feed_forward(activation, after=(norm, after[1])), scale=model.hidden_size**0.5,
+        norms=("input_layernorm", "pre_feedforward_layernorm"), tied_by_default=True, softcap=final_softcap,
+    )  # fmt: skip
 
 
 def _rotary(model: Builder, head_dim: int, is_windowed: bool) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.decoder import every
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
@@ -37,15 +38,15 @@ def gemma4(model: Builder) -> None:
     config, hidden, layers = model.config, model.hidden_size, model.num_layers
     norm, is_unified = NormKind(config.get("rms_norm_eps", 1e-6)), "unified" in config.kind
     config.expect("use_bidirectional_attention", None, "vision")
-    kinds = model.layer_types(_default_kinds(layers))
-    windows = model.windows(kinds, window=int(config.get("sliding_window", 512)))
+    kinds = model.layer_types([*every(6, layers)[:-1], "full_attention"])
+    windows = model.windows(kinds, window=config.whole("sliding_window", 512))
     activation = model.activation("hidden_activation", default="gelu_pytorch_tanh")
     bias, per_layer = (
-        bool(config.get("attention_bias", False)),
+        config.flag("attention_bias"),
         int(config.get("hidden_size_per_layer_input", 0 if is_unified else 256) or 0),
     )
-    first_shared = layers - int(config.get("num_kv_shared_layers", 0))
-    is_doubled = bool(config.get("use_double_wide_mlp", False))
+    first_shared = layers - config.whole("num_kv_shared_layers", 0)
+    is_doubled = config.flag("use_double_wide_mlp")
     config.ignore("vocab_size_per_layer_input", "cache_implementation", "global_head_dim", "num_global_key_value_heads")
     caches: dict[str, int] = {}
     model.layouts = WITH_PICTURES
@@ -63,7 +64,7 @@ def gemma4(model: Builder) -> None:
         caches[kind] = _attention(
             layer, norm, sizes, kind=kind, window=window, bias=bias, shared=caches[kind] if is_shared else None
         )
-        inner = int(config["intermediate_size"]) * (2 if is_doubled and is_shared else 1)
+        inner = config.whole("intermediate_size") * (2 if is_doubled and is_shared else 1)
         _feed_forward(layer, norm, inner, activation)
         if per_layer:
             gate = layer.matrix("per_layer_input_gate", per_layer, hidden)
@@ -78,15 +79,10 @@ def gemma4(model: Builder) -> None:
     model.head(norm("model.norm", hidden), tied_by_default=True, softcap=softcap)
 
 
-def _default_kinds(layers: int) -> list[str]:
-    kinds = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)]
-    return [*kinds[:-1], "full_attention"]
-
-
 def _sizes(model: Builder, number: int, kind: str) -> HeadSizes:
     """Newer files list the layers whose heads differ, older ones have other names for those of full attention."""
     config, is_full = model.config, kind == "full_attention"
-    heads, head_dim = int(config["num_attention_heads"]), int(config.get("head_dim", 256))
+    heads, head_dim = config.whole("num_attention_heads"), config.whole("head_dim", 256)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     listed: dict[str, Any] | None = config.get("per_layer_config")
     if listed is not None:
@@ -95,7 +91,7 @@ def _sizes(model: Builder, number: int, kind: str) -> HeadSizes:
             raise UnsupportedConfig("its per_layer_config has other keys")
         head_dim, kv_heads = int(own.get("head_dim", head_dim)), int(own.get("num_key_value_heads", kv_heads))
     elif is_full:
-        head_dim = int(config.get("global_head_dim", 512))
+        head_dim = config.whole("global_head_dim", 512)
         if config.get("attention_k_eq_v", False):
             kv_heads = int(config.get("num_global_key_value_heads") or kv_heads)
     return HeadSizes(heads, kv_heads, head_dim, head_dim, head_dim)
@@ -131,17 +127,17 @@ def _feed_forward(layer: Layer, norm: NormKind, inner: int, activation: Activati
         return
     layer.feed_forward(source, inner, activation, target="added", add=False)
     model.add(Normalize("added", "added", layer.post_norm(norm, "post_feedforward_layernorm_1")))
-    experts, hidden = int(config["num_experts"]), model.hidden_size
+    experts, hidden = config.whole("num_experts"), model.hidden_size
     scale = replace(layer.weight("router.scale", hidden), factor=hidden**-0.5)
     model.add(Normalize(RESIDUAL, "router_input", Norm("rms", norm.eps, (scale,))))
     model.add(
         Route(
-            "router_input", layer.matrix("router.proj", experts, hidden), int(config["top_k_experts"]), "softmax",
+            "router_input", layer.matrix("router.proj", experts, hidden), config.whole("top_k_experts"), "softmax",
             normalize=True, expert_scales=layer.weight("router.per_expert_scale", experts),
         )
     )  # fmt: skip
     source = layer.norm(norm, "pre_feedforward_layernorm_2")
-    size = int(config["moe_intermediate_size"])
+    size = config.whole("moe_intermediate_size")
     names = "experts.gate_up_proj", "experts.down_proj"
     layer.stacked_experts(source, experts, size, activation, *names, target="mixed")
     model.add(Normalize("mixed", "added", layer.post_norm(norm, "post_feedforward_layernorm_2"), add=True))

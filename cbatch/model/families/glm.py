@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.decoder import decoder, feed_forward, norm_after
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, NormKind
+from cbatch.model.programs.builder import Builder, Layer, NormKind
 from cbatch.model.programs.rotary import read_rotary
+
+_NAMES = ("gate_up_proj", "down_proj")
 
 
 @family("phi3")
@@ -14,14 +17,12 @@ def phi3(model: Builder) -> None:
     norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
     rotary = model.rotary(read_rotary(config, sizes.head_dim, part=1.0, aliases={"su": "longrope", "yarn": "longrope"}))
     activation, window = model.activation("hidden_act", default="silu"), int(config.get("sliding_window") or 0)
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
+
+    def attend(layer: Layer, source: str) -> None:
         qkv = layer.matrix("self_attn.qkv_proj", sum(sizes.columns), model.hidden_size)
         layer.attention(source, sizes, qkv=qkv, rotary=rotary, window=window)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, names=("gate_up_proj", "down_proj"))
-    model.head(norm("model.norm", model.hidden_size))
+
+    decoder(model, norm, attend, feed_forward(activation, names=_NAMES))
 
 
 @family("glm", "glm4")
@@ -32,21 +33,11 @@ def glm(model: Builder) -> None:
     head_dim = model.head_sizes().head_dim
     rotary = read_rotary(config, head_dim, part=part)
     sizes = model.head_sizes(part=2 * len(rotary.inv_freq) / head_dim, is_interleaved=True)
-    index, bias = model.rotary(rotary), bool(config.get("attention_bias", True))
+    index, bias = model.rotary(rotary), config.flag("attention_bias", True)
     activation = model.activation("hidden_act", default="silu")
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        post_norms = [
-            layer.post_norm(norm, f"post_{name}_layernorm") if is_fourth else None for name in ("self_attn", "mlp")
-        ]
-        layer.attention(source, sizes, qkv_bias=bias, rotary=index, post_norm=post_norms[0])
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(
-            source,
-            config["intermediate_size"],
-            activation,
-            names=("gate_up_proj", "down_proj"),
-            post_norm=post_norms[1],
-        )
-    model.head(norm("model.norm", model.hidden_size))
+    after = ("post_self_attn_layernorm", "post_mlp_layernorm") if is_fourth else ("", "")
+
+    def attend(layer: Layer, source: str) -> None:
+        layer.attention(source, sizes, qkv_bias=bias, rotary=index, post_norm=norm_after(layer, norm, after[0]))
+
+    decoder(model, norm, attend, feed_forward(activation, names=_NAMES, after=(norm, after[1])))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from cbatch.model.families.decoder import attention, decoder, feed_forward
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, HeadSizes, NormKind
-from cbatch.model.programs.program import Matrix
+from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.programs.program import HeadNorms, Matrix
 from cbatch.model.programs.rotary import read_rotary
 
 
@@ -25,7 +26,7 @@ def gpt2(model: Builder) -> None:
     """Learned positions. GPT-2 stores its matrices as [depth, columns]."""
     config, is_bigcode = model.config, model.config.kind == "gpt_bigcode"
     norm, hidden = _layer_norm(config.get("layer_norm_epsilon", 1e-5)), model.hidden_size
-    is_single = is_bigcode and bool(config.get("multi_query", True))
+    is_single = is_bigcode and config.flag("multi_query", True)
     sizes = model.head_sizes(kv_heads=1 if is_single else None)
     default = "gelu_pytorch_tanh" if is_bigcode else "gelu_new"
     activation = model.activation("activation_function", default=default, gated=False)
@@ -38,7 +39,7 @@ def gpt2(model: Builder) -> None:
     )
     config.expect("add_cross_attention", False)
     scale = sizes.head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
-    by_layer = bool(config.get("scale_attn_by_inverse_layer_idx", False))
+    by_layer = config.flag("scale_attn_by_inverse_layer_idx")
     model.layouts = ((("transformer.", ""),),)
     model.spare.append(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
     model.embed_positions("transformer.wte", "transformer.wpe")
@@ -50,17 +51,10 @@ def gpt2(model: Builder) -> None:
         qkv = matrix("attn.c_attn", sum(sizes.columns), hidden)
         if is_bigcode and not is_single:
             qkv = layer.fused_qkv(sizes, "attn.c_attn", bias=True, order=by_head(sizes))
-        layer.attention(
-            layer.norm(norm, "ln_1"),
-            sizes,
-            qkv=qkv,
-            out=matrix("attn.c_proj", hidden, hidden),
-            scale=scale / (layer.number + 1) if by_layer else scale,
-        )
-        source = layer.norm(norm, "ln_2")
-        layer.feed_forward_of(
-            source, matrix("mlp.c_fc", inner, hidden), matrix("mlp.c_proj", hidden, inner), activation
-        )
+        out, own_scale = matrix("attn.c_proj", hidden, hidden), scale / (layer.number + 1) if by_layer else scale
+        layer.attention(layer.norm(norm, "ln_1"), sizes, qkv=qkv, out=out, scale=own_scale)
+        up, down = matrix("mlp.c_fc", inner, hidden), matrix("mlp.c_proj", hidden, inner)
+        layer.feed_forward_of(layer.norm(norm, "ln_2"), up, down, activation)
     model.head(norm("transformer.ln_f", hidden), tied_by_default=True)
 
 
@@ -72,35 +66,28 @@ def gpt_neox(model: Builder) -> None:
     part = float(config.get("rotary_pct") or 0.25) if is_neox else 0.5
     config.ignore("head_dim") if not is_neox else None
     rotary = read_rotary(
-        config, hidden // int(config["num_attention_heads"]), part=part,
+        config, hidden // config.whole("num_attention_heads"), part=part,
         theta_key="rotary_emb_base" if is_neox else "rope_theta",
     )  # fmt: skip
-    sizes = model.head_sizes()
-    index = model.rotary(rotary)
+    sizes, index = model.head_sizes(), model.rotary(rotary)
     activation = model.activation("hidden_act", default="gelu" if is_neox else "relu2", gated=False)
-    bias = bool(config.get("attention_bias", True)) if is_neox else True
-    is_parallel = is_neox and bool(config.get("use_parallel_residual", True))
-    has_norms = not is_neox and bool(config.get("qk_layernorm", True))
-    prefix, attention = ("gpt_neox", "attention.") if is_neox else ("model", "self_attn.")
+    bias = config.flag("attention_bias", True) if is_neox else True
+    is_parallel = is_neox and config.flag("use_parallel_residual", True)
+    has_norms = not is_neox and config.flag("qk_layernorm", True)
+    prefix, part_name = ("gpt_neox", "attention.") if is_neox else ("model", "self_attn.")
     if is_neox:
         model.spare.append(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
+    feed = feed_forward(activation, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True)
     model.embed("gpt_neox.embed_in" if is_neox else "model.embed_tokens")
     for layer in model.layers(f"{prefix}.layers"):
         source = layer.norm(norm, "input_layernorm")
         second = layer.norm(norm, "post_attention_layernorm", target="normed_too") if is_parallel else ""
         names = "self_attn.q_layernorm", "self_attn.k_layernorm"
         norms = layer.head_norms(norm, sizes, names) if has_norms else None
-        layer.attention(
-            source,
-            sizes,
-            qkv=layer.fused_qkv(sizes, attention + "query_key_value", bias=bias, order=by_head(sizes)),
-            out=layer.matrix(attention + "dense", hidden, hidden, bias=bias),
-            rotary=index,
-            norms=norms,
-        )
-        source = second or layer.norm(norm, "post_attention_layernorm")
-        names = "dense_h_to_4h", "dense_4h_to_h"
-        layer.feed_forward(source, config["intermediate_size"], activation, names=names, bias=True)
+        qkv = layer.fused_qkv(sizes, part_name + "query_key_value", bias=bias, order=by_head(sizes))
+        out = layer.matrix(part_name + "dense", hidden, hidden, bias=bias)
+        layer.attention(source, sizes, qkv=qkv, out=out, rotary=index, norms=norms)
+        feed(layer, second or layer.norm(norm, "post_attention_layernorm"))
     final = norm(f"{prefix}.{'final_layer_norm' if is_neox else 'final_layernorm'}", hidden)
     model.head(final, "embed_out" if is_neox else "lm_head")
 
@@ -110,7 +97,7 @@ def opt(model: Builder) -> None:
     """Learned positions from the third row of their table on."""
     config, is_opt = model.config, model.config.kind == "opt"
     hidden, norm = model.hidden_size, _layer_norm(1e-5)
-    bias = bool(config.get("enable_bias", True)) if is_opt else True
+    bias = config.flag("enable_bias", True) if is_opt else True
     sizes = model.head_sizes()
     if is_opt:
         for key, value in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False),
@@ -118,26 +105,17 @@ def opt(model: Builder) -> None:
             config.expect(key, value)
         config.expect("word_embed_proj_dim", hidden)
         activation = model.activation("activation_function", default="relu", gated=False)
+        model.layouts = ((("model.decoder.", "decoder."),),)
     else:
         config.ignore("layer_norm_eps")
         activation = model.activation("hidden_act", default="gelu", gated=False)
     config.ignore("layerdrop", "activation_dropout")
-    inner = int(config["ffn_dim"] if is_opt else config["intermediate_size"])
-    root = "model.decoder" if is_opt else "biogpt"
-    if is_opt:
-        model.layouts = ((("model.decoder.", "decoder."),),)
-    scaled = not is_opt and bool(config.get("scale_embedding", True))
-    model.embed_positions(
-        f"{root}.embed_tokens", f"{root}.embed_positions", offset=2, scale=hidden**0.5 if scaled else 1.0
-    )
+    inner, root = config.whole("ffn_dim" if is_opt else "intermediate_size"), "model.decoder" if is_opt else "biogpt"
+    scale = hidden**0.5 if not is_opt and config.flag("scale_embedding", True) else 1.0
+    model.embed_positions(f"{root}.embed_tokens", f"{root}.embed_positions", offset=2, scale=scale)
     for layer in model.layers(f"{root}.layers"):
-        names = [f"self_attn.{part}_proj" for part in "qkv"]
-        layer.attention(
-            layer.norm(norm, "self_attn_layer_norm"),
-            sizes,
-            qkv=layer.matrix(names, sizes.columns, hidden, bias=bias),
-            out=layer.matrix("self_attn.out_proj", hidden, hidden, bias=bias),
-        )
+        qkv, out = layer.qkv(sizes, bias=bias), layer.matrix("self_attn.out_proj", hidden, hidden, bias=bias)
+        layer.attention(layer.norm(norm, "self_attn_layer_norm"), sizes, qkv=qkv, out=out)
         source = layer.norm(norm, "final_layer_norm")
         layer.feed_forward(source, inner, activation, prefix="", names=("fc1", "fc2"), bias=bias)
     final = f"{root}.final_layer_norm" if is_opt else f"{root}.layer_norm"
@@ -147,27 +125,21 @@ def opt(model: Builder) -> None:
 @family("starcoder2", "nemotron", "jais2")
 def starcoder2(model: Builder) -> None:
     """LayerNorm and no gates. Nemotron adds 1 to the weights of norms, and rotates half of each head."""
-    config, kind = model.config, model.config.kind
+    config, kind, is_coder = model.config, model.config.kind, model.config.kind == "starcoder2"
     eps = config[{"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "jais2": "layer_norm_eps"}[kind]]
     norm = _layer_norm(eps, offset=1.0 if kind == "nemotron" else 0.0)
     sizes = model.head_sizes()
     rotary = model.rotary(read_rotary(config, sizes.head_dim, part=0.5 if kind == "nemotron" else None))
-    default = "gelu_pytorch_tanh" if kind == "starcoder2" else "relu2"
-    activation = model.activation("hidden_act", default=default, gated=False)
-    if kind == "starcoder2":
-        bias = mlp_bias = bool(config.get("use_bias", True))
+    activation = model.activation("hidden_act", default="gelu_pytorch_tanh" if is_coder else "relu2", gated=False)
+    if is_coder:
+        bias = mlp_bias = config.flag("use_bias", True)
         window = int(config.get("sliding_window") or 0)
     else:
-        bias = bool(config.get("attention_bias", kind == "jais2"))
-        mlp_bias, window = bool(config.get("mlp_bias", kind == "jais2")), 0
-    names = ("c_fc", "c_proj") if kind == "starcoder2" else ("up_proj", "down_proj")
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, names=names, bias=mlp_bias)
-    model.head(norm("model.norm", model.hidden_size), tied_by_default=kind == "starcoder2")
+        bias, mlp_bias = (config.flag(key, kind == "jais2") for key in ("attention_bias", "mlp_bias"))
+        window = 0
+    names = ("c_fc", "c_proj") if is_coder else ("up_proj", "down_proj")
+    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+    decoder(model, norm, attend, feed_forward(activation, names=names, bias=mlp_bias), tied_by_default=is_coder)
 
 
 @family("stablelm", "phi")
@@ -177,20 +149,22 @@ def stablelm(model: Builder) -> None:
     norm, sizes = _layer_norm(config.get("layer_norm_eps", 1e-5)), model.head_sizes()
     rotary = model.rotary(read_rotary(config, sizes.head_dim, part=0.5 if is_phi else 0.25))
     activation = model.activation("hidden_act", default="gelu_new" if is_phi else "silu", gated=not is_phi)
-    bias = True if is_phi else bool(config.get("use_qkv_bias", False))
-    is_parallel = is_phi or bool(config.get("use_parallel_residual", False))
-    has_norms = bool(config.get("qk_layernorm", False))
-    names = ("fc1", "fc2") if is_phi else None
+    bias = is_phi or config.flag("use_qkv_bias")
+    is_parallel = is_phi or config.flag("use_parallel_residual")
+    has_norms = config.flag("qk_layernorm")
+    feed = feed_forward(activation, names=("fc1", "fc2") if is_phi else None, bias=is_phi)
+
+    def norms(layer: Layer) -> HeadNorms | None:
+        if not has_norms:
+            return None
+        if is_phi:
+            return layer.head_norms(norm, sizes, ("self_attn.q_layernorm", "self_attn.k_layernorm"))
+        return layer.separate_norms(_layer_norm(norm.eps, has_bias=False), sizes)
+
     model.embed()
     for layer in model.layers():
         source = layer.norm(norm, "input_layernorm")
-        norms = None
-        if has_norms and is_phi:
-            norms = layer.head_norms(norm, sizes, ("self_attn.q_layernorm", "self_attn.k_layernorm"))
-        elif has_norms:
-            norms = layer.separate_norms(_layer_norm(norm.eps, has_bias=False), sizes)
         out = layer.out(sizes, "self_attn.dense" if is_phi else "self_attn.o_proj", bias=is_phi)
-        layer.attention(source, sizes, qkv_bias=bias, out=out, rotary=rotary, norms=norms)
-        source = source if is_parallel else layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, names=names, bias=is_phi)
+        layer.attention(source, sizes, qkv_bias=bias, out=out, rotary=rotary, norms=norms(layer))
+        feed(layer, source if is_parallel else layer.norm(norm, "post_attention_layernorm"))
     model.head(norm("model.final_layernorm" if is_phi else "model.norm", model.hidden_size), bias=is_phi)

@@ -17,14 +17,14 @@ def lfm2(model: Builder) -> None:
     config, has_experts = model.config, model.config.kind == "lfm2_moe"
     norm, sizes = NormKind(config.get("norm_eps", 1e-5)), model.head_sizes()
     rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=1e6))
-    kernel, bias = int(config.get("conv_L_cache", 3)), bool(config.get("conv_bias", False))
+    kernel, bias = config.whole("conv_L_cache", 3), config.flag("conv_bias")
     config.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_use_swiglu", "block_norm_eps",
                   "block_dim", "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale",
                   "num_heads")  # fmt: skip
     attends = config.get("full_attn_idxs") or list(model.numbers)
     kinds = ["full_attention" if i in attends else "conv" for i in model.numbers]
-    dense = int(config.get("num_dense_layers", 2)) if has_experts else model.num_layers
-    size = int(config["intermediate_size"]) if has_experts else _feed_forward_size(model)
+    dense = config.whole("num_dense_layers", 2) if has_experts else model.num_layers
+    size = config.whole("intermediate_size") if has_experts else _feed_forward_size(model)
     activation, names = Activation("silu"), ("self_attn.q_layernorm", "self_attn.k_layernorm")
     model.embed()
     for layer, kind in zip(model.layers(), model.layer_types(kinds, ("full_attention", "conv")), strict=True):
@@ -39,14 +39,14 @@ def lfm2(model: Builder) -> None:
             layer.feed_forward(source, size, activation, prefix="feed_forward.", names=_NAMES)
         else:
             _add_experts(layer, source, activation)
-    model.head(norm("model.embedding_norm", model.hidden_size), tied_by_default=bool(config.get("tie_embedding", True)))
+    model.head(norm("model.embedding_norm", model.hidden_size), tied_by_default=config.flag("tie_embedding", True))
 
 
 def _feed_forward_size(model: Builder) -> int:
     """Two thirds of what the file says, up to a multiple."""
     config = model.config
     size = int(config.first("block_ff_dim", "intermediate_size"))
-    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), int(config.get("block_multiple_of", 256))
+    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.whole("block_multiple_of", 256)
     if not config.get("block_auto_adjust_ff_dim", True):
         return size
     size = int(2 * size / 3)
@@ -57,12 +57,12 @@ def _feed_forward_size(model: Builder) -> int:
 
 def _add_experts(layer: Layer, source: str, activation: Activation) -> None:
     config, prefix = layer.model.config, "feed_forward."
-    experts, size = int(config["num_experts"]), int(config["moe_intermediate_size"])
+    experts, size = config.whole("num_experts"), config.whole("moe_intermediate_size")
     bias = layer.weight(prefix + "expert_bias", experts) if config.get("use_expert_bias", True) else None
     layer.route(
-        source, experts, prefix + "gate", top_k=int(config["num_experts_per_tok"]), scores="sigmoid", choice_bias=bias,
-        normalize=bool(config.get("norm_topk_prob", True)), epsilon=1e-6,
-        factor=float(config.get("routed_scaling_factor", 1.0)),
+        source, experts, prefix + "gate", top_k=config.whole("num_experts_per_tok"), scores="sigmoid", choice_bias=bias,
+        normalize=config.flag("norm_topk_prob", True), epsilon=1e-6,
+        factor=config.number("routed_scaling_factor", 1.0),
     )  # fmt: skip
     layer.experts(source, experts, size, activation, prefix=prefix + "experts.", names=_NAMES)
 
@@ -72,9 +72,9 @@ def lfm3(model: Builder) -> None:
     """Windows with rotations of their own, a gate for each head, and norms after each part."""
     config = model.config
     norm, sizes = NormKind(config.first("norm_eps", "rms_norm_eps")), model.head_sizes(head_dim=128)
-    kernel, bias = int(config.get("conv_L_cache", 7)), bool(config.get("conv_bias", False))
-    attention_bias, has_gate = bool(config.get("attention_bias", False)), bool(config.get("use_attention_gate", True))
-    has_post_norms = bool(config.get("use_sandwich_norm", True))
+    kernel, bias = config.whole("conv_L_cache", 7), config.flag("conv_bias")
+    attention_bias, has_gate = config.flag("attention_bias"), config.flag("use_attention_gate", True)
+    has_post_norms = config.flag("use_sandwich_norm", True)
     kinds = ["conv" if i % 2 or i == 0 else "full_attention" if i % 4 == 2 else "sliding_attention"
              for i in model.numbers]  # fmt: skip
     kinds = model.layer_types(kinds, ("full_attention", "sliding_attention", "conv"))

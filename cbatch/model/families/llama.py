@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.decoder import Part, attention, decoder, feed_forward, read_common
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, NormKind
+from cbatch.model.programs.builder import Builder, Layer, NormKind
 from cbatch.model.programs.program import Activation, Rotary
 from cbatch.model.programs.rotary import read_rotary, rope_settings
 
@@ -29,26 +30,24 @@ from cbatch.model.programs.rotary import read_rotary, rope_settings
 def llama(model: Builder) -> None:
     """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows."""
     config, kind = model.config, model.config.kind
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
-    rotary = model.rotary(read_rotary(config, sizes.head_dim))
-    activation = model.activation("hidden_act", default="silu")
-    bias = kind == "qwen2" or bool(config.get("attention_bias", config.get("qkv_bias", kind == "seed_oss")))
-    out_bias = bool(config.get("attention_out_bias", False)) if kind == "seed_oss" else bias and kind != "qwen2"
-    mlp_bias = bool(config.get("mlp_bias", config.get("bias", False)))
+    norm, sizes, rotary, activation = read_common(model)
+    bias = kind == "qwen2" or config.flag("attention_bias", config.get("qkv_bias", kind == "seed_oss"))
+    out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and kind != "qwen2"
+    mlp_bias = config.flag("mlp_bias", config.get("bias", False))
     config.expect("clip_qkv", None)
-    model.embed()
-    for layer, window in zip(model.layers(), _windows(model), strict=True):
-        source = layer.norm(norm, "input_layernorm")
+    windows = _windows(model)
+
+    def attend(layer: Layer, source: str) -> None:
         norms = layer.head_norms(norm, sizes) if kind == "qwen3" else None
+        window = windows[layer.number]
         layer.attention(source, sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=window, norms=norms)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias)
-    model.head(norm("model.norm", model.hidden_size))
+
+    decoder(model, norm, attend, feed_forward(activation, bias=mlp_bias))
 
 
 def _windows(model: Builder) -> list[int]:
     config, kind, layers = model.config, model.config.kind, model.num_layers
-    has_window = kind in ("mistral", "ministral", "cwm") or bool(config.get("use_sliding_window", False))
+    has_window = kind in ("mistral", "ministral", "cwm") or config.flag("use_sliding_window")
     kinds = config.get("layer_types")
     if not has_window:
         config.ignore("sliding_window", "max_window_layers")
@@ -63,32 +62,28 @@ def _windows(model: Builder) -> list[int]:
     window = int(config.get("sliding_window") or 0)
     if kind == "cwm":
         return [0 if layer % 4 == 0 else window for layer in range(layers)]
-    first = int(config["max_window_layers"]) if window and kind.startswith("qwen") else 0
+    first = config.whole("max_window_layers") if window and kind.startswith("qwen") else 0
     return [window if layer >= first else 0 for layer in range(layers)]
 
 
 @family("smollm3")
 def smollm3(model: Builder) -> None:
     """Every fourth layer has no positions."""
-    config, layers = model.config, range(model.num_layers)
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
-    rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=2e6))
-    activation = model.activation("hidden_act", default="silu")
-    interval = int(config.get("no_rope_layer_interval", 4))
-    has_rope = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]
-    is_windowed = bool(config.get("use_sliding_window", False)) and config.get("sliding_window") is not None
-    kinds = ["sliding_attention" if is_windowed and not has_rope[layer] else "full_attention" for layer in layers]
-    bias, mlp_bias = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
-    model.embed()
-    for layer, window in zip(model.layers(), model.windows(kinds), strict=True):
-        source = layer.norm(norm, "input_layernorm")
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if has_rope[layer.number] else None,
-            window=window,
-        )  # fmt: skip
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias)
-    model.head(norm("model.norm", model.hidden_size), tied_by_default=True)
+    config = model.config
+    norm, sizes, rotary, activation = read_common(model, theta=2e6)
+    interval = config.whole("no_rope_layer_interval", 4)
+    has_rope = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in model.numbers]
+    is_windowed = config.flag("use_sliding_window") and config.get("sliding_window") is not None
+    kinds = [
+        "sliding_attention" if is_windowed and not has_rope[layer] else "full_attention" for layer in model.numbers
+    ]
+    bias, windows = config.flag("attention_bias"), model.windows(kinds)
+
+    def attend(layer: Layer, source: str) -> None:
+        positions, window = rotary if has_rope[layer.number] else None, windows[layer.number]
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=positions, window=window)
+
+    decoder(model, norm, attend, feed_forward(activation, bias=config.flag("mlp_bias")), tied_by_default=True)
 
 
 @family("ministral3")
@@ -97,38 +92,26 @@ def ministral3(model: Builder) -> None:
     config = model.config
     norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
     rope = rope_settings(config, None, 1e6, "rope_theta", None)
-    floor, beta = rope["original_max_position_embeddings"], rope["llama_4_scaling_beta"]
-    rotary = model.rotary(
-        replace(read_rotary(config, sizes.head_dim), scale_beta=float(beta), scale_floor=float(floor))
-    )
-    activation, window = model.activation("hidden_act", default="silu"), int(config.get("sliding_window") or 0)
-    model.embed()
-    for layer in model.layers():
-        layer.attention(layer.norm(norm, "input_layernorm"), sizes, rotary=rotary, window=window)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation)
-    model.head(norm("model.norm", model.hidden_size))
+    floor, beta = float(rope["original_max_position_embeddings"]), float(rope["llama_4_scaling_beta"])
+    rotary = model.rotary(replace(read_rotary(config, sizes.head_dim), scale_beta=beta, scale_floor=floor))
+    window = int(config.get("sliding_window") or 0)
+    feed = feed_forward(model.activation("hidden_act", default="silu"))
+    decoder(model, norm, attention(sizes, rotary=rotary, window=window), feed)
 
 
 @family("arcee", "ernie4_5", "helium")
 def plain_kin(model: Builder) -> None:
     """Arcee's feed-forward part has no gate; the others rotate neighbours."""
-    config, kind = model.config, model.config.kind
-    norm = NormKind(config["rms_norm_eps"])
-    sizes = model.head_sizes(is_interleaved=kind != "arcee")
-    theta = {"ernie4_5": 5e5, "helium": 1e5}.get(kind, 1e4)
-    rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=theta))
-    activation = model.activation("hidden_act", default="relu2" if kind == "arcee" else "silu", gated=kind != "arcee")
-    bias = mlp_bias = bool(config.get("use_bias" if kind == "ernie4_5" else "attention_bias", False))
+    config, kind, is_arcee = model.config, model.config.kind, model.config.kind == "arcee"
+    norm, sizes, rotary, activation = read_common(
+        model, theta={"ernie4_5": 5e5, "helium": 1e5}.get(kind, 1e4), is_interleaved=not is_arcee, gated=not is_arcee,
+        activation="relu2" if is_arcee else "silu",
+    )  # fmt: skip
+    bias = mlp_bias = config.flag("use_bias" if kind == "ernie4_5" else "attention_bias")
     if kind != "ernie4_5":
-        mlp_bias = bool(config.get("mlp_bias", False))
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias and kind != "helium", rotary=rotary)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, bias=mlp_bias)
-    model.head(norm("model.norm", model.hidden_size), tied_by_default=kind == "ernie4_5")
+        mlp_bias = config.flag("mlp_bias")
+    attend = attention(sizes, qkv_bias=bias, out_bias=bias and kind != "helium", rotary=rotary)
+    decoder(model, norm, attend, feed_forward(activation, bias=mlp_bias), tied_by_default=kind == "ernie4_5")
 
 
 @family("apertus")
@@ -138,37 +121,41 @@ def apertus(model: Builder) -> None:
     norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
     rotary = model.rotary(read_rotary(config, sizes.head_dim))
     config.expect("hidden_act", "xielu")
-    bias = bool(config.get("attention_bias", False))
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "attention_layernorm")
+    bias = config.flag("attention_bias")
+
+    def attend(layer: Layer, source: str) -> None:
         norms = layer.head_norms(norm, sizes)
         layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
+
+    def feed(layer: Layer, source: str) -> None:
         alphas = [replace(layer.weight(f"mlp.act_fn.alpha_{sign}", 1), function="softplus") for sign in "pn"]
         params = (*alphas, layer.weight("mlp.act_fn.beta"), layer.weight("mlp.act_fn.eps"))
-        source = layer.norm(norm, "feedforward_layernorm")
         layer.feed_forward(source, config["intermediate_size"], Activation("xielu", gated=False, params=params))
-    model.head(norm("model.norm", model.hidden_size))
+
+    decoder(model, norm, attend, feed, norms=("attention_layernorm", "feedforward_layernorm"))
 
 
 @family("hunyuan_v1_dense")
 def hunyuan(model: Builder) -> None:
     """Norms of queries and keys come after the rotation."""
-    config = model.config
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
-    rotary, bias = model.rotary(hunyuan_rotary(model, sizes.head_dim)), bool(config.get("attention_bias", False))
-    activation = model.activation("hidden_act", default="silu")
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        norms = layer.head_norms(norm, sizes, ("self_attn.query_layernorm", "self_attn.key_layernorm"), last=True)
+    norm = NormKind(model.config["rms_norm_eps"])
+    attend = hunyuan_attention(model, norm)
+    decoder(model, norm, attend, feed_forward(model.activation("hidden_act", default="silu")))
+
+
+def hunyuan_attention(model: Builder, norm: NormKind) -> Part:
+    """Attention of HunYuan, with and without experts."""
+    sizes, names = model.head_sizes(), ("self_attn.query_layernorm", "self_attn.key_layernorm")
+    rotary, bias = model.rotary(_hunyuan_rotary(model, sizes.head_dim)), model.config.flag("attention_bias")
+
+    def attend(layer: Layer, source: str) -> None:
+        norms = layer.head_norms(norm, sizes, names, last=True)
         layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation)
-    model.head(norm("model.norm", model.hidden_size))
+
+    return attend
 
 
-def hunyuan_rotary(model: Builder, head_dim: int) -> Rotary:
+def _hunyuan_rotary(model: Builder, head_dim: int) -> Rotary:
     """A base that `alpha` makes larger, for any length."""
     config = model.config
     config["head_dim"]
@@ -190,15 +177,11 @@ def nanochat(model: Builder) -> None:
     forward = read_rotary(config, sizes.head_dim)
     rotary = model.rotary(replace(forward, inv_freq=tuple(-step for step in forward.inv_freq)))
     activation = model.activation("hidden_act", default="relu2", gated=False)
-    bias = bool(config.get("attention_bias", False))
-    model.embed()
-    model.norm_residual(norm)
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=layer.head_norms(norm, sizes, last=True)
-        )
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, names=("fc1", "fc2"))
+    bias = config.flag("attention_bias")
+
+    def attend(layer: Layer, source: str) -> None:
+        norms = layer.head_norms(norm, sizes, last=True)
+        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
+
     softcap = config.get("final_logit_softcapping", 15.0)
-    model.head(norm("model.norm", model.hidden_size), softcap=softcap)
+    decoder(model, norm, attend, feed_forward(activation, names=("fc1", "fc2")), norm_embedding=True, softcap=softcap)

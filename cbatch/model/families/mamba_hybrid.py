@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
+from cbatch.model.families.decoder import decoder, feed_forward
 from cbatch.model.families.experts import biased_router
-from cbatch.model.families.granite import expanded_scan
+from cbatch.model.families.granite import expanded_mamba, expanded_scan
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, Layer, NormKind
 from cbatch.model.programs.mixers import ScanSizes, mamba2
@@ -29,20 +30,17 @@ def bamba(model: Builder) -> None:
     config.ignore("attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
     attends = config.get("attn_layer_indices") or []
     activation, scan = Activation("silu"), expanded_scan(model)
-    bias, mlp_bias = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
+    bias = config.flag("attention_bias")
+    feed = feed_forward(activation, prefix="feed_forward.", bias=config.flag("mlp_bias"))
+
+    def mix(layer: Layer, source: str) -> None:
         if layer.number in attends:
             layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary)
         else:
-            mamba2(
-                layer, source, scan, norm(layer.prefix + "mamba.norm", scan.inner), norm_groups=scan.groups,
-                bias=bool(config.get("mamba_proj_bias", False)), conv_bias=bool(config.get("mamba_conv_bias", True)),
-            )  # fmt: skip
-        source = layer.norm(norm, "pre_ff_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation, prefix="feed_forward.", bias=mlp_bias)
-    model.head(norm("model.final_layernorm", model.hidden_size))
+            expanded_mamba(layer, source, scan, norm)
+
+    names = "input_layernorm", "pre_ff_layernorm"
+    decoder(model, norm, mix, feed, norms=names, final="model.final_layernorm")
 
 
 @family("falcon_h1")
@@ -54,14 +52,14 @@ def falcon_h1(model: Builder) -> None:
     config.expect("hidden_act", "silu")  # also after the convolutions
     config.ignore("mamba_chunk_size", "num_logits_to_keep", "mamba_use_mlp", "time_step_rank", "time_step_min",
                   "time_step_max", "time_step_floor")  # fmt: skip
-    bias, enters = bool(config.get("attention_bias", False)), _multiplier(config, "attention_in")
+    bias, enters = config.flag("attention_bias"), _multiplier(config, "attention_in")
     if bias and enters != 1:
         raise UnsupportedConfig("its attention has biases and a multiplier of its input")
     scale = sizes.head_dim**-0.5 * _multiplier(config, "key") * enters * enters
-    scan, has_norm = expanded_scan(model), bool(config.get("mamba_rms_norm", False))
+    scan, has_norm = expanded_scan(model), config.flag("mamba_rms_norm")
     comes_in = _multiplier(config, "ssm_in")
     multipliers = [comes_in * float(one) for one in config.get("ssm_multipliers") or [1.0] * 5]
-    proj_bias = bool(config.get("mamba_proj_bias", False))
+    proj_bias = config.flag("mamba_proj_bias")
     if proj_bias and comes_in != 1:
         raise UnsupportedConfig("its recurrent layers have biases and a multiplier of their input")
     model.embed(scale=_multiplier(config, "embedding"))
@@ -70,7 +68,7 @@ def falcon_h1(model: Builder) -> None:
         mamba2(
             layer, source, scan, norm(layer.prefix + "mamba.norm", scan.inner) if has_norm else Norm("none", 0.0),
             norm_groups=scan.groups, gate_first=not config.get("mamba_norm_before_gate", True), bias=proj_bias,
-            conv_bias=bool(config.get("mamba_conv_bias", True)), out_bias=bool(config.get("projectors_bias", False)),
+            conv_bias=config.flag("mamba_conv_bias", True), out_bias=config.flag("projectors_bias"),
             multipliers=multipliers, factor=_multiplier(config, "ssm_out"),
         )  # fmt: skip
         layer.attention(
@@ -88,7 +86,7 @@ def _multiplier(config: ConfigReader, name: str) -> float:
 def _scaled_feed_forward(layer: Layer, source: str) -> None:
     """With a multiplier of what goes into the activation, and one of the result."""
     model, config, prefix = layer.model, layer.model.config, "feed_forward."
-    size, bias = int(config["intermediate_size"]), bool(config.get("mlp_bias", False))
+    size, bias = config.whole("intermediate_size"), config.flag("mlp_bias")
     before, after = (float(one) for one in config.get("mlp_multipliers") or [1.0, 1.0])
     up = layer.matrix([prefix + "gate_proj", prefix + "up_proj"], [size, size], model.hidden_size, bias=bias)
     parts, biases = (
@@ -115,7 +113,7 @@ def nemotron_h(model: Builder) -> None:
                   "rope_parameters", "partial_rotary_factor")  # fmt: skip
     model.layouts = ((("model.", "backbone."),),)
     model.spare.append(r"mtp\..*")
-    scan, bias = _nemotron_scan(model), bool(config.get("mlp_bias", False))
+    scan, bias = _nemotron_scan(model), config.flag("mlp_bias")
     model.embed("model.embeddings")
     for layer, kind in zip(model.layers(), _nemotron_layers(model), strict=True):
         source = layer.norm(norm, "norm")
@@ -123,8 +121,8 @@ def nemotron_h(model: Builder) -> None:
             case "linear_attention":
                 mamba2(
                     layer, source, scan, norm(layer.prefix + "mixer.norm", scan.inner), prefix=prefix,
-                    norm_groups=scan.groups, bias=bool(config.get("use_bias", False)),
-                    conv_bias=bool(config.get("use_conv_bias", True)),
+                    norm_groups=scan.groups, bias=config.flag("use_bias"),
+                    conv_bias=config.flag("use_conv_bias", True),
                 )  # fmt: skip
             case "full_attention":
                 layer.attention(source, sizes, qkv=layer.qkv(sizes, prefix), out=layer.out(sizes, "mixer.o_proj"))
@@ -150,21 +148,21 @@ def _nemotron_layers(model: Builder) -> list[str]:
 def _nemotron_scan(model: Builder) -> ScanSizes:
     config = model.config
     return ScanSizes(
-        heads=int(config.get("mamba_num_heads", 128)),
-        head_dim=int(config.get("mamba_head_dim", 64)),
-        groups=int(config.get("n_groups", 8)),
-        state_size=int(config.get("ssm_state_size", 128)),
-        kernel=int(config.get("conv_kernel", 4)),
-        limits=(float(config.get("time_step_min", 0.001)), math.inf),
+        heads=config.whole("mamba_num_heads", 128),
+        head_dim=config.whole("mamba_head_dim", 64),
+        groups=config.whole("n_groups", 8),
+        state_size=config.whole("ssm_state_size", 128),
+        kernel=config.whole("conv_kernel", 4),
+        limits=(config.number("time_step_min", 0.001), math.inf),
     )
 
 
 def _nemotron_experts(layer: Layer, source: str, activation: Activation, *, bias: bool) -> None:
     config, names = layer.model.config, ("up_proj", "down_proj")
     config.expect("moe_latent_size", None)
-    experts, size = int(config.get("n_routed_experts", 8)), int(config.get("moe_intermediate_size", 7688))
+    experts, size = config.whole("n_routed_experts", 8), config.whole("moe_intermediate_size", 7688)
     choice_bias = layer.weight("mixer.gate.e_score_correction_bias", experts)
     layer.route(source, experts, "mixer.gate", choice_bias=choice_bias, **biased_router(config))
     layer.experts(source, experts, size, activation, prefix="mixer.experts.", names=names)
-    shared = int(config.get("moe_shared_expert_intermediate_size", 7688))
+    shared = config.whole("moe_shared_expert_intermediate_size", 7688)
     layer.feed_forward(source, shared, activation, prefix="mixer.shared_experts.", names=names, bias=bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.decoder import every, feed_forward
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved
 from cbatch.model.programs.program import HeadNorms, Norm, Weight
@@ -14,30 +15,24 @@ def cohere(model: Builder) -> None:
     config, is_second = model.config, model.config.kind == "cohere2"
     norm, sizes = NormKind(config.get("layer_norm_eps", 1e-5), "layer"), model.head_sizes(is_interleaved=True)
     rotary = model.rotary(read_rotary(config, sizes.head_dim, theta=1e4 if is_second else 5e5))
-    activation, bias = model.activation("hidden_act", default="silu"), bool(config.get("attention_bias", False))
-    period = int(config.get("sliding_window_pattern", 4))
-    kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers]
+    feed, bias = feed_forward(model.activation("hidden_act", default="silu")), config.flag("attention_bias")
+    kinds = every(config.whole("sliding_window_pattern", 4), model.num_layers)
     windows = model.windows(kinds) if is_second else [0] * model.num_layers
     config.ignore(
         "use_parallel_block", "use_parallel_embedding", "order_of_interleaved_layers", "position_embedding_type",
         "rotary_pct", "use_embedding_sharing", "use_gated_activation", "layer_switch", "cache_implementation",
         "_sliding_window_pattern",
     )  # fmt: skip
-    has_norms = not is_second and bool(config.get("use_qk_norm", False))
+    has_norms = not is_second and config.flag("use_qk_norm")
     model.embed()
     for layer, window in zip(model.layers(), windows, strict=True):
         source = layer.norm(norm, "input_layernorm")
         layer.attention(
-            source,
-            sizes,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=rotary if window or not is_second else None,
-            window=window,
-            norms=_norms(layer, norm, sizes) if has_norms else None,
-        )
-        layer.feed_forward(source, config["intermediate_size"], activation)
-    factor = float(config.get("logit_scale", 0.0625))
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if window or not is_second else None,
+            window=window, norms=_norms(layer, norm, sizes) if has_norms else None,
+        )  # fmt: skip
+        feed(layer, source)
+    factor = config.number("logit_scale", 0.0625)
     model.head(norm("model.norm", model.hidden_size), tied_by_default=True, factor=factor)
 
 

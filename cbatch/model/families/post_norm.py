@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.decoder import attention, decoder, every, feed_forward
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, NormKind
+from cbatch.model.programs.builder import Builder, Layer, NormKind
 from cbatch.model.programs.rotary import read_rotary
 
 
@@ -12,15 +13,10 @@ def olmo(model: Builder) -> None:
     """LayerNorm without any weights, and queries, keys and values that are clipped."""
     config = model.config
     norm, sizes = NormKind(1e-5, "layer", has_weight=False), model.head_sizes()
-    rotary, bias = model.rotary(read_rotary(config, sizes.head_dim)), bool(config.get("attention_bias", False))
+    rotary, bias = model.rotary(read_rotary(config, sizes.head_dim)), config.flag("attention_bias")
     activation, clip = model.activation("hidden_act", default="silu"), float(config.get("clip_qkv") or 0.0)
-    model.embed()
-    for layer in model.layers():
-        source = layer.norm(norm, "input_layernorm")
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, clip=clip)
-        source = layer.norm(norm, "post_attention_layernorm")
-        layer.feed_forward(source, config["intermediate_size"], activation)
-    model.head(norm("model.norm", model.hidden_size))
+    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, clip=clip)
+    decoder(model, norm, attend, feed_forward(activation))
 
 
 @family("olmo2", "olmo3", "exaone4")
@@ -31,7 +27,7 @@ def olmo2(model: Builder) -> None:
     """
     config, kind = model.config, model.config.kind
     norm, sizes = NormKind(config.get("rms_norm_eps", 1e-5)), model.head_sizes()
-    activation, bias = model.activation("hidden_act", default="silu"), bool(config.get("attention_bias", False))
+    activation, bias = model.activation("hidden_act", default="silu"), config.flag("attention_bias")
     windows = [0] * model.num_layers if kind == "olmo2" else _windows(model)
     if kind == "olmo3":
         config.expect("rope_scaling", None)
@@ -39,22 +35,18 @@ def olmo2(model: Builder) -> None:
         rotaries = [model.rotary(read_rotary(config, sizes.head_dim, layer_type=name, theta=5e5)) for name in names]
     else:
         rotaries = [model.rotary(read_rotary(config, sizes.head_dim))] * model.num_layers
-    model.embed()
-    for layer, window, rotary in zip(model.layers(), windows, rotaries, strict=True):
+
+    def attend(layer: Layer, source: str) -> None:
+        window = windows[layer.number]
         is_rotated = kind != "exaone4" or window or not any(windows)
         layer.attention(
-            layer.unnormed(),
-            sizes,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=rotary if is_rotated else None,
-            window=window,
-            post_norm=layer.post_norm(norm, "post_attention_layernorm"),
+            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotaries[layer.number] if is_rotated else None,
+            window=window, post_norm=layer.post_norm(norm, "post_attention_layernorm"),
             norms=layer.head_norms(norm, sizes) if kind == "exaone4" else layer.row_norms(norm, sizes),
-        )
-        post_norm = layer.post_norm(norm, "post_feedforward_layernorm")
-        layer.feed_forward(layer.unnormed(), config["intermediate_size"], activation, post_norm=post_norm)
-    model.head(norm("model.norm", model.hidden_size))
+        )  # fmt: skip
+
+    feed = feed_forward(activation, after=(norm, "post_feedforward_layernorm"))
+    decoder(model, norm, attend, feed, norms=("", ""))
 
 
 def _windows(model: Builder) -> list[int]:
@@ -64,5 +56,4 @@ def _windows(model: Builder) -> list[int]:
         return [0] * model.num_layers
     pattern = config.get("sliding_window_pattern", 4)
     period = pattern if isinstance(pattern, int) else 4  # a word beside `layer_types`, which count
-    kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in model.numbers]
-    return model.windows(kinds, window=int(config.get("sliding_window", 4096)))
+    return model.windows(every(period, model.num_layers), window=config.whole("sliding_window", 4096))

@@ -22,12 +22,12 @@ def qwen_hybrid(model: Builder) -> None:
     """Norms have weights around 0, but for those of the delta nets. Text needs none of the positions for pictures."""
     config, kind = model.config, model.config.kind
     norm, is_dense = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0), kind in ("qwen3_5", "qwen3_5_text")
-    kv_heads = int(config.get("num_key_value_heads", 4 if is_dense else 2))
+    kv_heads = config.whole("num_key_value_heads", 4 if is_dense else 2)
     heads, delta = model.head_sizes(kv_heads=kv_heads, head_dim=256), _delta_sizes(config)
     rotary = model.rotary(read_rotary(config, heads.head_dim, part=0.25))
     activation = Activation("silu")
     config.expect("hidden_act", "silu")  # also after the convolutions
-    bias, interval = bool(config.get("attention_bias", False)), int(config.get("full_attention_interval", 4))
+    bias, interval = config.flag("attention_bias"), config.whole("full_attention_interval", 4)
     kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in model.numbers]
     kinds = model.layer_types(kinds, ("full_attention", "linear_attention"))
     is_sparse = [not is_dense] * model.num_layers if kind != "qwen3_next" else _sparse_layers(config, model.num_layers)
@@ -49,7 +49,7 @@ def qwen_hybrid(model: Builder) -> None:
         if not is_sparse[layer.number]:
             layer.feed_forward(source, config["intermediate_size"], activation)
             continue
-        experts, size = num_experts(config), int(config["moe_intermediate_size"])
+        experts, size = num_experts(config), config.whole("moe_intermediate_size")
         layer.route(source, experts, **_router(config))
         layer.experts(source, experts, size, activation)
         add_gated_shared_expert(layer, source, activation)
@@ -57,8 +57,8 @@ def qwen_hybrid(model: Builder) -> None:
 
 
 def _router(config: ConfigReader) -> dict[str, Any]:
-    normalize = bool(config.get("norm_topk_prob", True)) if config.kind == "qwen3_next" else True
-    return {"top_k": int(config["num_experts_per_tok"]), "scores": "softmax", "normalize": normalize}
+    normalize = config.flag("norm_topk_prob", True) if config.kind == "qwen3_next" else True
+    return {"top_k": config.whole("num_experts_per_tok"), "scores": "softmax", "normalize": normalize}
 
 
 def _sparse_layers(config: ConfigReader, layers: int) -> list[bool]:

@@ -1,0 +1,93 @@
+"""What most declarations have in common: settings that they read alike, and the order of a decoder's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.programs.program import Activation, Norm
+from cbatch.model.programs.rotary import read_rotary
+
+Part = Callable[[Layer, str], object]
+"""A part of a layer, given the buffer that it reads, whose result is added to the residual."""
+
+
+def read_common(
+    model: Builder,
+    *,
+    eps: float | None = None,
+    theta: float = 1e4,
+    part: float | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+    **sizes: Any,
+) -> tuple[NormKind, HeadSizes, int, Activation]:
+    """The RMS norm, the heads, their rotary setting, and the activation of a model.
+
+    eps, theta, activation: of files that do not say it; a file must say `rms_norm_eps` if `eps` is None
+    part:                   see `read_rotary`
+    sizes:                  see `Builder.head_sizes`
+    """
+    config = model.config
+    norm = NormKind(config["rms_norm_eps"] if eps is None else config.get("rms_norm_eps", eps))
+    heads = model.head_sizes(**sizes)
+    rotary = model.rotary(read_rotary(config, heads.head_dim, theta=theta, part=part))
+    return norm, heads, rotary, model.activation("hidden_act", default=activation, gated=gated)
+
+
+def attention(sizes: HeadSizes, **options: Any) -> Part:
+    """The same attention in every layer; see `Layer.attention`."""
+    return lambda layer, source: layer.attention(source, sizes, **options)
+
+
+def feed_forward(activation: Activation, *, after: tuple[NormKind, str] | None = None, **options: Any) -> Part:
+    """A feed-forward part of `intermediate_size`; see `Layer.feed_forward`. after: the norm of its result"""
+
+    def add(layer: Layer, source: str) -> None:
+        post_norm = None if after is None else norm_after(layer, *after)
+        layer.feed_forward(source, layer.model.config["intermediate_size"], activation, post_norm=post_norm, **options)
+
+    return add
+
+
+def norm_after(layer: Layer, norm: NormKind, name: str) -> Norm | None:
+    """The norm of a part's result; None without a name."""
+    return layer.post_norm(norm, name) if name else None
+
+
+def decoder(
+    model: Builder,
+    norm: NormKind,
+    attend: Part,
+    feed: Part,
+    *,
+    scale: float = 1.0,
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    final: str = "model.norm",
+    norm_embedding: bool = False,
+    **head: Any,
+) -> None:
+    """A decoder: in every layer a norm before attention (or what is in its place), and one before the next part.
+
+    scale, norm_embedding: of the embedding
+    norms: their names; an empty one: the part reads the residual as it is
+    head:  see `Builder.head`
+    """
+    model.embed(scale=scale)
+    if norm_embedding:
+        model.norm_residual(norm)
+    for layer in model.layers():
+        for name, part in zip(norms, (attend, feed), strict=True):
+            part(layer, layer.norm(norm, name) if name else layer.unnormed())
+    model.head(norm(final, model.hidden_size), **head)
+
+
+def every(period: int, count: int, *, at: int = -1, window: str = "sliding_attention") -> list[str]:
+    """Types of layers: full attention in one of each `period`, by default the last, and windows in the others."""
+    return ["full_attention" if i % period == at % period else window for i in range(count)]
+
+
+def sparse_by_type(kinds: Sequence[str]) -> list[bool]:
+    """Which layers have experts, by `mlp_layer_types`."""
+    return [kind == "sparse" for kind in kinds]
