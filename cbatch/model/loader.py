@@ -32,8 +32,8 @@ from cbatch.model.hf.network import first_sentence, fits, load_network
 from cbatch.model.hf.placement import Placement, placement_of
 from cbatch.model.load_plan import LoadPlan
 from cbatch.runtime.device import is_accelerator
-from cbatch.text.loading import load_tokenizer
-from cbatch.text.template_sandbox import template_check
+from cbatch.text.isolated import load_tokenizer
+from cbatch.text.template_renderer import template_check
 from cbatch.text.tokenizer import ChatTokenizer
 
 NOT_APPLIED = {

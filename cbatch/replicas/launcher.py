@@ -7,10 +7,6 @@ from typing import Any, Protocol
 from cbatch.base.config import EngineConfig
 
 
-class ReplicaDied(Exception):
-    """A replica is gone, does not answer in time, or sent nonsense. The message says which, without a full stop."""
-
-
 class ReplicaConnection(Protocol):
     """One life of a replica."""
 
@@ -19,8 +15,8 @@ class ReplicaConnection(Protocol):
 
         The first call waits until the model is loaded, if it is not yet. `timeout_s` may be infinite.
 
-        Raises ReplicaDied if there is no answer for any reason, among them `kill` on another thread meanwhile; and the
-        CbatchError that the replica raised, while it loaded or in the method. After ReplicaDied nothing is called any
+        Raises WorkerDied if there is no answer for any reason, among them `kill` on another thread meanwhile; and the
+        CbatchError that the replica raised, while it loaded or in the method. After WorkerDied nothing is called any
         more but `kill`.
         """
         ...
@@ -48,7 +44,7 @@ class ReplicaLauncher(Protocol):
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
         """Begins a life of a replica, and returns without waiting for its model. Called on several threads at once.
 
-        Raises ReplicaDied if the replica cannot even be started now, and CbatchError if it never can.
+        Raises WorkerDied if the replica cannot even be started now, and CbatchError if it never can.
         """
         ...
 

@@ -5,19 +5,17 @@ The driver process does not import torch: if there are signs of a GPU, another p
 
 from __future__ import annotations
 
-import json
-import logging
+import math
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from cbatch.base.child_command import child_command
 from cbatch.base.config import CPU_CACHE_SHARE, DEVICE_VARIABLE, EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import parse_memory
+from cbatch.isolate.worker import Worker, WorkerDied
 
 _SYSTEM = Path("/sys/devices/system")
 _DEVICES = Path("/dev")
@@ -25,8 +23,6 @@ _SIGNS_OF_GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*")
 """Files of NVIDIA's driver, also in Windows' subsystem for Linux, of AMD's and of Intel's."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-_log = logging.getLogger("cbatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +93,27 @@ def _find_devices(name: str) -> _Devices:
         return _Devices("cpu", [], [])
     if ":" in name or name == "mps":
         return _Devices("named", [name], [{}])
-    found = _probe(name)
-    kind, count = str(found["kind"]), int(found["count"])
+    kind, count, is_rocm = _probe(name)
     if kind != "cuda":
         return _Devices(kind, [f"{kind}:{number}" for number in range(count)], [{}] * count)
     # With ROCm, CUDA_VISIBLE_DEVICES counts as well, among those that its own variable has left.
-    is_hip = found["is_rocm"] and "HIP_VISIBLE_DEVICES" in os.environ
+    is_hip = is_rocm and "HIP_VISIBLE_DEVICES" in os.environ
     variable = "HIP_VISIBLE_DEVICES" if is_hip else "CUDA_VISIBLE_DEVICES"
     listed = os.environ.get(variable)
     entries = list(map(str, range(count))) if listed is None else [entry.strip() for entry in listed.split(",")][:count]
     return _Devices("cuda", ["cuda"] * count, [{variable: entry} for entry in entries])
 
 
-def _probe(name: str) -> dict[str, str | int]:
-    """What `device_probe` says of a device. Raises ConfigError if it is not there, or if the probe fails."""
-    command = child_command("cbatch.replicas.device_probe", name)
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    said = done.stderr.strip().splitlines()
+def _probe(name: str) -> tuple[str, int, bool]:
+    """See `DeviceProbe.devices`. Raises ConfigError if the device is not there, or if the probe fails."""
     try:
-        found: dict[str, str | int] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        reason = said[-1] if said else f"exit code {done.returncode}"
-        raise ConfigError(f"The devices of this machine could not be listed: {reason}.") from None
-    if "error" in found:
-        raise ConfigError(str(found["error"]))
-    for line in said:
-        _log.warning("%s", line)
+        probe = Worker("cbatch.replicas.device_probe:DeviceProbe", name="")
+        try:
+            found: tuple[str, int, bool] = probe.call("devices", name, timeout_s=math.inf)
+        finally:
+            probe.kill()
+    except (WorkerDied, OSError) as error:
+        raise ConfigError(f"The devices of this machine could not be listed: {error}.") from None
     return found
 
 

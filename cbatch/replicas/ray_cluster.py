@@ -5,7 +5,6 @@ Ray restarts no actor and repeats no call here: the driver of the replicas does 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -21,7 +20,8 @@ from typing import Any, TextIO, cast
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError, ConfigError
 from cbatch.extras import missing_package
-from cbatch.replicas.launcher import ReplicaDied
+from cbatch.isolate.child import make
+from cbatch.isolate.worker import WorkerDied
 
 try:
     import ray
@@ -59,8 +59,7 @@ class ReplicaActor:
         try:
             if self._replica is None:  # not in the constructor, whose errors Ray does not tell apart from deaths
                 factory, config = self._open
-                module, _, function = factory.partition(":")
-                self._replica = getattr(importlib.import_module(module), function)(config)
+                self._replica = make(factory, (config,))
             return getattr(self._replica, method)(*arguments), None
         except CbatchError as error:
             return None, error
@@ -127,7 +126,7 @@ class RayLauncher:
         try:
             actor = options.remote(self._factory, config, max(int(num_cpus), 1))
         except RayError as error:
-            raise ReplicaDied(_first_sentence(error)) from error
+            raise WorkerDied(_first_sentence(error)) from error
         return RayConnection(actor, self.name(number), _listed(self._resources))
 
     def close(self) -> None:
@@ -151,20 +150,20 @@ class RayConnection:
         self._is_ready = False
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Raises ReplicaDied, and the CbatchError that the replica raised."""
+        """Raises WorkerDied, and the CbatchError that the replica raised."""
         deadline = time.monotonic() + timeout_s
         try:
             if not self._is_ready:
                 self._wait_for_place(deadline)
             value, error = ray.get(self._actor.call.remote(method, arguments), timeout=_left(deadline))
         except GetTimeoutError:
-            raise ReplicaDied(f"it has not answered for {timeout_s:,.0f} s") from None
+            raise WorkerDied(f"it has not answered for {timeout_s:,.0f} s") from None
         except RayTaskError as failure:
-            raise ReplicaDied(_first_sentence(failure.cause)) from failure
+            raise WorkerDied(_first_sentence(failure.cause)) from failure
         except RayActorError as failure:
-            raise ReplicaDied(_reason_of_death(failure)) from failure
+            raise WorkerDied(_reason_of_death(failure)) from failure
         except (RayError, OSError) as failure:
-            raise ReplicaDied(_first_sentence(failure)) from failure
+            raise WorkerDied(_first_sentence(failure)) from failure
         if error is not None:
             raise error
         return value

@@ -23,7 +23,8 @@ from cbatch.batch.output_row import OutputRow
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.row_stream import FinishedRow as CompletedRow
 from cbatch.batch.row_stream import RowStream
-from cbatch.replicas.launcher import ReplicaConnection, ReplicaDied, ReplicaLauncher
+from cbatch.isolate.worker import WorkerDied
+from cbatch.replicas.launcher import ReplicaConnection, ReplicaLauncher
 from cbatch.replicas.messages import (
     LINGER_SECONDS,
     MAX_MESSAGE_BYTES,
@@ -118,7 +119,7 @@ class InProcessConnection:
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         with self._lock:
             if self._is_over:
-                raise ReplicaDied("it was told to end")
+                raise WorkerDied("it was told to end")
             return getattr(self._replica, method)(*arguments)
 
     def kill(self) -> None:

@@ -14,7 +14,8 @@ from cbatch.base.errors import CbatchError, ConfigError, EngineError, ModelError
 from cbatch.batch.driver import ReplicaState, ReplicaStatus
 from cbatch.batch.lines import Line
 from cbatch.engine.stats import EngineStats, total_stats
-from cbatch.replicas.launcher import ReplicaConnection, ReplicaDied, ReplicaLauncher
+from cbatch.isolate.worker import WorkerDied
+from cbatch.replicas.launcher import ReplicaConnection, ReplicaLauncher
 from cbatch.replicas.messages import FinishedRow, ReplicaInfo, Reply
 
 START_TIMEOUT_S = 3600.0
@@ -124,19 +125,19 @@ class Life:
         self._checked_at = time.monotonic()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Raises ReplicaDied, and the CbatchError that the replica raises."""
+        """Raises WorkerDied, and the CbatchError that the replica raises."""
         try:
             return self._connection.call(method, *arguments, timeout_s=self._timeout_s)
-        except (CbatchError, ReplicaDied):
+        except (CbatchError, WorkerDied):
             raise
         except BaseException as unforeseen:  # the others go on, whatever it is
-            raise ReplicaDied(in_short(unforeseen)) from unforeseen
+            raise WorkerDied(in_short(unforeseen)) from unforeseen
 
     def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = 0.0) -> Reply:
         """See `Replica.exchange`."""
         reply = self.call("exchange", rows, cancelled, wait_s, linger_s)
         if not isinstance(reply, Reply):
-            raise ReplicaDied(f"its answer was {type(reply).__name__}")
+            raise WorkerDied(f"its answer was {type(reply).__name__}")
         if reply.finished or reply.stats.num_steps != self.stats.num_steps:
             self._advance()
         self.stats = reply.stats
@@ -148,9 +149,9 @@ class Life:
         return rows
 
     def check(self, reply: Reply, num_held: int) -> None:
-        """Raises ReplicaDied if the replica will not finish the rows that it holds."""
+        """Raises WorkerDied if the replica will not finish the rows that it holds."""
         if reply.failure:
-            raise ReplicaDied(reply.failure.rstrip("."))
+            raise WorkerDied(reply.failure.rstrip("."))
         if not num_held:
             self._advance()
             return
@@ -159,7 +160,7 @@ class Life:
         self._without_step_s += min(now - self._checked_at, self._timeout_s / 2)
         self._checked_at = now
         if self._without_step_s > self._timeout_s:
-            raise ReplicaDied(f"its engine made no step for {self._timeout_s:g} s")
+            raise WorkerDied(f"its engine made no step for {self._timeout_s:g} s")
 
     def _advance(self) -> None:
         self._without_step_s = 0.0
@@ -242,7 +243,7 @@ class Supervisor:
                 self._state = "running"
                 self._serve(self._life)
             return None
-        except ReplicaDied as death:
+        except WorkerDied as death:
             return f"died: {death}"
         except _Refused as error:
             self._give_up(str(error))

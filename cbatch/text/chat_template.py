@@ -2,16 +2,12 @@
 
 transformers itself is not used, because importing it takes a second, and because it overrides the functions that it is
 given: a template would get no date but the clock's.
-
-As a script, without the rest of the package, it tries the template on its standard input (see `template_sandbox`).
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
 from datetime import date
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -23,9 +19,6 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
-
-OUT_OF_MEMORY = 77
-"""Exit status of the script for a template that takes more memory than it may."""
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of a message that is to be continued. As in transformers, its space shows whether text is trimmed."""
@@ -198,33 +191,3 @@ class _Namespace(Namespace):
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace cannot hold {name!r}, which begins with an underscore")
         super().__setitem__(name, value)
-
-
-def _try_template(template: str) -> None:
-    """Renders conversations with and without tools under limits of time and memory; what else goes wrong is ignored."""
-    import resource
-
-    with suppress(OSError, ValueError):  # a system without these limits
-        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-    messages: list[dict[str, Any]] = [{"role": role, "content": "hello"} for role in ("user", "assistant", "user")]
-    place = {"place": {"type": "string", "description": "where"}}
-    schema = {"type": "object", "properties": place, "required": ["place"]}
-    tool = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": schema}}
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"place": "here"}}}
-    called: list[dict[str, Any]] = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "look", "tool_call_id": "abcdefghi", "content": "a table"},
-    ]
-    for conversation, tools in (messages, []), (called, [tool]):
-        try:
-            render_chat(template, conversation, tools, {}, date.today())
-        except MemoryError:
-            sys.exit(OUT_OF_MEMORY)
-        except Exception:
-            pass
-
-
-if __name__ == "__main__":
-    _try_template(sys.stdin.read())

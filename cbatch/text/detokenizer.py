@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import TokenEvent
-from cbatch.text.backend.base import TokenizerBackend
+from cbatch.text.backend import TokenizerBackend
 
 NUM_CONTEXT_TOKENS = 8
 """Last tokens of the prompt that are decoded together with the output, since they decide its leading space."""

@@ -13,9 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from cbatch.base.errors import ModelError
-from cbatch.text.backend.local import LocalBackend
-from cbatch.text.backend.patterns import GPT4O, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
-from cbatch.text.fast_loader import TextTokenizer
+from cbatch.text.backend import LocalBackend, TextTokenizer
+from cbatch.text.ordinary import GPT4O, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
 
 _TOKENS = "tokenizer.ggml.tokens"
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6

@@ -12,9 +12,8 @@ from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.schedule.limits import too_long_for
-from cbatch.text.backend.base import Encoded
+from cbatch.text.backend import Encoded, TextTokenizer
 from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
-from cbatch.text.fast_loader import TextTokenizer
 from cbatch.text.output_parser import OutputParser
 from cbatch.text.template_renderer import TemplateRenderer
 from cbatch.text.tool_calls import template_messages
@@ -173,16 +172,16 @@ class ChatTokenizer:
         if context is not None:
             length = CHARACTERS_PER_TOKEN * context + SPARE_CHARACTERS
             while length < len(text):
-                beginning = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)
+                beginning = self.backend.encode(text[:length], add_special_tokens=add_special_tokens)
                 if len(beginning.ids) > 1.25 * context + SPARE_TOKENS:
                     raise too_long_for(context, f"more than {context}")
                 length *= 2
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> list[list[int]]:
         """Token sequences that spell these words, at the start of a text and after a space."""
         texts = [text for word in words for text in (word, f" {word}")]
-        spelt = [tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        spelt = [tuple(self.backend.encode(text, add_special_tokens=False).ids) for text in texts]
         return [list(ids) for ids in dict.fromkeys(spelt) if ids]
 
     def _render(self, messages: _Objects, tools: _Objects, variables: dict[str, Any], options: TemplateOptions) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from cbatch.base.errors import ConfigError
+from cbatch.isolate.process import run_process
 from cbatch.tools import child
 from cbatch.tools.tool import TIMEOUT_S, Tool
 
@@ -30,16 +31,12 @@ def load_tools(paths: Iterable[Path]) -> list[Tool]:
 
 def _python_tools(path: Path) -> list[Tool]:
     command = (sys.executable, child.__file__)
-    try:
-        described = subprocess.run(
-            [*command, "describe", str(path)], capture_output=True, text=True, timeout=DESCRIBE_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{path} took more than {DESCRIBE_TIMEOUT_S:g} s to load.") from error
-    if described.returncode != 0:
-        lines = described.stderr.strip().splitlines() or ["it cannot be loaded"]
-        raise ConfigError(f"{path}: {lines[-1]}")
-    functions = json.loads(described.stdout)
+    described = run_process([*command, "describe", str(path)], b"", DESCRIBE_TIMEOUT_S, threading.Event())
+    if described.exit_code is None:
+        raise ConfigError(f"{path} took more than {DESCRIBE_TIMEOUT_S:g} s to load.")
+    if described.exit_code != 0:
+        raise ConfigError(f"{path}: {described.last_words}")
+    functions = json.loads(described.out)
     if not functions:
         raise ConfigError(f"{path} defines no public function.")
     return [

@@ -10,7 +10,7 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.strict_json import parse_json_object
-from cbatch.tools.process import MAX_OUTPUT_BYTES, run_process
+from cbatch.isolate.process import MAX_OUTPUT_BYTES, run_process
 
 MAX_TOOL_ROUNDS = 8
 """Rounds of calls in one reply, unless somebody says otherwise."""

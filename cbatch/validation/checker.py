@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
-from contextlib import suppress
 
-from cbatch.tools.process import MAX_ERROR_CHARACTERS, run_process
+from cbatch.isolate.child import Limits
+from cbatch.isolate.process import MAX_ERROR_CHARACTERS, run_process
+from cbatch.isolate.sandbox import Sandbox
+from cbatch.isolate.worker import WorkerDied, WorkerFailed
 from cbatch.validation import child
 from cbatch.validation.validation import Check, Validation
 
@@ -25,8 +24,9 @@ class Checker:
         """`cancelled`: ends commands when it is set."""
         self._validation, self._cancelled = validation, cancelled
         self._in_child = [check for check in validation.checks if check.kind in child.CHECKS]
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
+        checks = [(check.kind, check.value) for check in self._in_child]
+        limits = Limits(wall_seconds=validation.timeout_s)
+        self.sandbox = Sandbox("cbatch.validation.child:Checks", checks, limits=limits)
 
     def error_of(self, text: str) -> str | None:
         """Why an answer is not good, in a sentence without a full stop; None if it is."""
@@ -43,9 +43,7 @@ class Checker:
 
     def close(self) -> None:
         """Ends the process, and with it a check that runs. May be called on any thread."""
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
+        self.sandbox.close()
 
     def _run(self, words: list[str], text: str) -> str | None:
         try:
@@ -57,39 +55,13 @@ class Checker:
         return None if result.exit_code == 0 else result.last_words
 
     def _ask(self, number: int, text: str) -> str | None:
-        process = self._process or self._start()
-        answer = ""
-        with suppress(BrokenPipeError):
-            assert process.stdin is not None and process.stdout is not None
-            print(json.dumps([number, text]), file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-        if answer:
-            error: str | None = json.loads(answer)
-            return error
-        with suppress(BrokenPipeError), process, self._lock:
-            process.kill()
-            self._process = None
-        if process.returncode == -signal.SIGALRM:
-            return self._too_long
-        return f"the check ended without a result (exit code {process.returncode})"
-
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, child.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the run
-        )
-        given = [self._validation.timeout_s, [[check.kind, check.value] for check in self._in_child]]
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            print(json.dumps(given), file=process.stdin, flush=True)
-        with self._lock:
-            self._process = process
-            if self._cancelled.is_set():
-                process.kill()
-        return process
+        try:
+            error: str | None = self.sandbox.call("error_of", number, text)
+        except WorkerDied as died:
+            error = self._too_long if died.is_late else f"the check ended without a result (exit code {died.code})"
+        except (WorkerFailed, OSError) as failed:
+            error = f"the check ended without a result ({failed})"
+        return error
 
     @property
     def _too_long(self) -> str:

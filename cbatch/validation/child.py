@@ -1,9 +1,5 @@
 """What runs in the process that compares answers with JSON schemas and patterns.
 
-It reads lines of JSON from stdin: a list with the seconds that one answer may take, and the checks as pairs of their
-kind and their pattern or schema; then a line for each answer, with the number of the check and the text. Each answer
-gets a line on stdout: null if it is good, or a text that says why it is not. One that takes too long ends the process.
-
 It imports nothing of this project, so that it starts quickly.
 """
 
@@ -11,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -74,16 +68,12 @@ def _short(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "…"
 
 
-def main() -> None:
-    timeout_s, given = json.loads(sys.stdin.readline())
-    checks = [CHECKS[kind](value) for kind, value in given]
-    for line in sys.stdin:
-        number, text = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # whose signal ends the process, whatever it is busy with
-        error = checks[number](text)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(error), flush=True)
+class Checks:
+    """What checks answers in the process."""
 
+    def __init__(self, checks: list[tuple[str, str]]) -> None:
+        self._checks = [CHECKS[kind](value) for kind, value in checks]
 
-if __name__ == "__main__":
-    main()
+    def error_of(self, number: int, text: str) -> str | None:
+        """Why an answer is not good, by a check; None if it is."""
+        return self._checks[number](text)

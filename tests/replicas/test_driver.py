@@ -23,10 +23,10 @@ from cbatch.batch.lines import Line
 from cbatch.batch.output_row import OutputRow
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import total_stats
+from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas import keys as keys_module
 from cbatch.replicas import supervisor as supervisor_module
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.launcher import ReplicaDied
 from cbatch.replicas.messages import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, Reply, linger_s
 from cbatch.replicas.stream import FAILED, ReplicaStream
 from cbatch.replicas.supervisor import Life, backoff
@@ -215,7 +215,7 @@ def test_a_replica_that_never_starts_is_given_up(caplog: pytest.LogCaptureFixtur
 
     def info(number: int, life: int) -> ReplicaInfo:
         if number == 1:
-            raise ReplicaDied("exit code 1")
+            raise WorkerDied("exit code 1")
         return INFO
 
     launcher, given = FakeLauncher(2, info=info), lines(30)
@@ -460,7 +460,7 @@ def test_an_engine_is_not_blamed_for_time_in_which_its_driver_was_stopped(monkey
     now = 1100.0
     life.check(reply, num_held=1)
     now = 1200.0
-    with pytest.raises(ReplicaDied, match="no step for 300 s"):
+    with pytest.raises(WorkerDied, match="no step for 300 s"):
         life.check(reply, num_held=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,8 @@ import pytest
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.replicas import device_probe, placement
+from cbatch.isolate.worker import WorkerDied
+from cbatch.replicas import placement
 from cbatch.replicas.placement import Place, find_places
 
 CPU = EngineConfig(device="cpu")
@@ -55,22 +55,24 @@ def _file(folder: Path, text: str) -> Path:
     return path
 
 
-def see_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdout: str, stderr: str = "") -> list[str]:
+def see_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple[str, int, bool] | Exception) -> list[str]:
     """Puts a sign of a GPU in place, and an answer to who asks for devices; returns the names that were asked for."""
     asked: list[str] = []
 
-    def answer(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(json.loads(command[-1])[2][0])
-        return subprocess.CompletedProcess(command, 1, stdout, stderr)
+    def call(method: str, name: str, timeout_s: float) -> tuple[str, int, bool]:
+        asked.append(name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev").mkdir(exist_ok=True)
     (tmp_path / "dev/nvidia0").touch()
-    monkeypatch.setattr(subprocess, "run", answer)
+    monkeypatch.setattr(placement, "Worker", lambda *_, **__: SimpleNamespace(call=call, kill=lambda: None))
     return asked
 
 
-def devices(count: int, kind: str = "cuda", is_rocm: bool = False) -> str:
-    return json.dumps({"kind": kind, "count": count, "is_rocm": is_rocm}) + "\n"
+def devices(count: int, kind: str = "cuda", is_rocm: bool = False) -> tuple[str, int, bool]:
+    return kind, count, is_rocm
 
 
 def shares(places: Sequence[Place]) -> list[tuple[tuple[int, ...], str]]:
@@ -167,7 +169,7 @@ def test_other_accelerators(machine: Callable[..., None], monkeypatch: pytest.Mo
     asked = see_gpus(monkeypatch, tmp_path, devices(2, is_rocm=True))
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "6,7")
     assert [place.environment.get("HIP_VISIBLE_DEVICES") for place in find_places(EngineConfig(), None)] == ["6", "7"]
-    monkeypatch.setattr(placement, "_probe", lambda _: json.loads(devices(2, "xpu")))
+    monkeypatch.setattr(placement, "_probe", lambda _: devices(2, "xpu"))
     assert [place.device for place in find_places(EngineConfig(), None)] == ["xpu:0", "xpu:1"]
     assert asked == ["auto"]
 
@@ -182,25 +184,17 @@ def test_device_that_is_named_is_one(machine: Callable[..., None], device: str) 
 
 
 def test_devices_that_cannot_be_used(
-    machine: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What is wrong with a GPU is said once, before replicas start; it never turns into a slow run without a word."""
     machine(["0", "1"])
-    see_gpus(monkeypatch, tmp_path, json.dumps({"error": "Device 'cuda' cannot be used: no driver."}))
+    see_gpus(monkeypatch, tmp_path, ConfigError("Device 'cuda' cannot be used: no driver."))
     with pytest.raises(ConfigError, match="cannot be used: no driver"):
         find_places(EngineConfig(device="cuda"), 2)
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, devices(1, "cpu"), "No GPU.\n")
-    )
+    see_gpus(monkeypatch, tmp_path, devices(1, "cpu"))
     assert [place.device for place in find_places(EngineConfig(), 2)] == ["cpu", "cpu"]
-    assert caplog.messages == ["No GPU."]
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: x")
-    )
-    with pytest.raises(ConfigError, match="could not be listed: ImportError: x"):
+    see_gpus(monkeypatch, tmp_path, WorkerDied("exit code 1: ImportError: x"))
+    with pytest.raises(ConfigError, match=r"could not be listed: exit code 1: ImportError: x\."):
         find_places(EngineConfig(), 2)
 
 
@@ -214,11 +208,11 @@ def test_variable_says_what_auto_is(
     assert asked == []
 
 
-def test_probe_says_which_devices_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    device_probe.main("cpu")
-    assert json.loads(capsys.readouterr().out) == {"kind": "cpu", "count": 1, "is_rocm": False}
-    device_probe.main("toaster")
-    assert "There is no device 'toaster'" in json.loads(capsys.readouterr().out)["error"]
+def test_probe_says_which_devices_there_are() -> None:
+    """Guards the way to the process that imports torch, and back."""
+    assert placement._probe("cpu") == ("cpu", 1, False)
+    with pytest.raises(ConfigError, match="There is no device 'toaster'"):
+        placement._probe("toaster")
 
 
 def test_places_are_found_without_torch() -> None:

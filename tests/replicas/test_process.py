@@ -20,15 +20,14 @@ from typing import Any
 import psutil
 import pytest
 
-from cbatch.base.child_command import child_command
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError, ConfigError, RequestError
 from cbatch.base.model_files import InvalidFile
-from cbatch.replicas import process, wire
-from cbatch.replicas.launcher import ReplicaDied
+from cbatch.isolate import channel, worker
+from cbatch.isolate.channel import Channel
+from cbatch.isolate.worker import Worker, WorkerDied, child_command
 from cbatch.replicas.placement import Place
-from cbatch.replicas.process import LocalLauncher, ProcessConnection
-from cbatch.replicas.wire import Wire
+from cbatch.replicas.process import LocalLauncher
 from tests.support.fork_server import ROOT
 
 SOON_S = 20.0
@@ -49,7 +48,7 @@ def launcher() -> Iterator[LocalLauncher]:
 
 
 @pytest.fixture
-def replica(launcher: LocalLauncher) -> Iterator[ProcessConnection]:
+def replica(launcher: LocalLauncher) -> Iterator[Worker]:
     replica = launcher.start(0, EngineConfig())
     yield replica
     replica.kill()
@@ -70,8 +69,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def died(replica: ProcessConnection, method: str, *arguments: object, timeout_s: float = SOON_S) -> str:
-    with pytest.raises(ReplicaDied) as raised:
+def died(replica: Worker, method: str, *arguments: object, timeout_s: float = SOON_S) -> str:
+    with pytest.raises(WorkerDied) as raised:
         replica.call(method, *arguments, timeout_s=timeout_s)
     return str(raised.value)
 
@@ -82,7 +81,7 @@ def subclasses(kind: type[CbatchError]) -> Iterator[type[CbatchError]]:
         yield from subclasses(one)
 
 
-def test_values_and_errors_arrive_as_they_are(replica: ProcessConnection) -> None:
+def test_values_and_errors_arrive_as_they_are(replica: Worker) -> None:
     """A large message comes in pieces; an error that pickle cannot make again would look like a death."""
     values: list[object] = [None, {"a": [1.5, "é"]}, os.urandom(3 << 20), EngineConfig(max_seqs=3)]
     assert [replica.call("echo", value, timeout_s=SOON_S) for value in values] == values
@@ -142,18 +141,18 @@ def test_process_has_its_share_of_the_machine_before_anything_is_loaded(tmp_path
         ("write_to_sockets", (b"\x04" + bytes(7) + b"I1\n.",), "an answer that cannot be read: '1'"),
     ],
 )
-def test_death_says_why(replica: ProcessConnection, method: str, arguments: tuple[object, ...], reason: str) -> None:
+def test_death_says_why(replica: Worker, method: str, arguments: tuple[object, ...], reason: str) -> None:
     assert re.match(reason, died(replica, method, *arguments))
 
 
-def test_other_process_with_the_same_descriptors_hides_no_death(replica: ProcessConnection) -> None:
+def test_other_process_with_the_same_descriptors_hides_no_death(replica: Worker) -> None:
     """A library that forks leaves the socket open in its child; the call would wait for the timeout."""
     started = time.monotonic()
     assert died(replica, "fork_then_exit", timeout_s=SOON_S) == "exit code 7"
     assert time.monotonic() - started < SOON_S / 2
 
 
-def test_replica_that_hangs_is_killed_with_what_it_has_started(replica: ProcessConnection) -> None:
+def test_replica_that_hangs_is_killed_with_what_it_has_started(replica: Worker) -> None:
     """A process that is stopped does not react to SIGTERM; a program that it started could hold the GPU."""
     program = replica.call("start_program", timeout_s=SOON_S)
     os.kill(replica.pid, signal.SIGSTOP)
@@ -165,7 +164,7 @@ def test_replica_that_hangs_is_killed_with_what_it_has_started(replica: ProcessC
     assert died(replica, "echo", 1)
 
 
-def test_late_answer_is_not_taken_for_the_next(replica: ProcessConnection) -> None:
+def test_late_answer_is_not_taken_for_the_next(replica: Worker) -> None:
     replica.call("echo", 1, timeout_s=SOON_S)
     os.kill(replica.pid, signal.SIGSTOP)
     died(replica, "echo", "late", timeout_s=0.01)
@@ -173,7 +172,7 @@ def test_late_answer_is_not_taken_for_the_next(replica: ProcessConnection) -> No
     died(replica, "echo", "next", timeout_s=1)
 
 
-def test_message_that_nobody_reads_does_not_block_for_ever(replica: ProcessConnection) -> None:
+def test_message_that_nobody_reads_does_not_block_for_ever(replica: Worker) -> None:
     replica.call("echo", 1, timeout_s=SOON_S)
     os.kill(replica.pid, signal.SIGSTOP)
     assert died(replica, "echo", bytes(8 << 20), timeout_s=0.1) == "no answer for 0.1 s"
@@ -189,14 +188,14 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: pyte
             now += 1000.0
             return super().recv_into(*arguments)
 
-    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now))
     ours, others = socket.socketpair()
     with StoppedEnd(fileno=ours.detach()) as end, others:
-        Wire(others).send("the answer")
-        assert Wire(end).receive(timeout_s=300) == "the answer"
+        Channel(others).send(b"the answer")
+        assert Channel(end).receive(timeout_s=300) == b"the answer"
 
 
-def test_kill_wakes_a_call_of_another_thread(replica: ProcessConnection) -> None:
+def test_kill_wakes_a_call_of_another_thread(replica: Worker) -> None:
     reasons: list[str] = []
     thread = threading.Thread(target=lambda: reasons.append(died(replica, "sleep")))
     thread.start()
@@ -206,7 +205,7 @@ def test_kill_wakes_a_call_of_another_thread(replica: ProcessConnection) -> None
     assert reasons == ["killed"]
 
 
-def test_signals_to_all_are_for_the_parent(replica: ProcessConnection) -> None:
+def test_signals_to_all_are_for_the_parent(replica: Worker) -> None:
     """Ctrl-C and a batch system's SIGTERM reach every process; replicas that end would lose what is finished."""
     replica.call("echo", 1, timeout_s=SOON_S)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -219,9 +218,9 @@ def test_signals_to_all_are_for_the_parent(replica: ProcessConnection) -> None:
     ("factory", "kind", "message"),
     [
         ("refusing", ConfigError, "there is no model nowhere."),
-        ("failing", ReplicaDied, "OSError: .*Input/output error"),
-        ("ending", ReplicaDied, "exit code 3: last words"),
-        ("no_such_function", ReplicaDied, "AttributeError: .*no_such_function"),
+        ("failing", WorkerDied, "OSError: .*Input/output error"),
+        ("ending", WorkerDied, "exit code 3: last words"),
+        ("no_such_function", WorkerDied, "AttributeError: .*no_such_function"),
     ],
 )
 def test_failing_start_says_why(factory: str, kind: type[Exception], message: str) -> None:
@@ -234,9 +233,9 @@ def test_failing_start_says_why(factory: str, kind: type[Exception], message: st
 def test_program_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many processes or little memory make a start fail that succeeds later; no descriptor is left behind."""
     with closing(launcher_of("stub")) as launcher:
-        monkeypatch.setattr(process, "child_command", lambda *_: ["/no/such/python"])
+        monkeypatch.setattr(worker, "child_command", lambda *_: ["/no/such/python"])
         before = psutil.Process().num_fds()
-        with pytest.raises(ReplicaDied, match=r"could not be started: .*No such file"):
+        with pytest.raises(WorkerDied, match=r"could not be started: .*No such file"):
             launcher.start(0, EngineConfig())
         assert psutil.Process().num_fds() <= before  # those of earlier tests may be closed meanwhile
 
@@ -256,8 +255,8 @@ def test_messages_come_line_by_line_with_the_name(
     launcher: LocalLauncher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a library writes could control the terminal, fill it, or mix with the answers."""
-    monkeypatch.setattr(process, "MAX_LINES", 6)
-    monkeypatch.setattr(process, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(worker, "MAX_LINES", 6)
+    monkeypatch.setattr(worker, "MAX_LINE_BYTES", 10)
     with caplog.at_level(logging.WARNING, "cbatch"):
         replica = launcher.start(0, EngineConfig())
         replica.call("write", b"\x1b[31mred\x07\n\n50%\r100%\r\n", timeout_s=SOON_S)
@@ -321,7 +320,7 @@ def test_replica_whose_parent_ended_before_it_began_ends() -> None:
     """Linux tells only of deaths that come later."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = child_command("cbatch.replicas.process_main", theirs.fileno(), theirs.fileno(), 1)
+        command = child_command("json:loads", theirs.fileno(), theirs.fileno(), 1, [], None)
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=SOON_S).returncode == 1
 
 
@@ -344,8 +343,8 @@ def test_closed_launcher_has_killed_all_and_starts_none() -> None:
     replicas[0].call("echo", 1, timeout_s=SOON_S)
     launcher.close()
     assert not any(psutil.pid_exists(replica.pid) for replica in replicas)
-    with pytest.raises(ReplicaDied):
+    with pytest.raises(WorkerDied):
         launcher._start(0, EngineConfig())  # one that was waiting until the others were killed
-    with pytest.raises(ReplicaDied):
+    with pytest.raises(WorkerDied):
         launcher.start(0, EngineConfig())
     launcher.close()

@@ -19,8 +19,8 @@ from cbatch.batch.driver import BatchDriver, StreamObserver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
+from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.launcher import ReplicaDied
 from tests.support.fake_replicas import wait_until
 
 pytest.importorskip("ray", reason="a cluster needs ray, which is not installed")
@@ -74,7 +74,7 @@ def test_actors_are_called(launcher: RayLauncher) -> None:
     with pytest.raises(RequestError, match="The row is wrong") as refused:
         first.call("refuse", timeout_s=60)
     assert refused.value.code == "invalid_row"
-    with pytest.raises(ReplicaDied, match="something is wrong"):
+    with pytest.raises(WorkerDied, match="something is wrong"):
         first.call("break_down", timeout_s=60)
     with pytest.raises(ConfigError, match="no such model"):
         second.kill()
@@ -86,20 +86,20 @@ def test_deaths_are_noticed(launcher: RayLauncher, caplog: pytest.LogCaptureFixt
     monkeypatch.setattr(ray_cluster, "NOTICE_SECONDS", 0.2)
     first, second = started(launcher, 0), started(launcher, 1)
     second.call("echo", timeout_s=60)
-    with pytest.raises(ReplicaDied, match="died"):
+    with pytest.raises(WorkerDied, match="died"):
         first.call("die", timeout_s=60)
-    with pytest.raises(ReplicaDied, match="has not answered for 1 s"):
+    with pytest.raises(WorkerDied, match="has not answered for 1 s"):
         second.call("hang", timeout_s=1)
     started_at = time.monotonic()
     second.kill()
     second.kill()
     assert time.monotonic() - started_at < 2
-    with pytest.raises(ReplicaDied, match="killed"):
+    with pytest.raises(WorkerDied, match="killed"):
         second.call("echo", timeout_s=60)
     both = started(launcher, 0), started(launcher, 1)
     for connection in both:
         connection.call("echo", timeout_s=60)
-    with pytest.raises(ReplicaDied, match="has not answered"):  # there are two CPUs
+    with pytest.raises(WorkerDied, match="has not answered"):  # there are two CPUs
         started(launcher, 2).call("echo", timeout_s=0.5)
     assert "replica 3 waits until a node of the cluster has free what it needs: num_cpus 1" in caplog.text
 
@@ -133,7 +133,7 @@ def test_addresses_without_a_cluster(address: str, sentence: str) -> None:
 def test_rays_messages_stay_out_of_the_rows(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards standard output, where Ray prints the deaths of workers, and rows are written."""
     launcher = RayLauncher(cluster.address, factory=FAKE)
-    with pytest.raises(ReplicaDied):
+    with pytest.raises(WorkerDied):
         started(launcher).call("die", timeout_s=60)
     time.sleep(1)
     print("a row")

@@ -16,7 +16,7 @@ from cbatch.batch.driver import StreamObserver
 from cbatch.batch.lines import Line
 from cbatch.batch.output_row import OutputRow
 from cbatch.batch.row_options import RowOptions
-from cbatch.replicas import process
+from cbatch.isolate import worker
 from cbatch.replicas import supervisor as supervisor_module
 from cbatch.replicas.dispatcher import Dispatcher
 from cbatch.replicas.driver import ReplicaDriver
@@ -105,7 +105,7 @@ def test_what_a_replica_says_is_read_on_when_it_cannot_be_shown(monkeypatch: pyt
     def broken(*arguments: Any) -> None:
         raise Panic("boom")
 
-    monkeypatch.setattr(process, "_log", SimpleNamespace(warning=broken))
-    messages = process._Messages("replica 1", Stream())  # type: ignore[arg-type]
+    monkeypatch.setattr(worker, "_log", SimpleNamespace(warning=broken))
+    messages = worker._Messages("replica 1", Stream())  # type: ignore[arg-type]
     wait_until(lambda: not lines)
     assert messages.last() == "one / two / three"

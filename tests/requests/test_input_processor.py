@@ -20,7 +20,7 @@ from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.requests.prompts import read_prompt
 from cbatch.schedule.limits import SequenceLimits
-from cbatch.text.fast_loader import TransformersTokenizer
+from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import QWEN3
 from tests.support.model_folder import TEMPLATE, make_tokenizer
@@ -41,7 +41,7 @@ def processor(
     tokenizer = make_tokenizer()
     tokenizer.chat_template = chat_template
     model = ModelInfo(
-        tokenizer=ChatTokenizer(TransformersTokenizer(tokenizer)),
+        tokenizer=ChatTokenizer(of_transformers(tokenizer)),
         default_params=SamplingParams(),
         limits=SequenceLimits(1 << 20, 1 << 20),
         fingerprint="model",

@@ -15,7 +15,7 @@ from cbatch.batch.lines import Line
 from cbatch.batch.output_row import RowOutcome
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
-from cbatch.replicas.launcher import ReplicaDied
+from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.messages import FinishedRow, ReplicaInfo, Reply
 from cbatch.schedule.limits import EngineLimits
 
@@ -84,17 +84,17 @@ class FakeConnection:
         self.calls[method] += 1
         try:
             if self.launcher.dies(self, method, False):
-                raise ReplicaDied("exit code 3")
+                raise WorkerDied("exit code 3")
             answer = getattr(self, f"_{method}")(*arguments)
             if self.launcher.dies(self, method, True):
-                raise ReplicaDied("exit code 3")
+                raise WorkerDied("exit code 3")
             if self.killed.is_set():
-                raise ReplicaDied("killed")
+                raise WorkerDied("killed")
         except _NoAnswer:
             self.killed.wait(timeout_s)
             self._die()
-            raise ReplicaDied(f"no answer for {timeout_s:g} s") from None
-        except ReplicaDied:
+            raise WorkerDied(f"no answer for {timeout_s:g} s") from None
+        except WorkerDied:
             if method == "exchange":  # those that it was being given
                 self.held |= {line.index: line for line in arguments[0]}
             self._die()
@@ -151,7 +151,7 @@ class FakeConnection:
         for line in running:
             data = line.data or b""
             if b"poison" in data:
-                raise ReplicaDied("killed by signal 9 (Killed)")
+                raise WorkerDied("killed by signal 9 (Killed)")
             if b"hang" in data and self.life == 1:
                 raise _NoAnswer
             if b"slow" in data and self.number == 0:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from cbatch.replicas import process, process_main
+from cbatch.isolate import child, worker
 
 
 class ForkedProcess(subprocess.Popen[bytes]):
@@ -24,7 +24,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any) -> None:
         _, module, arguments = json.loads(command[-1])
-        assert module == process_main.__name__
+        assert module == child.__name__
         self.args, self.returncode, self.stdin, self.stderr = command, None, None, None
         self._waitpid_lock = threading.Lock()
         self._child_created = True
@@ -38,7 +38,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
         self.stdout = os.fdopen(reading, "rb")
 
 
-def _go_on(arguments: list[int], output: int, kept: Sequence[int], env: Mapping[str, str]) -> NoReturn:
+def _go_on(arguments: list[Any], output: int, kept: Sequence[int], env: Mapping[str, str]) -> NoReturn:
     try:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -52,7 +52,7 @@ def _go_on(arguments: list[int], output: int, kept: Sequence[int], env: Mapping[
         logging.getLogger().handlers.clear()
         os.environ.clear()
         os.environ.update(env)
-        process_main.main(*arguments)
+        child.main(*arguments)
     finally:
         os._exit(1)
 
@@ -62,5 +62,5 @@ def forked_replicas() -> Iterator[None]:
     """Lets a LocalLauncher fork. Import and compile what replicas need before, for example by an engine."""
     names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", SimpleNamespace(Popen=ForkedProcess, **names))
+        patch.setattr(worker, "subprocess", SimpleNamespace(Popen=ForkedProcess, **names))
         yield

@@ -8,7 +8,7 @@ from typing import Any
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.replicas.launcher import ReplicaDied
+from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.replica import InProcessConnection
 
 
@@ -54,7 +54,7 @@ class MortalReplica(InProcessConnection):
             super().call(method, *arguments, timeout_s=timeout_s)
             self._is_dead.set()
         if self._is_dead.is_set():
-            raise ReplicaDied("the test says so")
+            raise WorkerDied("the test says so")
         return super().call(method, *arguments, timeout_s=timeout_s)
 
     def kill(self) -> None:

@@ -25,9 +25,10 @@ from cbatch.batch.output_row import OutputRow
 from cbatch.batch.pipeline import Pipeline, RunObserver
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
+from cbatch.isolate.worker import Worker
 from cbatch.replicas.messages import LINGER_SECONDS, Reply
 from cbatch.replicas.placement import find_places
-from cbatch.replicas.process import LocalLauncher, ProcessConnection
+from cbatch.replicas.process import LocalLauncher
 from cbatch.replicas.replica import Replica
 from cbatch.replicas.stream import FAILED
 
@@ -73,10 +74,10 @@ class KillableLauncher(LocalLauncher):
 
     def __init__(self, num_replicas: int) -> None:
         super().__init__(find_places(CONFIG, num_replicas), f"{__name__}:open_fragile")
-        self.living: dict[int, ProcessConnection] = {}
+        self.living: dict[int, Worker] = {}
         self.num_starts = 0
 
-    def start(self, number: int, config: EngineConfig) -> ProcessConnection:
+    def start(self, number: int, config: EngineConfig) -> Worker:
         connection = super().start(number, config)
         self.living[number] = connection
         self.num_starts += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.text.fast_loader import TransformersTokenizer
+from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
 from cbatch.text.tool_calls import TOOL_TAGS
 from tests.support.chat_templates import LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
@@ -54,4 +54,4 @@ def make_chat_tokenizer(template: str, *, are_special: bool = True) -> ChatToken
     else:
         theirs.add_tokens(TAGS)
     theirs.add_tokens(["<think>", "</think>"])
-    return ChatTokenizer(TransformersTokenizer(theirs))
+    return ChatTokenizer(of_transformers(theirs))

@@ -9,9 +9,9 @@ import pytest
 
 from cbatch.base.errors import RequestError
 from cbatch.base.template_options import TemplateOptions
-from cbatch.text.backend.local import LocalBackend
+from cbatch.text.backend import LocalBackend, TextTokenizer
 from cbatch.text.chat_template import render_chat
-from cbatch.text.fast_loader import TextTokenizer, TransformersTokenizer
+from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import TEMPLATES
 from tests.support.model_folder import TEMPLATE, make_tokenizer
@@ -162,7 +162,7 @@ def test_nothing_leads_out_of_the_sandbox(template: str) -> None:
     assert found == "text: " or found.startswith(("SecurityError", "UndefinedError"))
 
 
-@pytest.mark.parametrize("make", [TransformersTokenizer, lambda theirs: plain(theirs)])
+@pytest.mark.parametrize("make", [of_transformers, lambda theirs: plain(theirs)])
 def test_a_template_is_told_the_date(make: Any) -> None:
     """Guards templates that write down the date, whoever made the tokenizer, with a date and with the fixed one."""
     theirs = make_tokenizer()

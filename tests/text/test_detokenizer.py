@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import FinishReason, TokenEvent
-from cbatch.text.backend.local import LocalBackend
+from cbatch.text.backend import LocalBackend
 from cbatch.text.detokenizer import IncrementalDetokenizer, OutputDetokenizer
 
 

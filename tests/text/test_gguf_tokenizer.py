@@ -13,7 +13,7 @@ from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from cbatch.base.errors import ModelError
 from cbatch.text import gguf_tokenizer
-from cbatch.text.fast_loader import TextTokenizer
+from cbatch.text.backend import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of
 from tests.support.gguf_files import tokenizer_metadata
 
@@ -96,7 +96,7 @@ def read(metadata: dict[str, Any]) -> TextTokenizer:
 
 def compare(found: TextTokenizer, expected: Callable[[str], list[int]], texts: list[str] = TEXTS) -> None:
     for text in texts:
-        assert found.encode(text, add_special_tokens=False).ids == expected(text), text
+        assert found.backend.encode(text, add_special_tokens=False).ids == expected(text), text
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -143,7 +143,7 @@ def test_special_tokens_that_are_not_bytes() -> None:
     found = read(tokenizer_metadata(backend, tokens_of(backend), "gpt-2"))
     texts = ["<｜begin▁of▁sentence｜>Hi a  b", "a  b", "x<｜begin▁of▁sentence｜>"]
     compare(found, lambda text: backend.encode(text).ids, texts)
-    assert len(found.encode("<｜begin▁of▁sentence｜>").ids) == 1
+    assert len(found.backend.encode("<｜begin▁of▁sentence｜>").ids) == 1
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +190,8 @@ def test_sentence_pieces(pieces: Any) -> None:
     compare(found, pieces.encode, PLAIN)
     for text in PLAIN:
         assert found.backend.decode(pieces.encode(text)) == pieces.decode(pieces.encode(text))
-    assert found.encode("x").ids[0] == pieces.bos_id() == found.bos_id
-    assert found.encode("<think>", add_special_tokens=False).ids == [pieces.piece_to_id("<think>")]
+    assert found.backend.encode("x").ids[0] == pieces.bos_id() == found.bos_id
+    assert found.backend.encode("<think>", add_special_tokens=False).ids == [pieces.piece_to_id("<think>")]
 
 
 def test_scores_in_another_order_are_seen(pieces: Any) -> None:
@@ -226,7 +226,7 @@ def test_gemma(pieces: Any) -> None:
     found = read(metadata | changed)
     compare(found, lambda text: expected(text, add_special_tokens=False).input_ids, PLAIN)
     for text in PLAIN:
-        assert found.backend.decode(found.encode(text).ids) == text
+        assert found.backend.decode(found.backend.encode(text).ids) == text
 
 
 def test_ends_and_named_tokens() -> None:
@@ -247,9 +247,9 @@ def test_texts_begin_and_end_as_the_file_says() -> None:
     metadata = tokenizer_metadata(backend, tokens, "gpt-2") | {
         "tokenizer.ggml.bos_token_id": first, "tokenizer.ggml.eos_token_id": last
     }  # fmt: skip
-    assert first not in read(metadata).encode("Hi").ids and read(metadata).bos_id == first
+    assert first not in read(metadata).backend.encode("Hi").ids and read(metadata).bos_id == first
     both = read(metadata | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True})
-    assert both.encode("Hi").ids[0] == first and both.encode("Hi").ids[-1] == last
+    assert both.backend.encode("Hi").ids[0] == first and both.backend.encode("Hi").ids[-1] == last
     assert both.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 
 
@@ -291,6 +291,6 @@ def test_normalization_is_qwens() -> None:
     backend = trained(SPLITS["gpt-2"](), normalizer=normalizers.NFC())
     metadata = tokenizer_metadata(backend, tokens_of(backend), "gpt-2")
     text = "Cafe\u0301"
-    assert read(metadata).backend.decode(read(metadata).encode(text).ids) == text
+    assert read(metadata).backend.decode(read(metadata).backend.encode(text).ids) == text
     qwen = read(metadata | {"tokenizer.ggml.pre": "qwen2"})
-    assert qwen.backend.decode(qwen.encode(text).ids) == "Caf\u00e9"
+    assert qwen.backend.decode(qwen.backend.encode(text).ids) == "Caf\u00e9"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import ModelError
+from cbatch.isolate.worker import WorkerFailed
+from cbatch.text import template_renderer
 from cbatch.text.chat_template import render_chat
-from cbatch.text.template_renderer import TemplateFailed, TemplateRenderer, known_weight
-from cbatch.text.template_sandbox import template_check
-from cbatch.text.template_worker import TemplateWorker
+from cbatch.text.template_renderer import TemplateRenderer, known_weight, template_check
 from tests.support.chat_templates import TEMPLATES
 from tests.text.test_chat_template import DAY, MESSAGES, SPECIAL, TOOL, VARIABLES
 
@@ -25,13 +25,17 @@ ENDS = "{% endif %}{{ messages[0].content }}"
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[TemplateWorker]:
-    yield TemplateWorker(cpu_seconds=1)
+def worker() -> Iterator[TemplateRenderer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_renderer, "LIMITS", template_renderer.LIMITS._replace(cpu_seconds=1))
+        made = TemplateRenderer()
+    yield made
+    made.sandbox.close()
 
 
-def render(worker: TemplateWorker, template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+def render(worker: TemplateRenderer, template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
     given = {"tools": [], "special_tokens": SPECIAL, "today": DAY, "variables": variables}
-    return TemplateRenderer(worker).render(template, messages, **given)
+    return worker.render(template, messages, **given)
 
 
 @pytest.mark.parametrize(
@@ -41,62 +45,62 @@ def render(worker: TemplateWorker, template: str, messages: list[dict[str, Any]]
 )
 @pytest.mark.parametrize("when", [ONE_MESSAGE, "{% if bos_token %}", "{% generation %}{% if true %}"])
 def test_a_template_that_is_bad_for_real_conversations_harms_only_them(
-    worker: TemplateWorker, what: str, reason: str, when: str
+    worker: TemplateRenderer, what: str, reason: str, when: str
 ) -> None:
     """Guards the run against a template that passes the trial at load: its row fails, and the next is rendered."""
     template = when + what + ENDS + ("{% endgeneration %}" if "generation" in when else "")
-    with pytest.raises(TemplateFailed, match=reason):
+    with pytest.raises(WorkerFailed, match=reason):
         render(worker, template, MESSAGES[:1])
     good = ONE_MESSAGE + what + ENDS
     assert render(worker, good, [{"role": "user", "content": "é\ud800"}, *MESSAGES]) == "é\ud800"
 
 
-def test_arguments_of_filters_are_bounded_too(worker: TemplateWorker) -> None:
+def test_arguments_of_filters_are_bounded_too(worker: TemplateRenderer) -> None:
     """Guards against native code that gets a width from a template or a row."""
-    with pytest.raises(TemplateFailed, match=r"writes too much|does not end|too much memory"):  # as fast as it writes
+    with pytest.raises(WorkerFailed, match=r"writes too much|does not end|too much memory"):  # as fast as it writes
         render(worker, "{{ messages | tojson(indent=width) }}", MESSAGES, width=99_999_999)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_both_ways_give_the_same_text(worker: TemplateWorker, name: str) -> None:
+def test_both_ways_give_the_same_text(worker: TemplateRenderer, name: str) -> None:
     """Guards what goes through the pipe: tools, variables, the date and options."""
     given: dict[str, Any] = {"tools": [TOOL], "special_tokens": SPECIAL, "today": DAY, "variables": VARIABLES}
     expected = render_chat(TEMPLATES[name], MESSAGES[:2], **given)
-    assert TemplateRenderer(worker).render(TEMPLATES[name], MESSAGES[:2], **given) == expected
-    assert worker.render(TEMPLATES[name], {"messages": MESSAGES[:2], **given}) == expected
+    assert worker.render(TEMPLATES[name], MESSAGES[:2], **given) == expected
+    assert worker.render_elsewhere(TEMPLATES[name], messages=MESSAGES[:2], **given) == expected
 
 
-def test_a_refusal_keeps_its_words(worker: TemplateWorker) -> None:
+def test_a_refusal_keeps_its_words(worker: TemplateRenderer) -> None:
     """Guards the sentence in the row's error."""
     template = "{% macro f() %}{% endmacro %}{{ raise_exception('no system messages') }}"
-    with pytest.raises(TemplateFailed, match=r"^no system messages$"):
+    with pytest.raises(WorkerFailed, match=r"^no system messages$"):
         render(worker, template, MESSAGES)
 
 
 def test_a_process_that_is_killed_fails_one_row() -> None:
     """Guards against code of the interpreter that breaks: the next row gets a new process."""
-    worker = TemplateWorker()
+    worker = TemplateRenderer()
     template = "{% macro f() %}{% endmacro %}{{ messages[0].content }}"
     assert render(worker, template, [{"role": "user", "content": "one"}]) == "one"
-    assert worker._process is not None
-    child = worker._process._child
+    assert worker.sandbox.worker is not None
+    child = worker.sandbox.worker
     os.kill(child.pid, signal.SIGSTOP)  # so that the request is still there when it dies
     os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    child._process.wait()
     assert render(worker, template, [{"role": "user", "content": "two"}]) == "two"
 
 
-def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateWorker) -> None:
+def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateRenderer) -> None:
     """Guards against work that is bounded, but not small: each message writes all of them."""
     template = "{% for m in messages %}{{ messages | tojson }}{% endfor %}"
     assert known_weight(template) is not None
     messages = [{"role": "user", "content": "a" * 100}] * 5000
-    with pytest.raises(TemplateFailed, match=r"too much|does not end"):
+    with pytest.raises(WorkerFailed, match=r"too much|does not end"):
         render(worker, template, messages)
 
 
 @pytest.mark.parametrize("template", ["a" * 50_000_000, "{%if a%}{%endif%}" * 150_000], ids=["long", "many tags"])
 def test_an_enormous_template_is_refused_before_it_is_read(template: str) -> None:
     """Guards the start against templates that take minutes only to be parsed."""
-    with pytest.raises(ModelError, match="too large"):
-        template_check(template)
+    with pytest.raises(ModelError, match="too large"), template_check(template):
+        pass

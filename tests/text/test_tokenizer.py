@@ -10,9 +10,10 @@ from transformers import AutoTokenizer
 from cbatch.base.errors import ModelError, RequestError
 from cbatch.base.template_options import TemplateOptions
 from cbatch.model.load_plan import DEMO_MODEL
-from cbatch.text.backend.local import LocalBackend
-from cbatch.text.fast_loader import TextTokenizer, TransformersTokenizer
-from cbatch.text.template_sandbox import TemplateSandbox
+from cbatch.text import template_renderer
+from cbatch.text.backend import LocalBackend, TextTokenizer
+from cbatch.text.loading import of_transformers
+from cbatch.text.template_renderer import template_check
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, QWEN3, TEMPLATES
 from tests.support.model_folder import TEMPLATE, make_tokenizer
@@ -27,7 +28,7 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def ours(theirs: Any) -> ChatTokenizer:
-    return ChatTokenizer(TransformersTokenizer(theirs))
+    return ChatTokenizer(of_transformers(theirs))
 
 
 def test_chat_equals_transformers(ours: ChatTokenizer, theirs: Any) -> None:
@@ -49,7 +50,7 @@ def test_special_tokens_anywhere_in_a_message_stay_text() -> None:
     """Guards names, roles and whatever else a template may print, and private-use characters of the user's own."""
     theirs = make_tokenizer()
     theirs.chat_template = "{% for m in messages %}<|im_start|>{{ m.name }}: {{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer = ChatTokenizer(TransformersTokenizer(theirs))
+    tokenizer = ChatTokenizer(of_transformers(theirs))
     ids = tokenizer.encode_chat([{"role": "user", "name": "bob<|im_end|><|bos|>", "content": "\ue000\ue0f0999 hi"}])
     assert [token for token in ids if token in (BOS, START, END)] == [START, END]
     text = "<|im_start|>bob<|im_end|><|bos|>: \ue000\ue0f0999 hi<|im_end|>"
@@ -84,7 +85,7 @@ def tool_with(text: str) -> dict[str, Any]:
 def with_template(template: str | dict[str, str]) -> ChatTokenizer:
     theirs = make_tokenizer()
     theirs.chat_template = template
-    return ChatTokenizer(TransformersTokenizer(theirs))
+    return ChatTokenizer(of_transformers(theirs))
 
 
 def decode(tokenizer: ChatTokenizer, ids: list[int]) -> str:
@@ -98,7 +99,7 @@ def test_tools_reach_the_template() -> None:
     tools = [tool_with("a place"), tool_with("a thing")]
     messages = [{"role": "user", "content": "hello"}]
     expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
-    ours = ChatTokenizer(TransformersTokenizer(theirs))
+    ours = ChatTokenizer(of_transformers(theirs))
     ids = ours.encode_chat(messages, tools=tools)
     assert ids == expected
     assert decode(ours, ids).count("a place") == 5
@@ -172,7 +173,7 @@ def test_a_continued_message_has_the_tokens_of_transformers(name: str, final: st
     """Guards against an end-of-turn token, or a new turn, between a message and what continues it."""
     theirs = AutoTokenizer.from_pretrained(DEMO_MODEL) if name == "demo" else make_tokenizer()
     theirs.chat_template = TEMPLATES.get(name, theirs.chat_template)
-    ours, messages = ChatTokenizer(TransformersTokenizer(theirs)), conversation(final)
+    ours, messages = ChatTokenizer(of_transformers(theirs)), conversation(final)
     options = {"date_string": "26 Jul 2024"}  # transformers would take the clock's
     expected = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False, **options)
     template = TemplateOptions(options, continue_final_message=True)
@@ -327,7 +328,7 @@ def test_no_template_is_said() -> None:
     """Guards against messages that are silently pasted together for a base model."""
     theirs = make_tokenizer()
     theirs.chat_template = None
-    bare = ChatTokenizer(TransformersTokenizer(theirs))
+    bare = ChatTokenizer(of_transformers(theirs))
     assert not bare.chat_template
     with pytest.raises(RequestError, match="no chat template"):
         bare.encode_chat([{"role": "user", "content": "x"}])
@@ -342,29 +343,30 @@ LATER = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + WITH_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}", WITH_TOOLS, LATER])
-def test_a_template_that_never_ends_is_refused_at_load(template: str) -> None:
+def test_a_template_that_never_ends_is_refused_at_load(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the engine against a template that hangs, or eats all memory, with every first message."""
-    with pytest.raises(ModelError, match="chat template"), TemplateSandbox(template, timeout=0.7):
+    monkeypatch.setattr(template_renderer, "TRIAL_SECONDS", 0.7)
+    with pytest.raises(ModelError, match="chat template"), template_check(template):
         pass
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{{ raise_exception('roles must alternate') }}", "{% unknown %}"])
 def test_other_templates_pass_their_trial(template: str) -> None:
     """Guards against refusing a model for what only its rows can decide."""
-    with TemplateSandbox(template):
+    with template_check(template):
         pass
 
 
 def test_a_prompt_far_too_long_is_not_encoded(ours: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: an encoding takes 200 times the bytes of its text, so only the beginning is encoded."""
     encoded: list[int] = []
-    encode = TransformersTokenizer.encode
+    encode = LocalBackend.encode
 
-    def counting(self: TransformersTokenizer, text: str, **options: Any) -> Any:
+    def counting(self: LocalBackend, text: str, **options: Any) -> Any:
         encoded.append(len(text))
         return encode(self, text, **options)
 
-    monkeypatch.setattr(TransformersTokenizer, "encode", counting)
+    monkeypatch.setattr(LocalBackend, "encode", counting)
     text = "all that is said <|im_end|> " * 100_000
     for asked in (lambda: ours.encode(text, context=100), lambda: ours.encode_chat(_user(text), context=100)):
         with pytest.raises(RequestError, match="more than 100 tokens; the model's context of 100") as raised:

@@ -122,12 +122,10 @@ def test_a_check_ends_with_its_run() -> None:
     assert validation is not None
     checker = Checker(validation, threading.Event())
     checker.error_of("ab")
-    process = checker._process
-    assert process is not None and process.stdin is not None
-    print(json.dumps([0, "a" * 60]), file=process.stdin, flush=True)
-    assert process.wait(20) != 0, "nobody has killed it"
-    with process:
-        pass
+    worker = checker.sandbox.worker
+    assert worker is not None
+    worker.send("error_of", 0, "a" * 60, timeout_s=20)
+    assert worker._process.wait(20) != 0, "nobody has killed it"
 
 
 @pytest.mark.parametrize(

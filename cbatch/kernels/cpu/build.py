@@ -5,15 +5,17 @@ The code is kept on disk, where the process that needs it finds it. Numba compil
 
 from __future__ import annotations
 
-import pickle
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import Any
 
-from cbatch.base.child_command import child_command
+from cbatch.isolate.worker import Worker, WorkerFailed
 from cbatch.kernels.cpu.jit import Part, address_of, is_kept
+
+SEND_SECONDS = 60.0
+"""How long a process may take to read what it is to compile."""
 
 
 @contextmanager
@@ -37,20 +39,19 @@ def built_beside(parts: Iterable[Part], processes: int) -> Iterator[None]:
     finally:
         for builder in builders:
             builder.kill()
-            builder.wait()
 
 
-def _start(parts: list[Part]) -> subprocess.Popen[bytes]:
-    nowhere = subprocess.DEVNULL
-    builder = subprocess.Popen(child_command(__name__), stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
+def _start(parts: list[Part]) -> Worker:
+    builder = Worker(f"{__name__}:Builder")
     named = [(part.function.__module__, part.function.__name__, part.signature) for part in parts]
-    assert builder.stdin is not None
-    with suppress(BrokenPipeError), builder.stdin:
-        builder.stdin.write(pickle.dumps(named))
+    with suppress(WorkerFailed):
+        builder.send("compile", named, timeout_s=SEND_SECONDS)
     return builder
 
 
-def main() -> None:
-    """Compiles the parts that are named on the standard input."""
-    for module, name, signature in pickle.load(sys.stdin.buffer):
-        address_of(Part(getattr(import_module(module), name), signature))
+class Builder:
+    """What compiles in another process."""
+
+    def compile(self, parts: list[tuple[str, str, Any]]) -> None:
+        for module, name, signature in parts:
+            address_of(Part(getattr(import_module(module), name), signature))

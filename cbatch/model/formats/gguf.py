@@ -24,7 +24,7 @@ from cbatch.model.formats.integers import tell_rounded, tell_widened
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.programs.named_tensors import check_weights
 from cbatch.runtime.memory import is_out_of_memory
-from cbatch.text.fast_loader import TextTokenizer
+from cbatch.text.backend import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens
 
 if TYPE_CHECKING:

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import Constraint
 from cbatch.extras import missing_package
+from cbatch.isolate.sandbox import Sandbox
+from cbatch.isolate.worker import WorkerFailed
 from cbatch.sample.structured.grammar import CompiledGrammar
 from cbatch.sample.structured.lark import check_source, constraint_error, to_lark
-from cbatch.sample.structured.sandbox import LIMITS, GrammarSandbox, Vocabulary
+from cbatch.sample.structured.sandbox import LIMITS, TOO_COMPLEX, TRIAL_LIMITS, Vocabulary
 from cbatch.sample.structured.tool_choice import ToolCallGrammar
 from cbatch.text.tokenizer import ChatTokenizer
 
 CACHE_SIZE = 128
+TRIAL = "cbatch.sample.structured.sandbox:GrammarTrial"
 
 
 class ConstraintCompiler:
@@ -38,7 +40,7 @@ class ConstraintCompiler:
         self._compiling = threading.Lock()
         self._known: WeakValueDictionary[Constraint, CompiledGrammar | RequestError] = WeakValueDictionary()
         self._recent = lru_cache(CACHE_SIZE)(self._known.__getitem__)  # keeps them; raises KeyError for unknown ones
-        self._sandbox: GrammarSandbox | None = None
+        self._sandbox = Sandbox(TRIAL, limits=TRIAL_LIMITS)
         self._library: Any = None
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -59,9 +61,8 @@ class ConstraintCompiler:
         return known
 
     def close(self) -> None:
-        """Ends the child process that tries constraints. The next compilation starts a new one."""
-        if self._sandbox is not None:
-            self._sandbox.close()
+        """Ends the child process that tries constraints. Nothing can be compiled any more."""
+        self._sandbox.close()
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
         self._load()
@@ -96,8 +97,11 @@ class ConstraintCompiler:
         return token if token in self._special else None
 
     def _check(self, constraint: Constraint, grammar: str, part: str = "") -> None:
-        assert self._sandbox is not None
-        if wrong := self._sandbox.check(grammar):
+        try:
+            wrong = self._sandbox.call("check", grammar)
+        except WorkerFailed:
+            wrong = TOO_COMPLEX
+        if wrong:
             raise constraint_error(constraint, wrong, part)
 
     def _load(self) -> None:
@@ -118,5 +122,4 @@ class ConstraintCompiler:
         tokens += [b""] * (self.vocab_size - len(tokens))
         self._vocabulary = llguidance.LLTokenizer(Vocabulary(tokens, self._special))
         self._model_tokenizer = known
-        self._sandbox = GrammarSandbox(str(Path(llguidance.__file__).parent.parent))
         self._library = llguidance

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 import random
 import re
 import resource
-import signal
 import string
 import sys
 import threading
@@ -27,15 +25,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import Constraint, Kind
+from cbatch.isolate.sandbox import Sandbox
+from cbatch.isolate.worker import WorkerDied
 from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.sample.structured import compiler as compiler_module
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import GrammarState
 from cbatch.sample.structured.lark import to_lark
 from cbatch.sample.structured.masks import MaskFiller, Place, TokenMasks
-from cbatch.sample.structured.sandbox import TOO_COMPLEX, GrammarSandbox
+from cbatch.sample.structured.sandbox import TRIAL_LIMITS
 from cbatch.sample.structured.token_bitmask import bitmask_size, full_bitmask, to_bools
-from cbatch.text.fast_loader import TransformersTokenizer
+from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
 
 WIDTH = 1030  # of the demo model's logits, were they wider than its tokenizer's vocabulary of 1,024
@@ -64,7 +64,7 @@ TOKENS = token_bytes()
 
 @pytest.fixture(scope="module")
 def demo() -> ChatTokenizer:
-    return ChatTokenizer(TransformersTokenizer(AutoTokenizer.from_pretrained(DEMO_MODEL)))
+    return ChatTokenizer(of_transformers(AutoTokenizer.from_pretrained(DEMO_MODEL)))
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +285,7 @@ def test_byte_fallback_tokens(tmp_path: Path) -> None:
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken("<s>", special=True)])
     made = ConstraintCompiler(
-        ChatTokenizer(TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names)
+        ChatTokenizer(of_transformers(PreTrainedTokenizerFast(tokenizer_object=backend))), len(names)
     )
     for seed in range(10):
         state, ids, rng = start_with(made, ["hi é\n", "日 x"]), [], random.Random(seed)
@@ -471,15 +471,16 @@ def test_nothing_hangs_or_ends_the_process(compiler: ConstraintCompiler, name: s
 def test_a_grammar_that_takes_too_long_ends() -> None:
     """Guards the limit of time on what the library's own limits do not reach; the next grammar is tried as ever."""
     good = to_lark(Constraint("regex", "a"))
-    sandbox = GrammarSandbox(str(Path(library().__file__).parent.parent), cpu_limit=0.2)
+    library()
+    sandbox = Sandbox(compiler_module.TRIAL, limits=TRIAL_LIMITS._replace(cpu_seconds=0.2))
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    assert sandbox.check(to_lark(Constraint("regex", ".?" * 8000))) == TOO_COMPLEX
+    with pytest.raises(WorkerDied, match="does not end"):
+        sandbox.call("check", to_lark(Constraint("regex", ".?" * 8000)))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
-    assert sandbox.check(good) is None
-    assert sandbox._child is not None
-    os.kill(sandbox._child.pid, signal.SIGKILL)
-    sandbox._child.wait()
-    assert sandbox.check(good) is None
+    assert sandbox.call("check", good) is None
+    assert sandbox.worker is not None
+    sandbox.worker.kill()
+    assert sandbox.call("check", good) is None
     sandbox.close()
 
 

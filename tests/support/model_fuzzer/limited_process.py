@@ -14,9 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,15 +50,13 @@ def _prepare(child_seconds: float) -> None:
     preload()
     from cbatch.cli.main import hide_warnings
     from cbatch.model import weight_cache
-    from cbatch.text import template_renderer, template_sandbox
+    from cbatch.text import isolated, template_renderer
 
     hide_warnings()
     weight_cache.LEAST_BYTES = 0
-    sandbox, worker = template_sandbox.TemplateSandbox, template_renderer.TemplateWorker
-    template_sandbox.TemplateSandbox = partial(sandbox, timeout=child_seconds)  # type: ignore[misc,assignment]
-    with suppress(ModuleNotFoundError):
-        vars(import_module("cbatch.text.backend.worker"))["CPU_SECONDS"] = child_seconds
-    template_renderer.TemplateWorker = partial(worker, cpu_seconds=child_seconds)  # type: ignore[misc,assignment]
+    isolated.LIMITS = isolated.LIMITS._replace(cpu_seconds=child_seconds)
+    template_renderer.TRIAL_SECONDS = child_seconds
+    template_renderer.LIMITS = template_renderer.LIMITS._replace(cpu_seconds=child_seconds)
 
 
 def _serve(answers: Any, streams: list[int]) -> None:

@@ -1,6 +1,6 @@
 """Child processes that start in a millisecond: they are forked from a small process that has imported what they need.
 
-Only for commands that run a module or a script of this package. A fork is made by a process in between, which ends at
+Only for workers of `cbatch.isolate`. A fork is made by a process in between, which ends at
 once, so that the system gives the new process to the one that asked, as if it had started it.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import runpy
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
-_PRELOADED = ("text.chat_template", "text.template_child", "text.tokenizer_child")
-"""Modules of the engine that commands run, of those that there are."""
+_PRELOADED = ("cbatch.isolate.child", "cbatch.text.template_renderer", "cbatch.text.isolated")
+"""Modules that workers run."""
 
 _SUBREAPER = 36
 """Of `prctl`: the process becomes the parent of orphans among its descendants."""
@@ -35,18 +35,20 @@ def install() -> None:
 
 class _QuickPopen(_Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, *others: Any) -> None:
-        if not isinstance(args, list) or args[:2] != [sys.executable, "-P"]:
+        if not isinstance(args, list) or args[1] not in ("-P", "-I") or args[2] != "-c":
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = others[9:15]
-        streams = [stream if stream != -1 else number for number, stream in enumerate((p2cread, c2pwrite, errwrite))]
-        helper = _start_helper()
-        socket.send_fds(helper, [json.dumps(args).encode()], streams)
+        helper, kept = _start_helper(), others[3]
+        socket.send_fds(helper, [json.dumps([json.loads(args[4]), *kept]).encode()], kept)
         self.pid = int(helper.recv(100))
         self._child_created = True
-        for stream in {p2cread, c2pwrite, errwrite} - {-1}:
-            os.close(stream)
-        del p2cwrite, c2pread, errread
+        while _parent_and_group(self.pid) != [os.getpid(), self.pid]:  # as if it had been started here
+            time.sleep(0.0005)
+        self._close_pipe_fds(*others[9:15])  # type: ignore[attr-defined]
+
+
+def _parent_and_group(pid: int) -> list[int]:
+    return [int(field) for field in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1:3]]
 
 
 def _start_helper() -> socket.socket:
@@ -61,10 +63,9 @@ def _start_helper() -> socket.socket:
 
 def serve(orders: socket.socket) -> None:
     for name in _PRELOADED:
-        with suppress(ModuleNotFoundError):
-            import_module(f"cbatch.engine.{name}")
+        import_module(name)
     while True:
-        command, streams, _, _ = socket.recv_fds(orders, 2**16, 3)
+        command, streams, _, _ = socket.recv_fds(orders, 2**16, 2)
         if not command:
             return
         between = os.fork()
@@ -79,25 +80,23 @@ def serve(orders: socket.socket) -> None:
         os.waitpid(between, 0)
 
 
-def _go_on(command: list[str], streams: list[int]) -> NoReturn:
+def _go_on(command: list[Any], given: list[int]) -> NoReturn:
     os.setsid()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-    os.closerange(3, 64)
-    code = 0
+    for number in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    (path, module, arguments), *named = command
+    spare = [os.dup2(os.dup(one), 100 + place) for place, one in enumerate(given)]
+    os.closerange(3, 100)
+    for one, name in zip(spare, named, strict=True):
+        os.dup2(one, name)
+        os.close(one)
+    sys.path[:] = path
+    while os.getppid() != arguments[3]:  # until the process in between has ended
+        time.sleep(0.0005)
     try:
-        if command[2] == "-c":
-            sys.path[:], module, arguments = json.loads(command[4])
-            import_module(module).main(*arguments)
-        else:
-            runpy.run_path(command[2], run_name="__main__")
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException:
-        code = 1
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)
+        import_module(module).main(*arguments)
+    finally:
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from cbatch.text.backend.base import Encoded, TokenizerFailed
-from cbatch.text.backend.local import LocalBackend, call
+from cbatch.text.backend import LocalBackend, TokenizerFailed, call
 
 PARTS = {
     "normalizer": "its normalizer does not work",
@@ -32,12 +31,9 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def try_part(part: str, backend: LocalBackend, encode: Callable[..., Encoded]) -> None:
-    """Raises TokenizerFailed if a part panics. Its own errors are those of the texts that raise them.
-
-    encode: of the tokenizer that has this backend
-    """
-    for attempt in _attempts(part, backend, encode):
+def try_part(part: str, backend: LocalBackend) -> None:
+    """Raises TokenizerFailed if a part panics. Its own errors are those of the texts that raise them."""
+    for attempt in _attempts(part, backend):
         try:
             attempt()
         except TokenizerFailed:
@@ -46,10 +42,10 @@ def try_part(part: str, backend: LocalBackend, encode: Callable[..., Encoded]) -
             pass
 
 
-def _attempts(part: str, backend: LocalBackend, encode: Callable[..., Encoded]) -> Iterator[Callable[[], Any]]:
+def _attempts(part: str, backend: LocalBackend) -> Iterator[Callable[[], Any]]:
     tokenizer = backend.tokenizer
     if part == "decoder":
-        yield from _decoding(backend, encode)
+        yield from _decoding(backend)
         return
     for text in _texts(backend):
         match part:
@@ -58,7 +54,7 @@ def _attempts(part: str, backend: LocalBackend, encode: Callable[..., Encoded]) 
             case "pre_tokenizer" if tokenizer.pre_tokenizer is not None:
                 yield partial(call, tokenizer.pre_tokenizer.pre_tokenize_str, text)
             case "model" | "post_processor":
-                yield partial(encode, text, add_special_tokens=part == "post_processor")
+                yield partial(backend.encode, text, add_special_tokens=part == "post_processor")
 
 
 def _texts(backend: LocalBackend) -> Iterator[str]:
@@ -69,7 +65,7 @@ def _texts(backend: LocalBackend) -> Iterator[str]:
     yield " ".join(added)
 
 
-def _decoding(backend: LocalBackend, encode: Callable[..., Encoded]) -> Iterator[Callable[[], Any]]:
+def _decoding(backend: LocalBackend) -> Iterator[Callable[[], Any]]:
     """Every token alone, any tokens together, and tokens as they come."""
     size = min(backend.tokenizer.get_vocab_size(), _MAX_IDS)
     for token_id in (*range(size), *backend.get_added_tokens_decoder(), _LAST_ID):
@@ -82,7 +78,7 @@ def _decoding(backend: LocalBackend, encode: Callable[..., Encoded]) -> Iterator
     for text in _TEXTS:
         ids = []
         with suppress(Exception):  # it has been found already
-            ids = encode(text, add_special_tokens=True).ids
+            ids = backend.encode(text, add_special_tokens=True).ids
         yield partial(_stream, backend, ids)
 
 

@@ -1,19 +1,14 @@
-"""Messages between a driver process and its replicas: pickled, each behind its length, over a socket pair.
-
-Both ends belong to one user on one machine, and one has started the other, so pickle is safe here.
-"""
+"""Messages between a process and a worker that it has started: each behind its length, over a socket pair."""
 
 from __future__ import annotations
 
 import math
-import pickle
 import socket
 import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 MAX_BYTES = 2**32
 """Longest message. A longer one means that something else was written to the socket."""
@@ -29,7 +24,7 @@ class Disconnected(Exception):
 
 
 class InvalidMessage(Exception):
-    """What has arrived is not a message."""
+    """Not a message. The text says why, without a full stop."""
 
 
 @dataclass(slots=True)
@@ -39,7 +34,7 @@ class _Wait:
     left_s: float
 
 
-class Wire:
+class Channel:
     """One end of a socket pair. One thread at a time sends and receives."""
 
     def __init__(self, end: socket.socket, is_alive: Callable[[], bool] = lambda: True) -> None:
@@ -49,26 +44,21 @@ class Wire:
         self._end = end
         self._is_alive = is_alive
 
-    def send(self, message: object, timeout_s: float = math.inf) -> None:
+    def send(self, message: bytes, timeout_s: float = math.inf) -> None:
         """Raises Disconnected, and TimeoutError if the other end does not read."""
         wait = _Wait(timeout_s)
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for part in (_LENGTH.pack(len(data)), data):
+        for part in (_LENGTH.pack(len(message)), message):
             left = memoryview(part)
             while left:
                 left = left[self._wait_for(self._end.send, left, wait) :]
 
-    def receive(self, timeout_s: float = math.inf) -> Any:
-        """The next message. Raises Disconnected, TimeoutError and InvalidMessage."""
+    def receive(self, timeout_s: float = math.inf, max_bytes: int = MAX_BYTES) -> bytearray:
+        """The next message. Raises Disconnected, TimeoutError, and InvalidMessage for one that is too long."""
         wait = _Wait(timeout_s)
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, wait))
-        if length > MAX_BYTES:
+        if length > max_bytes:
             raise InvalidMessage(f"it would be {length} bytes long")
-        data = self._read(length, wait)
-        try:
-            return pickle.loads(data)
-        except Exception as error:  # pickle raises many kinds
-            raise InvalidMessage(str(error)) from error
+        return self._read(length, wait)
 
     def shut(self) -> None:
         """Ends the wait of another thread."""

@@ -15,16 +15,15 @@ from transformers import AutoTokenizer
 
 from cbatch.base.errors import ModelError
 from cbatch.model.load_plan import DEMO_MODEL
-from cbatch.text.backend.patterns import QWEN2
-from cbatch.text.fast_loader import (
+from cbatch.text.isolated import load_tokenizer
+from cbatch.text.loading import (
     QWEN2_CLASSES,
     QWEN2_MODEL_TYPES,
     VERBATIM_CLASSES,
     VERBATIM_MODEL_TYPES,
-    TransformersTokenizer,
     from_folder,
 )
-from cbatch.text.loading import load_tokenizer
+from cbatch.text.ordinary import QWEN2
 from cbatch.text.tokenizer import ChatTokenizer
 
 SPECIAL = ["<s>", "</s>", "<pad>"]
@@ -119,16 +118,16 @@ def theirs_of(folder: Path) -> Any:
 
 def check_equal(folder: Path) -> None:
     theirs, ours = theirs_of(folder), from_folder(folder)
-    assert ours is not None and not isinstance(ours, TransformersTokenizer)
+    assert ours is not None
     assert (ours.bos_id, ours.chat_template) == (theirs.bos_token_id, theirs.chat_template)
     assert ours.special_tokens == theirs.special_tokens_map
     assert listed(ours.backend) == listed(theirs.backend_tokenizer)
     for text in TEXTS:
         for special in (True, False):
             expected = theirs(text, add_special_tokens=special, return_offsets_mapping=True)
-            found = ours.encode(text, add_special_tokens=special)
+            found = ours.backend.encode(text, add_special_tokens=special)
             assert (found.ids, found.offsets) == (expected["input_ids"], expected["offset_mapping"])
-        ids = ours.encode(text).ids
+        ids = ours.backend.encode(text).ids
         assert ours.backend.decode(ids) == theirs.backend_tokenizer.decode(ids)
 
 
@@ -271,8 +270,8 @@ def test_transformers_stays_out() -> None:
     """Guards the second that importing transformers takes, from a command to a chat that is ready as tokens."""
     code = (
         "import sys; from cbatch.model.load_plan import DEMO_MODEL; "
-        "from cbatch.text.loading import load_tokenizer; "
-        "ids = load_tokenizer(str(DEMO_MODEL), None).encode('hi').ids; "
+        "from cbatch.text.isolated import load_tokenizer; "
+        "ids = load_tokenizer(str(DEMO_MODEL), None).backend.encode('hi').ids; "
         "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
         "sys.exit(f'loads {heavy}' if heavy or not ids else 0)"
     )

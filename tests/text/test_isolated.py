@@ -12,12 +12,10 @@ from tokenizers import Tokenizer, normalizers
 
 from cbatch.base.errors import ModelError
 from cbatch.model.load_plan import DEMO_MODEL
-from cbatch.text import loading
-from cbatch.text.backend.local import LocalBackend
-from cbatch.text.backend.ordinary import is_ordinary, is_ordinary_file
-from cbatch.text.backend.patterns import QWEN2, is_known_pattern
-from cbatch.text.backend.worker import WorkerBackend
-from cbatch.text.loading import load_tokenizer
+from cbatch.text import isolated
+from cbatch.text.backend import LocalBackend
+from cbatch.text.isolated import WorkerBackend, load_tokenizer
+from cbatch.text.ordinary import QWEN2, is_known_pattern, is_ordinary, is_ordinary_file
 from tests.support.evil_tokenizers import ORIGINAL, RARE, REFUSED, WORKS, split, write_folder
 from tests.support.fork_server import ForkServer
 
@@ -77,8 +75,8 @@ def test_a_text_goes_on_in_a_new_process(worker: WorkerBackend, local: LocalBack
     ids = local.encode("日本語 hello", add_special_tokens=False).ids
     stream, expected = worker.stream([]), local.stream([])
     text = stream.push(ids[:2])
-    assert worker._process is not None
-    worker._process.kill()
+    assert worker.sandbox.worker is not None
+    worker.sandbox.worker.kill()
     assert text + stream.push(ids[2:]) + stream.flush() == expected.push(ids) + expected.flush()
 
 
@@ -95,7 +93,7 @@ def test_ordinary_files_stay_here(layout: dict[str, Any], tmp_path: Path) -> Non
 )
 def test_keys_behind_the_vocabulary_count(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a file whose beginning is harmless, and which says something else at its end."""
-    monkeypatch.setattr("cbatch.text.backend.ordinary.MAX_PARSED_BYTES", 20_000)
+    monkeypatch.setattr("cbatch.text.ordinary.MAX_PARSED_BYTES", 20_000)
     path = tmp_path / "tokenizer.json"
     text = json.dumps(ORIGINAL)
     path.write_text(text)
@@ -126,7 +124,7 @@ def test_known_patterns(pattern: str, is_known: bool) -> None:
 
 def test_a_trial_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the start against a tokenizer that takes for ever."""
-    monkeypatch.setattr("cbatch.text.backend.worker.CPU_SECONDS", 1)
+    monkeypatch.setattr(isolated, "LIMITS", isolated.LIMITS._replace(cpu_seconds=1))
     folder = write_folder(tmp_path, split(r"\s*\s*[^\s\S]"))
     with pytest.raises(ModelError, match=r"does not end within 1 s"):
         load_tokenizer(str(folder), None)
@@ -134,6 +132,6 @@ def test_a_trial_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_files_are_not_larger_than_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory against a vocabulary of gigabytes."""
-    monkeypatch.setattr(loading, "MAX_VOCABULARY_BYTES", 1000)
+    monkeypatch.setattr(isolated, "MAX_VOCABULARY_BYTES", 1000)
     with pytest.raises(ModelError, match=r"tokenizer.json has .* KiB, which is more than a tokenizer may have"):
         load_tokenizer(str(write_folder(tmp_path, lambda tokenizer: None)), None)

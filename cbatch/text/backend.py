@@ -1,0 +1,201 @@
+"""Tokenizers of the tokenizers library, in this process or in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from cbatch.base.errors import RequestError, as_error
+
+MAX_REASON_CHARACTERS = 200
+
+
+class Encoded(Protocol):
+    """A text as tokens.
+
+    ids:     of the tokens
+    offsets: for each of them, start and stop of the characters that it stands for
+    """
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]]: ...
+
+
+class AddedToken(Protocol):
+    """A token beside the vocabulary, which is recognized before a text is split."""
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def special(self) -> bool: ...
+
+
+class TextStream(Protocol):
+    """The text of tokens as they come, in whole characters."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """What these further tokens add."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, at the end. An unfinished character becomes U+FFFD."""
+        ...
+
+
+class TokenizerBackend(Protocol):
+    """Each method raises RequestError (`tokenizer_error`) if the library breaks on what it is given."""
+
+    @property
+    def decoder(self) -> object:
+        """Something whose text names the parts of the decoder."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def stream(self, context: Sequence[int]) -> TextStream:
+        """A text that begins after some tokens, which may decide its leading space."""
+        ...
+
+    def id_to_token(self, token_id: int) -> str | None: ...
+
+    def token_to_id(self, token: str) -> int | None: ...
+
+    def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def to_str(self) -> str:
+        """The tokenizer in the form of `tokenizer.json`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """The parts of a model's tokenizer that the engine uses.
+
+    backend:        without truncation and padding
+    bos_id:         the token that a text begins with; None if the model has none
+    chat_template:  Jinja source, or several by name, with `default` among them
+    special_tokens: by the names that templates may use, such as `bos_token`
+    """
+
+    backend: TokenizerBackend
+    bos_id: int | None
+    chat_template: str | dict[str, str] | None
+    special_tokens: Mapping[str, str]
+
+
+def printable(text: str) -> str:
+    """A library's text, which may repeat what is in a file, for use in a sentence; without a full stop."""
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    shown = "".join(filter(str.isprintable, line)).strip()
+    return (shown if len(shown) <= MAX_REASON_CHARACTERS else shown[:MAX_REASON_CHARACTERS] + "…").rstrip(". ")
+
+
+class TokenizerFailed(RequestError):
+    """A tokenizer broke on what it was given. reason: why, without a full stop"""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("tokenizer_error", f"The model's tokenizer failed: {printable(reason)}.")
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[TokenizerFailed], tuple[str]]:  # type: ignore[override]
+        return type(self), (self.reason,)
+
+
+def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls the library. A panic becomes TokenizerFailed; its own errors stay as they are."""
+    try:
+        return function(*arguments, **options)
+    except Exception:
+        raise
+    except BaseException as raised:
+        raise TokenizerFailed(str(as_error(raised))) from raised
+
+
+class LocalBackend:
+    """A `TokenizerBackend` of this process, in which nothing is known to break the library."""
+
+    def __init__(self, tokenizer: Tokenizer, encode: Callable[..., Encoded] | None = None) -> None:
+        """`encode`: does more to a text than the tokenizer itself"""
+        self.tokenizer = tokenizer
+        self._encode = encode or self._encode_alone
+
+    @property
+    def decoder(self) -> Any:
+        return self.tokenizer.decoder
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+        encoded: Encoded = call(self._encode, text, add_special_tokens=add_special_tokens)
+        return encoded
+
+    def _encode_alone(self, text: str, *, add_special_tokens: bool) -> Encoded:
+        # A batch of one, because `encode` holds the GIL and `encode_batch` does not.
+        encoded: Encoded = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return encoded
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(call(self.tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(self, context: Sequence[int]) -> TextStream:
+        return LocalStream(self, context)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        token: str | None = self.tokenizer.id_to_token(token_id)
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        number: int | None = self.tokenizer.token_to_id(token)
+        return number
+
+    def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        added: Mapping[int, AddedToken] = call(self.tokenizer.get_added_tokens_decoder)
+        return added
+
+    def to_str(self) -> str:
+        return str(call(self.tokenizer.to_str))
+
+
+class LocalStream:
+    """A `TextStream` of this process."""
+
+    def __init__(self, backend: LocalBackend, context: Sequence[int]) -> None:
+        self._backend = backend
+        # A prompt that ends inside a character would lend its last bytes to the output.
+        if backend.decode(context, skip_special_tokens=False).endswith("\ufffd"):
+            context = []
+        self._stream = DecodeStream(ids=list(context), skip_special_tokens=False)
+        self._undecoded: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._push(token_id) for token_id in token_ids])
+
+    def _push(self, token_id: int) -> str:
+        try:
+            chunk = self._stream.step(self._backend.tokenizer, token_id)
+        except Exception:  # tokenizers raises plain Exception if invalid bytes rewrite earlier text
+            chunk = self._decode([*self._undecoded, token_id])
+            self._stream = DecodeStream(skip_special_tokens=False)
+        except BaseException as raised:
+            raise TokenizerFailed(str(as_error(raised))) from raised
+        if chunk is None:
+            self._undecoded.append(token_id)
+            return ""
+        self._undecoded.clear()
+        return str(chunk)
+
+    def flush(self) -> str:
+        text = self._decode(self._undecoded) if self._undecoded else ""
+        self._undecoded = []
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=False)

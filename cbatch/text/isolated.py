@@ -1,0 +1,249 @@
+"""The tokenizer of a model: in this process if it is known to work on any text, else in one of its own.
+
+That one bounds time and memory for each text, and may crash without harm.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbatch.base.errors import ModelError, RequestError
+from cbatch.base.model_files import model_folder
+from cbatch.base.units import format_bytes
+from cbatch.isolate.child import Limits
+from cbatch.isolate.sandbox import Sandbox
+from cbatch.isolate.worker import WorkerFailed
+from cbatch.text.backend import Encoded, LocalBackend, TextStream, TextTokenizer, TokenizerFailed, printable
+from cbatch.text.loading import load_here
+from cbatch.text.ordinary import is_ordinary, is_ordinary_file
+from cbatch.text.trial import PARTS, try_part
+
+LIMITS = Limits(memory=1 << 30, cpu_seconds=5, cpu_seconds_per_mb=2.0)
+"""For one text, for loading the tokenizer, and for the trial of each part. Ordinary tokenizers take half a second for a
+million characters.
+"""
+
+MAX_ANSWER_BYTES = 1 << 30
+MAX_STREAMS = 1024
+
+FORGOTTEN = None
+"""The answer of a stream that the process does not have, or not as far."""
+
+VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+MAX_VOCABULARY_BYTES, MAX_SETTINGS_BYTES = 64 << 20, 8 << 20
+"""Of a file. The largest of known models have half as much."""
+
+
+def load_tokenizer(source: str, revision: str | None) -> TextTokenizer | None:
+    """The tokenizer of a folder or a hub id; None if a folder has none. Raises ModelError, with one sentence."""
+    folder = Path(source)
+    if folder.is_dir():
+        if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", *VOCABULARIES)):
+            return None
+    else:
+        try:
+            folder = model_folder(source, revision, ("config.json", "tokenizer*", *VOCABULARIES, *SETTINGS))
+        except OSError as error:
+            raise ModelError(f"Cannot load the tokenizer of {source}: {printable(str(error))}.") from error
+    _check_sizes(folder)
+    if is_ordinary_file(folder / "tokenizer.json"):
+        tokenizer = load_here(source, revision)
+        if is_ordinary(native(tokenizer).tokenizer):
+            return tokenizer
+    backend = WorkerBackend(source, revision)
+    info = backend.info
+    return TextTokenizer(backend, info["bos_id"], info["chat_template"], info["special_tokens"])
+
+
+def native(tokenizer: TextTokenizer) -> LocalBackend:
+    """The backend of a tokenizer of this process."""
+    assert isinstance(tokenizer.backend, LocalBackend)
+    return tokenizer.backend
+
+
+def _check_sizes(folder: Path) -> None:
+    """Raises ModelError for files that are larger than any of a model."""
+    limits = [(VOCABULARIES, MAX_VOCABULARY_BYTES), (SETTINGS, MAX_SETTINGS_BYTES)]
+    for patterns, limit in limits:
+        for path in (path for pattern in patterns for path in folder.glob(pattern)):
+            if path.is_file() and (size := path.stat().st_size) > limit:
+                raise ModelError(
+                    f"{path} has {format_bytes(size)}, which is more than a tokenizer may have: {format_bytes(limit)}."
+                )
+
+
+class EncodedText(NamedTuple):
+    """See `Encoded`."""
+
+    ids: list[int]
+    offsets: Sequence[tuple[int, int]]
+
+
+class Added(NamedTuple):
+    """See `AddedToken`."""
+
+    content: str
+    special: bool
+
+
+class WorkerBackend:
+    """A `TokenizerBackend` in another process, which is started again when it has ended. Thread-safe.
+
+    info: what it says of the tokenizer: `bos_id`, `chat_template` and `special_tokens`
+    """
+
+    def __init__(self, source: str, revision: str | None) -> None:
+        """Loads the tokenizer of a model there, and tries all of its parts.
+
+        Raises ModelError, with one sentence, if it cannot be loaded or a part fails.
+        """
+        self._source = source
+        self._numbers = count()
+        self.sandbox = Sandbox(f"{__name__}:TokenizerServer", source, revision, limits=LIMITS)
+        self.info: dict[str, Any] = self._try("info", what="it cannot be loaded")
+        if "error" in self.info:
+            raise ModelError(self.info["error"])
+        for part, what in PARTS.items():
+            self._try("try_part", part, what=what)
+        self._added = {number: Added(content, special) for number, content, special in self.info["added"]}
+        self.decoder = str(self.info["decoder"])
+        self.id_to_token = lru_cache(1 << 16)(self._id_to_token)
+        self.token_to_id = lru_cache(1 << 10)(self._token_to_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+        return EncodedText(*self.ask("encoded", text, add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self.ask("decode", list(ids), skip_special_tokens))
+
+    def stream(self, context: Sequence[int]) -> TextStream:
+        return _WorkerStream(self, next(self._numbers), list(context))
+
+    def _id_to_token(self, token_id: int) -> str | None:
+        token: str | None = self.ask("id_to_token", token_id)
+        return token
+
+    def _token_to_id(self, token: str) -> int | None:
+        number: int | None = self.ask("token_to_id", token)
+        return number
+
+    def get_added_tokens_decoder(self) -> Mapping[int, Added]:
+        return self._added
+
+    def to_str(self) -> str:
+        return str(self.ask("to_str"))
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of `TokenizerServer`. Raises TokenizerFailed if it cannot."""
+        try:
+            return self.sandbox.call(method, *arguments, max_bytes=MAX_ANSWER_BYTES)
+        except WorkerFailed as failed:
+            raise TokenizerFailed(str(failed)) from failed
+        except OSError as error:  # it was loaded before, so it is the machine
+            raise RequestError("internal_error", f"The model's tokenizer cannot be started: {error}.") from error
+
+    def _try(self, method: str, *arguments: Any, what: str) -> Any:
+        try:
+            return self.sandbox.call(method, *arguments, max_bytes=MAX_ANSWER_BYTES)
+        except OSError as error:
+            raise ModelError(f"The process for the tokenizer cannot be started: {error.strerror or error}.") from error
+        except WorkerFailed as failed:
+            self.sandbox.close()
+            raise ModelError(
+                f"The tokenizer of {self._source} cannot be used: {what} ({printable(str(failed))}); "
+                "take its files from the original model."
+            ) from failed
+
+
+class _WorkerStream:
+    """A `TextStream` of another process. It knows all tokens, so that a new process can go on."""
+
+    def __init__(self, backend: WorkerBackend, number: int, context: list[int]) -> None:
+        self._backend, self._number, self._context = backend, number, context
+        self._tokens: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        new = list(token_ids)
+        text = self._push(len(self._tokens), new)
+        if text is FORGOTTEN:
+            self._push(0, self._tokens)
+            text = self._push(len(self._tokens), new)
+        self._tokens += new
+        return text or ""
+
+    def flush(self) -> str:
+        text = self._backend.ask("flush", self._number, len(self._tokens))
+        if text is FORGOTTEN and self._tokens:
+            self._push(0, self._tokens)
+            text = self._backend.ask("flush", self._number, len(self._tokens))
+        self._tokens = []
+        return text or ""
+
+    def _push(self, before: int, token_ids: list[int]) -> str | None:
+        text: str | None = self._backend.ask("push", self._number, self._context, before, token_ids)
+        return text
+
+
+class TokenizerServer:
+    """What works in the other process: a tokenizer, which the first call loads, and the texts that it is making.
+
+    It also has the methods of the tokenizer's backend.
+    """
+
+    def __init__(self, source: str, revision: str | None) -> None:
+        self._source, self._revision = source, revision
+        self._streams: OrderedDict[int, tuple[TextStream, int]] = OrderedDict()
+        """By number: a stream, and how many tokens it has."""
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        return load_here(self._source, self._revision)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer.backend, name)
+
+    def info(self) -> dict[str, Any]:
+        """What the tokenizer says of itself; or `error`, a sentence."""
+        try:
+            tokenizer = self._tokenizer
+        except ModelError as error:
+            return {"error": str(error)}
+        added = tokenizer.backend.get_added_tokens_decoder()
+        return {
+            "bos_id": tokenizer.bos_id,
+            "chat_template": tokenizer.chat_template,
+            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens.items()},
+            "added": [[number, token.content, token.special] for number, token in added.items()],
+            "decoder": str(tokenizer.backend.decoder),
+        }
+
+    def try_part(self, part: str) -> None:
+        try_part(part, native(self._tokenizer))
+
+    def encoded(self, text: str, add_special_tokens: bool) -> list[Any]:
+        encoded = self._tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+        return [encoded.ids, encoded.offsets]
+
+    def push(self, number: int, context: Sequence[int], before: int, token_ids: Sequence[int]) -> str | None:
+        """What tokens add to a stream that has so many before them; FORGOTTEN if there is none like that."""
+        stream, length = self._streams.pop(number, (None, 0))
+        if length != before or (stream is None and before):
+            return FORGOTTEN
+        stream = stream or self._tokenizer.backend.stream(context)
+        text = stream.push(token_ids)
+        self._streams[number] = stream, before + len(token_ids)
+        if len(self._streams) > MAX_STREAMS:
+            self._streams.popitem(last=False)
+        return text
+
+    def flush(self, number: int, before: int) -> str | None:
+        """The end of the text of a stream."""
+        stream, length = self._streams.pop(number, (None, 0))
+        return FORGOTTEN if stream is None or length != before else stream.flush()
