@@ -2,7 +2,7 @@
 
 A template is a program of a model's author. The ordinary ones go through messages and tools and write them down. Those
 are recognized here, by what they consist of, and can be rendered in this process; all others are rendered in one of
-their own (see `template_worker`).
+their own (see `template_renderer`).
 
 Recognized templates only use statements, filters and methods whose results are at most a constant times as long as what
 goes in. A variable may not grow from one turn of a loop to the next. Turns of loops are counted while a template runs.
