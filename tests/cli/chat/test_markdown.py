@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_toolkit.utils import get_cwidth
 
-from cbatch.cli.chat.markdown.code import CHUNK
-from cbatch.cli.chat.markdown.layout import MarkdownLayout
-from cbatch.cli.chat.markdown.markup import LONG_LINE, StyledLine
+from cbatch.cli.chat.markdown.layout import PARSER, MarkdownLayout
+from cbatch.cli.chat.markdown.lines import StyledLine
 from cbatch.cli.chat.markdown.parser import find_code
-from cbatch.cli.chat.markdown.splitter import LONG_ITEM, LONG_TABLE
 
 PIECES = st.sampled_from(
     "# |## |- |  - |    |1. |10) |> |>|* |```|````|~~~|```python\n|```md\n|  ```|   ```\n|\n|\n\n|===|---|--|a|word |"
@@ -22,15 +20,7 @@ PIECES = st.sampled_from(
 )
 CELLS = st.sampled_from(["|", " | ", "|\n", "|-|-|\n"])
 TEXT = st.lists(st.one_of(PIECES, CELLS, st.text(max_size=4)), max_size=40).map("".join)
-LOW_LIMITS = {
-    "markup.LONG_LINE": 24,
-    "splitter.LONG_LINE": 24,
-    "splitter.LONG_ITEM": 30,
-    "splitter.LONG_TABLE": 40,
-    "fences.MAX_OPENING": 11,
-    "code.CHUNK": 16,
-    "code.LONG_LINE": 12,
-}
+LOW_LIMITS = {"layout.SMALL": 12, "layout.CODE_CHUNK": 16, "layout.LONG_LINE": 24, "lines.LONG_LINE": 24}
 
 
 def texts(lines: list[StyledLine]) -> list[str]:
@@ -53,9 +43,13 @@ def styled(source: str, style: str) -> list[str]:
 def check_growing(text: str, width: int, ends: list[int]) -> None:
     layout = MarkdownLayout(width)
     for end in sorted(ends):
-        layout.lines(text[:end])
+        check_lines(layout.lines(text[:end], is_whole=False), width)
     lines = layout.lines(text)
+    check_lines(lines, width)
     assert lines == MarkdownLayout(width).lines(text)
+
+
+def check_lines(lines: list[StyledLine], width: int) -> None:
     assert all(get_cwidth(line) <= width for line in texts(lines))
     assert not any(unicodedata.category(character) == "Cc" for line in texts(lines) for character in line)
 
@@ -70,7 +64,7 @@ def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: s
 @settings(max_examples=60)
 @given(TEXT, st.integers(2, 30), st.data())
 def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataObject) -> None:
-    """Guards the cuts in long lines, long items and long code, which must not depend on when they are made."""
+    """Guards blocks that are not parsed with every token: what was shown meanwhile leaves nothing behind."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LOW_LIMITS.items():
             patch.setattr(f"cbatch.cli.chat.markdown.{name}", value)
@@ -94,7 +88,7 @@ def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataO
         ("[a]: http://b\n[a]", ["[a]: http://b", "[a]"]),
         ("1986\\. \\*a\\* \\_ \\# \\a", ["1986. *a* _ # \\a"]),
         ("    code  x\n\n      y\ntext", ["code  x", "", "  y", "text"]),
-        ("a\n-", ["a", "-"]),
+        ("a\n-", ["a"]),
     ],
 )
 def test_blocks(source: str, expected: list[str]) -> None:
@@ -232,31 +226,15 @@ def test_code_is_found(source: str, expected: list[str]) -> None:
     assert find_code(source) == expected
 
 
-def test_a_long_line_is_laid_out_once() -> None:
-    """Guards the screen against a reply without line ends, which would be wrapped anew for each token."""
-    layout, text = MarkdownLayout(80), "word " * 20_000
-    lines = layout.lines(text)
-    assert len(layout._done) > 0.9 * len(lines)
-    assert " ".join(texts(lines)).split() == text.split()
-
-
-@pytest.mark.parametrize(
-    ("source", "limit"),
-    [
-        ("- item **b**\n" * 300, 1),
-        ("- a\n" + "  - item **b**\n" * 2000, LONG_ITEM / 15),
-        ("```python\n" + "x = [1, 'a']\n" * 300, 2 * CHUNK / 13),
-        ("1. a\n   ```c\n" + "   int x = 1;\n" * 300, 2 * CHUNK / 11),
-        ("```python\nx = '''\n" + "text\n" * 2000, 4 * CHUNK / 5),
-        ("one\n" * 2000, LONG_LINE / 4),
-        ("> one\n" * 2000, LONG_ITEM / 6),
-        ("a | b\n--|--\n" + "1 | 2\n" * 2000, LONG_TABLE / 6),
-        ("paragraph\n\n" * 100, 0),
-    ],
-)
-def test_finished_lines_are_laid_out_once(source: str, limit: float) -> None:
-    """Guards the time of a redraw: it does not grow with the length of a list, of code, or of a reply."""
+@pytest.mark.parametrize("source", ["paragraph **b**\n\n", "- item **b**\n", "x = [1, 'a']\n", "a | b\n", "word "])
+@pytest.mark.parametrize("start", ["", "```python\n", "a | b\n--|--\n", "> - "])
+def test_the_time_of_a_reply_is_linear(source: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the screen against long lists, tables, code and lines, which would be parsed anew for each token."""
+    parsed, parse = list[int](), PARSER.block.parse
+    monkeypatch.setattr(PARSER.block, "parse", lambda text, *rest: (parsed.append(len(text)), parse(text, *rest)))
+    text = start + source * (20_000 // len(source))
     layout = MarkdownLayout(80)
-    num_lines = len(layout.lines(source))
-    num_open = len(layout._code._layout._source) if layout._code else num_lines - len(layout._done)
-    assert num_open <= limit + 2
+    for end in range(0, len(text), 200):
+        layout.lines(text[:end], is_whole=False)
+    assert layout.lines(text) == MarkdownLayout(80).lines(text)
+    assert sum(parsed) < 30 * len(text)

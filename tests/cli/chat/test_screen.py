@@ -15,7 +15,7 @@ from prompt_toolkit.utils import get_cwidth
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.markdown.markup import StyledLine, TextLayout, wrap_plain
+from cbatch.cli.chat.markdown.lines import StyledLine, wrap_plain
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
@@ -31,22 +31,13 @@ def texts(lines: list[StyledLine]) -> list[str]:
     return ["".join(text for _, text in line) for line in lines]
 
 
-@given(TEXT, st.integers(2, 90), st.data())
-def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
-    """Guards streaming: in whatever pieces a text comes, the result is the same, and no line is too wide."""
-    layout = TextLayout(width, "class:reasoning")
-    for end in sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))):
-        layout.lines(text[:end])
-    lines = texts(layout.lines(text))
-    assert lines == texts(TextLayout(width, "class:reasoning").lines(text))
+@given(TEXT, st.integers(2, 60))
+def test_plain_text_loses_nothing_but_blanks(text: str, width: int) -> None:
+    """Guards what the user typed against being swallowed by a wrap; no line is too wide, or steers the terminal."""
+    lines = texts(wrap_plain(text, width))
     assert all(get_cwidth(line) <= width for line in lines)
     assert not any(unicodedata.category(character) == "Cc" for line in lines for character in line)
-
-
-@given(TEXT, st.integers(1, 60))
-def test_plain_text_loses_nothing_but_blanks(text: str, width: int) -> None:
-    """Guards what the user typed against being swallowed by a wrap."""
-    shown = "".join("".join(texts(wrap_plain(text, width))).split())
+    shown = "".join("".join(lines).split())
     kept = (c for c in text if unicodedata.category(c) != "Cc" and c not in "\u061c\u200e\u200f\u2028\u2029")
     bidi = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
     assert shown == "".join("".join(c for c in kept if c not in bidi).split())

@@ -1,21 +1,73 @@
-"""Markdown as lines of a terminal, while it streams."""
+"""Markdown as lines of a terminal, while it streams: headings, paragraphs, lists, quotes, tables, code."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import takewhile
+from typing import NamedTuple
 
-from cbatch.cli.chat.markdown.blocks import block_lines, text_lines
-from cbatch.cli.chat.markdown.code import CodeLayout, plain_code
-from cbatch.cli.chat.markdown.fences import Fence
-from cbatch.cli.chat.markdown.markup import StyledLine, split_long_line, wrap
-from cbatch.cli.chat.markdown.splitter import Block, State, indentation
+from markdown_it.token import Token
+from prompt_toolkit.utils import get_cwidth
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.token import Comment, Keyword, Literal, Name, Number, Operator, String, _TokenType
+from pygments.util import ClassNotFound
+
+from cbatch.cli.chat.markdown.lines import (
+    LONG_LINE,
+    StyledLine,
+    append_text,
+    cells,
+    split_long_line,
+    wrap,
+    wrap_anywhere,
+)
+from cbatch.cli.chat.markdown.parser import PARSER
 from cbatch.cli.common.console import safe
 
-_MAYBE_UNDERLINE = re.compile(r" {0,3}(?:=|-){1,2} *")
+SMALL = 2000
+"""Characters of unfinished blocks up to which they are parsed again with every token."""
+
+GROWTH = 8
+"""Longer ones are parsed again when they have grown by this part of their length, so that all takes linear time."""
+
+CODE_CHUNK = 2000
+"""Characters of code after which the next paragraph of it is coloured by itself: some lexers take quadratic time."""
+
+MAX_RULE = 40
+"""Cells that a rule takes at most."""
+
+MIN_COLUMN = 4
+"""If columns of a table would be narrower than this, cells stand below one another."""
+
+_ONLY_MARKERS = re.compile(r" {0,3}(?:=|-){1,2} *")
+_TASK = re.compile(r"\[([ xX])\](?: +|$)")
+_TEXT_STYLES = {"strong": "class:strong", "em": "class:emphasis", "s": "class:strike"}
+_CODE_STYLES = {
+    Keyword: "class:code.keyword",
+    Operator.Word: "class:code.keyword",
+    String: "class:code.string",
+    Comment: "class:code.comment",
+    Number: "class:code.number",
+    Literal: "class:code.number",
+    Name.Attribute: "class:code.name",
+    Name.Builtin: "class:code.name",
+    Name.Class: "class:code.name",
+    Name.Decorator: "class:code.name",
+    Name.Function: "class:code.name",
+    Name.Tag: "class:code.name",
+    Operator: "class:code.operator",
+}
 
 
 class MarkdownLayout:
-    """Lays out a text that only grows. Blocks that are finished are laid out once."""
+    """Lays out a text that only grows.
+
+    A block is finished when a whole line begins another one: nothing that follows can change it, and it is laid out
+    once. What comes after it is laid out anew while it grows.
+    """
 
     def __init__(self, width: int, *, code_width: int | None = None) -> None:
         """`code_width`: where lines of code are broken, if not at `width`"""
@@ -23,136 +75,352 @@ class MarkdownLayout:
         self._code_width = code_width or self._width
         self._done: list[StyledLine] = []
         self._num_taken = 0
-        self._unfinished = ""  # the last line, so far
-        self._is_rest = False  # whether the beginning of that line is laid out already
-        self._state = State()
-        self._code: _FencedCode | None = None
+        self._rest = ""  # the text after the finished blocks
+        self._open: list[StyledLine] = []  # the lines of its beginning
+        self._num_open = 0  # and the characters of that
+        self._is_code = False  # whether that ends in an open code block
 
-    def lines(self, text: str) -> list[StyledLine]:
-        """All lines of the text so far, which must begin with the text of the last call."""
-        *complete, self._unfinished = (self._unfinished + safe(text[self._num_taken :])).split("\n")
+    def lines(self, text: str, *, is_whole: bool = True) -> list[StyledLine]:
+        """All lines of the text so far, which must begin with the text of the last call.
+
+        is_whole: whether no more will come; until then the end of a long block may be shown as it is written
+        """
+        self._rest += safe(text[self._num_taken :])
         self._num_taken = len(text)
-        for line in complete:
-            self._add_line(line)
-        if self._code is None:
-            self._unfinished = self._add_long(self._unfinished)
-        return self._done + self._open_lines()
+        size = len(self._rest)
+        if is_whole or size <= SMALL or size - self._num_open >= size // GROWTH:
+            self._parse(is_whole)
+        return self._done + self._with_unparsed(self._rest[self._num_open :])
 
-    def _add_line(self, line: str) -> None:
-        code = self._code
-        if code is None:
-            line = self._add_long(line)
-            if line.strip() or not self._is_rest:
-                self._add_part(line)
-            self._is_rest = False
-            return
-        is_inside = code.add(line.expandtabs(4))
-        if is_inside and code.is_open:
-            return
-        self._done += code.lines("")
-        self._code = None
-        self._state = State(margin=self._state.margin)
-        if not is_inside:
-            self._add_line(line)
+    def _parse(self, is_whole: bool) -> None:
+        """Lays out what is not finished, and keeps what is."""
+        source = self._rest.expandtabs(4).split("\n")
+        unfinished = source.pop() if not is_whole and _ONLY_MARKERS.fullmatch(source[-1]) else ""
+        tokens: list[Token] = []
+        PARSER.block.parse("\n".join(source), PARSER, {}, tokens)
+        blocks = list(_groups(tokens))
+        starts = [_start(block) for block in blocks]
+        num_done = sum(start < len(source) - 1 for start in starts[1:])
+        self._done += self._lines(source, blocks[:num_done])
+        self._open = self._lines(source, blocks[num_done:])
+        if num_done:
+            cut = starts[num_done] - (not source[starts[num_done] - 1].strip())
+            self._rest = self._rest.split("\n", cut)[cut]
+        self._num_open = len(self._rest) - len(unfinished)
+        self._is_code = bool(tokens) and tokens[-1].type == "fence" and not tokens[-1].meta["closing"]
 
-    def _add_long(self, line: str) -> str:
-        """Takes in all but the last part of a line that is too long, and returns that part."""
-        *parts, last = split_long_line(line)
-        for part in parts:
-            self._add_part(part)
-            self._is_rest = True
-        return last
+    def _lines(self, source: list[str], blocks: list[list[Token]]) -> list[StyledLine]:
+        rows = _Renderer(source).rows(blocks, self._width, self._code_width, follows=bool(self._done))
+        return [row.line for row in rows]
 
-    def _add_part(self, part: str) -> None:
-        closed, self._state = self._after(self._state, part)
-        for block in closed:
-            self._done += self._block_lines(block, is_first=not self._done)
-        opened = self._state.block
-        if opened is not None and opened.kind == "fence":
-            self._done += self._block_lines(opened, is_first=not self._done)
-            self._code = _FencedCode(opened, self._state.margin, self._code_width)
+    def _with_unparsed(self, text: str) -> list[StyledLine]:
+        """The lines of the unfinished blocks, with text after them that was not parsed with them."""
+        if not text:
+            return self._open
+        style, fill = ("class:code", wrap_anywhere) if self._is_code else ("", wrap)
+        *before, last = self._open or [[]]
+        if self._rest[self._num_open - 1 : self._num_open] == "\n":
+            before, last = self._open, []
+        first, *others = text.expandtabs(4).split("\n")
+        lines = [*before, *fill([*last, (style, first)], self._width)]
+        return lines + [part for line in others for part in fill([(style, line)], self._width)]
 
-    def _after(self, state: State, part: str) -> tuple[list[Block], State]:
-        part = part.expandtabs(4)
-        return state.add_rest(part) if self._is_rest else state.add(part)
 
-    def _open_lines(self) -> list[StyledLine]:
-        """Lines that the text which follows may change."""
-        line = self._unfinished.expandtabs(4)
-        lines: list[StyledLine] = []
-        state = self._state
-        if self._code is not None:
-            if not self._code.is_left_by(line):
-                return self._code.lines(line)
-            lines = self._code.lines("")
-            state = State(margin=state.margin)
-        closed: list[Block] = []
-        is_underline = _MAYBE_UNDERLINE.fullmatch(line) and state.block and state.block.kind == "paragraph"
-        if line.strip() and not is_underline:
-            closed, state = self._after(state, line)
-        for block in [*closed, *([state.block] if state.block else [])]:
-            lines += self._block_lines(block, is_first=not (self._done or lines))
-        return [*lines, *(wrap([("", line)], self._width) if is_underline else [])]
+class Row(NamedTuple):
+    """A line, and whether it is code, which no list indents, so that it can be copied from the screen."""
 
-    def _block_lines(self, block: Block, *, is_first: bool) -> list[StyledLine]:
-        width = self._width
-        blank: list[StyledLine] = [[]] if block.follows_blank and not is_first else []
-        match block.kind:
-            case "rest":
-                return text_lines(block.text, "", width)
+    line: StyledLine
+    is_code: bool = False
+
+    def indented(self, columns: int) -> Row:
+        """The row after a margin, which code and blank lines do not have."""
+        return self if self.is_code or not self.line or not columns else Row([("", " " * columns), *self.line])
+
+
+class _Renderer:
+    """Renders tokens. Blank lines stand where the source has them, for which it is needed."""
+
+    def __init__(self, source: list[str]) -> None:
+        self._source = source
+
+    def rows(self, blocks: Iterable[list[Token]], width: int, code_width: int, *, follows: bool = False) -> list[Row]:
+        """Rows of blocks that follow one another. `follows`: whether there are others before them"""
+        rows: list[Row] = []
+        for block in blocks:
+            start = _start(block)
+            if (rows or follows) and start > 0 and not self._source[start - 1].strip(" >"):
+                rows.append(Row([]))
+            rows += self._block(block, width, code_width)
+        return rows
+
+    def _block(self, group: list[Token], width: int, code_width: int) -> list[Row]:
+        token, inner = group[0], group[1:-1]
+        match token.type:
+            case "paragraph_open":
+                return _text_rows(inner[0].content, "", width)
+            case "heading_open":
+                # One that is still empty is shown as it is written.
+                return _text_rows(inner[0].content or token.markup, "class:heading", width)
+            case "hr":
+                return [Row([("class:fence", "─" * min(width, MAX_RULE))])]
             case "formula":
-                return blank + [part for line in block.text.split("\n") for part in wrap([("", line)], width)]
-            case "fence":
-                return blank + wrap([("class:fence", block.text)], width)
-        return blank + block_lines(block.text, width, self._code_width, block.margin)
+                return [Row(part) for line in token.content.split("\n") for part in wrap([("", line)], width)]
+            case "fence" | "code_block":
+                return [Row(line, is_code=True) for line in _code_block(token, code_width)]
+            case "blockquote_open":
+                return self._quote(inner, width, code_width)
+            case "table_open":
+                return [Row(line) for line in _table(inner, width)]
+            case "list_item_open":
+                return self._item(token, inner, width, code_width)
+        return self.rows(_groups(inner), width, code_width)
+
+    def _quote(self, inner: list[Token], width: int, code_width: int) -> list[Row]:
+        if width < 4:
+            return self.rows(_groups(inner), width, code_width)
+        rows = self.rows(_groups(inner), width - 2, code_width - 2) or [Row([])]
+        return [Row(_quoted(row.line), row.is_code) for row in rows]
+
+    def _item(self, token: Token, inner: list[Token], width: int, code_width: int) -> list[Row]:
+        marker = token.info + token.markup
+        if len(inner) > 1 and inner[1].type == "inline" and (task := _TASK.match(inner[1].content)):
+            box = "☐" if task[1] == " " else "☑"
+            marker = f"{marker} {box}" if token.info else box
+            inner[1].content = inner[1].content[task.end() :]
+        # Models indent an item by two columns below one with a number, which is too little to be inside it.
+        line = self._source[_start([token])] if token.level == 1 else ""
+        margin = len(line) - len(line.lstrip(" "))
+        marker += " "
+        size = margin + get_cwidth(marker)
+        if size > width // 2:
+            return [Row(line) for line in wrap([("class:marker", marker)], width)] + self.rows(
+                _groups(inner), width, code_width
+            )
+        rows = self.rows(_groups(inner), width - size, code_width)
+        if not rows or rows[0].is_code:
+            rows.insert(0, Row([]))
+        return [
+            Row([("class:marker", marker), *rows[0].line]).indented(margin),
+            *(row.indented(size) for row in rows[1:]),
+        ]
 
 
-class _FencedCode:
-    """A code block of which the opening fence is laid out already."""
+def _groups(tokens: list[Token]) -> Iterator[list[Token]]:
+    """Tokens of each block, from what opens it to what closes it."""
+    start = 0
+    for number, token in enumerate(tokens):
+        if token.level == tokens[0].level and token.nesting <= 0:
+            yield tokens[start : number + 1]
+            start = number + 1
 
-    def __init__(self, block: Block, margin: int, width: int) -> None:
-        """margin: indentation below which a line ends the block, because it ends the item that the block is in"""
-        fence = Fence.opened_by(block.text)
-        assert fence is not None
-        self._fence: Fence = fence
-        self._indent = block.margin + fence.indent
-        self._margin = margin
-        self._width = width
-        self._layout = CodeLayout(fence.language, width)
-        self._closing: str | None = None
 
-    @property
-    def is_open(self) -> bool:
-        return self._closing is None
+def _start(group: list[Token]) -> int:
+    """The line in which a block begins."""
+    return group[0].map[0] if group[0].map else 0
 
-    def is_left_by(self, line: str) -> bool:
-        """Whether a line is outside the item that the block is in."""
-        return bool(line.strip()) and indentation(line) < self._margin
 
-    def add(self, line: str) -> bool:
-        """Takes in a complete line. Returns whether it belongs to the block."""
-        if self.is_left_by(line):
-            return False
-        fence = self._after(line)
-        if fence is None:
-            self._closing = line.strip()
+def _quoted(line: StyledLine) -> StyledLine:
+    if line and line[0][0] == "class:quote":
+        return [("class:quote", f"│ {line[0][1]}"), *line[1:]]
+    return [("class:quote", "│ "), *line]
+
+
+def _text_rows(text: str, style: str, width: int) -> list[Row]:
+    return [Row(part) for line in inline_lines(text, style) for part in wrap(line, width)]
+
+
+def inline_lines(text: str, style: str = "") -> list[StyledLine]:
+    """Lines of text with emphasis, code and links as they are in the source, not wrapped."""
+    lines: list[StyledLine] = []
+    for line in text.split("\n") if len(text) > LONG_LINE else [text]:
+        first, *others = (_parsed_lines(part, style) for part in split_long_line(line))
+        lines += first
+        for other in others:
+            lines[-1:] = [[*lines[-1], *other[0]], *other[1:]]
+    return lines
+
+
+@lru_cache(maxsize=256)
+def _parsed_lines(text: str, style: str) -> list[StyledLine]:
+    """Lines of at most LONG_LINE characters: some texts take quadratic time. Do not change them: they are cached."""
+    writer = _Writer(style)
+    tokens = PARSER.inline.parse(text, PARSER, {}, [])
+    for place, token in enumerate(tokens):
+        if token.type == "link_open":
+            inside = takewhile(lambda token: token.type != "link_close", tokens[place + 1 :])
+            writer.open_link(str(token.attrs["href"]), "".join(each.content for each in inside))
         else:
-            self._fence = fence
-            self._layout.add(self._without_indent(line))
-        return True
+            writer.add(token)
+    return writer.lines
 
-    def lines(self, unfinished: str) -> list[StyledLine]:
-        """All lines after the opening fence, and a line that is not complete."""
-        closing = self._closing
-        lines = self._layout.lines()
-        if unfinished and self._after(unfinished) is None:
-            closing = unfinished.strip()
-        elif unfinished:
-            lines = lines + plain_code(self._without_indent(unfinished), self._width)
-        return lines + (wrap([("class:fence", closing)], self._width) if closing else [])
 
-    def _after(self, line: str) -> Fence | None:
-        return self._fence.after(line) if indentation(line) - self._margin < 4 else self._fence
+class _Writer:
+    """Writes tokens as fragments, with the styles of all that they are inside of."""
 
-    def _without_indent(self, line: str) -> str:
-        return line[min(indentation(line), self._indent) :]
+    def __init__(self, style: str) -> None:
+        self.lines: list[StyledLine] = [[]]
+        self._styles = [style] if style else []
+        self._url = ""
+
+    def open_link(self, url: str, text: str) -> None:
+        """Begins a link. One whose text is its URL shows it once."""
+        self._url = "" if url in (text, f"mailto:{text}") else url
+        self._styles.append("" if self._url else "class:link")
+
+    def add(self, token: Token) -> None:
+        if token.tag in _TEXT_STYLES:
+            if token.nesting > 0:
+                self._styles.append(_TEXT_STYLES[token.tag])
+            else:
+                self._styles.remove(_TEXT_STYLES[token.tag])
+        elif token.type == "link_close":
+            self._styles.remove("" if self._url else "class:link")
+            self._write_url(self._url)
+        elif token.type == "code_inline":
+            self._write(token.content, "class:code")
+        elif token.type == "image":
+            self._write(f"[image: {''.join(child.content for child in token.children or [])}]")
+            self._write_url(str(token.attrs["src"]))
+        elif token.type in ("softbreak", "hardbreak"):
+            self.lines.append([])
+        else:
+            for number, line in enumerate(token.content.split("\n")):
+                if number:
+                    self.lines.append([])
+                self._write(line)
+
+    def _write(self, text: str, style: str = "") -> None:
+        # Entities such as `&#9;` bring in what was removed from the source.
+        text = safe(text).replace("\n", " ").replace("\t", " ")
+        if text:
+            append_text(self.lines[-1], " ".join(filter(None, [*self._styles, style])), text)
+
+    def _write_url(self, url: str) -> None:
+        if url:
+            self._write(" (")
+            self._write(url, "class:link")
+            self._write(")")
+
+
+def _table(tokens: list[Token], width: int) -> list[StyledLine]:
+    """A table drawn with box characters. Cells are Markdown; the first row is the header."""
+    rows: list[list[list[StyledLine]]] = []
+    alignments: list[str] = []
+    for token in tokens:
+        if token.type == "tr_open":
+            rows.append([])
+        elif token.type == "inline":
+            rows[-1].append(inline_lines(token.content, "" if len(rows) > 1 else "class:heading"))
+        elif token.type == "th_open":
+            alignments.append(str(token.attrs.get("style", "")).removeprefix("text-align:"))
+    count = len(alignments)
+    available = width - 3 * (count - 1)
+    if available < MIN_COLUMN * count:
+        return _table_as_list(rows, width)
+    widths = _shrink([max(1, *(cells(line) for row in rows for line in row[n])) for n in range(count)], available)
+    lines: list[StyledLine] = []
+    for number, row in enumerate(rows):
+        columns = [[part for line in cell for part in wrap(line, size)] for cell, size in zip(row, widths, strict=True)]
+        for place in range(max(map(len, columns))):
+            parts = (column[place] if place < len(column) else [] for column in columns)
+            made: StyledLine = []
+            for part, size, alignment in zip(parts, widths, alignments, strict=True):
+                spare = max(size - cells(part), 0)
+                left = {"right": spare, "center": spare // 2}.get(alignment, 0)
+                made += [("class:table", " │ ")] if made else []
+                made += [("", " " * left), *part, ("", " " * (spare - left))]
+            lines.append(made[:-1])
+        if number == 0:
+            lines.append([("class:table", "─┼─".join("─" * size for size in widths))])
+    return lines
+
+
+def _table_as_list(rows: list[list[list[StyledLine]]], width: int) -> list[StyledLine]:
+    header, *body = rows
+    lines: list[StyledLine] = []
+    for row in body or [[[[]] for _ in header]]:
+        lines += [[]] if lines else []
+        for name, (first, *others) in zip(header, row, strict=True):
+            lines += wrap([*name[0], ("", ": "), *first], width)
+            lines += [part for line in others for part in wrap(line, width)]
+    return lines
+
+
+def _shrink(natural: list[int], available: int) -> list[int]:
+    """Widths that fit: the widest columns are cut to the same width, the others keep theirs."""
+    if sum(natural) <= available:
+        return natural
+    left, count = available, len(natural)
+    for size in sorted(natural):
+        if size > left // count:
+            break
+        left, count = left - size, count - 1
+    limit, spare = left // count, left % count
+    widths = []
+    for size in natural:
+        widths.append(min(size, limit + (spare > 0)))
+        spare -= size > limit
+    return widths
+
+
+def _code_block(token: Token, width: int) -> list[StyledLine]:
+    """Code with its fences. The last line may be incomplete if nothing closes the block."""
+    if token.type == "code_block":
+        return _code_lines(token.content.rstrip("\n"), "", width)
+    complete, newline, unfinished = token.content.rpartition("\n")
+    lines = wrap([("class:fence", token.meta["opening"])], width)
+    lines += _code_lines(complete, token.info, width) if newline else []
+    lines += wrap_anywhere([("class:code", unfinished)], width) if unfinished else []
+    return lines + (wrap([("class:fence", token.meta["closing"])], width) if token.meta["closing"] else [])
+
+
+def _code_lines(code: str, language: str, width: int) -> list[StyledLine]:
+    """Lines of complete code in colours."""
+    coloured: list[StyledLine] = []
+    chunk: list[str] = []
+    size = 0
+    for line in code.split("\n"):
+        starts_paragraph = line[:1].strip() and chunk and not chunk[-1].strip()
+        if size >= 2 * CODE_CHUNK or (size >= CODE_CHUNK and starts_paragraph):
+            coloured += _coloured("\n".join(chunk), language)
+            chunk, size = [], 0
+        chunk.append(line)
+        size += len(line) + 1
+    coloured += _coloured("\n".join(chunk), language)
+    return [row for line in coloured for row in wrap_anywhere(line, width)]
+
+
+@lru_cache(maxsize=64)
+def _coloured(code: str, language: str) -> list[StyledLine]:
+    """Do not change them: they are cached."""
+    plain = [[("class:code", line)] for line in code.split("\n")]
+    source, lexer = code + "\n", _lexer(language)
+    if lexer is None or len(source) > 2 * CODE_CHUNK + LONG_LINE:
+        return plain
+    try:
+        tokens = list(lexer.get_tokens(source))
+    except Exception:  # a lexer's bug must not cost the screen
+        return plain
+    if "".join(text for _, text in tokens) != source:
+        return plain
+    lines: list[StyledLine] = [[]]
+    for kind, text in tokens:
+        for number, part in enumerate(text.split("\n")):
+            if number:
+                lines.append([])
+            if part:
+                append_text(lines[-1], _code_style(kind), part)
+    return lines[:-1]
+
+
+@lru_cache(maxsize=256)
+def _lexer(language: str) -> Lexer | None:
+    try:
+        return get_lexer_by_name(language, stripnl=False) if language else None
+    except ClassNotFound:
+        return None
+
+
+@lru_cache(maxsize=512)
+def _code_style(kind: _TokenType) -> str:
+    return next((_CODE_STYLES[parent] for parent in reversed(kind.split()) if parent in _CODE_STYLES), "class:code")

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock
+from markdown_it.rules_inline import StateInline
+from markdown_it.rules_inline.state_inline import Delimiter
 
-from cbatch.cli.chat.markdown.fences import Fence
-from cbatch.cli.chat.markdown.inline_rules import add_inline_rules
+_FENCE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})(.*)")
+_NESTING_LANGUAGES = {"", "markdown", "md", "mdx", "text"}
+"""Languages of blocks in which models write fences of the same length."""
+
+_FORMULA_LINE = re.compile(r"\\\[(?!.*\\\])|\$\$(?!.*\$\$)")
+_FORMULA_END = re.compile(r".*(?:\\\]|\$\$)")
+_FORMULA = re.compile(
+    r"\$\$(?:[^$\\]|\\.)+\$\$|\$(?![\s$])(?:[^$\\\n]|\\.)*(?<!\s)\$(?!\d)|\\\(.*?\\\)|\\\[.*?\\\]|\\[()\[\]]", re.DOTALL
+)
+_STRONG_LETTERS = re.compile(r"\*{2,}[^\W\d_]+\*{2,}")
 
 
 class _Parser(MarkdownIt):
@@ -22,27 +35,52 @@ class _Parser(MarkdownIt):
         return True
 
 
-def _fence_rule(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+def _fence(state: StateBlock, start: int, end: int, silent: bool) -> bool:
     """Replaces the library's rule, which knows no fences of the same length inside each other."""
     opening = _line(state, start)
-    fence = None if state.is_code_block(start) else Fence.opened_by(opening)
-    if fence is None or silent:
-        return fence is not None
+    match = None if state.is_code_block(start) else _FENCE.fullmatch(opening)
+    if match is None or silent:
+        return match is not None
+    language = match[2].split()[0].strip("{}.").lower() if match[2].strip() else ""
+    marker, is_nesting = match[1][0], language in _NESTING_LANGUAGES
+    lengths = [len(match[1])]  # of the fences that are open, the outermost first
     number = start + 1
-    open_fence: Fence | None = fence
-    while number < end and open_fence is not None:
+    while number < end and lengths:
         line = _line(state, number)
         if line and state.sCount[number] < state.blkIndent:
             break
         if not state.is_code_block(number):
-            open_fence = open_fence.after(line)
+            text = line.strip()
+            length = len(text) - len(text.lstrip(marker))
+            if length == len(text) >= lengths[-1]:
+                lengths.pop()
+            elif is_nesting and lengths[0] <= length < len(text) and marker not in text[length:]:
+                lengths.append(length)
         number += 1
-    last = number - (open_fence is None)
+    last = number - (not lengths)
     token = state.push("fence", "code", 0)
-    token.info = fence.language
+    token.info = language
     token.content = state.getLines(start + 1, last, state.sCount[start], True)
     # The lines as they are shown; the closing one is empty while there is none.
-    token.meta = {"opening": opening, "closing": _line(state, last) if open_fence is None else ""}
+    token.meta = {"opening": opening, "closing": "" if lengths else _line(state, last)}
+    token.map = [start, number]
+    state.line = number
+    return True
+
+
+def _formula_lines(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """Keeps a formula of several lines as it is written, up to what ends it or a blank line."""
+    if state.is_code_block(start) or not _FORMULA_LINE.match(_line(state, start)):
+        return False
+    if silent:
+        return True
+    number = start + 1
+    while number < end and (line := _line(state, number)) and state.sCount[number] >= state.blkIndent:
+        number += 1
+        if _FORMULA_END.match(line):
+            break
+    token = state.push("formula", "", 0)
+    token.content = state.getLines(start, number, state.blkIndent, False)
     token.map = [start, number]
     state.line = number
     return True
@@ -52,13 +90,98 @@ def _line(state: StateBlock, number: int) -> str:
     return state.src[state.bMarks[number] + state.tShift[number] : state.eMarks[number]]
 
 
+def _formula(state: StateInline, silent: bool) -> bool:
+    """Keeps a formula as it is written. A lone `\\(` keeps its backslash, because its formula may not be complete."""
+    match = _FORMULA.match(state.src, state.pos, state.posMax) if state.src[state.pos] in "$\\" else None
+    if match is None:
+        return False
+    if not silent:
+        state.push("text", "", 0).content = match[0]
+    state.pos = match.end()
+    return True
+
+
+def _emphasis(state: StateInline, silent: bool) -> bool:
+    marker = state.src[state.pos]
+    if silent or marker not in "*_":
+        return False
+    if marker == "_":
+        scanned = state.scanDelims(state.pos, False)
+        can_open, can_close, length = scanned.can_open, scanned.can_close, scanned.length
+    else:
+        length = _run_length(state)
+        can_open, can_close = _flanking(state, length)
+    _push_delimiters(state, [marker] * length, length, can_open, can_close)
+    return True
+
+
+def _strikethrough(state: StateInline, silent: bool) -> bool:
+    if silent or state.src[state.pos] != "~":
+        return False
+    length = _run_length(state)
+    if length == 2:
+        _push_delimiters(state, ["~~"], 0, *_flanking(state, length))
+    else:
+        state.pending += "~" * length
+        state.pos += length
+    return True
+
+
+def _push_delimiters(state: StateInline, texts: list[str], length: int, can_open: bool, can_close: bool) -> None:
+    for text in texts:
+        state.push("text", "", 0).content = text
+        state.delimiters.append(Delimiter(ord(text[0]), length, len(state.tokens) - 1, -1, can_open, can_close))
+        state.pos += len(text)
+
+
+def _run_length(state: StateInline) -> int:
+    rest = state.src[state.pos : state.posMax]
+    return len(rest) - len(rest.lstrip(rest[0]))
+
+
+def _flanking(state: StateInline, length: int) -> tuple[bool, bool]:
+    """Whether a run of markers can open and close emphasis.
+
+    CommonMark's rule, but East Asian characters and their punctuation count as letters beside which punctuation may
+    stand, as https://github.com/tats-u/markdown-cjk-friendly proposes. `2**3` opens nothing.
+    """
+    end = state.pos + length
+    before = state.src[state.pos - 1] if state.pos > 0 else " "
+    after = state.src[end] if end < state.posMax else " "
+    can_open = not after.isspace() and (not _is_punctuation(after) or _may_touch_punctuation(before))
+    can_close = not before.isspace() and (not _is_punctuation(before) or _may_touch_punctuation(after))
+    if _is_latin(before) and _is_latin(after):
+        can_open = before.isalpha() and _STRONG_LETTERS.match(state.src, state.pos) is not None
+    return can_open, can_close
+
+
+def _may_touch_punctuation(character: str) -> bool:
+    return character.isspace() or _is_punctuation(character) or _is_wide(character)
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] in "PS" and not _is_wide(character)
+
+
+def _is_latin(character: str) -> bool:
+    return (character.isalnum() or character == "_") and not _is_wide(character)
+
+
+def _is_wide(character: str) -> bool:
+    return unicodedata.east_asian_width(character) in "WF"
+
+
 def _make_parser() -> MarkdownIt:
     parser = _Parser("commonmark", {"breaks": True, "html": False, "maxNesting": 100})
     parser.enable(["table", "strikethrough"])
     # References would let the end of a text change its beginning.
     parser.disable(["reference", "html_block", "html_inline"])
-    parser.block.ruler.at("fence", _fence_rule, {"alt": ["paragraph", "reference", "blockquote", "list"]})
-    add_inline_rules(parser)
+    interrupts = {"alt": ["paragraph", "reference", "blockquote", "list"]}
+    parser.block.ruler.at("fence", _fence, interrupts)
+    parser.block.ruler.before("fence", "formula", _formula_lines, interrupts)
+    parser.inline.ruler.before("escape", "formula", _formula)
+    parser.inline.ruler.at("emphasis", _emphasis)
+    parser.inline.ruler.at("strikethrough", _strikethrough)
     return parser
 
 

@@ -9,7 +9,7 @@ from prompt_toolkit import print_formatted_text
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.output import create_output
 
-from cbatch.cli.chat.markdown.markup import StyledLine
+from cbatch.cli.chat.markdown.lines import StyledLine
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.tui.style import STYLE
 from cbatch.cli.chat.tui.transcript import Transcript

@@ -6,7 +6,7 @@ from prompt_toolkit.utils import get_cwidth
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ALMOST_FULL, ChatController
-from cbatch.cli.chat.markdown.markup import Fragment
+from cbatch.cli.chat.markdown.lines import Fragment
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.console import safe

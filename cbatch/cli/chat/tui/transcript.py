@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from cbatch.cli.chat.markdown import markup
-from cbatch.cli.chat.markdown.markup import COLUMN_GAP, Fragment, StyledLine, TextLayout, side_by_side, wrap
+from cbatch.cli.chat.markdown.lines import COLUMN_GAP, Fragment, StyledLine, side_by_side, wrap, wrap_plain
 from cbatch.cli.chat.session.reply import Reply
 from cbatch.cli.chat.session.session import Notice, Session, Turn
 from cbatch.cli.chat.session.tool_round import ToolRound
@@ -28,13 +26,6 @@ RESULT_LINES = 4
 UNBROKEN = 10**6
 """A width that no line of code has."""
 
-wrap_plain = lru_cache(maxsize=512)(markup.wrap_plain)
-"""Cached, because a long message is drawn again with every token of its reply."""
-
-
-_ReplyLayout = tuple[tuple[int, int], TextLayout, "MarkdownLayout"]
-"""For which width and request of a reply it holds, and the layouts of its reasoning and of its text."""
-
 
 class Transcript:
     """Lays out sessions and caches the lines, each item's with the state that they show.
@@ -47,9 +38,8 @@ class Transcript:
         self.shows_reasoning = shows_reasoning
         self._breaks_code = breaks_code
         self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
-        self._layouts: WeakKeyDictionary[Reply, tuple[tuple[int, int], TextLayout, MarkdownLayout]] = (
-            WeakKeyDictionary()
-        )
+        self._layouts: WeakKeyDictionary[Reply, tuple[tuple[int, int], MarkdownLayout]] = WeakKeyDictionary()
+        """How the text of each reply is laid out, with the width and the request for which it holds."""
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
         """All lines of a session, item by item."""
@@ -120,12 +110,14 @@ class Transcript:
         known = self._layouts.get(reply)
         version = width, reply.num_requests
         if known is None or known[0] != version:
-            known = self._layouts[reply] = version, TextLayout(width, "class:reasoning"), self._layout(width)
+            known = self._layouts[reply] = version, self._layout(width)
         lines = [line for each in reply.rounds for line in _round_lines(each, width)]
-        lines += known[1].lines(reply.reasoning) if self.shows_reasoning else _folded(reply, width)
+        if reply.reasoning:
+            shown = wrap_plain(reply.reasoning, width, "class:reasoning")
+            lines += shown if self.shows_reasoning else _folded(reply, width)
         if lines and reply.text:
             lines.append([])
-        lines += known[2].lines(reply.text)
+        lines += known[1].lines(reply.text, is_whole=not reply.is_open)
         if reply.state == "waiting":
             lines.append([("class:note", "…")])
         if reply.error:
@@ -143,8 +135,6 @@ def _head(number: int, reply: Reply, *, is_chosen: bool) -> Fragment:
 
 def _folded(reply: Reply, width: int) -> list[StyledLine]:
     """One line for all that a model has thought."""
-    if not reply.reasoning:
-        return []
     words = f"{len(reply.reasoning.split()):,} words"
     is_thinking = reply.is_open and not reply.text
     text = f"thinking, {words} …" if is_thinking else f"thought, {words}; Ctrl-T shows them"

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from prompt_toolkit.layout.controls import UIContent, UIControl
 from prompt_toolkit.mouse_events import MouseEvent, MouseEventType
 
-from cbatch.cli.chat.markdown.markup import COLUMN_GAP, StyledLine, side_by_side
+from cbatch.cli.chat.markdown.lines import COLUMN_GAP, StyledLine, side_by_side
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.session_list import SessionList
 from cbatch.cli.chat.tui.transcript import MIN_COLUMN, Transcript

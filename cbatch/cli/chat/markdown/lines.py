@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from prompt_toolkit.utils import get_cwidth
 
@@ -34,37 +35,20 @@ def split_long_line(line: str) -> list[str]:
     return [*parts, line]
 
 
-class TextLayout:
-    """Lays out a text that only grows, all in one style. Finished lines are laid out once."""
-
-    def __init__(self, width: int, style: str) -> None:
-        self._width = max(width, 1)
-        self._style = style
-        self._done: list[StyledLine] = []
-        self._num_done = 0
-
-    def lines(self, text: str) -> list[StyledLine]:
-        """All lines of the text so far, which must begin with the text of the last call."""
-        *complete, unfinished = text[self._num_done :].split("\n")
-        for line in complete:
-            for part in split_long_line(line):
-                self._done += self._wrap(part)
-        *parts, rest = split_long_line(unfinished)
-        for part in parts:
-            self._done += self._wrap(part)
-        self._num_done = len(text) - len(rest)
-        return self._done + self._wrap(rest) if rest else self._done
-
-    def _wrap(self, line: str) -> list[StyledLine]:
-        return wrap([(self._style, safe(line).expandtabs(4))], self._width)
-
-
 def wrap_plain(text: str, width: int, style: str = "", *, first: str = "") -> list[StyledLine]:
     """Wraps a text without Markdown. `first` stands before its first line; the others are indented then."""
     inner = max(width - get_cwidth(first), 1)
-    lines = [line for part in safe(text).expandtabs(4).split("\n") for line in wrap([(style, part)], inner)]
-    indent = "  " if first else ""
-    return [[(style, indent if number else first), *line] for number, line in enumerate(lines)]
+    parts = (part for line in text.split("\n") for part in split_long_line(line))
+    lines = [line for part in parts for line in _wrapped(part, inner, style)]
+    if not first:
+        return lines
+    return [[(style, "  " if number else first), *line] for number, line in enumerate(lines)]
+
+
+@lru_cache(maxsize=4096)
+def _wrapped(text: str, width: int, style: str) -> list[StyledLine]:
+    """Cached, because a long text is drawn again with every token."""
+    return wrap([(style, safe(text).expandtabs(4))], width)
 
 
 def side_by_side(columns: list[list[StyledLine]], width: int) -> list[StyledLine]:
