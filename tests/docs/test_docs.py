@@ -32,7 +32,7 @@ from cbatch import (
     Usage,
 )
 from cbatch.api import ChatOptions
-from cbatch.cli.chat.commands import file_commands, session_commands
+from cbatch.cli.chat.commands import files, sessions
 from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS
 from cbatch.cli.main import cli
 from cbatch.cli.run.stats import RunStats
@@ -41,7 +41,7 @@ from cbatch.requests import rows
 from cbatch.schedule.limits import EngineLimits
 from scripts.benchmarks.harness import BENCHMARKS
 
-assert file_commands and session_commands  # they put themselves into the table
+assert files and sessions  # they put themselves into the table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -309,7 +309,7 @@ class FixedDay(date):
 
 def test_the_chat_equals_generate(engine: Engine, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the program's replies: the text and reasoning that a program gets for the same messages and seed."""
-    monkeypatch.setattr("cbatch.cli.chat.session.prompt.date", FixedDay)
+    monkeypatch.setattr("cbatch.cli.chat.engine_client.date", FixedDay)
     harness = ChatHarness(engine)
     forced = forced_by(family) | {"regex": family.pattern.partition(r"\{")[0] + "!"}
     replies = []

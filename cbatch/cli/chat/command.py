@@ -121,8 +121,7 @@ def chat(**values: Any) -> Literal[0, 1]:
 
 
 def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[0]:
-    from cbatch.cli.chat.background_run import BackgroundRun
-    from cbatch.cli.chat.batch_engines import BatchEngines
+    from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
     from cbatch.cli.chat.line_terminal import LineTerminal, is_dumb
 
     engines = BatchEngines(options.engine, options.replicas)
@@ -151,7 +150,7 @@ def _run_full_screen(
     from prompt_toolkit.history import InMemoryHistory
 
     from cbatch.cli.chat.session.store import InputHistory
-    from cbatch.cli.chat.tui.scrollback import print_conversations
+    from cbatch.cli.chat.tui.screen import print_conversations
     from cbatch.cli.chat.tui.terminal import WELCOME, Terminal
 
     controller.current.add_notice(WELCOME, is_passing=True)
@@ -207,8 +206,7 @@ def _make_controller(
     options: ChatOptions, config: EngineConfig, store: SessionStore | None, trace: StepTracer | None
 ) -> ChatController:
     from cbatch.cli.chat.controller import ChatController
-    from cbatch.cli.chat.engine_client import EngineClient
-    from cbatch.cli.chat.model_pool import ModelPool
+    from cbatch.cli.chat.engine_client import EngineClient, ModelPool
     from cbatch.cli.chat.toolbox import ToolBox
     from cbatch.tools.loader import load_tools
 
@@ -246,7 +244,7 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
     if options.source is not None and options.index is not None:
         _open_row(options, controller, Path(options.source), options.index)
     elif options.continued or options.load is not None:
-        from cbatch.cli.chat.session.session_file import read_session
+        from cbatch.cli.chat.session.store import read_session
 
         path = store.find(options.load)
         store.set_path(controller.open_saved(read_session(path)), path)

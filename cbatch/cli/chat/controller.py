@@ -6,17 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.params import derive_seed
-from cbatch.cli.chat.engine_client import EncodedPrompt, EngineClient, ReplyRequest
-from cbatch.cli.chat.model_pool import ModelPool
-from cbatch.cli.chat.session.reply import CONTEXT_FULL, Reply
-from cbatch.cli.chat.session.session import Message, Notice, Session, Turn
-from cbatch.cli.chat.session.session_list import SessionList
+from cbatch.cli.chat.engine_client import EngineClient, ModelPool, ReplyRequest
+from cbatch.cli.chat.session.session import CONTEXT_FULL, Notice, Reply, Session, Turn, pastes_in, round_messages
 from cbatch.cli.chat.session.store import SessionStore
-from cbatch.cli.chat.session.tool_round import round_messages
 from cbatch.cli.chat.toolbox import ToolBox
+from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
 
 if TYPE_CHECKING:
@@ -52,8 +50,17 @@ def oldest_turns(count: int) -> str:
     return "the oldest turn" if count == 1 else f"the {count} oldest turns"
 
 
-class ChatController(SessionList):
+def _is_name(text: str) -> bool:
+    """Whether a session can have this name: one word, not a number, and nothing that steers a terminal."""
+    return len(text.split()) == 1 and not text.isdecimal() and len(text) <= 60 and safe(text) == text
+
+
+class ChatController:
     """Opens and closes sessions, requests replies to their messages, and saves them.
+
+    sessions: those that are open, in order
+    current:  the one on the screen
+    closed:   those that were open in this chat
 
     Methods raise UserError if something cannot be done.
     """
@@ -79,7 +86,6 @@ class ChatController(SessionList):
         auto_trim:      whether the oldest turns are dropped when the context is full
         store:          where sessions are saved; None saves nothing
         """
-        super().__init__()
         self.client = client
         self.models = models or ModelPool(client, "")
         self.tools = tools or ToolBox()
@@ -87,19 +93,19 @@ class ChatController(SessionList):
         self._system, self.default_params, self._seed, self.auto_trim = system, params or {}, seed, auto_trim
         self.on_token: Callable[[Session, Reply, str], None] = lambda session, reply, text: None
         """Called for every token, after it became part of its reply, with the new visible text."""
-        self.typed: Callable[[], str] = lambda: self.current.draft
-        """What stands in the input line now, which belongs to the current session."""
+        self.on_switch: Callable[[], None] = lambda: None
+        """Called when another session has become the current one."""
         self.default_seed: int | None = None
+        self.sessions: list[Session] = []
         self.closed: list[Session] = []
-        """Sessions that were open in this chat."""
+        self._num_opened = 0
         self._requests: dict[Reply, tuple[EngineClient, ReplyRequest]] = {}
         self._initial: Session | None = self.new_session("main")
 
     def new_session(self, name: str | None = None) -> Session:
         """Opens an empty session and makes it the current one."""
-        made = Session(self.new_name(name), system=self._system, params=dict(self.default_params))
-        made.seed = self.default_seed
-        return self.add(made)
+        params, seed = dict(self.default_params), self.default_seed
+        return self._add(Session(self._new_name(name), system=self._system, params=params, seed=seed))
 
     def open_saved(self, session: Session) -> Session:
         """Adds a session from a file. It takes the place of the one that the chat began with, if nobody used that."""
@@ -107,21 +113,24 @@ class ChatController(SessionList):
             session.add_notice(f"Replies came from {session.model}; /model {session.model} loads it again.")
             session.model = ""
         initial, self._initial = self._initial, None
-        if initial not in self.sessions or not initial.is_unused:
-            return self.add_loaded(session)
-        initial.name = ""  # the saved one may have the same
-        self.add_loaded(session)
-        self.close(initial)
+        replaced = initial if initial in self.sessions and initial.is_unused else None
+        taken = {other.name for other in self.sessions if other is not replaced}
+        own = session.name if _is_name(session.name) else "loaded"
+        names = (own if n == 1 else f"{own}-{n}" for n in count(1))
+        session.name = next(name for name in names if name not in taken)
+        self._add(session)
+        if replaced is not None:
+            self.close(replaced)
         return session
 
     def fork(self, session: Session, name: str | None = None) -> Session:
         """Opens a copy of a session and makes it the current one."""
-        copy = self.add(session.copy(self.new_name(name)))
+        copy = self._add(session.copy(self._new_name(name)))
         self.save(copy)
         return copy
 
     def rename(self, session: Session, name: str) -> None:
-        session.name = self.new_name(name)
+        session.name = self._new_name(name)
         self.save(session)
 
     def close(self, session: Session) -> None:
@@ -135,6 +144,55 @@ class ChatController(SessionList):
         elif session is self.current:
             self.switch(self.sessions[min(index, len(self.sessions) - 1)])
 
+    def _add(self, session: Session) -> Session:
+        """Adds a session and makes it the current one."""
+        self._num_opened += 1
+        session.number = self._num_opened
+        self.sessions.append(session)
+        self.switch(session)
+        return session
+
+    def switch(self, session: Session) -> None:
+        """Puts a session on the screen."""
+        self.current = session
+        session.is_unread = False
+        self.on_switch()
+
+    def switch_to(self, index: int) -> None:
+        """Switches to the session with this index in the list, if there is one."""
+        if index < len(self.sessions):
+            self.switch(self.sessions[index])
+
+    def switch_by(self, offset: int) -> None:
+        """Switches to a session after or before the current one; the list wraps around."""
+        self.switch_to((self.sessions.index(self.current) + offset) % len(self.sessions))
+
+    def find(self, which: str) -> Session:
+        """The session of this name, or with this number in the list, from 1. Raises UserError if there is none."""
+        for session in self.sessions:
+            if session.name == which:
+                return session
+        if which in map(str, range(1, len(self.sessions) + 1)):
+            return self.sessions[int(which) - 1]
+        raise UserError(f"There is no session {which}; /list shows all sessions.")
+
+    def _new_name(self, name: str | None) -> str:
+        """Checks a name for a session, or makes one up for None. Raises UserError if it is taken or cannot be one."""
+        taken = {session.name for session in self.sessions}
+        if name is None:
+            return next(name for n in count(self._num_opened + 1) if (name := f"s{n}") not in taken)
+        if name in taken:
+            raise UserError(f"There is a session {name} already.")
+        if not _is_name(name):
+            raise UserError("A name is one word of at most 60 characters, and not a number.")
+        return name
+
+    def fold_paste(self, text: str) -> str:
+        """Keeps a long paste for the next message of the current session. Returns what stands for it."""
+        paste = self.current.fold_paste(text)
+        self.client_of(self.current).count_tokens(text, partial(setattr, paste, "num_tokens"))
+        return paste.name
+
     def send(self, session: Session, text: str) -> None:
         """Sends a message, with what is attached to it; it is queued while a reply is on its way.
 
@@ -143,7 +201,7 @@ class ChatController(SessionList):
         last = session.last
         if last is not None and last.is_undecided:
             raise UserError(f"Pick a reply first: {last.pick_hint}.")
-        turn = Turn(text, attachments=session.attachments_of(text))
+        turn = Turn(text, attachments=[*session.attached, *pastes_in(text, session.pastes)])
         session.attached = []
         self._send(session, turn)
 
@@ -287,9 +345,8 @@ class ChatController(SessionList):
             raise UserError("The conversation has moved on; nothing was changed.")
         self._stop_replies(session)
         session.remove(turn)
-        self._send(
-            session, Turn(text, attachments=[one for one in turn.attachments if not one.is_paste or one.name in text])
-        )
+        kept = [one for one in turn.attachments if not one.is_paste or one.name in text]
+        self._send(session, Turn(text, attachments=kept))
 
     def trim(self, session: Session, num_turns: int | None) -> int:
         """Drops the `num_turns` oldest turns; None drops as many as the last reply needs, and requests it again.
@@ -313,8 +370,6 @@ class ChatController(SessionList):
 
     def save(self, session: Session) -> None:
         """Has a session written to disk soon, if sessions are saved and there is something in it."""
-        if session is self.current:
-            session.draft = self.typed()
         if self.store is not None and (session.turns or self.store.saved_path(session) is not None):
             self.store.save_later(session)
 
@@ -375,15 +430,18 @@ class ChatController(SessionList):
     ) -> None:
         if not reply.generated:
             reply.model = session.model if model is None else model
-        client = self.models.client(reply.model)
-        if not reply.generated:
             session.attempts += 1
-            reply.seed = self._seed_of(session)
+            if session.seed is not None:  # the same replies whatever the session's number
+                reply.seed = derive_seed(session.seed, "turn", str(session.attempts))
+            else:
+                reply.seed = derive_seed(self._seed, "turn", f"{session.number}/{session.attempts}")
+        client = self.models.client(reply.model)
         reply.params = dict(params)
         reply.begin(time.monotonic())
+        *earlier, last = session.message_groups(turn)
         request = ReplyRequest(
             system_messages=session.system_messages,
-            message_groups=self._message_groups(session, turn, reply),
+            message_groups=[*earlier, [*last, *round_messages(reply.rounds)]],
             params=reply.params,
             seed=reply.seed,
             template_kwargs=session.template_kwargs,
@@ -396,17 +454,11 @@ class ChatController(SessionList):
         self._requests[reply] = client, request
         client.submit(request)
 
-    def _message_groups(self, session: Session, turn: Turn, reply: Reply) -> list[list[Message]]:
-        """What the session shows the model, and what this reply has called so far."""
-        *earlier, last = session.message_groups(turn)
-        return [*earlier, [*last, *round_messages(reply.rounds)]]
-
     def answer_call(self, session: Session, *, is_allowed: bool, always: bool = False) -> None:
         """Allows or refuses the call that was asked about; `always` also allows all others of that tool."""
-        use = session.last.asking if session.last is not None else None
-        if use is None:
+        if session.asking is None:
             raise UserError("No call waits for an answer.")
-        self.tools.answer(use, is_allowed=is_allowed, always=always)
+        self.tools.answer(session.asking, is_allowed=is_allowed, always=always)
 
     def _run_tools(self, session: Session, turn: Turn, reply: Reply, calls: Sequence[ToolCall]) -> None:
         """Has a model's calls run; it goes on with their results."""
@@ -415,15 +467,11 @@ class ChatController(SessionList):
         self.save(session)
         session.is_unread = session is not self.current
 
-    def _seed_of(self, session: Session) -> int:
-        """A seed for the next reply. With a seed of its own, a session gives the same replies whatever its number."""
-        if session.seed is not None:
-            return derive_seed(session.seed, "turn", str(session.attempts))
-        return derive_seed(self._seed, "turn", f"{session.number}/{session.attempts}")
-
-    def _on_start(self, session: Session, turn: Turn, reply: Reply, dropped_before: int, prompt: EncodedPrompt) -> None:
-        reply.prompt_tokens = len(prompt.token_ids)
-        if count := session.drop(dropped_before + prompt.num_dropped):
+    def _on_start(
+        self, session: Session, turn: Turn, reply: Reply, dropped_before: int, prompt_tokens: int, num_dropped: int
+    ) -> None:
+        reply.prompt_tokens = prompt_tokens
+        if count := session.drop(dropped_before + num_dropped):
             text = f"The context is full: from here on the model no longer sees {oldest_turns(count)}."
             session.items.insert(session.items.index(turn), Notice(text))
 

@@ -1,4 +1,4 @@
-"""Loads the engine in the background and requests replies from it.
+"""Loads engines in the background, and requests replies from them.
 
 Three threads meet here. The front end's thread alone changes sessions. The client's thread loads the engine, turns
 conversations into token ids and submits them. Events arise on the engine's thread. The last two tell the front end
@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
-from cbatch.cli.chat.session.prompt import as_plain_text, reply_request, takes_messages
-from cbatch.cli.chat.session.session import Message
+from cbatch.cli.chat.session.session import Message, as_plain_text
+from cbatch.cli.common.exits import UserError
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -36,17 +37,7 @@ MOST_COUNTED = 200_000
 """Characters of a text whose tokens are counted: of megabytes, counting takes seconds and gigabytes."""
 
 Post = Callable[[Callable[[], None]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A conversation as the engine gets it.
-
-    num_dropped: how many of its oldest turns were dropped to make it fit
-    """
-
-    token_ids: Sequence[int]
-    num_dropped: int
+"""Runs a callback on the front end's thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +50,8 @@ class ReplyRequest:
     tools:          functions that the model may call, in OpenAI's form
     reply_prefix:   the beginning of the reply, if it is continued
     may_trim:       whether the oldest turns may be dropped if the context is too small
-    on_start:       called on the front end's thread once the prompt is encoded
+    on_start:       called on the front end's thread once the prompt is encoded, with the number of its tokens, and how
+                    many of the oldest turns were dropped to make it fit
     on_event:       called there for every token, with the time when it came (`monotonic` clock)
     """
 
@@ -71,26 +63,18 @@ class ReplyRequest:
     tools: Sequence[Mapping[str, Any]]
     reply_prefix: str
     may_trim: bool
-    on_start: Callable[[EncodedPrompt], None]
+    on_start: Callable[[int, int], None]
     on_event: Callable[[StreamEvent, float], None]
     is_cancelled: bool = False
     submitted: Request | None = None
 
-    def messages(self, num_dropped: int) -> list[Message]:
-        """The conversation without its oldest turns."""
-        return [*self.system_messages, *chain.from_iterable(self.message_groups[num_dropped:])]
-
-
-@dataclass(frozen=True, slots=True)
-class CountRequest:
-    """Asks for a number of tokens; `on_count` is called with it on the front end's thread."""
-
-    count: Callable[[Engine], int]
-    on_count: Callable[[int], None]
-
 
 class EngineClient:
-    """Opens an engine and submits requests to it. `engine` is None until it is ready."""
+    """Opens an engine and submits requests to it.
+
+    engine: None until it is ready
+    post:   runs something on the front end's thread, once `start` was called; for other threads
+    """
 
     def __init__(
         self,
@@ -105,18 +89,17 @@ class EngineClient:
         """
         self.engine: Engine | None = None
         self.template_kwargs = template_kwargs or {}
+        self.post: Post = lambda callback: None
         self._open_engine, self._closes_engine = open_engine, closes_engine
-        self._requests: queue.SimpleQueue[ReplyRequest | CountRequest | None] = queue.SimpleQueue()
-        self._post: Post = lambda callback: None
+        self._jobs: queue.SimpleQueue[ReplyRequest | Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._is_unloaded = False
 
     def start(self, post: Post, on_open: Callable[[BaseException | None], None]) -> None:
         """Starts to load the engine.
 
-        post:    runs a callback on the front end's thread
-        on_open: called there with None when the engine is ready, or with what kept it from opening
+        on_open: called by `post` with None when the engine is ready, or with what kept it from opening
         """
-        self._post = post
+        self.post = post
         threading.Thread(target=self._run, args=(on_open,), name="cbatch-client", daemon=True).start()
 
     def beside(
@@ -124,7 +107,7 @@ class EngineClient:
     ) -> EngineClient:
         """A client of another engine for the same front end, which begins to load it."""
         other = EngineClient(open_engine, template_kwargs=self.template_kwargs, closes_engine=self._closes_engine)
-        other.start(self._post, on_open)
+        other.start(self.post, on_open)
         return other
 
     def close(self) -> None:
@@ -132,7 +115,7 @@ class EngineClient:
         if self.engine is not None and self._closes_engine:
             self.engine.close()
 
-    def open_here(self, callbacks: queue.SimpleQueue[Callable[[], None]]) -> None:
+    def open_here(self, callbacks: queue.SimpleQueue[Callable[[], object]]) -> None:
         """Loads the engine while this thread runs the callbacks. Raises what keeps it from opening."""
         opened: list[BaseException | None] = []
         self.start(callbacks.put, opened.append)
@@ -144,41 +127,43 @@ class EngineClient:
     def unload(self) -> None:
         """Closes the engine and ends the client's thread; also if the engine is still to open."""
         self._is_unloaded = True
-        self._requests.put(None)
+        self._jobs.put(None)
         if self.engine is not None:
             self.engine.close()
 
     def submit(self, request: ReplyRequest) -> None:
-        self._requests.put(request)
+        self._jobs.put(request)
 
     def count_tokens(self, text: str, on_count: Callable[[int], None]) -> None:
-        """Has the tokens of a text counted once the model is there; of a very long one, those of its beginning."""
+        """Has the tokens of a text counted once the model is there; of a very long one, those of its beginning.
+
+        on_count: called with the number on the front end's thread
+        """
         beginning = text[:MOST_COUNTED]
 
-        def count(engine: Engine) -> int:
-            return len(engine.encode(beginning, raw=True)) * len(text) // max(len(beginning), 1)
+        def count(engine: Engine) -> None:
+            num_tokens = len(engine.encode(beginning, raw=True)) * len(text) // max(len(beginning), 1)
+            self.post(partial(on_count, num_tokens))
 
-        self._requests.put(CountRequest(count, on_count))
+        self._jobs.put(count)
 
     def count_prompt_tokens(self, messages: Sequence[Message], on_count: Callable[[int], None]) -> None:
         """The same for the prompt that `cbatch run` makes of a conversation."""
 
-        def count(engine: Engine) -> int:
+        def count(engine: Engine) -> None:
             if takes_messages(engine):
-                return len(engine.encode({"messages": list(messages)}))
-            return len(engine.encode(as_plain_text(messages), raw=True))
+                prompt = engine.encode({"messages": list(messages)})
+            else:
+                prompt = engine.encode(as_plain_text(messages), raw=True)
+            self.post(partial(on_count, len(prompt)))
 
-        self._requests.put(CountRequest(count, on_count))
+        self._jobs.put(count)
 
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""
         request.is_cancelled = True
         if request.submitted is not None and self.engine is not None:
             self.engine.thread.cancel(request.submitted)
-
-    def post(self, callback: Callable[[], None]) -> None:
-        """Runs something on the front end's thread; for other threads."""
-        self._post(callback)
 
     @property
     def failure(self) -> BaseException | None:
@@ -198,41 +183,32 @@ class EngineClient:
         except BaseException as error:  # ends the chat with a sentence, not this thread with a traceback
             if self._is_unloaded:
                 return
-            self._post(partial(on_open, error))
-            self._refuse_all(error)
+            self.post(partial(on_open, error))
+            while (job := self._jobs.get()) is not None:
+                if isinstance(job, ReplyRequest):
+                    self._fail(job, f"The model could not be loaded: {error}")
             return
         self.engine = engine
         if self._is_unloaded:
             engine.close()
             return
-        self._post(partial(on_open, None))
-        while (request := self._requests.get()) is not None:
-            if isinstance(request, CountRequest):
+        self.post(partial(on_open, None))
+        while (job := self._jobs.get()) is not None:
+            if not isinstance(job, ReplyRequest):
                 with suppress(BaseException):  # a number that is missing harms nobody
-                    self._post(partial(request.on_count, request.count(engine)))
-                continue
-            if request.is_cancelled:
-                continue
-            try:
-                self._submit_to_engine(request, engine)
-            except RequestError as error:
-                self._fail(request, error)
-            except BaseException as error:  # a message that breaks something must not end the chat
-                self._fail(request, RequestError("internal_error", f"The message cannot be encoded: {error!r}"))
-
-    def _refuse_all(self, error: BaseException) -> None:
-        """Answers every request with what kept the engine from opening."""
-        while (request := self._requests.get()) is not None:
-            if isinstance(request, ReplyRequest) and not request.is_cancelled:
-                self._fail(request, RequestError("internal_error", f"The model could not be loaded: {error}"))
+                    job(engine)
+            elif not job.is_cancelled:
+                try:
+                    self._submit_to_engine(job, engine)
+                except RequestError as error:
+                    self._fail(job, error)
+                except BaseException as error:  # a message that breaks something must not end the chat
+                    self._fail(job, f"The message cannot be encoded: {error!r}")
 
     def _submit_to_engine(self, request: ReplyRequest, engine: Engine) -> None:
-
         encoded, num_dropped = self._encode(request, engine, self.params(request.params))
-        prompt = EncodedPrompt(encoded.prompt_ids, num_dropped)
-        self._post_unless_cancelled(request, partial(request.on_start, prompt))
+        self._tell(request, partial(request.on_start, len(encoded.prompt_ids), num_dropped))
         outputs = engine.core.output_processor(encoded)
-
         has_failed = False
 
         def on_event(event: TokenEvent) -> None:
@@ -243,9 +219,9 @@ class EngineClient:
                 outputs.take(event)
             except BaseException as error:  # the engine ends the request, and says so by another event
                 has_failed = True
-                self._fail(request, RequestError("internal_error", f"The reply cannot be taken: {error!r}"))
+                self._fail(request, f"The reply cannot be taken: {error!r}")
                 raise
-            self._post_unless_cancelled(request, partial(self._report, request, outputs, event, time.monotonic()))
+            self._tell(request, partial(self._report, request, outputs, event, time.monotonic()))
 
         request.submitted = encoded
         engine.thread.submit(encoded, on_event)
@@ -261,24 +237,32 @@ class EngineClient:
 
     def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[Request, int]:
         """The request as token ids. Drops as few of the oldest turns as necessary, if that is allowed: how many."""
+        from cbatch.base.request import Request
+        from cbatch.base.template_options import TemplateOptions
+
         if request.reply_prefix and params.constraint is not None:
             raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")
         processor = engine.core.input_processor()
-        variables = {**self.template_kwargs, **request.template_kwargs}
+        template = TemplateOptions(kwargs={**self.template_kwargs, **request.template_kwargs}, today=date.today())
 
         def encoded(num_dropped: int) -> Request:
-            messages = request.messages(num_dropped)
-            asked = reply_request(engine, messages, request.reply_prefix, variables, request.tools)
-            asked.params, asked.seed, asked.priority = params, request.seed, PRIORITY
-            return processor.encode(asked)
+            messages = [*request.system_messages, *chain.from_iterable(request.message_groups[num_dropped:])]
+            asked: dict[str, Any] = {"text": as_plain_text(messages) + request.reply_prefix}
+            if takes_messages(engine):
+                prefix, tools = request.reply_prefix, request.tools
+                asked = {"messages": messages, "template": template, "answer": prefix, "tools": tools}
+            return processor.encode(Request(**asked, params=params, seed=request.seed, priority=PRIORITY))
 
         def fits(num_dropped: int) -> bool:
+            """Whether there is room for a reply of `max_tokens`, or of a quarter of the context if that is less."""
+            quarter = engine.limits.max_model_len // 4
             try:
-                return _fits(engine, encoded(num_dropped).prompt_ids, params)
+                room = engine.limits.sequence.max_new_tokens(len(encoded(num_dropped).prompt_ids))
             except RequestError as error:
                 if error.code != "prompt_too_long":
                     raise
                 return False
+            return room >= min(params.max_tokens or quarter, quarter)
 
         num_dropped, num_droppable = 0, len(request.message_groups) - 1
         if request.may_trim and num_droppable and not fits(0):
@@ -287,21 +271,78 @@ class EngineClient:
         engine.core.max_new_tokens(whole.prompt_ids, params)
         return whole, num_dropped
 
-    def _fail(self, request: ReplyRequest, error: RequestError) -> None:
+    def _fail(self, request: ReplyRequest, error: RequestError | str) -> None:
         from cbatch.requests.output_processor import StreamEvent
 
+        error = RequestError("internal_error", error) if isinstance(error, str) else error
         event = StreamEvent(finish_reason="error", error=error)
-        self._post_unless_cancelled(request, partial(request.on_event, event, time.monotonic()))
+        self._tell(request, partial(request.on_event, event, time.monotonic()))
 
-    def _post_unless_cancelled(self, request: ReplyRequest, callback: Callable[[], None]) -> None:
-        """Checks on the front end's thread, which is the one that cancels."""
-        self._post(lambda: None if request.is_cancelled else callback())
+    def _tell(self, request: ReplyRequest, callback: Callable[[], None]) -> None:
+        """Checks on the front end's thread, which is the one that cancels, whether anybody waits."""
+        self.post(lambda: None if request.is_cancelled else callback())
 
 
-def _fits(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> bool:
-    """Whether a prompt leaves room for a reply of `max_tokens`, or of a quarter of the context if that is less."""
-    quarter = engine.limits.max_model_len // 4
-    try:
-        return engine.limits.sequence.max_new_tokens(len(prompt_ids)) >= min(params.max_tokens or quarter, quarter)
-    except RequestError:
-        return False
+def takes_messages(engine: Engine) -> bool:
+    """Whether the model is given messages: also without a tokenizer, where the engine says that it cannot."""
+    return engine.tokenizer is None or bool(engine.tokenizer.chat_template)
+
+
+class ModelPool:
+    """A client for each model. Models are loaded in the background; what is asked of them meanwhile waits."""
+
+    def __init__(self, client: EngineClient, name: str, open_model: Callable[[str], Engine] | None = None) -> None:
+        """
+        client:     of the model that the chat began with
+        name:       its hub id or folder; empty for the bundled one
+        open_model: loads others by hub id or folder, with the chat's other options; None allows none
+        """
+        self.default = client
+        self.name = name
+        self._open_model = open_model
+        self._clients: dict[str, EngineClient] = {}
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        return [self.default, *self._clients.values()]
+
+    @property
+    def names(self) -> list[str]:
+        """All models that are loaded or being loaded; the first is the chat's own."""
+        return [self.name, *self._clients]
+
+    def client(self, name: str) -> EngineClient:
+        """What replies with a model. An empty name, or that of a model that is gone, stands for the chat's own."""
+        return self._clients.get(name, self.default)
+
+    def has(self, name: str) -> bool:
+        return name in ("", self.name) or name in self._clients
+
+    def load(self, name: str, on_open: Callable[[str, BaseException | None], None]) -> None:
+        """Begins to load a model.
+
+        on_open: called on the front end's thread with the name, and with what kept it from opening, if anything did
+
+        Raises UserError if no other model can be loaded here.
+        """
+        if self._open_model is None:
+            raise UserError("Another model can be loaded in a terminal only.")
+
+        def on_open_here(error: BaseException | None) -> None:
+            if error is not None and self._clients.pop(name, None) is not None:
+                on_open(name, error)
+            elif name in self._clients:
+                on_open(name, None)
+
+        self._clients[name] = self.default.beside(partial(self._open_model, name), on_open_here)
+
+    def unload(self, name: str) -> None:
+        """Closes a model. Raises UserError if it is not there, or the chat's own."""
+        if name not in self._clients:
+            what = "is the chat's own model" if self.has(name) else "is not loaded"
+            raise UserError(f"{name or 'This'} {what}.")
+        self._clients.pop(name).unload()
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()

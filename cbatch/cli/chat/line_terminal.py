@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from cbatch.base.errors import CbatchError
 from cbatch.cli.chat.background_run import BackgroundRun
-from cbatch.cli.chat.commands.registry import CommandContext, execute_command
+from cbatch.cli.chat.commands.registry import CommandContext, CommandUI, execute_command
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.chat.session.session import Notice, Session
+from cbatch.cli.chat.session.session import Notice, Reply, Session
 from cbatch.cli.chat.session.store import SessionStore
-from cbatch.cli.chat.session.tool_round import ToolUse
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.console import emit, notice, safe
-from cbatch.cli.common.exits import UserError
 
 WELCOME = "This terminal shows lines only. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves."
 
@@ -28,14 +25,14 @@ def is_dumb() -> bool:
     return os.environ.get("TERM", "") in ("", "dumb", "unknown")
 
 
-class LineTerminal:
+class LineTerminal(CommandUI):
     """Reads a line, does what it says, waits for the reply, and reads the next line."""
 
     def __init__(self, controller: ChatController, store: SessionStore, background: BackgroundRun) -> None:
         self._controller = controller
         self._store, self._background = store, background
         self._context = CommandContext(controller, self, background, ChatStats(controller), store)
-        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._callbacks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._has_ended = False
         self._stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         controller.on_token = self._on_token
@@ -47,7 +44,7 @@ class LineTerminal:
         try:
             self._controller.client.open_here(self._callbacks)
             self._show_last_turn()
-            while not self._has_ended and (line := self._read_line()) is not None:
+            while not self._has_ended and (line := self._ask_for_line(self._prompt)) is not None:
                 self._execute(line.strip())
         finally:
             self._controller.end_all()
@@ -61,27 +58,9 @@ class LineTerminal:
         """Cannot put anything into the line, so it shows what would stand there."""
         emit(f"> {safe(text)}")
 
-    def open_editor(self, text: str, then: Callable[[str], None]) -> None:
-        raise UserError("This terminal cannot open an editor.")
-
-    def copy(self, text: str) -> None:
-        raise UserError("This terminal has no clipboard.")
-
-    def find(self, text: str) -> None:
-        raise UserError("This terminal cannot scroll.")
-
-    def compare(self, sessions: Sequence[Session]) -> None:
-        raise UserError("This terminal cannot show sessions side by side.")
-
-    def show_reasoning(self, is_shown: bool) -> None:
-        raise UserError("This terminal does not show what models think.")
-
-    def _read_line(self) -> str | None:
-        """A line, or None at the end."""
-        print(self._prompt, end="", flush=True)
-        return self._stdin_line()
-
-    def _stdin_line(self) -> str | None:
+    def _ask_for_line(self, question: str) -> str | None:
+        """What the user types, or None at the end."""
+        print(question, end="", flush=True)
         return self._stdin.readline() or None
 
     def _execute(self, text: str) -> None:
@@ -99,7 +78,11 @@ class LineTerminal:
         self._wait_for_reply()
         if session is not self._controller.current:
             self._show_last_turn()
-        self._show_notices()
+        session = self._controller.current
+        for item in session.items:
+            if isinstance(item, Notice):
+                emit(safe(item.text))
+        session.items[:] = session.turns
 
     def _wait_for_reply(self) -> None:
         """Runs callbacks until the current session's reply is complete; Ctrl-C stops it."""
@@ -110,8 +93,10 @@ class LineTerminal:
         if not session.is_busy:
             return
         while session.is_busy:
-            if session.last is not None and (use := session.last.asking) is not None:
-                self._ask(session, use)
+            if (use := session.asking) is not None:
+                question = f"\n{safe(str(use))}\nRun it? y: yes, a: always, n: no > "
+                answer = (self._ask_for_line(question) or "n").strip().lower()[:1]
+                self._controller.answer_call(session, is_allowed=answer in ("y", "a"), always=answer == "a")
             else:
                 self._callbacks.get()()
         turn = session.last
@@ -129,34 +114,17 @@ class LineTerminal:
         if last is not None:
             emit(safe(f"> {last.text}\n{last.reply.text if last.reply is not None else ''}"))
 
-    def _ask(self, session: Session, use: ToolUse) -> None:
-        """Asks whether a call may run."""
-        print(f"\n{safe(str(use))}\nRun it? y: yes, a: always, n: no > ", end="", flush=True)
-        answer = (self._stdin_line() or "n").strip().lower()[:1]
-        self._controller.answer_call(session, is_allowed=answer in ("y", "a"), always=answer == "a")
-
     def _on_ctrl_c(self) -> None:
         """Stops the reply, or says how to leave. Runs in the middle of whatever this thread does."""
         session = self._controller.current
         if session.is_busy:
-            self._callbacks.put(lambda: self._stop(session))
+            self._callbacks.put(lambda: self._controller.stop(session))
         else:
             print(f"\nCtrl-D leaves.\n{self._prompt}", end="", flush=True)
-
-    def _stop(self, session: Session) -> None:
-        self._controller.stop(session)
 
     @property
     def _prompt(self) -> str:
         return f"{safe(self._controller.current.name)}> "
-
-    def _show_notices(self) -> None:
-        """Prints the notices of the current session, and drops them."""
-        session = self._controller.current
-        for item in session.items:
-            if isinstance(item, Notice):
-                emit(safe(item.text))
-        session.items[:] = [item for item in session.items if not isinstance(item, Notice)]
 
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
         last = session.last

@@ -16,7 +16,7 @@ from cbatch.cli.common.console import notice, safe
 from cbatch.cli.common.stdout import without_library_output
 
 if TYPE_CHECKING:
-    from cbatch.cli.chat.session.reply import Reply
+    from cbatch.cli.chat.session.session import Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Pipe:
         self._output = output
         self._as_json = as_json
         self._filter = safe if output.isatty() else str
-        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._callbacks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     def run(self, controller: ChatController, messages: Iterable[PipeMessage]) -> bool:
         """Returns whether every message got a reply.
@@ -88,7 +88,7 @@ class Pipe:
         session = controller.current
         controller.send(session, text)
         while session.is_busy:
-            if session.last is not None and (use := session.last.asking) is not None:
+            if (use := session.asking) is not None:
                 notice(f"not allowed without --allow-tools: {use}")
                 controller.answer_call(session, is_allowed=False)
             else:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from cbatch.base.units import format_count
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.reply import Reply
+from cbatch.cli.chat.session.session import Reply
 from cbatch.cli.common.percentiles import Percentiles
 
 SPEED_SECONDS = 3.0

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.engine_client import Post
-from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.chat.session.tool_round import REFUSED, ToolRound, ToolUse
+from cbatch.cli.chat.session.session import REFUSED, Reply, ToolRound, ToolUse
 from cbatch.tools.tool import MAX_TOOL_ROUNDS
 
 if TYPE_CHECKING:

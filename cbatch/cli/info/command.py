@@ -1,25 +1,32 @@
-"""`cbatch info`: shows what to paste into a bug report."""
+"""`cbatch info`: shows what to paste into a bug report, checks kernels, and lists models."""
 
 from __future__ import annotations
 
 import json
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cbatch import __version__
 from cbatch.base.config import EngineConfig
 from cbatch.base.units import format_bytes, format_count
+from cbatch.cli.common.config_file import display_path
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
+from cbatch.cli.common.local_models import LocalModel, gguf_folders, hub_cache, local_models
 from cbatch.cli.common.options import engine_config, engine_options
-from cbatch.cli.info.kernels import show_kernels
-from cbatch.cli.info.models import show_models
 from cbatch.model.weight_cache import WeightCache
+
+if TYPE_CHECKING:
+    from cbatch.api import Engine
+    from cbatch.cli.bench.roofline import DeviceRates
+    from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 
 _BLOCKS = 16
 """Blocks of the KV cache of an engine that computes nothing."""
@@ -83,3 +90,87 @@ def _about_machine(config: EngineConfig) -> dict[str, str]:
 def _show(described: Mapping[str, str]) -> None:
     for name, value in described.items():
         emit(f"{name:<13} {safe(value)}")
+
+
+_WIDTH = 48
+"""Columns of the names of kernels."""
+
+
+def show_kernels(engine: Engine) -> bool:
+    """Checks each kernel and prints its line at once. Returns whether all agree."""
+    from cbatch.cli.bench.roofline import measure_rates
+
+    checks = engine.core.check_kernels()
+    first = next(checks, None)
+    if first is None:
+        emit("\nThere is nothing to check: torch computes everything on this device.")
+        return True
+    rates = measure_rates(engine.device, engine.model.dtype)
+    emit(
+        f"\nA copy moves {_bytes_rate(rates.bytes_per_s)} on {engine.device}, and a product of matrices computes "
+        f"{_flops_rate(rates.flops_per_s)}.\n\n{'kernel':<{_WIDTH}}  agrees  {'error':>7}  {'limit':>7}  speed"
+    )
+    wrong = count = 0
+    for check in (first, *checks):
+        count += not check.skipped
+        wrong += not check.agrees
+        _show_kernel(check, engine, rates)
+    emit(f"\n{wrong} of {count} kernels differ from plain torch." if wrong else "\nAll kernels agree with plain torch.")
+    return wrong == 0
+
+
+def _show_kernel(check: KernelCheck, engine: Engine, rates: DeviceRates) -> None:
+    name = f"{safe(check.name):<{_WIDTH}}"
+    if check.skipped:
+        emit(f"{name}  not checked: {safe(check.skipped)}")
+    elif check.failure:
+        emit(f"{name}  NO      {safe(check.failure)}")
+    else:
+        agrees = "yes" if check.agrees else "NO"
+        figures = f"{agrees:<6}  {check.error:>7.1e}  {check.tolerance:>7.1e}"
+        emit(f"{name}  {figures}  {_speed(check, engine, rates)}".rstrip())
+
+
+def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
+    """What a kernel reaches of the rate that limits it."""
+    from cbatch.cli.bench.roofline import best_time, cache_bytes
+
+    if check.workload is None:
+        return ""
+    work, on_gpu = check.workload(), engine.device.type != "cpu"
+    seconds = best_time(work.run, engine.device, time.perf_counter, 10 if on_gpu else 1)
+    if work.flops:
+        rate = work.flops / seconds
+        return f"{rate / rates.flops_per_s:>4.0%} of the product ({_flops_rate(rate)})"
+    rate = work.bytes_read / seconds
+    where = ", in a cache" if work.bytes_read <= cache_bytes(engine.device) else ""
+    return f"{rate / rates.bytes_per_s:>4.0%} of the copy ({_bytes_rate(rate)}{where})"
+
+
+def _bytes_rate(per_s: float) -> str:
+    return f"{per_s / 1e9:,.1f} GB/s"
+
+
+def _flops_rate(per_s: float) -> str:
+    return f"{per_s / 1e12:,.1f} TFLOP/s" if per_s >= 1e12 else f"{per_s / 1e9:,.1f} GFLOP/s"
+
+
+def show_models() -> None:
+    """Prints name, kind, size and date of each model; if there are none, where they were looked for."""
+    models = local_models()
+    if not models:
+        folders = ", ".join(display_path(folder) for folder in gguf_folders())
+        emit(
+            f"There are no models in the hub's cache ({display_path(hub_cache())}), and no GGUF files in {folders}. "
+            "A model is downloaded when it is first used, for example by cbatch chat -m Qwen/Qwen3-0.6B."
+        )
+        return
+    rows = [("model", "kind", "size", "date"), *map(_row, models)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, kind, size, date in rows:
+        emit(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {size:>{widths[2]}}  {date}".rstrip())
+
+
+def _row(model: LocalModel) -> tuple[str, str, str, str]:
+    date = datetime.fromtimestamp(model.modified_at).date().isoformat()
+    return safe(model.name), model.kind, format_bytes(model.size_bytes), date

@@ -17,8 +17,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ModelError
-from cbatch.cli.chat.background_run import BackgroundRun
-from cbatch.cli.chat.batch_engines import BatchEngines
+from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.main import run_command
 from cbatch.replicas.driver import ReplicaDriver
@@ -145,7 +144,7 @@ def test_opening_a_chat_imports_no_torch() -> None:
     """Guards the moment until a chat can be typed into, and the share of the cores, which comes before torch."""
     code = """if True:
         import sys
-        import cbatch.cli.chat.background_run, cbatch.cli.chat.batch_engines
+        import cbatch.cli.chat.background_run, cbatch.cli.chat.background_run
         cbatch.cli.chat.background_run.BackgroundRun()
         print([name for name in ("torch", "transformers", "tokenizers") if name in sys.modules])
     """

@@ -14,16 +14,13 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.utils import get_cwidth
 
-from cbatch.cli.chat.commands import reply_commands
-from cbatch.cli.chat.commands.completion import CommandCompleter
-from cbatch.cli.chat.commands.registry import COMMANDS, CommandContext
+from cbatch.cli.chat.commands import replies
+from cbatch.cli.chat.commands.registry import COMMANDS, CommandCompleter, CommandContext
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.attachment import Attachment, compose, is_long_paste, new_paste
 from cbatch.cli.chat.session.files import expand_names, one_name, quoted, split_names
-from cbatch.cli.chat.session.session import Session, Turn
-from cbatch.cli.chat.session.session_file import read_session, to_json
-from cbatch.cli.chat.session.store import SessionStore
-from cbatch.cli.chat.tui.status_bar import _fitting
+from cbatch.cli.chat.session.session import Attachment, Session, Turn, compose, is_long_paste
+from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
+from cbatch.cli.chat.tui.screen import _fitting
 from cbatch.cli.common.exits import UserError
 
 CLIENT: Any = SimpleNamespace(engine=None)
@@ -43,7 +40,7 @@ CLIENT: Any = SimpleNamespace(engine=None)
 )
 def test_what_retry_understands(typed: str, labels: list[str]) -> None:
     """Guards `/retry` with a number, with settings, and with both."""
-    variants = reply_commands.parse_variants(typed)
+    variants = replies.parse_variants(typed)
     assert [variant.label for variant in variants] == labels
     assert [variant.model for variant in variants if variant.model] == (["a/b", "./c"] if "model" in typed else [])
 
@@ -64,13 +61,13 @@ def test_what_retry_understands(typed: str, labels: list[str]) -> None:
 def test_what_retry_refuses(typed: str, message: str) -> None:
     """Guards against a retry that is understood in another way than it was meant."""
     with pytest.raises(UserError, match=message):
-        reply_commands.parse_variants(typed)
+        replies.parse_variants(typed)
 
 
 def test_a_message_with_files_and_pastes(tmp_path: Path) -> None:
     """Guards what the model sees: files by name between fences that hold, pastes in their place; and the saved file."""
     file = Attachment("notes.md", "```\ncode\n```\n")
-    paste = new_paste("a\nb\n" * 10, 1)
+    paste = Session("s").fold_paste("a\nb\n" * 10)
     assert paste.name == "[pasted 1: 20 lines]" and is_long_paste(paste.text) and not is_long_paste("a\nb")
     text = f"Before {paste.name} after"
     whole = compose(text, [file, paste])

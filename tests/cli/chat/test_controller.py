@@ -21,14 +21,12 @@ from cbatch.base.errors import EngineError
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController, Variant
-from cbatch.cli.chat.model_pool import ModelPool
+from cbatch.cli.chat.engine_client import ModelPool
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
-from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.chat.session.session import Session, Turn
-from cbatch.cli.chat.session.session_file import read_session, to_json
-from cbatch.cli.chat.session.store import SessionStore
+from cbatch.cli.chat.session.session import Reply, Session, Turn
+from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
 from cbatch.cli.chat.stats import ChatStats
-from cbatch.cli.chat.tui.transcript import Transcript
+from cbatch.cli.chat.tui.screen import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
 from cbatch.text.detokenizer import IncrementalDetokenizer

@@ -11,13 +11,12 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.cli.chat.commands.settings_commands import do_set
+from cbatch.cli.chat.commands.settings import do_set
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import to_row
 from cbatch.cli.chat.session.session import Session
-from cbatch.cli.chat.session.session_file import read_session
-from cbatch.cli.chat.session.store import SessionStore
-from cbatch.cli.chat.tui.transcript import Transcript
+from cbatch.cli.chat.session.store import SessionStore, read_session
+from cbatch.cli.chat.tui.screen import Transcript
 from cbatch.cli.common.exits import UserError
 from tests.support.chat_harness import ChatHarness, reply_of
 

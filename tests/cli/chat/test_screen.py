@@ -16,13 +16,9 @@ from prompt_toolkit.utils import get_cwidth
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.markdown.lines import StyledLine, wrap_plain
-from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.chat.session.session import Notice, Session, Turn
+from cbatch.cli.chat.session.session import Notice, Reply, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
-from cbatch.cli.chat.tui.scrollback import conversation_lines
-from cbatch.cli.chat.tui.status_bar import StatusBar
-from cbatch.cli.chat.tui.transcript import Transcript
-from cbatch.cli.chat.tui.transcript_view import visible_lines
+from cbatch.cli.chat.tui.screen import Transcript, conversation_lines, status_bar, visible_lines
 
 TEXT = st.text(st.one_of(st.characters(), st.sampled_from("  \n\n`*-#> \x1b\r\t日本👍\u200d\u0301")), max_size=200)
 
@@ -63,8 +59,8 @@ def test_alternatives_stand_side_by_side_where_they_fit() -> None:
 def test_the_visible_part(height: int, top: int | None, expected: tuple[int, int]) -> None:
     """Guards scrolling: the end is followed unless the user has scrolled up, and every line can be reached."""
     chunks = [[[("", str(n))] for n in range(start, start + 2)] for start in range(0, 10, 2)]
-    lines, start, below = visible_lines(chunks, height, top)
-    assert (start, below) == expected and len(lines) == min(height, 10)
+    lines, start, end = visible_lines(chunks, height, top)
+    assert (start, end - start) == expected and len(lines) == min(height, 10)
     assert texts(lines)[0] == str(start)
 
 
@@ -78,14 +74,10 @@ def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> N
         controller.new_session(f"日本{number}" if number % 2 else None)
     controller.switch(controller.sessions[count // 2])
     background = BackgroundRun()
-    line = texts([status_bar(controller, background, width)])[0]
+    line = texts([status_bar(controller, ChatStats(controller), background, width)])[0]
     assert get_cwidth(line) <= width
     if width >= 20:
         assert f"[{count // 2 + 1} " in line
-
-
-def status_bar(controller: ChatController, background: BackgroundRun, width: int) -> StyledLine:
-    return StatusBar(controller, ChatStats(controller), background).render(width)
 
 
 def test_notes_stand_together_and_turns_apart() -> None:
@@ -120,7 +112,7 @@ def test_what_libraries_print_does_not_reach_the_screen() -> None:
     """Guards the screen against output of Python, C libraries, child processes and progress bars."""
     code = """
 import os, subprocess, sys
-from cbatch.cli.chat.tui.output_capture import capture_output
+from cbatch.cli.common.stdout import capture_output
 lines = []
 with capture_output(lines.append) as terminal:
     os.write(2, b"from C\\n")

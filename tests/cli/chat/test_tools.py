@@ -13,10 +13,10 @@ import pytest
 
 from cbatch.base.outputs import ToolCall
 from cbatch.cli.chat.controller import ChatController, Variant
-from cbatch.cli.chat.session.session_file import read_session, to_json
-from cbatch.cli.chat.session.tool_round import CANCELLED, REFUSED
+from cbatch.cli.chat.session.session import CANCELLED, REFUSED
+from cbatch.cli.chat.session.store import read_session, to_json
 from cbatch.cli.chat.toolbox import ToolBox
-from cbatch.cli.chat.tui.transcript import Transcript
+from cbatch.cli.chat.tui.screen import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.requests.output_processor import StreamEvent
 from cbatch.tools.tool import Tool

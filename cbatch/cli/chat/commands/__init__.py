@@ -1,19 +1,5 @@
 """What can be typed after a slash. Importing the package registers all commands, in the order of `/help`."""
 
-from cbatch.cli.chat.commands import (  # isort: skip  # the order in which they register
-    reply_commands,
-    session_commands,
-    settings_commands,
-    saved_commands,
-    file_commands,
-    help_commands,
-)
+from cbatch.cli.chat.commands import replies, sessions, settings, files  # isort: skip  # the order in which they register
 
-__all__ = [
-    "file_commands",
-    "help_commands",
-    "reply_commands",
-    "saved_commands",
-    "session_commands",
-    "settings_commands",
-]
+__all__ = ["files", "replies", "sessions", "settings"]

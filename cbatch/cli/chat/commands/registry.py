@@ -1,46 +1,95 @@
-"""The table of slash commands, and what they act on."""
+"""The table of slash commands: what they act on, how they are run, and what Tab completes."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal
 
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+
+from cbatch.base.errors import RequestError
+from cbatch.base.params import PARAM_NAMES, SamplingParams
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.session.files import quoted
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.store import SavedSession, SessionStore
 from cbatch.cli.chat.stats import ChatStats
+from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
+from cbatch.cli.common.local_models import local_models
+from cbatch.cli.common.options import RUN_ONLY_PARAMS
+from cbatch.requests.param_names import own_params
+
+SETTABLE = ("seed", *(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS)))
+"""What `/set` knows."""
+
+
+def parse_parameter(name: str, text: str) -> dict[str, Any]:
+    """A parameter set to what was typed, JSON or else a plain string; under our name, also if it has another one."""
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    try:
+        given, template = own_params({name: value})
+        SamplingParams().merged(given)
+    except RequestError as error:
+        raise UserError(str(error)) from error
+    if template:
+        raise UserError(f"{name} is for the chat template: cbatch chat --template-kwargs sets it for all sessions.")
+    if strange := [own for own in given if own not in SETTABLE]:
+        raise UserError(f"{strange[0]} cannot be set in a chat.")
+    return given
+
+
+def check_name(name: str) -> None:
+    """Raises UserError if there is no such parameter."""
+    if name not in SETTABLE:
+        close = difflib.get_close_matches(name, SETTABLE, 1)
+        raise UserError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
+
 
 ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "command", "model"]
 
 
-class CommandUI(Protocol):
-    """What commands need of the screen they were typed on."""
+class CommandUI:
+    """What commands need of the screen they were typed on. What a screen cannot do raises UserError."""
 
     def exit(self) -> None:
         """Ends the chat."""
+        raise NotImplementedError
 
     def set_input(self, text: str) -> None:
         """Replaces the text in the input line."""
+        raise NotImplementedError
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         """Opens a text in the user's editor. Calls `then` with the result if the user changed it."""
+        raise UserError("This terminal cannot open an editor.")
 
     def copy(self, text: str) -> None:
-        """Puts a text on the clipboard. Raises UserError if the terminal cannot do that."""
+        """Puts a text on the clipboard."""
+        raise UserError("This terminal has no clipboard.")
 
     def find(self, text: str) -> None:
-        """Scrolls to the next place above that holds a text; an empty one goes on. Raises UserError for none."""
+        """Scrolls to the next place above that holds a text; an empty one goes on. Raises UserError for none, too."""
+        raise UserError("This terminal cannot scroll.")
 
     def compare(self, sessions: Sequence[Session]) -> None:
         """Shows sessions side by side; none goes back to the current one alone."""
+        raise UserError("This terminal cannot show sessions side by side.")
 
     def show_reasoning(self, is_shown: bool) -> None:
         """Shows what models think before they reply, or folds it into a line."""
+        raise UserError("This terminal does not show what models think.")
 
 
 @dataclass(slots=True)
@@ -145,3 +194,58 @@ def parse_number(text: str, low: int, high: int) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
         raise UserError(f"Type a number from {low} to {high}, not {text or 'nothing'}.")
     return int(text)
+
+
+_LAST_NAME = re.compile(r"""(?:\\.|'[^']*'?|"[^"]*"?|[^\s\\'"])*\\?$""")
+"""What a shell would take as the last, unfinished word."""
+
+_ESCAPED = re.compile(r"\\(.)")
+
+
+class CommandCompleter(Completer):
+    """Completes a line that begins with a slash."""
+
+    def __init__(self, controller: ChatController, store: SessionStore) -> None:
+        self._controller, self._store = controller, store
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in text:
+            return
+        name, space, rest = text[1:].partition(" ")
+        if not space:
+            for found in COMMANDS.values():
+                if found.name.startswith(name):
+                    yield Completion(found.name, -len(name), display_meta=found.description)
+        elif name in COMMANDS:
+            yield from self._arguments(COMMANDS[name].argument, rest, complete_event)
+
+    def _arguments(self, kind: ArgumentKind, rest: str, complete_event: CompleteEvent) -> Iterable[Completion]:
+        if kind in ("file", "files"):
+            last = _LAST_NAME.search(rest)
+            whole = list(self._files(rest, complete_event))  # a name with blanks that are not marked, or the only one
+            yield from whole or self._files(last[0] if last else "", complete_event)
+            return
+        before, _, word = rest.lstrip().rpartition(" ")
+        if not before or kind == "session" or (kind == "parameter" and before.strip() == "all"):
+            yield from (Completion(each, -len(word)) for each in self._names(kind) if each.startswith(word))
+
+    def _files(self, typed: str, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """Files whose names begin as the last one that was typed, with a backslash before each blank."""
+        name = _ESCAPED.sub(r"\1", typed).lstrip("'\"")
+        for found in self._paths.get_completions(Document(name), complete_event):
+            if found.text.isprintable() and safe(found.text) == found.text:
+                whole = name + found.text
+                end = "/" if Path(whole).expanduser().is_dir() else ""
+                yield Completion(quoted(whole) + end, -len(typed), display=found.display)
+
+    def _names(self, kind: ArgumentKind) -> list[str]:
+        if kind == "session":
+            return [session.name for session in self._controller.sessions]
+        if kind == "saved":
+            return self._store.saved_names()
+        if kind == "model":
+            names = (model.name for model in local_models())
+            return list(dict.fromkeys([*self._controller.models.names[1:], *names]))
+        return {"parameter": ["all", *SETTABLE], "command": [*COMMANDS, "keys"]}.get(kind, [])

@@ -176,9 +176,9 @@ def _make_parser() -> MarkdownIt:
     parser.enable(["table", "strikethrough"])
     # References would let the end of a text change its beginning.
     parser.disable(["reference", "html_block", "html_inline"])
-    interrupts = {"alt": ["paragraph", "reference", "blockquote", "list"]}
-    parser.block.ruler.at("fence", _fence, interrupts)
-    parser.block.ruler.before("fence", "formula", _formula_lines, interrupts)
+    alt = ["paragraph", "reference", "blockquote", "list"]  # blocks that these interrupt
+    parser.block.ruler.at("fence", _fence, {"alt": alt})
+    parser.block.ruler.before("fence", "formula", _formula_lines, {"alt": alt})
     parser.inline.ruler.before("escape", "formula", _formula)
     parser.inline.ruler.at("emphasis", _emphasis)
     parser.inline.ruler.at("strikethrough", _strikethrough)

@@ -14,9 +14,7 @@ from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
 from cbatch.batch.jsonl import format_row, parse_line
 from cbatch.batch.lines import Line, read_lines
-from cbatch.cli.chat.session.prompt import as_plain_text
-from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.chat.session.session import Session
+from cbatch.cli.chat.session.session import Reply, Session, as_plain_text
 from cbatch.cli.common.exits import UserError
 
 

@@ -2,13 +2,276 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.cli.chat.session.attachment import Attachment, compose, new_paste, pastes_in
-from cbatch.cli.chat.session.reply import UNANSWERED_REMARK, Reply
-from cbatch.cli.chat.session.tool_round import ToolUse, round_messages
+from cbatch.base.units import format_count
+
+if TYPE_CHECKING:
+    from cbatch.base.errors import RequestError
+    from cbatch.requests.output_processor import StreamEvent
+
+PASTE_LINES, PASTE_CHARACTERS = 12, 1500
+"""A paste with more lines or characters than these is folded into an attachment."""
+
+_FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
+
+
+@dataclass(eq=False, slots=True)
+class Attachment:
+    """A text beside a message.
+
+    name:       of the file; of a paste, what stands for it in the message, such as `[pasted 1: 40 lines]`
+    is_paste:   whether it stands inside the message, and not before it
+    num_tokens: its length; None until the model's tokenizer is there
+    """
+
+    name: str
+    text: str
+    is_paste: bool = False
+    num_tokens: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name and size, as the screen shows it."""
+        size = f"{len(self.text):,} characters" if self.num_tokens is None else f"{self.num_tokens:,} tokens"
+        return f"{self.name.rpartition('/')[2]}, {size}"
+
+    def as_block(self) -> str:
+        """The file as the model sees it: its name, and its text between fences that the text does not contain."""
+        longest = max((len(fence) for fence in _FENCE.findall(self.text)), default=2)
+        fence = "`" * max(longest + 1, 3)
+        language = self.name.rpartition(".")[2] if "." in self.name else ""
+        end = "" if self.text.endswith("\n") or not self.text else "\n"
+        return f"File {self.name}:\n{fence}{language if language.isalnum() else ''}\n{self.text}{end}{fence}"
+
+
+def is_long_paste(text: str) -> bool:
+    return text.count("\n") >= PASTE_LINES or len(text) >= PASTE_CHARACTERS
+
+
+def compose(text: str, attachments: Sequence[Attachment]) -> str:
+    """The message that the model sees: files first, then what was typed, with each paste in its place."""
+    for paste in attachments:
+        if paste.is_paste:
+            text = text.replace(paste.name, paste.text)
+    blocks = [file.as_block() for file in attachments if not file.is_paste]
+    return "\n\n".join([*blocks, text] if text else blocks)
+
+
+def pastes_in(text: str, pastes: Iterable[Attachment]) -> list[Attachment]:
+    """Those whose place is in a text."""
+    return [paste for paste in pastes if paste.name in text]
+
+
+UseState = Literal["asking", "running", "done"]
+"""Waiting for the user to allow it, running, or with its result."""
+
+REFUSED = "The user does not allow this call."
+CANCELLED = "The user stopped this call."
+
+
+@dataclass(eq=False, slots=True)
+class ToolUse:
+    """One call of a tool.
+
+    arguments: JSON, as the model wrote it
+    result:    what the model is told, once the call is done
+    """
+
+    name: str
+    arguments: str
+    state: UseState = "asking"
+    result: str = ""
+
+    def finish(self, result: str) -> None:
+        self.state, self.result = "done", result
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.arguments})"
+
+
+@dataclass(eq=False, slots=True)
+class ToolRound:
+    """A reply that called tools, and their results; the model replies again after it.
+
+    text: what the model wrote beside the calls
+    """
+
+    text: str
+    uses: list[ToolUse] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return all(use.state == "done" for use in self.uses)
+
+
+def round_messages(rounds: Sequence[ToolRound]) -> list[dict[str, Any]]:
+    """What the model is shown of its calls and their results."""
+    messages: list[dict[str, Any]] = []
+    number = 0
+    for each in rounds:
+        calls, results = [], []
+        for use in each.uses:
+            number += 1
+            name = f"{number:09}"  # nine letters or digits, which some templates insist on
+            function = {"name": use.name, "arguments": use.arguments}
+            calls.append({"id": name, "type": "function", "function": function})
+            results.append({"role": "tool", "tool_call_id": name, "name": use.name, "content": use.result})
+        messages += [{"role": "assistant", "content": each.text, "tool_calls": calls}, *results]
+    return messages
+
+
+ReplyState = Literal["waiting", "streaming", "calling", "stop", "length", "stopped", "error"]
+"""Waiting for its first token, streaming, waiting for tools, or how it ended; `stopped` means by the user."""
+
+FINAL_STATES: tuple[ReplyState, ...] = ("stop", "length", "stopped", "error")
+STOPPED_REMARK = "stopped; /continue resumes it"
+UNANSWERED_REMARK = "no reply; /retry asks for one"
+CONTEXT_FULL = "context_full"
+"""The code of a reply that reached the end of the context."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Reply:
+    """One reply, while it streams and after.
+
+    text:           the visible part, which the model is shown in later turns
+    reasoning:      what the model wrote between its think tags
+    raw:            both as the model wrote them, if it uses think tags
+    seed, params:   how it is sampled; params holds only what differs from the model's defaults
+    error, code:    what went wrong, if anything
+    remark:         why it ended early, and what the user can do about it
+    model:          hub id or folder of what wrote it, if it is not the chat's own
+    rounds:         what the model called before this text
+    label:          what is special about it among those it stands beside, such as `temperature=0.7`
+    num_requests:   how often it was asked for or continued; only then its text may become shorter
+    requested_at, first_token_at, last_token_at: seconds on the `monotonic` clock
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    raw: str = ""
+    seed: int = 0
+    state: ReplyState = "waiting"
+    error: str = ""
+    code: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    remark: str = ""
+    rounds: list[ToolRound] = field(default_factory=list)
+    label: str = ""
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    num_tokens: int = 0
+    num_requests: int = 0
+    requested_at: float = 0.0
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+
+    @property
+    def generated(self) -> str:
+        """Everything the model wrote; a continuation starts from here."""
+        return self.raw or self.text
+
+    @property
+    def uses(self) -> list[ToolUse]:
+        """Every call of a tool."""
+        return [use for each in self.rounds for use in each.uses]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more of it may come."""
+        return self.state in ("waiting", "streaming", "calling")
+
+    @property
+    def is_in_history(self) -> bool:
+        """Whether later turns show it to the model: it ended well, or it has some text."""
+        return self.state == "stop" or bool(self.text or self.rounds)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether it was cut off."""
+        return self.state in ("stopped", "length") or (self.state == "error" and bool(self.generated))
+
+    def begin(self, now: float) -> None:
+        """Prepares it for a request; text that is there already will be continued."""
+        self.text = self.text.rstrip("\ufffd")  # a character that was cut in the middle
+        self.raw = self.raw.rstrip("\ufffd")
+        self.state, self.error, self.code, self.remark = "waiting", "", "", ""
+        self.requested_at, self.first_token_at, self.num_tokens = now, None, 0
+        self.num_requests += 1
+
+    def append(self, event: StreamEvent) -> None:
+        """Adds what an event brings."""
+        if event.reasoning or event.raw != event.text or self.raw:  # from here on the text alone does not tell
+            self.raw = self.generated + event.raw
+        self.text += event.text
+        self.reasoning += event.reasoning
+
+    def count_token(self, now: float) -> None:
+        """Records that a token came."""
+        self.state = "streaming"
+        self.num_tokens += 1
+        self.first_token_at = now if self.first_token_at is None else self.first_token_at
+        self.last_token_at = now
+
+    def finish(
+        self,
+        state: ReplyState,
+        error: RequestError | None,
+        limit: int | None,
+        *,
+        has_failed: bool,
+        can_trim: bool = True,
+    ) -> None:
+        """Ends it, and says in `remark` what the user can do if it ended early.
+
+        limit:      the most tokens it could have; None means the rest of the context
+        has_failed: whether the engine has failed for good
+        can_trim:   whether there are older turns to drop
+        """
+        self.state = state
+        if error is not None:
+            self.error, self.code = str(error), error.code
+        if has_failed:
+            self.remark = "the engine has failed; the conversation is kept, and /load opens it in a new chat"
+        elif self.code == "prompt_too_long" and not can_trim:
+            self.remark = "this message alone is too long; /undo takes it back, so that you can shorten it"
+        elif self.code == "prompt_too_long":
+            self.remark = "/trim drops the oldest turns and asks again; /undo takes the message back"
+        elif state == "length" and limit is not None and self.num_tokens >= limit:
+            self.remark = f"cut off after max_tokens = {limit:,}; /continue resumes it"
+        elif state == "length":
+            self.code = CONTEXT_FULL
+            self.remark = "cut off because the context is full; /trim drops the oldest turns and resumes it"
+
+    def begin_round(self, uses: list[ToolUse]) -> ToolRound:
+        """Takes what it is so far for a round of calls; the next text follows their results."""
+        self.rounds.append(ToolRound(self.text, uses))
+        self.text = self.raw = ""
+        self.state = "calling"
+        return self.rounds[-1]
+
+    def stop(self) -> None:
+        """Ends it where it is."""
+        self.state = "stopped"
+        for use in self.uses:
+            if use.state != "done":
+                use.finish(CANCELLED)
+        self.remark = STOPPED_REMARK if self.generated else UNANSWERED_REMARK
+
+    def finished_copy(self) -> Reply:
+        """A copy, which is stopped if more was still to come."""
+        copy = deepcopy(self)
+        if copy.is_open:
+            copy.stop()
+        return copy
+
 
 Message = dict[str, Any]
 
@@ -58,12 +321,6 @@ class Turn:
     def is_open(self) -> bool:
         return any(reply.is_open for reply in self.replies)
 
-    @property
-    def asking(self) -> ToolUse | None:
-        """The call that the user has to allow or refuse next."""
-        uses = (use for reply in self.replies if reply.is_open for use in reply.uses)
-        return next((use for use in uses if use.state == "asking"), None)
-
     def add_replies(self, count: int) -> list[Reply]:
         """Adds `count` replies and chooses the first; several are shown side by side."""
         first = len(self.replies)
@@ -94,8 +351,8 @@ class Turn:
 
     def finished_copy(self) -> Turn:
         """A copy in which replies that still stream are stopped."""
-        copy = Turn(self.text, [reply.finished_copy() for reply in self.replies], self.chosen, fallback=self.fallback)
-        copy.attachments = list(self.attachments)
+        replies = [reply.finished_copy() for reply in self.replies]
+        copy = replace(self, replies=replies, first_compared=0, attachments=list(self.attachments))
         copy.fall_back_if_empty()
         return copy
 
@@ -162,8 +419,14 @@ class Session:
     @property
     def is_busy(self) -> bool:
         """Whether a reply is on its way."""
-        last = self.last
-        return last is not None and last.is_open
+        return self.last is not None and self.last.is_open
+
+    @property
+    def asking(self) -> ToolUse | None:
+        """The call that the user has to allow or refuse next."""
+        replies = self.last.replies if self.last is not None else []
+        uses = (use for reply in replies if reply.is_open for use in reply.uses)
+        return next((use for use in uses if use.state == "asking"), None)
 
     @property
     def system_messages(self) -> list[Message]:
@@ -193,14 +456,14 @@ class Session:
         """Keeps a long paste, under a name that no other one of this session has."""
         turns = [*self.turns, *self.queue]
         names = {one.name for one in [*self.pastes, *(one for turn in turns for one in turn.attachments)]}
-        made = (new_paste(text, number) for number in count(1))
-        paste = next(paste for paste in made if paste.name not in names)
-        self.pastes.append(paste)
-        return paste
+        size = format_count(text.count("\n") + (not text.endswith("\n")), "line")
+        name = next(name for number in count(1) if (name := f"[pasted {number}: {size}]") not in names)
+        self.pastes.append(Attachment(name, text, is_paste=True))
+        return self.pastes[-1]
 
-    def attachments_of(self, text: str) -> list[Attachment]:
-        """What goes with a message, if it is sent now."""
-        return [*self.attached, *pastes_in(text, self.pastes)]
+    def unfold(self, text: str) -> str:
+        """A text with pastes in the places of what stands for them."""
+        return compose(text, pastes_in(text, self.pastes))
 
     @property
     def context_tokens(self) -> int:
@@ -237,13 +500,23 @@ class Session:
 
     def copy(self, name: str) -> Session:
         """An independent session at the same point; it gets what has come so far of an open reply."""
-        copy = Session(name, 0, self.system, dict(self.params), self.seed, dict(self.template_kwargs))
-        copy.pastes = list(self.pastes)
-        copy.prelude, copy.model = list(self.prelude), self.model
-        copy.dropped, copy.attempts = self.dropped, self.attempts
         kept = (item for item in self.items if isinstance(item, Turn) or not item.is_passing)
-        copy.items = [item.finished_copy() if isinstance(item, Turn) else item for item in kept]
-        return copy
+        items = [item.finished_copy() if isinstance(item, Turn) else item for item in kept]
+        return replace(
+            self,
+            name=name,
+            number=0,
+            params=dict(self.params),
+            template_kwargs=dict(self.template_kwargs),
+            prelude=list(self.prelude),
+            pastes=list(self.pastes),
+            items=items,
+            queue=[],
+            draft="",
+            attached=[],
+            is_unread=False,
+            is_almost_full=False,
+        )
 
     def move_queue_to_turns(self) -> None:
         """Turns queued messages into turns without a reply, so that they are not lost when the session ends."""
@@ -272,6 +545,12 @@ class Session:
 def unanswered(turn: Turn) -> Turn:
     """A message that the model was never asked to reply to, from one that was queued."""
     return Turn(turn.text, [Reply(state="stopped", remark=UNANSWERED_REMARK)], attachments=turn.attachments)
+
+
+def as_plain_text(messages: Sequence[Message]) -> str:
+    """A conversation for a model without a chat template: each message on a new line, its reply directly after it."""
+    parts = [("\n" if message["role"] == "user" else "") + message["content"] for message in messages]
+    return "".join(parts).removeprefix("\n")
 
 
 def _message(role: str, text: str) -> Message:

@@ -9,18 +9,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread
 from typing import Any, TextIO
 
-from prompt_toolkit.application import Application, in_terminal
+from prompt_toolkit.application import Application, get_app, in_terminal
 from prompt_toolkit.cursor_shapes import ModalCursorShapeConfig
 from prompt_toolkit.enums import EditingMode
-from prompt_toolkit.filters import Condition
+from prompt_toolkit.filters import Condition, Filter, has_focus, is_searching, vi_insert_mode, vi_replace_mode
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import History
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import (
     CompletionsMenu,
     ConditionalContainer,
@@ -36,25 +38,16 @@ from prompt_toolkit.output import create_output
 
 from cbatch.base.errors import CbatchError, Interrupted
 from cbatch.cli.chat.background_run import BackgroundRun
-from cbatch.cli.chat.callback_queue import CallbackQueue
-from cbatch.cli.chat.commands.completion import CommandCompleter
-from cbatch.cli.chat.commands.registry import CommandContext, execute_command
+from cbatch.cli.chat.commands.registry import CommandCompleter, CommandContext, CommandUI, execute_command
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.attachment import compose, pastes_in
-from cbatch.cli.chat.session.reply import Reply
-from cbatch.cli.chat.session.session import Session
+from cbatch.cli.chat.session.session import Reply, Session, Turn, pastes_in
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.stats import ChatStats
-from cbatch.cli.chat.tui.editor import Editor
-from cbatch.cli.chat.tui.input_line import InputLine
-from cbatch.cli.chat.tui.key_bindings import ESCAPE_SECONDS, ChatApplication, make_key_bindings
-from cbatch.cli.chat.tui.output_capture import capture_output
-from cbatch.cli.chat.tui.reply_picker import ReplyPicker
-from cbatch.cli.chat.tui.status_bar import StatusBar
-from cbatch.cli.chat.tui.style import STYLE
-from cbatch.cli.chat.tui.transcript_view import TranscriptView
+from cbatch.cli.chat.tui.input import Editor, InputLine
+from cbatch.cli.chat.tui.screen import STYLE, TranscriptView, status_bar
 from cbatch.cli.common.console import safe, without_bidi
 from cbatch.cli.common.exits import SIGNALS, UserError, raise_interrupted
+from cbatch.cli.common.stdout import capture_output
 
 REDRAW_SECONDS = 1 / 40
 REFRESH_SECONDS = 0.5
@@ -62,6 +55,9 @@ REFRESH_SECONDS = 0.5
 
 AUTOSAVE_SECONDS = 5.0
 """How often a reply that is still streaming is saved."""
+
+ESCAPE_SECONDS, PREFIX_SECONDS = 0.05, 1.0
+"""How long Esc waits for the rest of an Alt key, and Ctrl-X for the key after it."""
 
 WELCOME = "/help lists the commands, /help keys the keys; Ctrl-D leaves."
 LEAVING = "Ctrl-D or /exit leaves."
@@ -71,7 +67,21 @@ MOST_COPIED_BYTES = 100_000
 """Many terminals take no more than this for the clipboard, in base64."""
 
 
-class Terminal:
+class ChatApplication(Application[None]):
+    """An application in which Esc takes effect at once, although Alt keys begin with it."""
+
+    @property
+    def timeoutlen(self) -> float:
+        """Seconds until the keys so far count as all there are."""
+        pending = self.key_processor.key_buffer
+        return ESCAPE_SECONDS if pending and pending[0].key == Keys.Escape else PREFIX_SECONDS
+
+    @timeoutlen.setter
+    def timeoutlen(self, seconds: float) -> None:
+        """The library sets a default, which does not matter here."""
+
+
+class Terminal(CommandUI):
     """Shows the sessions of a controller, and carries out what is typed."""
 
     def __init__(
@@ -89,64 +99,37 @@ class Terminal:
         takes_mouse: whether the wheel scrolls; then Shift is needed to select text
         """
         self.controller = controller
-        controller.on_token = self._on_token
-        controller.on_switch = self._on_switch
-        self._callbacks = CallbackQueue()
         self.background = background or BackgroundRun()
         self.stats = ChatStats(controller)
-        self._status_bar = StatusBar(controller, self.stats, self.background)
         self._context = CommandContext(controller, self, self.background, self.stats, store)
         self._is_vi, self._takes_mouse = is_vi, takes_mouse
         self._loading_error: BaseException | None = None
         self._captured_lines: deque[str] = deque(maxlen=50)
+        self._callbacks: deque[Callable[[], None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._editor = Editor()
         self._shown_save_error = ""
         self._autosaved_at = time.monotonic()
-        self._is_loading = self._has_asked_to_leave = False
+        self._is_awake = self._is_loading = self._has_asked_to_leave = False
         self._undrawn_token_times: list[float] = []
         self._app: Application[None]
-        self._line = InputLine(
-            lambda: controller.current.name,
-            history,
-            CommandCompleter(controller, store),
-            on_enter=self._on_enter,
-            fold_paste=self._fold_paste,
-            unfold=self._unfold,
-        )
-        self._line.set_text(controller.current.draft)
-        controller.typed = lambda: self._line.text
+        self._line = InputLine(controller, history, CommandCompleter(controller, store), self._on_enter)
         self._view = TranscriptView(controller)
-        self._picker = ReplyPicker(controller)
-        self._layout = self._make_layout()
-
-    def _make_layout(self) -> Layout:
-        bar = Window(FormattedTextControl(self._bar), height=1, style="class:bar")
-        listed, height = FormattedTextControl(self._attached), Dimension(min=1, max=4)
-        attached = Window(listed, height=height, wrap_lines=True, dont_extend_height=True)
-        has_attached = Condition(lambda: bool(self._attached()))
-        rows = HSplit(
-            [
-                Window(self._view, wrap_lines=False),
-                bar,
-                ConditionalContainer(attached, has_attached),
-                self._line.area,
-                self._line.search,
-            ]
-        )
-        menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
-        return Layout(FloatContainer(rows, [menu]), focused_element=self._line.area)
+        controller.on_token = self._on_token
+        controller.on_switch = lambda: self._line.put(controller.current.draft)
+        controller.on_switch()
 
     def run(self) -> None:
         """Returns when the user leaves. Raises Interrupted after a signal, and what kept the engine from opening."""
         try:
-            with capture_output(lambda line: self._callbacks.put(partial(self._on_output_line, line))) as terminal:
+            with capture_output(lambda line: self._post(partial(self._on_output_line, line))) as terminal:
                 self._app = self._make_app(terminal)
-                asyncio.run(self._run(self._app))
+                asyncio.run(self._run())
         except (EOFError, OSError):  # the terminal went away
             pass
         finally:
             try:
-                self._callbacks.run_all()
+                self._run_callbacks()
             finally:
                 self.controller.end_all()
                 self._context.store.close()
@@ -156,34 +139,6 @@ class Terminal:
                 print(safe(line), file=sys.stderr)
             raise self._loading_error
 
-    def _on_open(self, error: BaseException | None) -> None:
-        self.stats.loading_detail = ""
-        if error is not None:
-            self._loading_error = error
-            self.exit()
-
-    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
-        """Notes when a token came; `_after_render` measures how long it took to the screen."""
-        if reply.num_tokens == 1:
-            self.stats.first_tokens.append(reply.last_token_at - reply.requested_at)
-        if session is self.controller.current and text:
-            self._undrawn_token_times.append(reply.last_token_at)
-
-    def _fold_paste(self, text: str) -> str:
-        session = self.controller.current
-        paste = session.fold_paste(text)
-        client = self.controller.client_of(session)
-        client.count_tokens(text, partial(setattr, paste, "num_tokens"))
-        return paste.name
-
-    def _unfold(self, text: str) -> str:
-        return compose(text, pastes_in(text, self.controller.current.pastes))
-
-    def _on_switch(self, before: Session, after: Session) -> None:
-        """What is typed belongs to a session: it stays there, and comes back with it."""
-        before.draft = self._line.text
-        self._line.set_text(after.draft)
-
     def exit(self) -> None:
         if self.background.is_running and not self._has_asked_to_leave:
             self._has_asked_to_leave = True  # until something else is typed
@@ -192,7 +147,7 @@ class Terminal:
             self._app.exit()
 
     def set_input(self, text: str) -> None:
-        self._line.set_text(text)
+        self._line.put(text)
 
     def copy(self, text: str) -> None:
         data = base64.b64encode(text.encode("utf-8", "replace"))
@@ -223,36 +178,6 @@ class Terminal:
 
         self._app.create_background_task(run())
 
-    def _on_escape(self) -> None:
-        """Closes what is open, else stops the reply, else takes notices away."""
-        session = self.controller.current
-        if self._line.has_menu:
-            self._line.close_menu()
-        elif self._view.is_searching:
-            self._view.end_search()
-        elif self._view.compared:
-            self._view.compared = []
-        elif not self.controller.stop(session):
-            session.clear_passing_notices()
-
-    def _is_asking(self) -> bool:
-        last = self.controller.current.last
-        return last is not None and last.asking is not None
-
-    def _on_answer(self, is_allowed: bool, always: bool) -> None:
-        self.controller.answer_call(self.controller.current, is_allowed=is_allowed, always=always)
-
-    def _on_ctrl_c(self) -> None:
-        """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
-        session = self.controller.current
-        if self.controller.stop(session):
-            return
-        if self._line.text:
-            self._line.clear()
-            return
-        session.clear_passing_notices()
-        session.add_notice(LEAVING, is_passing=True)
-
     def _make_app(self, terminal: TextIO) -> Application[None]:
         self._tty = terminal
         output = create_output(stdout=terminal)
@@ -262,18 +187,8 @@ class Terminal:
         if self._takes_mouse:  # the wheel alone; the library would ask for every movement, too
             output.enable_mouse_support = lambda: output.write_raw("\x1b[?1000h\x1b[?1006h")  # type: ignore[method-assign]
         app = ChatApplication(
-            layout=self._layout,
-            key_bindings=make_key_bindings(
-                self,
-                self._line,
-                self._view,
-                self._picker,
-                self.controller,
-                on_escape=self._on_escape,
-                on_ctrl_c=self._on_ctrl_c,
-                is_asking=self._is_asking,
-                on_answer=self._on_answer,
-            ),
+            layout=self._make_layout(),
+            key_bindings=self._make_key_bindings(),
             style=STYLE,
             full_screen=True,
             mouse_support=self._takes_mouse,
@@ -288,19 +203,182 @@ class Terminal:
         app.ttimeoutlen = ESCAPE_SECONDS
         return app
 
-    async def _run(self, app: Application[None]) -> None:
-        loop = asyncio.get_running_loop()
+    def _make_layout(self) -> Layout:
+        bar = Window(FormattedTextControl(self._bar), height=1, style="class:bar")
+        listed, height = FormattedTextControl(self._attached), Dimension(min=1, max=4)
+        attached = Window(listed, height=height, wrap_lines=True, dont_extend_height=True)
+        has_attached = Condition(lambda: bool(self._attached()))
+        transcript = Window(self._view, wrap_lines=False)
+        rows = HSplit([transcript, bar, ConditionalContainer(attached, has_attached), self._line, self._line.search])
+        menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
+        return Layout(FloatContainer(rows, [menu]), focused_element=self._line)
+
+    def _bar(self) -> StyleAndTextTuples:
+        return [*status_bar(self.controller, self.stats, self.background, self._app.output.get_size().columns)]
+
+    def _attached(self) -> StyleAndTextTuples:
+        """The line above the input that lists what goes with the message."""
+        session = self.controller.current
+        labels = [f"{number} {safe(one.label)}" for number, one in enumerate(session.attached, start=1)]
+        labels += [safe(paste.label) for paste in pastes_in(self._line.text, session.pastes)]
+        return [("class:note", "+ " + " · ".join(labels))] if labels else []
+
+    def _make_key_bindings(self) -> KeyBindings:
+        """The chat's own keys, which go before those of an Emacs-like or vi-like line editor."""
+        controller, line, view = self.controller, self._line, self._view
+        bindings = KeyBindings()
+        typing = has_focus(line) & ~is_searching
+        on_empty_line = typing & Condition(lambda: not line.text)
+
+        def bind(keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
+            @bindings.add(*keys.split(), filter=when)
+            def _(event: KeyPressEvent) -> None:
+                action()
+
+        @bindings.add(Keys.BracketedPaste, filter=typing)
+        def _(event: KeyPressEvent) -> None:
+            line.paste(event.data)
+
+        bind("enter", line.enter, typing)
+        for keys in ("c-j", "escape enter"):
+            bind(keys, lambda: line.buffer.insert_text("\n"), typing)
+        bind("escape", self._on_escape, typing & ~vi_insert_mode & ~vi_replace_mode)
+        bind("c-c", self._on_ctrl_c, ~is_searching)
+        bind("c-d", self.exit, on_empty_line)
+        bind("c-z", lambda: get_app().suspend_to_background())
+        bind("c-x c-e", lambda: self.open_editor(line.text, line.put), typing)
+        bind("c-t", view.show_reasoning)
+        bind("pageup", lambda: view.scroll_pages(-1))
+        bind("pagedown", lambda: view.scroll_pages(1))
+        bind("home", view.go_to_start, on_empty_line)
+        bind("end", view.follow, on_empty_line)
+        bind("escape left", lambda: controller.switch_by(-1))
+        bind("escape right", lambda: controller.switch_by(1))
+        for index in range(9):
+            bind(f"escape {index + 1}", partial(controller.switch_to, index))
+        is_asking = on_empty_line & Condition(lambda: controller.current.asking is not None)
+        for key, answer in {"y": (True, False), "a": (True, True), "n": (False, False)}.items():
+            bind(key, partial(self._answer_call, *answer), is_asking)
+        picking = on_empty_line & Condition(lambda: self._undecided is not None)
+        bind("left", partial(self._move_choice, -1), picking)
+        bind("right", partial(self._move_choice, 1), picking)
+        bind("enter", self._pick, picking)
+        for number in range(10):
+            bind(str(number), partial(self._pick, number), on_empty_line & Condition(partial(self._offers, number)))
+        return bindings
+
+    def _answer_call(self, is_allowed: bool, always: bool) -> None:
+        self.controller.answer_call(self.controller.current, is_allowed=is_allowed, always=always)
+
+    @property
+    def _undecided(self) -> Turn | None:
+        """The last turn, if several replies stand side by side there."""
+        last = self.controller.current.last
+        return last if last is not None and last.is_undecided else None
+
+    def _offers(self, number: int) -> bool:
+        """Whether the reply with a number is one of those that can be picked now."""
+        turn = self._undecided
+        return turn is not None and (number == turn.fallback or turn.first_compared <= number < len(turn.replies))
+
+    def _move_choice(self, offset: int) -> None:
+        """Goes to a reply on the left or right, and from the last one to the first."""
+        if (turn := self._undecided) is not None:
+            first, count = turn.first_compared, len(turn.replies) - turn.first_compared
+            turn.chosen = first + (turn.chosen - first + offset) % count
+
+    def _pick(self, number: int | None = None) -> None:
+        """Keeps the reply with a number, or the one that stands out."""
+        if (turn := self._undecided) is not None:
+            self.controller.pick(self.controller.current, turn.chosen if number is None else number)
+            self.controller.current.clear_passing_notices()  # they say how to pick
+
+    def _on_escape(self) -> None:
+        """Closes what is open, else stops the reply, else takes notices away."""
+        session = self.controller.current
+        if self._line.buffer.complete_state is not None:
+            self._line.buffer.cancel_completion()
+        elif self._view.searched:
+            self._view.end_search()
+        elif self._view.compared:
+            self._view.compared = []
+        elif not self.controller.stop(session):
+            session.clear_passing_notices()
+
+    def _on_ctrl_c(self) -> None:
+        """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
+        session = self.controller.current
+        if self.controller.stop(session):
+            return
+        if self._line.text:
+            self._line.clear()
+            return
+        session.clear_passing_notices()
+        session.add_notice(LEAVING, is_passing=True)
+
+    def _on_enter(self, text: str) -> None:
+        """Carries out what was typed."""
+        self._view.follow()
+        text, session = text.strip(), self.controller.current
+        if not text:
+            return
+        self._has_asked_to_leave = False
+        session.clear_passing_notices()
+        if not text.startswith("/find"):
+            self._view.end_search()
+        with self._showing_errors():
+            if text.startswith("/") and not text.startswith("//"):
+                execute_command(self._context, text if text.startswith("/all ") else session.unfold(text))
+                return
+            self._context.to_delete = None
+            try:
+                self.controller.send(session, text.removeprefix("/"))
+            except UserError:
+                self._line.put(text)
+                raise
+
+    @contextmanager
+    def _showing_errors(self) -> Iterator[None]:
+        """Shows what the block raises as a notice."""
+        try:
+            yield
+        except CbatchError as error:
+            self.controller.current.add_notice(str(error), is_error=True, is_passing=True)
+        except Exception as error:  # a bug must not cost the conversations
+            self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)
+
+    async def _run(self) -> None:
+        loop = self._loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         for signum in (*SIGNALS, signal.SIGHUP):
             loop.add_signal_handler(signum, self._on_signal, signum)
-        self._callbacks.set_wake(partial(loop.call_soon_threadsafe, self._run_callbacks))
+        self._run_callbacks()
         try:
-            await app.run_async(handle_sigint=False, set_exception_handler=False)
+            await self._app.run_async(handle_sigint=False, set_exception_handler=False)
         finally:
-            self._callbacks.set_wake(lambda: None)
+            self._loop = None
             for signum in (*SIGNALS, signal.SIGHUP):  # until everything is saved
                 loop.remove_signal_handler(signum)
                 signal.signal(signum, raise_interrupted if signum in SIGNALS else signal.SIG_IGN)
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        """Has something run on this thread, in order; for other threads."""
+        self._callbacks.append(callback)
+        if (loop := self._loop) is not None and not self._is_awake:
+            self._is_awake = True
+            with suppress(RuntimeError):  # the loop was just closed
+                loop.call_soon_threadsafe(self._run_callbacks)
+
+    def _run_callbacks(self) -> None:
+        self._is_awake = False
+        try:
+            while self._callbacks:
+                self._callbacks.popleft()()
+        finally:
+            if self._loop is not None:
+                self._app.invalidate()
+                if self._callbacks:  # one of them raised
+                    self._loop.call_soon(self._run_callbacks)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Shows a bug in an event handler as a notice; the chat goes on."""
@@ -314,16 +392,25 @@ class Terminal:
         if not self._app.is_done:
             self._app.exit(exception=Interrupted(signum))
 
-    def _run_callbacks(self) -> None:
-        self._callbacks.run_all()
-        self._app.invalidate()
+    def _on_open(self, error: BaseException | None) -> None:
+        self.stats.loading_detail = ""
+        if error is not None:
+            self._loading_error = error
+            self.exit()
+
+    def _on_token(self, session: Session, reply: Reply, text: str) -> None:
+        """Notes when a token came; `_after_render` measures how long it took to the screen."""
+        if reply.num_tokens == 1:
+            self.stats.first_tokens.append(reply.last_token_at - reply.requested_at)
+        if session is self.controller.current and text:
+            self._undrawn_token_times.append(reply.last_token_at)
 
     def _after_render(self) -> None:
         if not self._is_loading:  # only after the first draw: importing torch blocks for seconds
             self._is_loading = True
             self._mention_saved()
             Thread(target=import_module, args=["cbatch.cli.chat.markdown.layout"], daemon=True).start()
-            self.controller.client.start(self._callbacks.put, self._on_open)
+            self.controller.client.start(self._post, self._on_open)
         now = time.monotonic()
         self.stats.delays.extend(now - when for when in self._undrawn_token_times)
         self._undrawn_token_times.clear()
@@ -348,16 +435,6 @@ class Terminal:
             if self._shown_save_error:
                 self.controller.current.add_notice(self._shown_save_error, is_error=True)
 
-    def _bar(self) -> StyleAndTextTuples:
-        return [*self._status_bar.render(self._app.output.get_size().columns)]
-
-    def _attached(self) -> StyleAndTextTuples:
-        """The line above the input that lists what goes with the message."""
-        session = self.controller.current
-        labels = [f"{number} {safe(one.label)}" for number, one in enumerate(session.attached, start=1)]
-        labels += [safe(paste.label) for paste in pastes_in(self._line.text, session.pastes)]
-        return [("class:note", "+ " + " · ".join(labels))] if labels else []
-
     def _on_output_line(self, line: str) -> None:
         """Shows a line that this program printed as a notice. Lines of libraries are kept in case loading fails."""
         name, _, text = line.partition("cbatch: ")
@@ -370,34 +447,3 @@ class Terminal:
         else:
             self._captured_lines.append(line)
             self.stats.loading_detail = line.strip()
-
-    def _on_enter(self, text: str) -> None:
-        """Carries out what was typed."""
-        self._view.follow()
-        text, session = text.strip(), self.controller.current
-        if not text:
-            return
-        self._has_asked_to_leave = False
-        session.clear_passing_notices()
-        if not text.startswith("/find"):
-            self._view.end_search()
-        with self._showing_errors():
-            if text.startswith("/") and not text.startswith("//"):
-                execute_command(self._context, text if text.startswith("/all ") else self._unfold(text))
-                return
-            self._context.to_delete = None
-            try:
-                self.controller.send(session, text.removeprefix("/"))
-            except UserError:
-                self._line.set_text(text)
-                raise
-
-    @contextmanager
-    def _showing_errors(self) -> Iterator[None]:
-        """Shows what the block raises as a notice."""
-        try:
-            yield
-        except CbatchError as error:
-            self.controller.current.add_notice(str(error), is_error=True, is_passing=True)
-        except Exception as error:  # a bug must not cost the conversations
-            self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)

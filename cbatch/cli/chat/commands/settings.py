@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cbatch.base.params import SamplingParams, with_overrides
-from cbatch.cli.chat.commands.parameters import SETTABLE, check_name, parse_parameter
-from cbatch.cli.chat.commands.registry import CommandContext, command
+from cbatch.cli.chat.commands.registry import SETTABLE, CommandContext, check_name, command, parse_parameter
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from cbatch.base.units import format_count
-from cbatch.cli.chat.commands.parameters import parse_parameter
-from cbatch.cli.chat.commands.registry import CommandContext, command, parse_number
+from cbatch.cli.chat.commands.registry import CommandContext, command, parse_number, parse_parameter
 from cbatch.cli.chat.controller import RETRY_TEMPERATURE, Variant, oldest_turns
 from cbatch.cli.common.exits import UserError
 

@@ -1,0 +1,286 @@
+"""Commands for sessions on disk and other files, and the help."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from cbatch.base.units import format_count
+from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, Command, CommandContext, command, parse_number
+from cbatch.cli.chat.engine_client import takes_messages
+from cbatch.cli.chat.session.export import append_row, to_markdown, to_row
+from cbatch.cli.chat.session.files import as_path, expand_names, one_name, read_text
+from cbatch.cli.chat.session.session import Attachment
+from cbatch.cli.chat.session.store import SavedSession, read_session
+from cbatch.cli.common.exits import UserError
+
+PAGE = 15
+"""Sessions that `/load` lists at once; they fit a screen of 24 lines."""
+
+
+@command("save", "[NAME]", "saved")
+def do_save(context: CommandContext, name: str) -> None:
+    """save under a name
+
+    Sessions are saved anyway; a name makes one easy to find again. A name with a slash, or one that ends in .json, is
+    a path.
+    Example: /save recipes
+    """
+    name = one_name(name)
+    if not name and context.store.has_own_name(context.session):
+        name = str(context.store.saved_path(context.session))
+    path = context.store.save_as(context.session, name or context.session.name)
+    if path.parent == context.store.sessions_folder and path.stem != context.session.name:
+        with suppress(UserError):  # it is more than one word, or another session's name
+            context.controller.rename(context.session, path.stem)
+            context.store.save_as(context.session, str(path))
+    is_kept = context.controller.store is not None
+    later = "and kept up to date there" if is_kept else "as it is now; with --no-history it is not kept up to date"
+    context.show(f"saved as {path}, {later}")
+
+
+@command("load", "[NAME|NUMBER|FILE|TEXT]", "saved")
+def do_load(context: CommandContext, which: str) -> None:
+    """find and open an old session
+
+    Lists the saved sessions, the newest first; /load more goes on. A name or number of the list opens one. Other words
+    are searched for in all of them; if only one has them, it opens.
+    Examples: /load 3
+              /load sourdough
+    """
+    if which in ("", "more"):
+        _list_page(context, context.searched_text if which else "", start=len(context.listed_sessions) if which else 0)
+        return
+    path = _find_path(context, which)
+    if path is None:
+        found = list(islice(context.store.saved_sessions(which), 2))
+        if not found:
+            raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
+        if len(found) > 1:
+            _list_page(context, which, start=0)
+            return
+        path = found[0].path
+    open_saved(context, path)
+
+
+def open_saved(context: CommandContext, path: Path) -> None:
+    """Opens a saved session, or goes to it if it is open."""
+    for session in context.controller.sessions:
+        if context.store.saved_path(session) == path:  # two sessions would overwrite each other in one file
+            context.controller.switch(session)
+            context.show("this session is open already")
+            return
+    context.store.wait()
+    loaded = context.controller.open_saved(read_session(path))
+    context.store.set_path(loaded, path)
+
+
+@command("delete", "NAME|NUMBER", "saved")
+def do_delete(context: CommandContext, which: str) -> None:
+    """delete a saved session
+
+    Asks first: the same command again deletes the file. Numbers are those of /load.
+    Example: /delete 3
+    """
+    saved = _find_saved(context, which)
+    if any(context.store.saved_path(session) == saved.path for session in context.controller.sessions):
+        raise UserError("That session is open; /close it first.")
+    if context.to_delete is None or context.to_delete.path != saved.path:
+        context.to_delete = saved
+        context.show(f"“{saved.title}”, {format_count(saved.num_turns, 'turn')}: the same command again deletes it")
+        return
+    context.store.delete(saved.path)
+    context.to_delete = None
+    context.listed_sessions = [each for each in context.listed_sessions if each.path != saved.path]
+    context.show(f"deleted: {saved.title}")
+
+
+def _list_page(context: CommandContext, text: str, start: int) -> None:
+    """Lists the sessions that hold a text, from one number on."""
+    found = list(islice(context.store.saved_sessions(text), start + PAGE + 1))
+    if len(found) <= start:
+        context.show("these are all of them" if found else "no session is saved yet")
+        return
+    context.searched_text, context.listed_sessions = text, found[: start + PAGE]
+    more = "; /load more lists more" if len(found) > start + PAGE else ""
+    footer = f"/load NUMBER opens one, /load TEXT searches in all of them{more}"
+    context.show(*_lines(context.listed_sessions)[start:], footer)
+
+
+def _lines(sessions: Iterable[SavedSession]) -> list[str]:
+    lines = []
+    for number, saved in enumerate(sessions, start=1):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.modified_at))
+        name = f"{saved.name}: " if saved.has_own_name else ""
+        lines.append(f"{number:>2}  {when}  {format_count(saved.num_turns, 'turn'):>9}  {name}{saved.title}")
+    return lines
+
+
+def _find_saved(context: CommandContext, which: str) -> SavedSession:
+    path = _find_path(context, which)
+    found = next((saved for saved in context.store.saved_sessions() if saved.path == path), None)
+    if found is None:
+        raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
+    return found
+
+
+def _find_path(context: CommandContext, which: str) -> Path | None:
+    """The file of a session by its number in the last list, or by what the store knows it by."""
+    if not context.listed_sessions and which.isdecimal():
+        context.listed_sessions = list(islice(context.store.saved_sessions(), PAGE))
+    numbered = {str(number): saved.path for number, saved in enumerate(context.listed_sessions, start=1)}
+    return numbered.get(which) or context.store.lookup(one_name(which))
+
+
+@command("read", "[FILE …]", "files")
+def do_read(context: CommandContext, names: str) -> None:
+    """attach files
+
+    The model gets the files, with their names, before your next message; the screen shows their names and
+    tokens above the input line. Blanks in a name are quoted or follow a backslash. /detach takes a file away again.
+    Example: /read notes.md src/*.py
+    """
+    session = context.session
+    if not names:
+        lines = [f"{number:>2}  {one.label}" for number, one in enumerate(session.attached, start=1)]
+        context.show(*(lines or ["nothing is attached; /read FILE attaches a file to your next message"]))
+        return
+    files = [Attachment(str(path), read_text(path)) for path in expand_names(names)]
+    for file in files:
+        session.attached = [other for other in session.attached if other.name != file.name] + [file]
+        context.controller.client_of(session).count_tokens(file.text, partial(setattr, file, "num_tokens"))
+
+
+@command("detach", "[N|all]")
+def do_detach(context: CommandContext, which: str) -> None:
+    """take attached files away
+
+    N is the number in the list of /read; without it the last one goes.
+    Example: /detach 2
+    """
+    attached = context.session.attached
+    if not attached:
+        raise UserError("Nothing is attached.")
+    if which == "all":
+        attached.clear()
+    else:
+        attached.pop(parse_number(which, 1, len(attached)) - 1 if which else -1)
+
+
+@command("export", "FILE", "file")
+def do_export(context: CommandContext, name: str) -> None:
+    """write FILE.md or FILE.jsonl
+
+    FILE.md is the conversation to read. To FILE.jsonl it adds a row that `cbatch run` answers as this session would.
+    Example: /export talk.md
+    """
+    path, session = as_path(one_name(name)), context.session
+    client = context.controller.client_of(session)
+    engine = client.engine
+    if session.last is None or engine is None:
+        raise UserError("There is no message yet." if session.last is None else "The model is still loading.")
+    reply = session.last.reply
+    try:
+        if path.suffix == ".md":
+            with path.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(to_markdown(session, engine.loaded.name))
+        elif path.suffix == ".jsonl":
+            row = to_row(
+                session,
+                client.params(reply.params if reply else {}),
+                engine.limits.max_model_len,
+                as_messages=takes_messages(engine),
+                template_kwargs={**client.template_kwargs, **session.template_kwargs},
+            )
+            append_row(path, row)
+        else:
+            raise UserError(f"{path.name} must end in .md or .jsonl.")
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror}.") from error
+    context.show(f"written to {path}")
+
+
+@command("run", "FILE -o OUT | stop", "files")
+def do_run(context: CommandContext, line: str) -> None:
+    """run a batch beside the chat
+
+    Takes the options of `cbatch run` that do not concern the engine. Replies in the chat go first, and the bar shows
+    how far the batch is. `stop` ends it; --resume continues it later.
+    Example: /run prompts.jsonl -o out.jsonl --max-tokens 200
+    """
+    session, background = context.session, context.background
+    engine = context.controller.client.engine
+    if line == "stop":
+        if not background.is_running:
+            raise UserError("No batch is running.")
+        background.stop()
+    elif engine is None:
+        raise UserError("The model is still loading.")
+    else:
+        context.batch_session = session  # before the first report
+        background.start(engine, line)
+
+
+NAME_WIDTH, COLUMN_WIDTH = 10, 39
+"""Two columns of commands fit a screen of 80 cells."""
+
+KEYS = (
+    ("Enter", "sends; in a menu it takes the entry"),
+    ("Ctrl-J, \\ Enter, Alt-Enter", "begin a new line"),
+    ("Esc", "stops the reply; closes a menu or a comparison"),
+    ("Ctrl-C", "stops the reply; else clears the line"),
+    ("Ctrl-D", "leaves, on an empty line"),
+    ("Tab", "completes commands, names and files"),
+    ("Up, Down, Ctrl-R", "what was typed before; searches it"),
+    ("Ctrl-Left, Ctrl-Right", "move by a word"),
+    ("Alt-Left, Alt-Right", "go to the previous or next session"),
+    ("Alt-1 … Alt-9", "go to a session by its number"),
+    ("PageUp, PageDown, wheel", "scroll"),
+    ("Home, End", "on an empty line: go to the beginning or end"),
+    ("1 … 9, Left, Right, Enter", "on an empty line: pick one of several replies"),
+    ("Ctrl-T", "shows or folds what a model thinks"),
+    ("Ctrl-X Ctrl-E", "opens the line in $EDITOR"),
+    ("Ctrl-L, Ctrl-Z", "draw the screen anew; suspend"),
+    ("Shift and the mouse", "select text; --no-mouse leaves the mouse alone"),
+)
+"""Keys, and what they do. All others are those of an Emacs-like line editor, or of vi with --vi."""
+
+
+@command("help", "[NAME|keys]", "command")
+def do_help(context: CommandContext, name: str) -> None:
+    """list the commands
+
+    /help NAME explains a command, /help keys lists the keys.
+    Example: /help retry
+    """
+    name = name.lstrip("/")
+    if name == "keys":
+        context.show(*(f"{keys:<27} {action}" for keys, action in KEYS))
+    elif not name:
+        context.show(*_all_commands(), "/help NAME explains a command and gives an example; /help keys lists the keys.")
+    elif found := COMMANDS.get(ALIASES.get(name, name)):
+        context.show(f"/{found.name} {found.usage}".rstrip(), f"{found.description}.", found.details)
+    else:
+        close = difflib.get_close_matches(name, [*COMMANDS, "keys"], 1)
+        hint = f"did you mean /help {close[0]}?" if close else "/help lists all of them."
+        raise UserError(f"There is no command /{name[:40]}; {hint}")
+
+
+def _all_commands() -> list[str]:
+    """Two columns, read downwards, so that all fit on a screen of 24 lines."""
+    shown = list(COMMANDS.values())
+    height = (len(shown) + 1) // 2
+    rows = []
+    for number in range(height):
+        right = _line(shown[number + height]) if number + height < len(shown) else ""
+        rows.append(_line(shown[number]).ljust(COLUMN_WIDTH) + right)
+    return [row.rstrip() for row in rows]
+
+
+def _line(item: Command) -> str:
+    return f"/{item.name}".ljust(NAME_WIDTH) + item.description

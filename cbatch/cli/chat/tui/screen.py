@@ -1,0 +1,442 @@
+"""What the screen shows: sessions as lines, of which only what has changed is laid out again, and the status bar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TextIO
+from weakref import WeakKeyDictionary
+
+from prompt_toolkit import print_formatted_text
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.layout.controls import UIContent, UIControl
+from prompt_toolkit.mouse_events import MouseEvent, MouseEventType
+from prompt_toolkit.output import create_output
+from prompt_toolkit.styles import Style
+from prompt_toolkit.utils import get_cwidth
+
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.controller import ALMOST_FULL, ChatController
+from cbatch.cli.chat.markdown.lines import (
+    COLUMN_GAP,
+    Fragment,
+    StyledLine,
+    append_text,
+    cells,
+    side_by_side,
+    wrap,
+    wrap_plain,
+)
+from cbatch.cli.chat.session.session import Notice, Reply, Session, ToolRound, Turn
+from cbatch.cli.chat.stats import ChatStats
+from cbatch.cli.common.console import safe
+from cbatch.cli.common.exits import UserError
+
+if TYPE_CHECKING:
+    from cbatch.cli.chat.markdown.layout import MarkdownLayout
+
+STYLE = Style.from_dict(
+    {
+        "user": "ansicyan bold",
+        "heading": "bold",
+        "chosen": "bold reverse",
+        "strong": "bold",
+        "emphasis": "italic",
+        "strike": "strike",
+        "link": "ansiblue underline",
+        "marker": "ansicyan",
+        "code": "ansiyellow",
+        "code.keyword": "ansimagenta",
+        "code.string": "ansigreen",
+        "code.comment": "italic ansibrightblack",
+        "code.number": "ansicyan",
+        "code.name": "ansiblue",
+        "code.operator": "ansiyellow",
+        "quote": "ansibrightblack",
+        "table": "ansibrightblack",
+        "fence": "ansibrightblack",
+        "note": "ansibrightblack",
+        "reasoning": "italic ansibrightblack",
+        "tool": "ansimagenta",
+        "error": "ansired",
+        "found": "bg:ansiyellow ansiblack",
+        "bar": "reverse",
+        "bar.current": "reverse bold",
+        "bar.full": "reverse bold ansired",
+        "prompt": "ansigreen bold",
+    }
+)
+"""Colours by what they mean. Only the terminal's own 16 are used, so that its theme applies."""
+
+MIN_COLUMN = 20
+"""If columns would be narrower than this, replies stand below one another."""
+
+MANY_LINES = 12
+"""If one of several replies has more lines than this, what stands above them stands below them, too."""
+
+RESULT_LINES = 4
+"""Lines of a tool's result that are shown."""
+
+UNBROKEN = 10**6
+"""A width that no line of code has."""
+
+WHEEL_LINES = 3
+
+
+class Transcript:
+    """Lays out sessions and caches the lines, each item's with the state that they show.
+
+    shows_reasoning: whether all that models think is shown; else a line says how much it is
+    """
+
+    def __init__(self, *, breaks_code: bool = True) -> None:
+        """`breaks_code`: whether lines of code that do not fit are broken; else the terminal does that."""
+        self.shows_reasoning = False
+        self._breaks_code = breaks_code
+        self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Reply, tuple[tuple[int, int], MarkdownLayout]] = WeakKeyDictionary()
+        """How the text of each reply is laid out, with the width and the request for which it holds."""
+
+    def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
+        """All lines of a session, item by item."""
+        chunks: list[list[StyledLine]] = []
+        for message in session.prelude:
+            chunks.append(
+                [*wrap_plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: "), []]
+            )
+        unit = int(bool(session.prelude))
+        before: Turn | Notice | None = None
+        for item in session.items:
+            if isinstance(item, Turn):
+                if isinstance(before, Notice):
+                    chunks.append([[]])
+                if session.dropped and unit == session.dropped:
+                    chunks.append([[("class:fence", "── the model sees only what is below ──"[:width])], []])
+                unit += 1
+            chunks.append(self._item(item, width))
+            before = item
+        chunks += [[*wrap_plain(turn.text, width, "class:note", first="(next) > "), []] for turn in session.queue]
+        return chunks
+
+    def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
+        state = (width, self.shows_reasoning, *_state_of(item))
+        shown_state, lines = self._items.get(item, (None, []))
+        if shown_state != state:
+            if isinstance(item, Turn):
+                lines = self.turn(item, width)
+            else:
+                lines = wrap_plain(item.text, width, "class:error" if item.is_error else "class:note", first="· ")
+            self._items[item] = state, lines
+        return lines
+
+    def turn(self, turn: Turn, width: int) -> list[StyledLine]:
+        """A message and its reply, or several replies side by side."""
+        lines = wrap_plain(turn.text, width, "class:user", first="> ")
+        for attachment in turn.attachments:
+            if not attachment.is_paste:
+                lines += wrap_plain(attachment.label, width, "class:note", first="+ ")
+        lines.append([])
+        if not turn.first_compared:
+            return lines + (self._reply(turn.reply, width) if turn.reply else []) + [[]]
+        shown = turn.replies[turn.first_compared :]
+        heads: list[Fragment] = []
+        for number, reply in enumerate(shown, turn.first_compared):
+            style = "class:chosen" if number == turn.chosen else "class:heading"
+            heads.append((style, f"[{number}] {safe(reply.label)}".rstrip()))
+        hint = wrap_plain(turn.pick_hint, width, "class:note", first="· ")
+        column = (width - len(COLUMN_GAP) * (len(shown) - 1)) // len(shown)
+        if column >= MIN_COLUMN:
+            tops = [wrap([head], column) for head in heads]
+            columns = [[*top, *self._reply(reply, column)] for top, reply in zip(tops, shown, strict=True)]
+            is_long = max(map(len, columns)) > MANY_LINES
+            feet = side_by_side(tops, column) if is_long else []
+            return [*lines, *side_by_side(columns, column), *feet, [], *hint, []]
+        for head, reply in zip(heads, shown, strict=True):
+            lines += [*wrap([head], width), *self._reply(reply, width), []]
+        foot = wrap(chain.from_iterable((head, ("", "  ")) for head in heads), width) if len(lines) > MANY_LINES else []
+        return [*lines, *foot, *hint, []]
+
+    def _reply(self, reply: Reply, width: int) -> list[StyledLine]:
+        lines = [line for each in reply.rounds for line in _round_lines(each, width)]
+        if reply.reasoning and self.shows_reasoning:
+            lines += wrap_plain(reply.reasoning, width, "class:reasoning")
+        elif reply.reasoning:
+            words = f"{len(reply.reasoning.split()):,} words"
+            is_thinking = reply.is_open and not reply.text
+            text = f"thinking, {words} …" if is_thinking else f"thought, {words}; Ctrl-T shows them"
+            lines += wrap_plain(text, width, "class:reasoning", first="· ")
+        if lines and reply.text:
+            lines.append([])
+        lines += self._layout(reply, width).lines(reply.text, is_whole=not reply.is_open)
+        if reply.state == "waiting":
+            lines.append([("class:note", "…")])
+        if reply.error:
+            lines += wrap_plain(reply.error, width, "class:error")
+        if reply.remark:
+            lines += wrap_plain(f"({reply.remark})", width, "class:note")
+        return lines
+
+    def _layout(self, reply: Reply, width: int) -> MarkdownLayout:
+        from cbatch.cli.chat.markdown.layout import MarkdownLayout  # takes a tenth of a second, and the prompt waits
+
+        known, version = self._layouts.get(reply), (width, reply.num_requests)
+        if known is None or known[0] != version:
+            known = version, MarkdownLayout(width, code_width=None if self._breaks_code else UNBROKEN)
+            self._layouts[reply] = known
+        return known[1]
+
+
+def _round_lines(each: ToolRound, width: int) -> list[StyledLine]:
+    """What was called, with the beginning of each result."""
+    lines = wrap_plain(each.text, width) if each.text.strip() else []
+    for use in each.uses:
+        lines += wrap_plain(str(use), width, "class:tool", first="⚙ ")
+        if use.state == "asking":
+            lines += wrap_plain("Run it? y: yes, a: always, n: no", width, "class:heading", first="  ")
+        elif use.state == "running":
+            lines.append([("class:note", "  running …")])
+        else:
+            result = wrap_plain(use.result, width, "class:note", first="→ ")
+            lines += result[:RESULT_LINES]
+            if len(result) > RESULT_LINES:
+                lines.append([("class:note", f"  … {len(result) - RESULT_LINES} more lines")])
+    return [*lines, []]
+
+
+def _state_of(item: Turn | Notice) -> tuple[Any, ...]:
+    """What the lines of an item depend on. Texts only grow until they are asked for again."""
+    if isinstance(item, Notice):
+        return ()
+    replies = (
+        (id(reply), reply.num_requests, len(reply.reasoning), len(reply.text), reply.state, reply.error, reply.remark)
+        for reply in item.replies
+    )
+    calls = (use.state for reply in item.replies for use in reply.uses)
+    sizes = (attachment.num_tokens for attachment in item.attachments)
+    return (item.chosen, item.first_compared, *replies, *sizes, *calls)
+
+
+class TranscriptView(UIControl):
+    """Shows the end of the current session, or the part that the user has scrolled to, or several side by side.
+
+    compared: sessions that stand side by side; none shows the current one alone
+    """
+
+    def __init__(self, controller: ChatController) -> None:
+        self._controller = controller
+        self._transcript, self._columns = Transcript(), Transcript()
+        self._session: Session | None = None
+        self.compared: list[Session] = []
+        self._top: int | None = None
+        """The first line on the screen; None follows the end."""
+        self.searched = self._found = ""
+        self._found_line = 0
+        self._width, self._height, self._start, self._end = 80, 0, 0, 0
+
+    def create_content(self, width: int, height: int) -> UIContent:
+        session = self._controller.current
+        if session is not self._session:
+            self._session, self._top = session, None
+        self.compared = [each for each in self.compared if each in self._controller.sessions]
+        self._width, self._height = width, height
+        if len(self.compared) > 1:
+            lines = self._side_by_side(width, height)
+        else:
+            lines, self._start, self._end = visible_lines(self._transcript.chunks(session, width), height, self._top)
+        below = self._end - self._start
+        if not below:
+            self._top = None
+        hints = [f"{below + 1:,} more lines below: PageDown, End"] if below else []
+        if self.searched:
+            lines = [highlighted(line, self.searched) for line in lines]
+            hints.insert(0, self._found)
+        if lines and hints:
+            lines[-1] = [("class:bar", f" {'; '.join(hints)} "[:width])]
+        return UIContent(lambda number: [*lines[number]], line_count=len(lines), show_cursor=False)
+
+    def mouse_handler(self, mouse_event: MouseEvent) -> None:
+        if mouse_event.event_type == MouseEventType.SCROLL_UP:
+            self.scroll(-WHEEL_LINES)
+        elif mouse_event.event_type == MouseEventType.SCROLL_DOWN:
+            self.scroll(WHEEL_LINES)
+
+    def follow(self) -> None:
+        """Goes to the end, and stays there."""
+        self._top = None
+
+    def go_to_start(self) -> None:
+        self._top = 0
+
+    def scroll(self, lines: int) -> None:
+        """Scrolls by lines; negative is up. Several calls before the screen is drawn add up."""
+        before = self._start if self._top is None else self._top
+        self._top = max(0, min(before + lines, self._end))
+
+    def scroll_pages(self, pages: int) -> None:
+        self.scroll(pages * max(self._height - 2, 1))
+
+    def show_reasoning(self, is_shown: bool | None = None) -> None:
+        """Shows or folds what models think; None changes it."""
+        for transcript in (self._transcript, self._columns):
+            transcript.shows_reasoning = not transcript.shows_reasoning if is_shown is None else is_shown
+
+    def end_search(self) -> None:
+        self.searched = ""
+        self.follow()
+
+    def find(self, text: str) -> None:
+        """Scrolls to the next line above that holds a text; an empty one goes on. Raises UserError if there is none."""
+        if not text and not self.searched:
+            raise UserError("Type what to find: /find TEXT.")
+        is_next, self.searched = not text, text or self.searched
+        lines = chain.from_iterable(self._transcript.chunks(self._controller.current, self._width))
+        wanted = self.searched.casefold()
+        found = [number for number, line in enumerate(lines) if wanted in _plain(line).casefold()]
+        if not found:
+            text, self.searched = self.searched, ""
+            raise UserError(f"Nothing above holds {text!r}." if is_next else f"There is no {text!r} in this session.")
+        above = [number for number in found if number < self._found_line] if is_next else found
+        self._top = self._found_line = (above or found)[-1]  # from the top it begins again at the end
+        place = f"{found.index(self._top) + 1} of {len(found)} lines with {safe(self.searched)!r}"
+        self._found = f"{place}: /find goes on, Esc ends it"
+
+    def _side_by_side(self, width: int, height: int) -> list[StyledLine]:
+        """The compared sessions in columns, each with its end at the bottom."""
+        shown = self.compared[: max(width // (MIN_COLUMN + len(COLUMN_GAP)), 2)]
+        column = max((width - len(COLUMN_GAP) * (len(shown) - 1)) // len(shown), 1)
+        whole = [list(chain.from_iterable(self._columns.chunks(session, column))) for session in shown]
+        longest = max(map(len, whole))
+        self._height = max(height - 1, 1)
+        self._end = max(longest - self._height, 0)
+        self._start = self._end if self._top is None else max(0, min(self._top, self._end))
+        columns: list[list[StyledLine]] = []
+        for session, lines in zip(shown, whole, strict=True):
+            padded: list[StyledLine] = [[] for _ in range(longest - len(lines))] + lines
+            head: StyledLine = [("class:heading", safe(session.name)[:column])]
+            columns.append([head, *padded[self._start : self._start + self._height]])
+        return side_by_side(columns, column)
+
+
+def visible_lines(
+    chunks: Sequence[Sequence[StyledLine]], height: int, top: int | None
+) -> tuple[list[StyledLine], int, int]:
+    """The visible lines, the number of the first of them, and what that is at the end.
+
+    top: number of the first visible line; None follows the end
+    """
+    end = max(sum(map(len, chunks)) - height, 0)
+    start = end if top is None else max(0, min(top, end))
+    return list(islice(chain.from_iterable(chunks), start, start + height)), start, end
+
+
+def highlighted(line: StyledLine, text: str) -> StyledLine:
+    """A line in which every place that holds a text stands out."""
+    spans = [match.span() for match in re.finditer(re.escape(text), _plain(line), re.IGNORECASE)]
+    marked = {place for start, end in spans for place in range(start, end)}
+    made: StyledLine = []
+    styled = ((style, character) for style, part in line for character in part)
+    for place, (style, character) in enumerate(styled if marked else ()):
+        append_text(made, "class:found" if place in marked else style, character)
+    return made or line
+
+
+def _plain(line: StyledLine) -> str:
+    return "".join(text for _, text in line)
+
+
+def print_conversations(sessions: Iterable[Session], stream: TextIO) -> None:
+    """Prints what was said in this chat, so that it stays in the terminal's own scrollback."""
+    output = create_output(stdout=stream)
+    for session in sessions:
+        for line in conversation_lines(session, output.get_size().columns):
+            print_formatted_text(FormattedText(line), output=output, style=STYLE)
+
+
+def conversation_lines(session: Session, width: int) -> Iterator[StyledLine]:
+    """The turns of a session that this chat has added, under its name; nothing if there are none.
+
+    Lines of code are not broken, so that they can be selected whole.
+    """
+    turns = [turn for turn in session.turns if any(reply.requested_at for reply in turn.replies)]
+    if not turns:
+        return
+    transcript = Transcript(breaks_code=False)
+    name = f"── {safe(session.name)} "
+    yield [("class:fence", name + "─" * max(min(width, 60) - len(name), 0))]
+    for turn in turns:
+        yield from transcript.turn(turn, width)
+
+
+def status_bar(controller: ChatController, stats: ChatStats, background: BackgroundRun, width: int) -> StyledLine:
+    """The line between transcript and input: the sessions on the left, the engine on the right."""
+    right = _fitting(_about_engine(controller, stats, background), width // 2)
+    left = _session_labels(controller, width - get_cwidth(right) - 1)
+    return [*left, ("class:bar", " " * max(width - cells(left) - get_cwidth(right), 0)), ("class:bar", right)]
+
+
+def _about_engine(controller: ChatController, stats: ChatStats, background: BackgroundRun) -> list[str]:
+    """What the engine does, the most important part first."""
+    engine = controller.client_of(controller.current).engine
+    if engine is None:
+        return ["loading the model", *([safe(stats.loading_detail)] if stats.loading_detail else [])]
+    if engine.failure is not None:
+        return ["the engine has failed"]
+    if background.progress:
+        return background.progress
+    load = engine.stats()
+    if not (load.num_running or load.num_waiting):
+        return [safe(engine.loaded.name)]
+    waiting = [f"{load.num_waiting} waiting"] if load.num_waiting else []
+    return [f"{load.num_running} running", *waiting, f"{stats.tokens_per_s:,.0f} tok/s", f"KV {load.cache_used:.0%}"]
+
+
+def _session_labels(controller: ChatController, width: int) -> StyledLine:
+    """The session names with their marks; if not all fit, those around the current one."""
+    labels = [_label(controller, number, session) for number, session in enumerate(controller.sessions, 1)]
+    sizes = [get_cwidth(label) for _, label in labels]
+    first = last = controller.sessions.index(controller.current)
+    current, used = labels[first], sizes[first]
+    while True:
+        if last + 1 < len(labels) and used + sizes[last + 1] <= width - 4:
+            last += 1
+            used += sizes[last]
+        elif first > 0 and used + sizes[first - 1] <= width - 4:
+            first -= 1
+            used += sizes[first]
+        else:
+            break
+    before, after = "< " if first else "", " >" if last + 1 < len(labels) else ""
+    if used + len(before) + len(after) > width:
+        return [("class:bar.current", _cut(current[1], width))]
+    return [("class:bar", before), *labels[first : last + 1], ("class:bar", after)]
+
+
+def _label(controller: ChatController, number: int, session: Session) -> Fragment:
+    """` 1 main… ` while a reply is on its way, ` 1 main* ` if something is unread, `[1 main 12%]` if it is current."""
+    share, is_current = controller.context_share(session), session is controller.current
+    mark = "…" if session.is_busy else "*" if session.is_unread else ""
+    label = f"{number} {safe(session.name)}{mark}" + (f" {share:.0%}" if share else "")
+    style = "class:bar.full" if share >= ALMOST_FULL else "class:bar.current" if is_current else "class:bar"
+    return style, f"[{label}]" if is_current else f" {label} "
+
+
+def _fitting(parts: list[str], width: int) -> str:
+    """As many parts as fit into `width` cells, with a blank on each side; none is cut, but for a first one of words."""
+    shown = ""
+    for part in parts:
+        longer = f"{shown}, {part}" if shown else part
+        if get_cwidth(longer) + 2 > width:
+            break
+        shown = longer
+    if not shown and not any(character.isdigit() for character in parts[0]):
+        shown = _cut(parts[0], width - 2)
+    return f" {shown} " if shown else ""
+
+
+def _cut(text: str, width: int) -> str:
+    """As much of a text as fits into `width` cells."""
+    text = text[: max(width, 0)]
+    while get_cwidth(text) > max(width, 0):
+        text = text[:-1]
+    return text
