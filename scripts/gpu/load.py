@@ -16,10 +16,8 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.cli.bench.load.generator import run_load
-from cbatch.cli.bench.load.measure import find_capacity
-from cbatch.cli.bench.load.results import Capacity, LoadResult
-from cbatch.cli.bench.load.users import SLO, Scenario
+from cbatch.cli.bench.load.measure import Capacity, find_capacity
+from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, run_load
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread

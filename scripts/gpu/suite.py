@@ -11,13 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("attention", "engine", "kernels", "model", "runtime", "sample")
 TIMEOUT_S = 450
 ON_GPU = re.compile(r"\bDEVICE\b|mark\.gpu\b|cuda_model\b")
 
 
 def modules() -> list[str]:
     """The modules with tests that run on a GPU. Others may need packages that a borrowed machine does not have."""
-    paths = (ROOT / "tests" / "engine").rglob("test_*.py")
+    paths = (path for folder in FOLDERS for path in (ROOT / "tests" / folder).rglob("test_*.py"))
     return sorted(str(path.relative_to(ROOT)) for path in paths if ON_GPU.search(path.read_text()))
 
 

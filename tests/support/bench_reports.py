@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from cbatch.cli.bench.command import bench
-from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, TimedAnswer
-from cbatch.cli.bench.load.users import SLO, Scenario
+from cbatch.cli.bench.load.measure import Capacity, LoadReport
+from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, TimedAnswer
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
 from cbatch.cli.bench.results import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -13,9 +13,6 @@ from cbatch.cli.bench.options import ABLATIONS, PEERS, PRESETS, SKEWED_WORK, STR
 from cbatch.cli.common.configured_command import ConfiguredCommand
 from cbatch.cli.common.console import emit, notice
 from cbatch.cli.common.options import NameListOption, engine_options, make_options, record_options, replica_options
-
-if TYPE_CHECKING:
-    from cbatch.cli.bench.report.page import Page, Picture
 
 UNASKED = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 """Where values come from that a preset overrides: the built-in defaults and the configuration file."""
@@ -57,50 +54,21 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(options: BenchOptions) -> None:
     """Measures, and shows and writes what was found."""
-    if options.is_curve:
-        from cbatch.cli.bench.report import skew
-        from cbatch.cli.bench.skew import measure_skew
-
-        _show(options, measure_skew, skew.draw, skew.page_of)
-    elif options.is_load:
-        from cbatch.cli.bench.load.measure import measure_load
-        from cbatch.cli.bench.report import load
-
-        _show(options, measure_load, load.draw, load.page_of)
-    else:
-        from cbatch.cli.bench.compare import measure_comparison
-        from cbatch.cli.bench.report import comparison
-
-        _show(options, measure_comparison, comparison.draw, comparison.page_of, comparison.print_timeline)
-
-
-class _Report(Protocol):
-    def to_json(self) -> dict[str, Any]: ...
-
-
-Report = TypeVar("Report", bound=_Report)
-
-
-def _show(
-    options: BenchOptions,
-    measure: Callable[[BenchOptions, Callable[[str], None]], Report],
-    draw: Callable[[Report], dict[str, Picture]],
-    page_of: Callable[[Report, dict[str, Picture]], Page],
-    print_more: Callable[[Report], None] = lambda report: None,
-) -> None:
-    """
-    draw:       makes the pictures of a report
-    page_of:    makes a page of a report and its pictures
-    print_more: what follows the page in a terminal
-    """
+    from cbatch.cli.bench.compare import measure_comparison
+    from cbatch.cli.bench.load.measure import measure_load
+    from cbatch.cli.bench.report import comparison, load, skew
     from cbatch.cli.bench.report.page import write_files
+    from cbatch.cli.bench.skew import measure_skew
 
+    chosen: tuple[Any, Any] = (comparison, measure_comparison)
+    if options.is_curve or options.is_load:
+        chosen = (skew, measure_skew) if options.is_curve else (load, measure_load)
+    kind, measure = chosen
     report = measure(options, (lambda text: None) if options.is_silent else notice)
-    pictures = draw(report) if options.plot or options.report else {}
-    page = page_of(report, pictures)
+    pictures = kind.draw(report) if options.plot or options.report else {}
+    page = kind.page_of(report, pictures)
     if options.json:
         emit(json.dumps(report.to_json(), indent=2))
     else:
         page.print()
-        print_more(report)
     write_files(page, pictures, options.plot, options.report)

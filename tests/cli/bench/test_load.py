@@ -17,10 +17,16 @@ from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import EventCallback, Request
-from cbatch.cli.bench.load.generator import run_load
-from cbatch.cli.bench.load.measure import Runs, find_capacity, most_served
-from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
-from cbatch.cli.bench.load.users import SLO, Scenario, Turn, User
+from cbatch.cli.bench.load.measure import (
+    Capacity,
+    LoadReport,
+    Runs,
+    expected_arrivals,
+    find_capacity,
+    median_result,
+    most_served,
+)
+from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, Turn, User, run_load
 from cbatch.cli.bench.options import parse_duration
 from cbatch.cli.bench.results import Machine
 from cbatch.cli.bench.workload import LengthDistribution

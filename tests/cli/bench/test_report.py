@@ -12,7 +12,7 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import units
-from cbatch.cli.bench.load.results import LoadReport
+from cbatch.cli.bench.load.measure import LoadReport
 from cbatch.cli.bench.report import comparison, load
 from cbatch.cli.bench.report.page import Page, Picture, write_files
 from cbatch.cli.bench.results import ComparisonReport

@@ -1,21 +1,25 @@
-"""Loads with one or several numbers of users, over rounds, and the search for the most of them."""
+"""Loads with one or several numbers of users, over rounds, the search for the most of them, and the report of it."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
-from cbatch.cli.bench.load.generator import Clock, run_load
-from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult, expected_arrivals, median_result
-from cbatch.cli.bench.load.users import SERVED_SHARE, SLO, Scenario
+from cbatch.cli.bench.load.users import SERVED_SHARE, SLO, Clock, LoadResult, Scenario, run_load
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.results import Machine, describe_model
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.loading import open_engine
 from cbatch.engine.thread import EngineThread
+
+MAX_LAG_S = 0.1
+"""The longest delay of a question by the program itself that is not told."""
 
 MAX_PROBE_S = 20.0
 """The longest probe of a search, in seconds."""
@@ -23,6 +27,117 @@ MAX_PROBE_S = 20.0
 DEFAULT_MAX_USERS = 1024
 
 WARMUP_S = 1.0
+
+
+def median_result(results: Sequence[LoadResult]) -> LoadResult:
+    """Of several runs, the one whose first tokens have the median p99; of two in the middle, the later one."""
+
+    def worst_wait(result: LoadResult) -> float:
+        return math.inf if result.ttft_s.p99 is None else result.ttft_s.p99
+
+    return sorted(results, key=worst_wait)[len(results) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most users for whom the objective was seen to hold, and the median runs of all numbers of users.
+
+    is_limit: whether this was the most users to be tried
+    """
+
+    users: int
+    probes: dict[int, LoadResult]
+    is_limit: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "capacity_users": self.users,
+            "capacity_is_limit": self.is_limit,
+            "points": [result.to_json() | {"users": users} for users, result in self.probes.items()],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One load, several numbers of users, or the search for the most of them.
+
+    rounds: the results of every round, by number of users; `found` has those of the median rounds
+    """
+
+    options: BenchOptions
+    machine: Machine
+    model: str
+    scenario: Scenario
+    slo: SLO
+    found: LoadResult | Capacity
+    rounds: dict[int, list[LoadResult]]
+
+    @property
+    def runs(self) -> dict[int, LoadResult]:
+        """The results by number of users."""
+        return self.found.probes if isinstance(self.found, Capacity) else {self.found.users: self.found}
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences about a load that was not what was asked for."""
+        sentences = []
+        runs = [run for same in self.rounds.values() for run in same]
+        worst = max(runs, key=lambda result: result.users_missing)
+        if worst.users_missing:
+            asked = worst.users + worst.users_missing
+            words = f"Only {worst.users:,} of {asked:,} users arrived, so these are not the figures of {asked:,} users."
+            sentences.append(words if isinstance(self.found, Capacity) else f"{words} {advice(self.scenario)}")
+        if failed := [result.first_error for result in runs if result.first_error]:
+            sentences.append(f"Some answers failed: {failed[0]}")
+        if (lag := max(result.worst_lag_s for result in runs)) > MAX_LAG_S:
+            sentences.append(f"Questions were asked up to {lag:.2f} s late, so the load was less than intended.")
+        return sentences
+
+    def to_json(self) -> dict[str, Any]:
+        found, scenario = self.found.to_json(), self.scenario
+        return {
+            "machine": asdict(self.machine),
+            "model": self.model,
+            **(found if isinstance(self.found, Capacity) else {"load": found}),
+            "work": {
+                "users": list(self.options.users),
+                "users_arrived": max(result.users for result in self.runs.values()),
+                "rate": scenario.rate,
+                "duration_s": scenario.duration_s,
+                "think_s": scenario.think_s,
+                "turns": scenario.turns,
+                "input_len": self.options.input_len,
+                "output_len": self.options.output_len,
+                "slo_ttft_s": self.slo.ttft_s,
+                "slo_tps": self.slo.tps,
+                "rounds": self.options.rounds,
+                "seed": self.options.seed,
+            },
+            "rounds": [
+                run.to_json() | {"users": users, "round": number}
+                for users, same in self.rounds.items()
+                for number, run in enumerate(same)
+            ],
+            "remarks": self.remarks,
+        }
+
+
+def advice(scenario: Scenario) -> str:
+    """What lets all users of a scenario arrive in its first half."""
+    rate = math.ceil(2 * scenario.users / max(scenario.duration_s, 0.001))
+    duration_s = math.ceil(2 * scenario.users / scenario.rate)
+    return f"--rate {rate} or --duration {duration_s}s brings them in time."
+
+
+def expected_arrivals(scenario: Scenario) -> str:
+    """A sentence if the users of a scenario will not all have come when it ends; else nothing."""
+    coming = scenario.rate * scenario.duration_s
+    if coming >= scenario.users:
+        return ""
+    return (
+        f"about {coming:,.0f} of {format_count(scenario.users, 'user')} will arrive in {scenario.duration_s:g} s at "
+        f"{scenario.rate:g} a second. {advice(scenario)}"
+    )
 
 
 def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> LoadReport:

@@ -1,14 +1,26 @@
-"""Users: what they ask and when, how each of their questions was answered, and the service they are to get."""
+"""Many users at once: what they ask and when, how soon and how fast each is answered, and the service they are to get.
+
+Users arrive one after the other, whatever the engine is doing. Each asks, reads the answer as it streams, thinks, and
+asks again. One thread does this for all of them, from a heap of what is due; answers arrive on the engine's thread.
+"""
 
 from __future__ import annotations
 
+import heapq
+import queue
 import random
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import TokenEvent
+from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.cli.bench.workload import LengthDistribution, first_plain_token
+from cbatch.cli.common.percentiles import Percentiles
+from cbatch.engine.thread import EngineThread
 
 SERVED_SHARE = 0.99
 """Share of the users for whom the objective has to hold."""
@@ -155,3 +167,216 @@ class User:
         """Whether all answers to questions asked since `judged_from` met the objective; None if none can be judged."""
         found = {turn.meets(slo, end) for turn in self.turns if turn.asked >= judged_from}
         return False if False in found else (True if True in found else None)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """One answer of a load, for a picture.
+
+    user:         number of the user who asked
+    asked_s:      seconds from the start of the load to the question
+    ttft_s:       seconds to the first token; if it is late and never came, the time until the end; None if it had not
+                  come yet
+    tokens_per_s: after the first token; None if there was no second one
+    """
+
+    user: int
+    asked_s: float
+    ttft_s: float | None
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How users were served. Times in seconds; shares are None if nothing can be judged.
+
+    users, users_judged:     users who arrived, and those with an answer that counts
+    users_served:            share of users all of whose answers met the objective
+    answers, answers_served: answers that count, and the share that met the objective. An answer that was cut off at
+                             the end counts if it was already late by then.
+    cut_off:                 answers that were cut off at the end
+    ttft_s:                  seconds to the first token; if it was late and never came, the time until the end
+    tpot_s:                  seconds a token after the first, of an answer
+    worst_lag_s:             how late a question was asked at most. If it is long, this program was too slow to
+                             generate the load, and the load was less than intended.
+    users_missing:           users who were to come, and had not arrived at the end
+    timed:                   every answer, for a picture
+    """
+
+    users: int
+    users_judged: int
+    users_served: float | None
+    answers: int
+    answers_served: float | None
+    cut_off: int
+    errors: int
+    first_error: str
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    elapsed_s: float
+    worst_lag_s: float
+    users_missing: int = 0
+    timed: Sequence[TimedAnswer] = field(default=(), repr=False, compare=False)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there were users to judge, and times of first and further tokens."""
+        return self.users_served is not None and self.ttft_s.p50 is not None and bool(self.tpot_s.p50)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(replace(self, timed=()))
+        del data["timed"]
+        for name in ("users_served", "answers_served"):
+            data[f"{name}_share"] = data.pop(name)
+        return data | {"output_tokens_per_s": self.output_tokens_per_s}
+
+
+class Clock:
+    """The time, and waiting in it."""
+
+    def now(self) -> float:
+        """Seconds since some moment. Called on any thread."""
+        return time.perf_counter()
+
+    def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
+        """The next turn that ends, or None after `timeout` seconds."""
+        try:
+            return inbox.get(timeout=max(timeout, 0.0))
+        except queue.Empty:
+            return None
+
+
+def run_load(
+    engine_thread: EngineThread,
+    scenario: Scenario,
+    slo: SLO,
+    clock: Clock | None = None,
+    make_rng: Callable[[str], random.Random] = random.Random,
+) -> LoadResult:
+    """Lets users ask an engine until the time is over, and then cancels what is unfinished. An error ends its user.
+
+    make_rng: makes a random generator from a seed
+    Raises ConfigError if a question would not fit the context.
+    """
+    scenario.check()
+    generator = _LoadGenerator(engine_thread, scenario, clock or Clock(), make_rng)
+    try:
+        generator.run()
+    finally:
+        generator.cancel()
+    return generator.result(slo)
+
+
+class _LoadGenerator:
+    """One run: which user asks next and when, and which turns wait for their answer."""
+
+    def __init__(
+        self, engine_thread: EngineThread, scenario: Scenario, clock: Clock, make_rng: Callable[[str], random.Random]
+    ) -> None:
+        self._engine_thread, self._scenario, self._clock = engine_thread, scenario, clock
+        self._inbox: queue.SimpleQueue[Turn] = queue.SimpleQueue()
+        self._waiting: set[Turn] = set()
+        self._users: list[User] = []
+        self._worst_lag = 0.0
+        self._is_over = False
+        self._began = self._end = clock.now()
+        self._due: list[tuple[float, int]] = []
+        arrivals, when = make_rng(f"{scenario.seed}/arrivals"), self._began
+        for number in range(scenario.users):
+            when += arrivals.expovariate(scenario.rate)
+            self._due.append((when, number))
+            self._users.append(User(number, make_rng(f"{scenario.seed}/{number}")))
+
+    def run(self) -> None:
+        """Asks what is due and takes finished answers, until the time is over or no user is left."""
+        end = self._began + self._scenario.duration_s
+        while (now := self._clock.now()) < end and (self._due or self._waiting):
+            if self._due and self._due[0][0] <= now:
+                due, number = heapq.heappop(self._due)
+                self._worst_lag = max(self._worst_lag, now - due)
+                self._ask(self._users[number])
+                continue
+            until = min(end, self._due[0][0]) if self._due else end
+            turn = self._clock.wait(self._inbox, until - now)
+            if turn is not None:
+                self._schedule_next(turn)
+
+    def _ask(self, user: User) -> None:
+        prompt, length = user.next_prompt(self._scenario)
+        turn = Turn(user, prompt, self._clock.now())
+        user.turns.append(turn)
+        self._waiting.add(turn)
+        turn.request = Request(prompt_ids=prompt, params=SamplingParams(max_tokens=length, ignore_eos=True))
+        self._engine_thread.submit(turn.request, lambda event: self._take(turn, event))
+
+    def _take(self, turn: Turn, event: TokenEvent) -> None:
+        """The sink, called on the engine's thread. Ignores the step that was in flight at the end."""
+        if not self._is_over:
+            turn.take(event, self._clock.now())
+            if event.finish_reason is not None:
+                self._inbox.put(turn)
+
+    def _schedule_next(self, turn: Turn) -> None:
+        self._waiting.discard(turn)
+        user, mean = turn.user, self._scenario.think_s
+        if turn.error or turn.ended is None:
+            return
+        user.text = turn.prompt + turn.tokens
+        pause = user.rng.expovariate(1 / mean) if mean > 0 else 0.0
+        heapq.heappush(self._due, (turn.ended + pause, user.number))
+
+    def cancel(self) -> None:
+        """Stops everything that is unfinished."""
+        self._end, self._is_over = self._clock.now(), True
+        for turn in self._waiting:
+            if turn.request is not None:
+                self._engine_thread.cancel(turn.request)
+
+    def result(self, slo: SLO) -> LoadResult:
+        judged_from, end = self._began + self._scenario.warmup_s, self._end
+        turns = [turn for user in self._users for turn in user.turns]
+        counted = [turn for turn in turns if turn.asked >= judged_from]
+        errors = [turn.error for turn in turns if turn.error]
+        users = [met for user in self._users if (met := user.meets(slo, judged_from, end)) is not None]
+        answers = [met for turn in counted if (met := turn.meets(slo, end)) is not None]
+        return LoadResult(
+            users=sum(bool(user.turns) for user in self._users),
+            users_judged=len(users),
+            users_served=_share(users),
+            answers=len(answers),
+            answers_served=_share(answers),
+            cut_off=sum(turn.ended is None for turn in turns),
+            errors=len(errors),
+            first_error=errors[0] if errors else "",
+            ttft_s=Percentiles.of([turn.waited_s(end) for turn in counted if _has_ttft(turn, slo, end)]),
+            tpot_s=Percentiles.of([turn.tpot_s for turn in counted if turn.tpot_s is not None]),
+            prompt_tokens=sum(len(turn.prompt) for turn in turns),
+            cached_tokens=sum(turn.cached_tokens for turn in turns),
+            output_tokens=sum(len(turn.tokens) for turn in turns),
+            elapsed_s=end - self._began,
+            worst_lag_s=self._worst_lag,
+            users_missing=sum(not user.turns for user in self._users),
+            timed=[_timed(turn, slo, self._began, end) for turn in turns],
+        )
+
+
+def _has_ttft(turn: Turn, slo: SLO, end: float) -> bool:
+    """Whether its first token came, or is so late that the wait so far counts as the least it would have been."""
+    return turn.first is not None or (not turn.error and turn.meets(slo, end) is False)
+
+
+def _share(met: list[bool]) -> float | None:
+    return sum(met) / len(met) if met else None
+
+
+def _timed(turn: Turn, slo: SLO, began: float, end: float) -> TimedAnswer:
+    waited = turn.waited_s(end) if _has_ttft(turn, slo, end) else None
+    speed = 1 / turn.tpot_s if turn.tpot_s else None
+    return TimedAnswer(turn.user.number, turn.asked - began, waited, speed)

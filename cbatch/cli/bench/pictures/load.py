@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cbatch.cli.bench import units
-from cbatch.cli.bench.load.results import LoadResult
-from cbatch.cli.bench.load.users import SERVED_SHARE, SLO
+from cbatch.cli.bench.load.users import SERVED_SHARE, SLO, LoadResult
 from cbatch.cli.bench.pictures import style
 
 MOST_DOTS = 600

@@ -20,7 +20,6 @@ from cbatch.cli.bench.results import (
     StrategyResult,
 )
 from cbatch.cli.bench.timeline import draw_timeline, side_by_side, time_shares
-from cbatch.cli.common.console import emit
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.run.stats import ReplicaFigures
 
@@ -75,6 +74,8 @@ def page_of(report: ComparisonReport, pictures: Mapping[str, Picture]) -> Page:
     subject = _subject(done)
     baseline = _baseline(done, subject)
     rounds = options.rounds
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
     counted = f"Figures are those of the median of {rounds} rounds, by turns." if rounds > 1 else "Each was run once."
     return Page(
         machine=report.machine,
@@ -96,15 +97,8 @@ def page_of(report: ComparisonReport, pictures: Mapping[str, Picture]) -> Page:
             *(f"{one.name}: {one.error}" for one in report.strategies if isinstance(one, FailedPeer)),
         ],
         details=_details(report, pictures),
+        drawing=draw_timeline(side_by_side(report.records), width),
     )
-
-
-def print_timeline(report: ComparisonReport) -> None:
-    """Prints what the slots did in characters."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
-    if lines := draw_timeline(side_by_side(report.records), width):
-        emit("\n".join(["", *lines]))
 
 
 def _subject(done: Sequence[StrategyResult]) -> StrategyResult:

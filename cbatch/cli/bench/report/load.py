@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from cbatch.base.units import format_count
 from cbatch.cli.bench import units
-from cbatch.cli.bench.load.results import Capacity, LoadReport, LoadResult
+from cbatch.cli.bench.load.measure import Capacity, LoadReport
+from cbatch.cli.bench.load.users import LoadResult
 from cbatch.cli.bench.report.comparison import pair
 from cbatch.cli.bench.report.page import Detail, KeyFigure, Page, Picture, Table
 from cbatch.cli.common.console import notice

@@ -109,6 +109,7 @@ class Page:
     facts:   what was measured: the work in a sentence
     method:  how it was measured, in sentences
     remarks: below the table
+    drawing: what a terminal shows of a picture, in characters
     """
 
     machine: Machine
@@ -121,6 +122,7 @@ class Page:
     method: str
     remarks: Sequence[str]
     details: Sequence[Detail]
+    drawing: Sequence[str] = ()
 
     @property
     def all_details(self) -> list[Detail]:
@@ -140,6 +142,8 @@ class Page:
             texts = [part.markdown if isinstance(part, Table) else part for part in parts]
             if detail.is_printed and texts:
                 emit(safe("\n".join(["", *texts])))
+        if self.drawing:
+            emit("\n".join(["", *self.drawing]))
 
     def html(self, command: str, date: str) -> str:
         """The page as text. All that it says is escaped, and loses its control characters."""
