@@ -187,7 +187,7 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
         help = f"{help.removesuffix('.')} [default: {shown}]."
     given |= {"help": help} | changes
     made: click.Option = given.pop("cls", click.Option)([*names, one.name], **given)
-    made.group = about.group  # type: ignore[attr-defined]
+    made.group, made.more = about.group, about.more  # type: ignore[attr-defined]
     return made
 
 
