@@ -25,7 +25,7 @@ from cbatch.base.request import Request
 from cbatch.base.request_defaults import ParamsLike, RequestDefaults
 from cbatch.base.spelling import similar_name
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
-from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
+from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
 from cbatch.batch.map import map_rows
 from cbatch.engine.loop import OnStep
 from cbatch.engine.stats import EngineStats
@@ -352,10 +352,9 @@ class Engine(AbstractContextManager["Engine"]):
             raise ConfigError("seed=None takes new randomness, which resume could not repeat; give a seed with a path.")
         run_seed = secrets.randbits(64) if seed is None else seed
         defaults = RequestDefaults(params=plain(params or {}), seed=run_seed, system=system)
-        inputs = self.core.input_processor(defaults)
         results = map_rows(
             self.thread,
-            inputs,
+            defaults,
             rows,
             template=template,
             path=path,

@@ -5,36 +5,93 @@ Nothing here imports torch: the process that drives replicas needs none.
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Container, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from cbatch.batch.lines import Line
-from cbatch.batch.ordering.work_ahead import WorkAhead
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
+from cbatch.batch.window import Window
 from cbatch.engine.stats import EngineStats
 from cbatch.schedule.limits import EngineLimits
 
 ReplicaState = Literal["starting", "running", "restarting", "gone"]
 
+POLL_SECONDS = 0.2
 
-class StreamObserver:
-    """Follows the rows of a stream; this one does nothing.
+PROMPT_TOKENS_PER_OUTPUT_TOKEN = 8
+"""Tokens of a prompt that take about as long as one of an output, because many are computed at once."""
 
-    output_tokens: tokens generated so far; whoever computes the rows adds to it, on one thread
+
+class WorkAhead(NamedTuple):
+    """The rows that were read and are not finished.
+
+    rows:           their number
+    prompt_tokens:  of all their prompts; `prompts_to_come`, of those of which nothing was generated yet
+    output_tokens:  that they will probably still get
+    longest_likely: of these, those of the output that gets the most
+    longest:        most tokens that one output may still get
+    is_last:        whether the input has ended, and all rows were given to the engine
     """
 
-    output_tokens = 0
+    rows: int = 0
+    prompt_tokens: int = 0
+    prompts_to_come: int = 0
+    output_tokens: int = 0
+    longest_likely: int = 0
+    longest: int = 0
+    is_last: bool = False
 
-    def start(self, now: float) -> None:
-        """A row was taken at the time `now` of `time.monotonic`. Called on the reader's thread."""
+
+@dataclass(frozen=True, slots=True)
+class EndOfInput:
+    """The reader's last message: how many rows it took, and the error that ended the input early."""
+
+    rows: int
+    error: BaseException | None = None
 
 
-class RowSource(Protocol):
-    """Takes the lines of an input, and gives their rows of output as they finish."""
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Somebody asks the stream to end. Rows that were finished before it are still given."""
 
-    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[OutputRow]]:
+
+class RowStream(ABC):
+    """Takes the lines of an input, and gives their rows as they finish.
+
+    A thread of its own, the reader, takes the lines; others compute the rows. All of them put messages into the inbox
+    of the consumer, which iterates over `finished`. A window bounds the rows between reader and consumer.
+
+    started_at:    when the first row was taken, in seconds of `time.monotonic`
+    output_tokens: tokens generated so far
+    poll_s:        how long `finished` waits for rows before it gives none
+    has_given_all: whether `finished` has given every row of its source; true with the last of them already
+    """
+
+    max_messages = 256
+    """Most messages that are taken at once."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        """Most rows, and bytes of memory of them, that are read and not yet released."""
+        self._window = Window(rows, size)
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        """Indices of lines to leave out, in addition to those that are kept."""
+        self._num_ended = 0
+        """Rows of which nothing more will come."""
+        self._is_over = False
+        self.started_at: float | None = None
+        self.output_tokens = 0
+        self.poll_s = POLL_SECONDS
+        self.has_given_all = False
+
+    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[Row]]:
         """Yields the rows that have finished since the last time, now and then none, until all lines have been read.
 
         kept: indices of lines to leave out
@@ -44,27 +101,128 @@ class RowSource(Protocol):
         Raises, after all rows that were finished: EngineError if the last row cannot be computed any more, and what
         the source raises.
         """
-        ...
+        end: EndOfInput | None = None
+        num_given = 0
+        self._begin()
+        threading.Thread(target=self._read_rows, args=(source, kept), name="cbatch-reader", daemon=True).start()
+        try:
+            while end is None or self._num_ended < end.rows:
+                messages = self._next_messages()
+                rows = self._take(messages)
+                num_given += len(rows)
+                end = next((message for message in messages if isinstance(message, EndOfInput)), end)
+                self.has_given_all = end is not None and end.error is None and num_given == end.rows
+                yield rows
+                has_failed = self._has_failed(messages)
+                if has_failed or StopRequested() in messages:  # only now: what was finished before it has been given
+                    rows = self._last_rows()
+                    num_given += len(rows)
+                    yield rows
+                    if has_failed:
+                        break
+                    return
+        finally:
+            self._end()
+        if end is not None and end.error is not None:
+            raise end.error
+        if end is None or num_given < end.rows:
+            raise self._failure()
 
     def release(self, positions: Iterable[int]) -> None:
         """Makes room in the window for as many rows as there are positions."""
-        ...
+        self._window.release(positions)
 
     def stop(self) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
-        ...
+        self._inbox.put(StopRequested())
 
     def ahead(self) -> WorkAhead | None:
-        """What is still to be computed of the rows that were read; None if that is not known.
-
-        Called by the consumer.
-        """
-        ...
+        """What is still to be computed of the rows that were read; None if that is not known."""
+        return None
 
     @property
     def waited_for_consumer_s(self) -> float:
         """Seconds in which the reader waited for room in the window."""
-        ...
+        return self._window.waited_s
+
+    # What computes the rows. The consumer calls these:
+
+    def _begin(self) -> None:
+        """Prepares for the first row."""
+        return
+
+    @abstractmethod
+    def _take(self, messages: list[Any]) -> list[Row]:
+        """The rows that are finished by these messages. Counts them in `_num_ended`."""
+
+    @abstractmethod
+    def _has_failed(self, messages: list[Any]) -> bool:
+        """Whether no further row can be computed. Called after each round of messages."""
+
+    def _last_rows(self) -> list[Row]:
+        """What can still be had when the stream ends early."""
+        return []
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Stops the reader, and cancels what is in flight."""
+
+    @abstractmethod
+    def _failure(self) -> BaseException:
+        """Why rows are missing at the end."""
+
+    # And the reader these:
+
+    @abstractmethod
+    def _room(self, line: Line) -> int:
+        """Bytes of memory that the row of a line takes at most."""
+
+    @abstractmethod
+    def _start(self, row: Row) -> int:
+        """Lets a row be computed. Returns the bytes of memory that it takes."""
+
+    @abstractmethod
+    def _end_input(self) -> None:
+        """No further row will come."""
+
+    def _read_rows(self, source: Iterable[Line], kept: Container[int]) -> None:
+        position = 0
+        error: BaseException | None = None
+        try:
+            for line in source:
+                if line.index in kept or line.index in self._cancelled:
+                    continue
+                if not self._window.acquire(position, self._room(line)) or self._is_over:
+                    break
+                row = Row(position, line.index)
+                row.line, row.taken_at = line, time.monotonic()
+                self.started_at = self.started_at or row.taken_at
+                self._window.settle(position, self._start(row))
+                position += 1
+        except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
+            error = raised
+        try:
+            self._end_input()
+        except BaseException as raised:
+            error = error or raised
+        self._inbox.put(EndOfInput(position, error))
+
+    def _next_messages(self) -> list[Any]:
+        """All messages that have come since the last call. Waits at most `poll_s` for the first one."""
+        messages: list[Any] = []
+        with suppress(queue.Empty):
+            messages.append(self._inbox.get(timeout=self.poll_s))
+            while len(messages) < self.max_messages:
+                messages.append(self._inbox.get_nowait())
+        return messages
+
+    def _messages_by_now(self) -> list[Any]:
+        """All messages that are there."""
+        messages: list[Any] = []
+        with suppress(queue.Empty):
+            while True:
+                messages.append(self._inbox.get_nowait())
+        return messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +272,7 @@ class BatchDriver(Protocol):
         """
         ...
 
-    def open(self, options: RowOptions, *, window: int | None, observer: StreamObserver) -> RowSource:
+    def open(self, options: RowOptions, *, window: int | None = None) -> RowStream:
         """Begins a batch.
 
         window: most rows between reading and writing; None: some for each request that runs at once

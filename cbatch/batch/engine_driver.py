@@ -1,22 +1,34 @@
-"""Runs the rows of a batch on an engine of this process."""
+"""Runs the rows of a batch on an engine of this process.
+
+An answer need not be the end of its row: the tools that it calls are run, and it may be validated, on further threads,
+which submit the row's next request. What a cache of answers has is not submitted. A journal may keep the tokens of rows
+that are not finished, for a later run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from cbatch.batch.driver import ReplicaStatus, StreamObserver
-from cbatch.batch.jsonl import format_result
+from cbatch.base.errors import EngineError, in_short
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import Request
+from cbatch.batch.cached_outputs import CachedOutputs
+from cbatch.batch.driver import ReplicaStatus, RowStream, WorkAhead
+from cbatch.batch.feed import EngineFeed, OutputForecast, beginning_of, output_limit
+from cbatch.batch.journaled_outputs import JournaledOutputs
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
-from cbatch.batch.ordering.work_ahead import WorkAhead
-from cbatch.batch.output_row import OutputRow, RowOutcome
+from cbatch.batch.rounds import RoundLoop, ToolLoop, TryLoop
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.row_stream import FinishedRow, RowStream
-from cbatch.batch.window import default_window
+from cbatch.batch.window import BYTES_PER_SCORE, BYTES_PER_TOKEN, WINDOW_BYTES, default_window, weight_of
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.completion import Completion
+from cbatch.requests.completion import Completion, Timing
+from cbatch.requests.output_processor import OutputProcessor
 from cbatch.schedule.limits import EngineLimits
 
 
@@ -41,73 +53,240 @@ class EngineDriver:
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         return LineProcessor.of(self._engine_thread.engine, options).keyed(lines)
 
-    def open(self, options: RowOptions, *, window: int | None, observer: StreamObserver) -> EngineRows:
-        stream = RowStream(
-            self._engine_thread,
-            LineProcessor.of(self._engine_thread.engine, options),
-            window=window or default_window(self.limits.max_seqs),
-            observer=observer,
-            reorders=options.reorders,
-        )
-        return EngineRows(stream, timings=options.timings)
+    def open(self, options: RowOptions, *, window: int | None = None) -> EngineStream:
+        lines = LineProcessor.of(self._engine_thread.engine, options)
+        return EngineStream(self._engine_thread, lines, window=window or default_window(self.limits.max_seqs))
 
 
-class EngineRows:
-    """The `RowSource` of one engine: a stream of rows, as rows of output."""
+class EndOfAnswer(NamedTuple):
+    """The request of a row has ended; or the row has, if it has a result.
 
-    def __init__(self, stream: RowStream, *, timings: bool) -> None:
-        self._stream = stream
-        self._timings = timings
+    is_lost:    because the engine failed or was closed, so that there is no answer
+    from_cache: the answer was not computed
+    """
 
-    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[OutputRow]]:
-        with closing(self._stream.finished(source, kept)) as finished:
-            for rows in finished:
-                yield [output_row(row, timings=self._timings) for row in rows]
+    row: Row
+    result: Completion | None = None
+    is_lost: bool = False
+    from_cache: bool = False
 
-    def release(self, positions: Iterable[int]) -> None:
-        self._stream.release(positions)
 
-    def stop(self) -> None:
-        self._stream.stop()
+class RowCancelled(NamedTuple):
+    """A row in flight will get no result."""
+
+    row: Row
+
+
+class ThreadFailed(NamedTuple):
+    """A thread could not do its part, so that rows would be waited for in vain."""
+
+    error: BaseException
+
+
+class EngineStream(RowStream):
+    """Runs the rows of one input on an engine's thread, which calls back (`_take_event`) for each token."""
+
+    def __init__(self, engine_thread: EngineThread, lines: LineProcessor, *, window: int) -> None:
+        """
+        window: most rows that are read and not yet released
+
+        Raises ConfigError if the cache or the journal of tokens of the options cannot be used.
+        """
+        super().__init__(window, WINDOW_BYTES)
+        options, engine = lines.options, engine_thread.engine
+        self._engine_thread, self._lines, self._options = engine_thread, lines, options
+        self._limits = engine.scheduler.sequence_limits
+        self._forecast = OutputForecast()
+        self._feed = EngineFeed(engine_thread, self._forecast, self._take_event, reorders=options.reorders)
+        self._in_flight: dict[int, Row] = {}
+        """By their positions."""
+        self._loops: list[RoundLoop] = []
+        if options.tools:
+            self._loops.append(ToolLoop(options.tools, options.max_tool_rounds, lines.inputs, self._go_on))
+        if options.validation is not None:
+            self._loops.append(TryLoop(options.validation, lines.inputs, self._go_on))
+        self._cache = CachedOutputs(engine, options.cache) if options.cache is not None else None
+        journal = options.token_journal
+        self._token_journal = JournaledOutputs(engine, journal) if journal is not None else None
+
+    def cancel(self, index: int) -> None:
+        """Leaves out the row of a line, unless it is finished. Called by the consumer."""
+        self._cancelled.add(index)
+        for row in list(self._in_flight.values()):
+            if row.index == index:
+                self._cancel(row)
+
+    def finished_by_now(self) -> list[Row]:
+        """The rows that have finished since `finished` gave some; for a consumer that leaves its iteration."""
+        return self._take(self._messages_by_now())
 
     def ahead(self) -> WorkAhead:
-        return self._stream.ahead()
+        return self._feed.ahead(list(self._in_flight.values()))
 
-    @property
-    def waited_for_consumer_s(self) -> float:
-        return self._stream.waited_for_consumer_s
+    # The reader's thread.
 
+    def _room(self, line: Line) -> int:
+        """No token of a prompt is shorter than a byte."""
+        return weight_of(line.data) + BYTES_PER_TOKEN * min(len(line.data or b""), self._limits.context)
 
-def output_row(row: FinishedRow, *, timings: bool = False) -> OutputRow:
-    """The row of output of a finished row."""
-    completion = row.completion
-    data = format_result(completion.to_dict(timings=timings))
-    return OutputRow(row.position, completion.index, data, outcome_of(completion), completion.timing.finished_at)
+    def _start(self, row: Row) -> int:
+        weight = weight_of(row.line.data)
+        request = self._lines.process(row.line)
+        if isinstance(request, Completion):
+            request.timing = Timing(row.taken_at, finished_at=time.monotonic())
+            self._inbox.put(EndOfAnswer(row, request))
+            return weight
+        self._submit(row, request)
+        scores = 1 + request.params.prompt_logprobs if request.params.prompt_logprobs is not None else 0
+        return weight + (BYTES_PER_TOKEN + BYTES_PER_SCORE * scores) * len(request.prompt_ids)
 
+    def _end_input(self) -> None:
+        with self._reporting():
+            self._feed.end_input()
 
-def outcome_of(completion: Completion) -> RowOutcome:
-    """What a run counts of a completion."""
-    error, validation = completion.error, completion.validation
-    code, message = (None, "") if error is None else (error.code, str(error))
-    if error is not None and validation is None:
-        return RowOutcome(code, message)
-    timing, usage, reused = completion.timing, completion.usage, completion.reused
-    ttft_s = tpot_s = None
-    if timing.first_token_at is not None and not completion.from_cache:
-        ttft_s = timing.first_token_at - timing.taken_at
-        longest = max(len(choice.token_ids) for choice in completion.choices)
-        if longest > 1 and not completion.continued_tokens:
-            tpot_s = (timing.finished_at - timing.first_token_at) / (longest - 1)
-    return RowOutcome(
-        code,
-        message,
-        usage.prompt_tokens - reused.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens - reused.completion_tokens,
-        ttft_s,
-        tpot_s,
-        reused.completion_tokens,
-        completion.from_cache,
-        len(validation["errors"]) + validation["valid"] if validation is not None else 0,
-        completion.continued_tokens,
-    )
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Tells the consumer what goes wrong on another thread."""
+        try:
+            yield
+        except BaseException as error:
+            self._inbox.put(ThreadFailed(error))
+            raise
+
+    def _submit(self, row: Row, request: Request, *, goes_on: bool = False) -> None:
+        """Puts a request of a row into the feed. `goes_on`: whether it follows on others of the row."""
+        if self._token_journal is not None:
+            self._token_journal.continue_(request)
+
+        row.request, row.outputs = request, self._engine_thread.engine.output_processor(request, row.taken_at)
+        if self._cache is not None:
+            if self._cache.replay(row.outputs):
+                self._inbox.put(EndOfAnswer(row, from_cache=True))
+                return
+            if self._cache.defer(row):
+                return
+        row.limit = output_limit(self._limits, request)
+        likely = self._forecast.remaining(request, row.limit)
+        row.tokens = len(request.prompt_ids) + request.params.n * likely
+        row.beginning = beginning_of(request.prompt_ids)
+        if self._token_journal is not None:
+            self._token_journal.follow(row)
+        self._in_flight[row.position] = row
+        self._feed.put(row, goes_on=goes_on)
+        if row.index in self._cancelled and not self._is_over:  # `cancel` may have run before it was there
+            self._cancel(row)
+
+    def _take_event(self, row: Row, event: TokenEvent) -> None:
+        """Runs on the engine's thread."""
+        with self._reporting():
+            row.outputs.take(event)
+            if event.token_id is not None and not event.is_known:
+                self.output_tokens += 1
+            if event.finish_reason is not None:
+                self._feed.output_ended(row.position)  # before anybody can go on with the row
+            if row.outputs.is_finished:
+                is_lost = event.error is not None and self._engine_thread.has_ended
+                self._inbox.put(EndOfAnswer(row, is_lost=is_lost))
+
+    def _cancel(self, row: Row) -> None:
+        self._feed.cancel(row)
+        self._inbox.put(RowCancelled(row))
+
+    # The consumer's thread.
+
+    def _next_messages(self) -> list[Any]:
+        if self._token_journal is not None:
+            self._token_journal.tick()
+        return super()._next_messages()
+
+    def _take(self, messages: list[Any]) -> list[Row]:
+        """The finished rows among the messages, but those that the engine has lost.
+
+        Their texts are made here, and not on the engine's thread.
+        """
+        finished: list[Row] = []
+        computed: list[OutputProcessor] = []
+        ended: list[Request] = []
+        for message in messages:
+            if isinstance(message, EndOfAnswer):
+                row, is_computed = message.row, message.result is None and not message.from_cache
+                was_in_flight = self._in_flight.pop(row.position, None) is not None
+                if is_computed and not was_in_flight:
+                    continue  # it was cancelled before it ended
+                if is_computed:
+                    self._observe_lengths(row)
+                    computed.append(row.outputs)
+                    ended.append(row.request)
+                self._take_answer(message, finished)
+            elif isinstance(message, RowCancelled) and self._in_flight.pop(message.row.position, None) is not None:
+                ended.append(message.row.request)
+                self._end_row(message.row)
+                self._window.release([message.row.position])
+        if self._cache is not None and ended:
+            self._cache.keep(computed)
+            for row in [row for request in ended for row in self._cache.settle(request)]:
+                self._submit(row, row.request)
+        return finished
+
+    def _take_answer(self, end: EndOfAnswer, finished: list[Row]) -> None:
+        """Goes on with a row, or ends it."""
+        row, completion = end.row, end.result
+        if end.is_lost:
+            self._num_ended += 1
+            return
+        if completion is None:
+            completion = row.outputs.completion()
+            if end.from_cache:
+                completion.reused = completion.usage
+            completion.usage, completion.reused = row.usage + completion.usage, row.reused + completion.reused
+            row.usage, row.reused = completion.usage, completion.reused
+            if any(loop.take(row, completion) for loop in self._loops):
+                return
+        row.finish(completion, with_timings=self._options.timings)
+        self._end_row(row)
+        finished.append(row)
+
+    def _end_row(self, row: Row) -> None:
+        """The tokens of a row are needed no longer; the journal still has them when the row is written."""
+        self._num_ended += 1
+        if self._token_journal is not None:
+            self._token_journal.forget(row)
+
+    def _observe_lengths(self, row: Row) -> None:
+        for output in row.outputs.outputs:
+            if output.finish_reason in ("stop", "length"):
+                self._forecast.observe(row.request, row.limit, len(output.token_ids))
+
+    def _go_on(self, row: Row, following: Request | Completion) -> None:
+        """Goes on with a row, or ends it, after its tools have run or its answer was checked; on threads of those."""
+        with self._reporting():
+            if isinstance(following, Completion):
+                self._inbox.put(EndOfAnswer(row, following))
+            else:
+                self._submit(row, following, goes_on=True)
+
+    def _has_failed(self, messages: list[Any]) -> bool:
+        if (failed := next((one for one in messages if isinstance(one, ThreadFailed)), None)) is not None:
+            raise EngineError(f"The run failed: {in_short(failed.error)}.") from failed.error
+        return not messages and self._engine_thread.has_ended  # and the reader may wait for its source
+
+    def _failure(self) -> EngineError:
+        failure = self._engine_thread.failure
+        if failure is None:
+            return EngineError("The engine was closed before the last row was finished.")
+        error = EngineError(f"The engine failed: {failure}.")
+        error.__cause__ = failure
+        return error
+
+    def _end(self) -> None:
+        """Other front ends have the engine from now on."""
+        self._is_over = True
+        self._feed.close()
+        self._window.close()
+        for loop in self._loops:
+            loop.close()
+        for kept in (self._token_journal, self._cache):
+            if kept is not None:
+                kept.close()
+        for row in list(self._in_flight.values()):
+            self._engine_thread.cancel(row.request)

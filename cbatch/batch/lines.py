@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import marshal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from cbatch.base.errors import RequestError
+from cbatch.base.errors import RequestError, RunFailed, as_error
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -99,6 +99,17 @@ def read_lines(stream: IO[bytes]) -> Iterator[Line]:
             if text.strip():
                 yield Line(index, text)
         index += 1
+
+
+def checked_lines(lines: Iterable[Line]) -> Iterator[Line]:
+    """The lines. Raises RunFailed, with a sentence, for what reading them raises."""
+    try:
+        yield from lines
+    except GeneratorExit:
+        raise
+    except BaseException as raised:
+        error = as_error(raised)
+        raise RunFailed(f"Cannot read the input: {str(error).rstrip('.')}.") from raised
 
 
 def _skip(stream: IO[bytes], data: bytes) -> bytes:

@@ -6,30 +6,31 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cbatch.base.errors import ConfigError, RunFailed
-from cbatch.batch.cache.answer_cache import CacheConfig
-from cbatch.batch.engine_driver import output_row
+from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch.answer_cache import CacheConfig
+from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.journal import Journal
-from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line, LineSpool
 from cbatch.batch.python_rows import RowTemplate, lines_of
 from cbatch.batch.resume import ResumePlan
-from cbatch.batch.row_stream import FinishedRow, RowStream
+from cbatch.batch.row import Row
+from cbatch.batch.row_options import RowOptions
 from cbatch.batch.templates import PromptTemplate, read_template
 from cbatch.batch.writer import FileWriter
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion
-from cbatch.requests.input_processor import InputProcessor
 from cbatch.requests.prompts import is_table
 from cbatch.validation.validation import Validation
 
 
 def map_rows(
     engine_thread: EngineThread,
-    inputs: InputProcessor,
+    defaults: RequestDefaults,
     rows: Iterable[object],
     *,
     template: str | os.PathLike[str] | Callable[[Any], object] | None = None,
@@ -63,10 +64,9 @@ def map_rows(
     _check_rows(rows)
     _check_options(template, path, resume=resume, window=window)
     made = _read_template(template)
-    processor = LineProcessor(inputs, has_columns=made is not None, validation=validation, cache=cache)
-    limits = engine_thread.engine.limits
-    stream = RowStream(engine_thread, processor, window=4 * limits.max_seqs if window is None else window)
-    row_map = RowMap(stream, processor, ordered=ordered)
+    options = RowOptions(defaults, has_columns=made is not None, validation=validation, cache=cache)
+    driver = EngineDriver(engine_thread)
+    row_map = RowMap(driver, options, ordered=ordered, window=4 * driver.limits.max_seqs if window is None else window)
     lines = lines_of(rows, made)
     return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
 
@@ -119,13 +119,14 @@ class MapWriter(FileWriter):
 class RowMap:
     """Gives the results of a stream's rows, in order or as they finish, and writes them before."""
 
-    def __init__(self, stream: RowStream, processor: LineProcessor, *, ordered: bool) -> None:
-        self._stream = stream
-        self._processor = processor
+    def __init__(self, driver: EngineDriver, options: RowOptions, *, ordered: bool, window: int) -> None:
+        """Raises RequestError and ConfigError for options that are wrong."""
+        self._driver, self._options = driver, options
+        self._stream = driver.open(options, window=window)
         self._ordered = ordered
         self._next = 0
         """Number of results that have been given."""
-        self._held: dict[int, FinishedRow] = {}
+        self._held: dict[int, Row] = {}
         """Finished rows by their index."""
         self._kept: Iterator[tuple[int, bytes]] = iter(())
         self._kept_row: tuple[int, bytes] | None = None
@@ -157,18 +158,18 @@ class RowMap:
                 yield from self.run(lines, output)
                 return
             spool = LineSpool(lines)
-            plan = output.resume(output.journal(), spool, self._processor.keyed)
+            plan = output.resume(output.journal(), spool, partial(self._driver.keyed, self._options))
             spool.rewind()
             self._kept = output.kept_rows()
             self._kept_row = next(self._kept, None)
             yield from self.run(spool, output, plan)
 
-    def _take(self, rows: list[FinishedRow], output: FileWriter | None) -> None:
+    def _take(self, rows: list[Row], output: FileWriter | None) -> None:
         """Writes finished rows, and holds their results until it is their turn."""
         if output is not None:
-            output.write([output_row(row) for row in rows])
+            output.write(rows)
             output.tick()
-        self._held |= {row.completion.index: row for row in rows}
+        self._held |= {row.index: row for row in rows}
 
     def _ready(self) -> Iterator[Completion]:
         """The results whose turn has come. The window moves on when they are taken."""
@@ -178,8 +179,10 @@ class RowMap:
                 result = Completion.from_row(json.loads(self._kept_row[1]))
                 self._kept_row = next(self._kept, None)
             elif index in self._held:
-                position, result = self._held.pop(index)
-                self._stream.release([position])
+                row = self._held.pop(index)
+                assert row.completion is not None
+                result = row.completion
+                self._stream.release([row.position])
             else:
                 return
             self._next += 1

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import closing
 
 from cbatch.base.errors import CbatchError, EngineError, Interrupted, RunFailed, as_error, in_short
-from cbatch.batch.driver import RowSource, StreamObserver
-from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.driver import RowStream
+from cbatch.batch.lines import Line, checked_lines
+from cbatch.batch.row import Row
 from cbatch.batch.writer import RowWriter
-
-
-class RunObserver(StreamObserver):
-    """Follows the rows of a run; this one does nothing."""
-
-    def count(self, row: OutputRow) -> None:
-        """A row is finished and written. Called on the writer's thread."""
 
 
 class Pipeline:
     """Runs the rows of one input, and writes them as they finish. The thread that calls `run` is the writer."""
 
-    def __init__(
-        self,
-        source: RowSource,
-        output: RowWriter,
-        observer: RunObserver,
-        *,
-        on_error: Callable[[str], None] | None = None,
-    ) -> None:
-        """
-        source:   computes the rows
-        on_error: called with the message of each error row
-        """
-        self._source = source
+    def __init__(self, stream: RowStream, output: RowWriter) -> None:
+        self._stream = stream
         self._output = output
-        self._observer = observer
-        self._on_error = on_error
         self._signum: int | None = None
 
     def run(
         self,
         lines: Iterable[Line],
-        on_progress: Callable[[], None],
+        on_rows: Callable[[Sequence[Row]], None],
         *,
         kept: Container[int] = (),
         max_errors: int | None = None,
     ) -> None:
         """Runs until every line has a row of output. However it ends, finished rows are written.
 
-        on_progress: called after each write, and now and then between writes
-        kept:        indices of lines that have a row of output already
-        max_errors:  number of error rows that ends the run
+        on_rows:    called with rows that were written and, now and then, with none
+        kept:       indices of lines that have a row of output already
+        max_errors: number of error rows that ends the run
 
         Raises EngineError if the engine fails, RunFailed if the input or the output fails or there are `max_errors`
         error rows, ReaderGone if nobody reads the output any more, and Interrupted after `interrupt`.
@@ -62,9 +42,10 @@ class Pipeline:
             for rows in finished:
                 if max_errors is not None:
                     rows = _up_to_error(rows, max_errors - num_errors)
-                self._write(rows)
-                on_progress()
-                num_errors += sum(row.outcome.error_code is not None for row in rows)
+                self._stream.release(self._output.write(rows))
+                self._output.tick()
+                on_rows(rows)
+                num_errors += sum(row.has_failed for row in rows)
                 if max_errors is not None and num_errors >= max_errors:
                     raise self._ended_early(RunFailed, f"Stopped at error {max_errors:,}, as --max-errors says.")
         self._raise_if_interrupted()
@@ -73,33 +54,18 @@ class Pipeline:
     def interrupt(self, signum: int) -> None:
         """Ends the run after the rows that are finished by now. May be called in a signal handler."""
         self._signum = signum
-        self._source.stop()
+        self._stream.stop()
 
-    @property
-    def waited_for_output_s(self) -> float:
-        """Seconds in which the reader waited until rows were written."""
-        return self._source.waited_for_consumer_s
-
-    def _finished(self, lines: Iterable[Line], kept: Container[int]) -> Generator[list[OutputRow]]:
-        """The source's finished rows. If it fails, what was held back is written first."""
+    def _finished(self, lines: Iterable[Line], kept: Container[int]) -> Generator[list[Row]]:
+        """The stream's finished rows. If it fails, what was held back is written first."""
         try:
-            yield from self._source.finished(checked_lines(lines), kept)
+            yield from self._stream.finished(checked_lines(lines), kept)
         except (EngineError, RunFailed) as error:
             raise self._ended_early(type(error), str(error)) from error
         except GeneratorExit:
             raise
         except BaseException as raised:  # a bug, or a library that panics
             raise self._ended_early(RunFailed, f"The run failed: {in_short(as_error(raised))}.") from raised
-
-    def _write(self, rows: list[OutputRow]) -> None:
-        """Writes finished rows in one write, and counts them."""
-        written = self._output.write(rows)
-        self._source.release(written)
-        self._output.tick()
-        for row in rows:
-            self._observer.count(row)
-            if self._on_error is not None and row.outcome.error_code is not None:
-                self._on_error(row.outcome.error_message)
 
     def _ended_early(self, kind: type[CbatchError], reason: str) -> CbatchError:
         """Writes what was held back, and returns the error of a run that ends early."""
@@ -112,23 +78,11 @@ class Pipeline:
             raise Interrupted(self._signum, self._output.resume_hint)
 
 
-def checked_lines(lines: Iterable[Line]) -> Iterator[Line]:
-    """The lines. Raises RunFailed, with a sentence, for what reading them raises."""
-    try:
-        yield from lines
-    except GeneratorExit:
-        raise
-    except BaseException as raised:
-        error = as_error(raised)
-        raise RunFailed(f"Cannot read the input: {str(error).rstrip('.')}.") from raised
-
-
-def _up_to_error(rows: list[OutputRow], errors_left: int) -> list[OutputRow]:
+def _up_to_error(rows: list[Row], errors_left: int) -> list[Row]:
     """The good ones of finished rows, and as many error rows as are left until the run stops."""
     kept = []
     for row in rows:
-        has_failed = row.outcome.error_code is not None
-        if not has_failed or errors_left > 0:
-            errors_left -= has_failed
+        if not row.has_failed or errors_left > 0:
+            errors_left -= row.has_failed
             kept.append(row)
     return kept

@@ -17,8 +17,8 @@ from itertools import islice
 from typing import Any
 
 from cbatch.batch.journal import CHECK, KEY_BYTES, SUPERSEDED, Journal
-from cbatch.batch.jsonl import format_result, format_row
 from cbatch.batch.lines import Line
+from cbatch.batch.row import format_result, format_row
 from cbatch.requests.row_keys import explain_difference
 
 MOST_LIMITS = 4

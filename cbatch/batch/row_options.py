@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch.cache.answer_cache import CacheConfig
+from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
 from cbatch.validation.validation import Validation
@@ -16,7 +16,7 @@ class RowOptions:
     """Options of all rows of a batch. Can be sent to the process that computes them.
 
     is_text:       lines are prompts instead of JSON
-    has_columns:   each line has a row and its columns (see `parse_line`)
+    has_columns:   each line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
     unit:          what messages call a line: `line`, or `row` of a table
     allow_unknown: carry misspelt parameters along instead of refusing their row
     timings:       add times and cached tokens to each row of output
@@ -39,3 +39,6 @@ class RowOptions:
     cache: CacheConfig | None = None
     reorders: bool = True
     token_journal: TokenJournalConfig | None = None
+
+
+DEFAULT_OPTIONS = RowOptions()

@@ -16,8 +16,8 @@ from typing import IO, Self
 from cbatch.base.errors import ConfigError, ReaderGone, RunFailed
 from cbatch.batch.journal import SUPERSEDED, Journal, with_check
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
 from cbatch.batch.resume import Keyed, ResumePlan, plan_resume, with_key
+from cbatch.batch.row import Row
 from cbatch.batch.token_journal import (
     is_token_journal,
     remove_token_journal,
@@ -29,7 +29,10 @@ SYNC_SECONDS = 0.5
 
 
 class RowWriter:
-    """Takes finished rows. Used as a context; leaving it early keeps what was finished, and nothing half done."""
+    """Takes finished rows, and this one forgets them.
+
+    Used as a context; leaving it early keeps what was finished, and nothing half done.
+    """
 
     @property
     def resume_hint(self) -> str:
@@ -45,9 +48,9 @@ class RowWriter:
     def check_empty(self) -> None:
         """Raises ConfigError if the output holds rows of an earlier run."""
 
-    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+    def write(self, rows: Sequence[Row]) -> Iterable[int]:
         """Takes finished rows. Returns the positions of those that are out of memory now."""
-        raise NotImplementedError
+        return [row.position for row in rows]
 
     def tick(self) -> None:
         """Syncs if it is time to; called several times a second."""
@@ -84,7 +87,7 @@ class StreamWriter(RowWriter):
         self._held: dict[int, bytes] = {}
         self._next = 0
 
-    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+    def write(self, rows: Sequence[Row]) -> Iterable[int]:
         if not self._input_order:
             self._write([row.data for row in rows])
             return [row.position for row in rows]
@@ -241,7 +244,7 @@ class FileWriter(RowWriter):
         for number in self._journal.rows(input_order=True):
             yield self._journal.indices[number], self._row(number)
 
-    def write(self, rows: Sequence[OutputRow]) -> Iterable[int]:
+    def write(self, rows: Sequence[Row]) -> Iterable[int]:
         self._append([(row.index, row.data) for row in rows])
         return [row.position for row in rows]
 

@@ -9,7 +9,7 @@ from time import monotonic
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
-from cbatch.batch.driver import ReplicaStatus, StreamObserver
+from cbatch.batch.driver import ReplicaStatus
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
@@ -85,10 +85,10 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
         return KeyMaking(self._shared, options).keyed(lines)
 
-    def open(self, options: RowOptions, *, window: int | None, observer: StreamObserver) -> ReplicaStream:
+    def open(self, options: RowOptions, *, window: int | None = None) -> ReplicaStream:
         KeyMaking(self._shared, options).check_options()
         rows = window or 4 * self.limits.max_seqs * self.num_engines
-        return ReplicaStream(self._shared, options, window=rows, observer=observer)
+        return ReplicaStream(self._shared, options, window=rows)
 
     def close(self) -> None:
         """Kills all replicas; a batch that still runs ends with EngineError. May be called twice."""

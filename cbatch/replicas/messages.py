@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cbatch.batch.output_row import RowOutcome
+from cbatch.batch.row import RowOutcome
 from cbatch.engine.stats import EngineStats
 from cbatch.schedule.limits import EngineLimits
 

@@ -15,14 +15,11 @@ from typing import Any
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, RequestError
-from cbatch.batch.driver import StreamObserver
-from cbatch.batch.engine_driver import output_row
+from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.row_stream import FinishedRow as CompletedRow
-from cbatch.batch.row_stream import RowStream
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.launcher import ReplicaConnection, ReplicaLauncher
 from cbatch.replicas.messages import (
@@ -163,18 +160,16 @@ class _Batch:
 
     def __init__(self, engine: Engine, options: RowOptions) -> None:
         self._lines = LineProcessor.of(engine.core, options)
-        self._timings = options.timings
-        self._observer = StreamObserver()
-        self._stream = RowStream(engine.thread, self._lines, window=sys.maxsize, observer=self._observer)
+        self._stream = EngineStream(engine.thread, self._lines, window=sys.maxsize)
         self._given: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._finished = self._stream.finished(iter(self._given.get, None))
-        self._ready: deque[OutputRow] = deque()
+        self._ready: deque[Row] = deque()
         self._enough = max(engine.limits.max_seqs // 2, 1)
         self.failure = ""
 
     @property
     def num_tokens(self) -> int:
-        return self._observer.output_tokens
+        return self._stream.output_tokens
 
     def put(self, rows: list[Line], cancelled: list[int]) -> None:
         for line in rows:
@@ -203,9 +198,10 @@ class _Batch:
         now = time.monotonic()
         finished: list[FinishedRow] = []
         for line in lines:
+            row = Row(0, line.index)
             completion = self._lines.failed(line, error)
             completion.timing = Timing(now, finished_at=now)
-            row = output_row(CompletedRow(0, completion), timings=self._timings)
+            row.finish(completion)
             finished.append((row.index, row.data, row.outcome))
         return finished
 
@@ -225,6 +221,6 @@ class _Batch:
                     self.failure = str(error)
                     return
                 self._stream.release([row.position for row in rows])
-                self._ready.extend(output_row(row, timings=self._timings) for row in rows)
+                self._ready.extend(rows)
                 if rows or time.monotonic() >= deadline:
                     return

@@ -2,7 +2,7 @@
 
 Threads that work side by side:
 
-- The reader (`_read_rows`) gives lines to the dispatcher.
+- The reader of the stream gives lines to the dispatcher.
 - Each replica's supervisor (`serve`) takes rows from the dispatcher, exchanges them for finished ones, and sends these
   to the consumer's inbox.
 - The consumer, which iterates over `finished`, takes the rows that are finished.
@@ -12,26 +12,21 @@ A window bounds the rows between reader and consumer. One lock guards the dispat
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Container, Generator, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
-from cbatch.batch.driver import StreamObserver
+from cbatch.batch.driver import RowStream
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.window import WINDOW_BYTES, Window
+from cbatch.batch.window import WINDOW_BYTES
 from cbatch.replicas.affinity import beginnings
 from cbatch.replicas.dispatcher import MAX_DEATHS, Dispatcher
 from cbatch.replicas.messages import MAX_MESSAGE_BYTES, FinishedRow, linger_s
 from cbatch.replicas.supervisor import IDLE_SECONDS, Life, SharedState
-
-POLL_SECONDS = 0.2
-MAX_MESSAGES_AT_ONCE = 64
 
 WAIT_SECONDS, STARVING_WAIT_SECONDS = 0.2, 0.05
 """How long a replica waits for its rows before it answers; and if it has room for rows that may still be read."""
@@ -46,35 +41,20 @@ FAILED = f"The row was not finished: the replicas that ran it died {MAX_DEATHS} 
 class Delivery:
     """What an exchange has given: rows, and the number of tokens that were generated since the one before."""
 
-    rows: list[OutputRow]
+    rows: list[Row]
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfInput:
-    """The reader's last message: how many rows it took, and the error that ended the input early."""
+class ReplicaStream(RowStream):
+    """Runs the rows of one input on replicas: a `RowStream`, and the job of the replicas meanwhile."""
 
-    rows: int
-    error: BaseException | None = None
+    max_messages = 64
 
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """Somebody asks the stream to end. Rows that were finished before it are still given."""
-
-
-Message = Delivery | EndOfInput | StopRequested
-
-
-class ReplicaStream:
-    """Runs the rows of one input on replicas: a `RowSource`, and the job of the replicas meanwhile."""
-
-    def __init__(self, shared: SharedState, options: RowOptions, *, window: int, observer: StreamObserver) -> None:
+    def __init__(self, shared: SharedState, options: RowOptions, *, window: int) -> None:
         """`window`: most rows that are read and not yet released."""
+        super().__init__(window, max(WINDOW_BYTES, shared.num_alive * MAX_MESSAGE_BYTES))
         self._shared = shared
         self._options = options
-        self._observer = observer
-        self._window = Window(window, max(WINDOW_BYTES, shared.num_alive * MAX_MESSAGE_BYTES))
         self._dispatcher = Dispatcher()
         self._rows_came = threading.Condition(shared.lock)
         """Tells replicas with nothing to do that there is something."""
@@ -82,84 +62,41 @@ class ReplicaStream:
         self._linger_s = linger_s(shared.num_alive)
         self._num_tokens: dict[int, int] = {}
         """Tokens that each replica that takes part has generated in this life."""
-        self._is_over = False
         self._error: CbatchError | None = None
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     # The consumer's thread.
 
-    def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[OutputRow]]:
-        """Yields the rows that have finished since the last time; see `RowSource`."""
+    def _begin(self) -> None:
         self._shared.begin(self)
-        end: EndOfInput | None = None
-        num_given = 0
-        threading.Thread(target=self._read_rows, args=(source, kept), name="cbatch-reader", daemon=True).start()
-        try:
-            while end is None or num_given < end.rows:
-                messages = self._next_messages()
-                rows = self._take_rows(messages)
-                num_given += len(rows)
-                end = next((message for message in messages if isinstance(message, EndOfInput)), end)
-                yield rows
-                has_failed = self._failure is not None
-                if has_failed or StopRequested() in messages:
-                    rows = self._last_rows()
-                    num_given += len(rows)
-                    yield rows
-                    if has_failed:
-                        break
-                    return
-        finally:
-            self._end()
-        if end is not None and end.error is not None:
-            raise end.error
-        if (error := self._failure) is not None and (end is None or num_given < end.rows):
-            raise error if isinstance(error, EngineError | RequestError) else EngineError(str(error)) from error
 
-    def release(self, positions: Iterable[int]) -> None:
-        self._window.release(positions)
+    def _has_failed(self, messages: list[Any]) -> bool:
+        return self._cause is not None
 
-    def stop(self) -> None:
-        self._inbox.put(StopRequested())
-
-    def ahead(self) -> None:
-        return None
+    def _failure(self) -> BaseException:
+        error = self._cause
+        if isinstance(error, EngineError | RequestError):
+            return error
+        failure = EngineError(str(error))
+        failure.__cause__ = error
+        return failure
 
     @property
-    def waited_for_consumer_s(self) -> float:
-        return self._window.waited_s
-
-    @property
-    def _failure(self) -> CbatchError | None:
+    def _cause(self) -> CbatchError | None:
         return self._error or self._shared.failure
 
-    def _next_messages(self) -> list[Message]:
-        """All messages that have come since the last call. Waits at most POLL_SECONDS for the first one."""
-        messages: list[Message] = []
-        with suppress(queue.Empty):
-            messages.append(self._inbox.get(timeout=POLL_SECONDS))
-            while len(messages) < MAX_MESSAGES_AT_ONCE:
-                messages.append(self._inbox.get_nowait())
-        return messages
-
-    def _take_rows(self, messages: list[Message]) -> list[OutputRow]:
-        rows: list[OutputRow] = []
-        for message in messages:
-            if isinstance(message, Delivery):
-                rows += message.rows
-                self._observer.output_tokens += message.num_tokens
+    def _take(self, messages: list[Any]) -> list[Row]:
+        deliveries = [message for message in messages if isinstance(message, Delivery)]
+        self.output_tokens += sum(one.num_tokens for one in deliveries)
+        rows = [row for one in deliveries for row in one.rows]
+        self._num_ended += len(rows)
         return rows
 
-    def _last_rows(self) -> list[OutputRow]:
+    def _last_rows(self) -> list[Row]:
         """What the replicas have finished by now; not of those that take long to say it."""
         self._end()
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: not self._num_tokens, STOP_SECONDS)
-        messages: list[Message] = []
-        with suppress(queue.Empty):
-            while True:
-                messages.append(self._inbox.get_nowait())
-        return self._take_rows(messages)
+        return self._take(self._messages_by_now())
 
     def _end(self) -> None:
         """Stops the reader, and lets the replicas cancel what is unfinished."""
@@ -171,35 +108,21 @@ class ReplicaStream:
 
     # The reader's thread.
 
-    def _read_rows(self, source: Iterable[Line], kept: Container[int]) -> None:
-        position = 0
-        error: BaseException | None = None
-        try:
-            for line in source:
-                if line.index in kept:
-                    continue
-                if not self._window.acquire(position, len(line.data or b"")) or self._is_over:
-                    break
-                now = time.monotonic()
-                self._observer.start(now)
-                self._add(position, line, now)
-                position += 1
-        except BaseException as raised:  # the consumer ends with it, also with the SystemExit of a source
-            error = raised
-        try:
-            with self._shared.lock:
-                self._dispatcher.end_input()
-                self._rows_came.notify_all()
-        except BaseException as raised:
-            error = error or raised
-        self._inbox.put(EndOfInput(position, error))
+    def _room(self, line: Line) -> int:
+        return len(line.data or b"")
 
-    def _add(self, position: int, line: Line, now: float) -> None:
-        found = beginnings(line)
+    def _start(self, row: Row) -> int:
+        found = beginnings(row.line)
         with self._shared.lock:
-            self._dispatcher.add(position, line, now, found)
+            self._dispatcher.add(row.position, row.line, row.taken_at, found)
             if self._num_idle:
                 self._rows_came.notify()
+        return self._room(row.line)
+
+    def _end_input(self) -> None:
+        with self._shared.lock:
+            self._dispatcher.end_input()
+            self._rows_came.notify_all()
 
     # The threads of the supervisors.
 
@@ -270,7 +193,7 @@ class ReplicaStream:
         They are counted first: whoever has the last row of a batch sees all of them in the figures.
         """
         now = time.monotonic()
-        rows: list[OutputRow] = []
+        rows: list[Row] = []
         with self._shared.lock:
             for index, data, outcome in finished:
                 found = self._dispatcher.finish(life.number, index)
@@ -278,7 +201,7 @@ class ReplicaStream:
                     continue
                 if outcome.ttft_s is not None:
                     outcome = outcome._replace(ttft_s=found.waited_s + outcome.ttft_s)
-                rows.append(OutputRow(found.position, index, data, outcome, now))
+                rows.append(Row(found.position, index, data, outcome, now))
         new_tokens = num_tokens - self._num_tokens[life.number]
         self._num_tokens[life.number] = num_tokens
         if are_counted:

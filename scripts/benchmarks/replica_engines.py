@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from cbatch import Engine, EngineConfig
-from cbatch.batch.driver import BatchDriver, StreamObserver
+from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
@@ -100,7 +100,7 @@ def make_lines(count: int, max_tokens: int) -> list[Line]:
 def run_rows(driver: BatchDriver, lines: Sequence[Line], on_rows: Callable[[int, float], None] | None = None) -> float:
     """Seconds for a batch. on_rows: called with the index of each row that has finished, and the time"""
     begun = time.perf_counter()
-    stream = driver.open(RowOptions(), window=None, observer=StreamObserver())
+    stream = driver.open(RowOptions())
     indices = set()
     for rows in stream.finished(iter(lines)):
         stream.release([row.position for row in rows])

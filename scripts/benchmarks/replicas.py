@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from cbatch.base.config import EngineConfig
-from cbatch.batch.driver import StreamObserver
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, read_lines
-from cbatch.batch.output_row import RowOutcome
 from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row import RowOutcome
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
@@ -127,10 +126,12 @@ def measure(replicas: int, rows_per_s: int, seconds: float, limit_rows: int = 10
             source.open("rb") as stream,
         ):
             output.start(Journal())
-            pipeline = Pipeline(driver.open(RowOptions(), window=None, observer=stats), output, stats)
+            rows = driver.open(RowOptions())
+            stats.attach(driver, rows)
+            pipeline = Pipeline(rows, output)
             tune_process()
             cpu, begun = time.process_time(), time.perf_counter()
-            pipeline.run(read_lines(stream), lambda: None)
+            pipeline.run(read_lines(stream), stats.count)
             cpu, elapsed = time.process_time() - cpu, time.perf_counter() - begun
             deaths = sum(one.deaths for one in driver.each())
     assert stats.rows == count and not stats.errors and not deaths, "rows were lost"
@@ -150,7 +151,7 @@ def measure_tail(rates: Sequence[int], seconds: float, *, copies: bool) -> float
     times: list[float] = []
     take_none: AbstractContextManager[object] = patch.object(Dispatcher, "_copies", lambda *_: [])
     with paced_replicas(rates) as driver, nullcontext() if copies else take_none:
-        stream = driver.open(RowOptions(), window=None, observer=StreamObserver())
+        stream = driver.open(RowOptions())
         for rows in stream.finished(lines):
             stream.release([row.position for row in rows])
             times += [time.perf_counter()] * len(rows)

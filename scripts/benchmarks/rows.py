@@ -44,13 +44,15 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
     model = FreeModel(VOCABULARY, max_model_len=64, likeliest=END).loaded(eos_ids=frozenset([END]))
     engine = Engine(EngineConfig(device="cpu", max_seqs=max_seqs, kv_blocks=4 * max_seqs), loaded=model)
     stats = RunStats()
-    rows_of = EngineDriver(engine.thread).open(RowOptions(), window=None, observer=stats)
+    driver = EngineDriver(engine.thread)
+    rows_of = driver.open(RowOptions())
+    stats.attach(driver, rows_of)
     with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
         output.start(Journal())
-        pipeline = Pipeline(rows_of, output, stats)
+        pipeline = Pipeline(rows_of, output)
         tune_process()
         started = time.perf_counter()
-        pipeline.run(read_lines(stream), lambda: None)
+        pipeline.run(read_lines(stream), stats.count)
         elapsed = time.perf_counter() - started
     engine.close()
     assert stats.rows == rows and not stats.errors, "rows were lost"

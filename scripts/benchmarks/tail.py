@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from cbatch import Engine, EngineConfig
-from cbatch.batch.driver import StreamObserver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
@@ -96,7 +95,7 @@ def measure(lines: list[Line], slots: int, window: int | None, *, reorders: bool
     with Engine(config, loaded=FreeModel(VOCABULARY, CONTEXT, likeliest=END).loaded(frozenset([END]))) as engine:
         engine.on_step = on_step
         driver = EngineDriver(engine.thread)
-        rows = driver.open(RowOptions(reorders=reorders), window=window, observer=StreamObserver())
+        rows = driver.open(RowOptions(reorders=reorders), window=window)
         done = 0
         with closing(rows.finished(iter(lines))) as finished:
             for some in finished:

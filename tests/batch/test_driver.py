@@ -15,13 +15,12 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import TemplateOptions
-from cbatch.batch.driver import BatchDriver, StreamObserver
+from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.journal import Journal
-from cbatch.batch.jsonl import format_row
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import RowOutcome
 from cbatch.batch.resume import plan_resume
+from cbatch.batch.row import RowOutcome, format_row
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 
@@ -36,7 +35,7 @@ def test_rows_and_keys_of_one_engine(model_folder: Path) -> None:
     with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as engine:
         driver: BatchDriver = EngineDriver(engine.thread)
         keys = {line.index: key for line, key in driver.keyed(OPTIONS, lines)}
-        source = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        source = driver.open(OPTIONS)
         rows = {row.index: row for found in source.finished(lines, kept=[5]) for row in found}
         assert driver.stats().num_tokens == 2 and driver.stats().num_steps > 0 and not driver.each()
     assert rows.keys() == {0, 2}
@@ -103,7 +102,7 @@ def test_driving_a_batch_imports_no_model_library() -> None:
         import sys
         import cbatch.cli.run.batch_run, cbatch.cli.run.command, cbatch.cli.run.files
         from cbatch.cli.run.options import RunOptions
-        from cbatch.engine import FileWriter, Pipeline, RowInput, StreamWriter, TableWriter
+        import cbatch.batch.pipeline, cbatch.batch.tables.table_writer
         RunOptions().row_options()
         print([name for name in ("torch", "numpy", "transformers", "tokenizers", "jinja2") if name in sys.modules])
     """

@@ -10,7 +10,7 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.journal import Journal, fits_check, with_check
-from cbatch.batch.jsonl import format_result, format_row
+from cbatch.batch.row import format_result, format_row
 
 
 def fields_of(index: int, **more: Any) -> dict[str, Any]:

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.batch.jsonl import format_row, parse_line
+from cbatch.batch.jsonl import parse_line
 from cbatch.batch.lines import Line
+from cbatch.batch.row import format_row
+from cbatch.batch.row_options import RowOptions
 from cbatch.requests import rows
 
 
 def parse(text: str | bytes, **options: bool) -> Request:
-    return parse_line(Line(0, text.encode() if isinstance(text, str) else text), **options)
+    return parse_line(Line(0, text.encode() if isinstance(text, str) else text), RowOptions(**options))
 
 
 def code(row: Request) -> str | None:

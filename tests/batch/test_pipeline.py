@@ -21,8 +21,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import Interrupted
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch import lines as lines_module
-from cbatch.batch import row_stream
-from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.engine_driver import EngineDriver, EngineStream
 from cbatch.batch.lines import read_lines
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row_options import RowOptions
@@ -43,8 +42,10 @@ def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     stream = io.BytesIO()
     options, stats = RowOptions(RequestDefaults(params={"max_tokens": 2})), RunStats()
     output = StreamWriter(stream, input_order=True)
-    pipeline = Pipeline(EngineDriver(engine.thread).open(options, window=window, observer=stats), output, stats)
-    pipeline.run(read_lines(io.BytesIO(data)), lambda: None)
+    driver = EngineDriver(engine.thread)
+    rows = driver.open(options, window=window)
+    stats.attach(driver, rows)
+    Pipeline(rows, output).run(read_lines(io.BytesIO(data)), stats.count)
     assert engine.failure is None and engine.core.scheduler.pool.num_used == 0
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
@@ -133,7 +134,7 @@ def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> N
 
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
-    monkeypatch.setattr(row_stream, "MAX_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(EngineStream, "max_messages", 4)
     stream = io.BytesIO()
     pipeline: Pipeline
 
@@ -148,9 +149,9 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
             return super().write(rows)
 
     output, stats = Slow(stream, input_order=True), RunStats()
-    pipeline = Pipeline(EngineDriver(engine.thread).open(RowOptions(), window=100, observer=stats), output, stats)
+    pipeline = Pipeline(EngineDriver(engine.thread).open(RowOptions(), window=100), output)
     with pytest.raises(Interrupted):
-        pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), lambda: None)
+        pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), stats.count)
     assert len(stream.getvalue().splitlines()) == 40
 
 

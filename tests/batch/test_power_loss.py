@@ -13,10 +13,9 @@ import pytest
 
 from cbatch.batch import writer as writer_module
 from cbatch.batch.journal import Journal
-from cbatch.batch.jsonl import format_result
 from cbatch.batch.lines import Line, read_lines
-from cbatch.batch.output_row import OutputRow
 from cbatch.batch.resume import ResumePlan, plan_resume
+from cbatch.batch.row import Row, format_result
 from cbatch.batch.writer import FileWriter
 from cbatch.requests.row_keys import KEY_LENGTH
 
@@ -139,7 +138,7 @@ def run(path: Path, until: int = len(FINISHED)) -> int:
         output.start(journal)
         for position, index in enumerate(FINISHED[:until]):
             if index not in kept:
-                output.write([OutputRow(position, index, row_of(index))])
+                output.write([Row(position, index, row_of(index))])
             output.tick()
         if until == len(FINISHED):
             output.finish(lambda: None)
@@ -176,11 +175,11 @@ def test_rows_are_synced_at_least_once_a_second(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(writer_module.time, "monotonic", lambda: now[0])
     with FileWriter(tmp_path / "out.jsonl", input_order=True) as output:
         output.start(Journal())
-        output.write([OutputRow(0, 0, row_of(0))])
+        output.write([Row(0, 0, row_of(0))])
         output.tick()
         assert recorder.states[-1].synced == b""
         now[0] += 0.4
-        output.write([OutputRow(1, 1, row_of(1))])
+        output.write([Row(1, 1, row_of(1))])
         output.tick()
         assert recorder.states[-1].synced == b""
         now[0] += 0.2

@@ -13,10 +13,10 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch import row_stream
+from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
-from cbatch.batch.row_stream import RowStream
+from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 
@@ -35,9 +35,9 @@ def engine_thread(engine: SteppingEngine) -> Iterator[EngineThread]:
     assert made.failure is None and engine.scheduler.pool.num_used == 0
 
 
-def stream_on(engine_thread: EngineThread, window: int = 8, max_tokens: int = 2) -> RowStream:
+def stream_on(engine_thread: EngineThread, window: int = 8, max_tokens: int = 2) -> EngineStream:
     defaults = RequestDefaults(params={"max_tokens": max_tokens, "ignore_eos": True})
-    return RowStream(engine_thread, LineProcessor(engine_thread.engine.input_processor(defaults)), window=window)
+    return EngineStream(engine_thread, LineProcessor(engine_thread.engine.input_processor(defaults)), window=window)
 
 
 def endless() -> Iterator[Line]:
@@ -57,7 +57,7 @@ def wait_for_reader_to_end() -> None:
 
 def test_many_heavy_rows_wait_unread(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: rows are read as far as their weight allows, however many the window may hold."""
-    monkeypatch.setattr(row_stream, "WINDOW_BYTES", 2**20)
+    monkeypatch.setattr("cbatch.batch.engine_driver.WINDOW_BYTES", 2**20)
     num_taken = 0
 
     def heavy() -> Iterator[Line]:
@@ -175,7 +175,7 @@ SKEWED = [
 def begun_order(engine_thread: EngineThread, *, reorders: bool) -> tuple[list[int], list[object]]:
     """Indices of SKEWED in the order of their first tokens, and the rows by index."""
     inputs = engine_thread.engine.input_processor(RequestDefaults(params={"ignore_eos": True}))
-    stream = RowStream(engine_thread, LineProcessor(inputs), window=40, reorders=reorders)
+    stream = EngineStream(engine_thread, LineProcessor(inputs, RowOptions(reorders=reorders)), window=40)
     done = [row.completion for rows in stream.finished(iter(SKEWED)) for row in rows]
     order = sorted(done, key=lambda completion: completion.timing.first_token_at or 0.0)
     return [one.index for one in order], [one.to_dict() for one in sorted(done, key=lambda one: one.index)]

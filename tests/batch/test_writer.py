@@ -14,7 +14,7 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.journal import Journal
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row
 from cbatch.batch.writer import FileWriter, StreamWriter
 
 
@@ -28,7 +28,7 @@ def test_a_stream_in_input_order_holds_back_only_what_must_wait() -> None:
     """Guards the order on stdout, and the positions that move the window on."""
     stream = io.BytesIO()
     output = StreamWriter(stream, input_order=True)
-    gone = [list(output.write([OutputRow(position, 2 * position, b"%d\n" % position)])) for position in (1, 0, 3, 2)]
+    gone = [list(output.write([Row(position, 2 * position, b"%d\n" % position)])) for position in (1, 0, 3, 2)]
     assert gone == [[], [0, 1], [], [2, 3]]
     assert stream.getvalue() == b"0\n1\n2\n3\n"
 
@@ -39,7 +39,7 @@ def test_a_file_is_a_journal_first_and_ordered_at_the_end(tmp_path: Path) -> Non
     path.touch(0o640)
     with fresh(path) as output:
         for position, index in enumerate((5, 0, 3)):
-            assert output.write([OutputRow(position, index, b"row %d\n" % index)]) == [position]
+            assert output.write([Row(position, index, b"row %d\n" % index)]) == [position]
         assert path.read_bytes() == b"row 5\nrow 0\nrow 3\n"
         output.finish(lambda: None)
     assert path.read_bytes() == b"row 0\nrow 3\nrow 5\n" and path.stat().st_mode & 0o777 == 0o640
@@ -52,7 +52,7 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
     target.touch()
     link.symlink_to(target)
     with fresh(link) as output:
-        output.write([OutputRow(0, 1, b"b\n"), OutputRow(1, 0, b"a\n")])
+        output.write([Row(0, 1, b"b\n"), Row(1, 0, b"a\n")])
         output.finish(lambda: None)
     assert link.is_symlink() and target.read_bytes() == b"a\nb\n"
 
@@ -86,7 +86,7 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
         for name in (path, link):
             with pytest.raises(ConfigError, match="Another run"):
                 FileWriter(name, input_order=True)
-        output.write([OutputRow(0, 1, b"b\n"), OutputRow(1, 0, b"a\n")])
+        output.write([Row(0, 1, b"b\n"), Row(1, 0, b"a\n")])
         output.finish(lambda: None)
     FileWriter(path, input_order=True).__exit__()
 
@@ -111,7 +111,7 @@ def test_a_file_that_was_replaced_before_it_was_locked(tmp_path: Path, monkeypat
 def test_signals_in_the_middle_of_a_write_lose_nothing() -> None:
     """Guards rows against EINTR: signals come every millisecond while a full pipe takes a few bytes at a time."""
     reader, writer = os.pipe()
-    rows = [OutputRow(position, position, b"%d " % position * 50_000 + b"\n") for position in range(4)]
+    rows = [Row(position, position, b"%d " % position * 50_000 + b"\n") for position in range(4)]
     taken, signals = bytearray(), []
 
     def read() -> None:
@@ -144,5 +144,5 @@ class Dribble(io.BytesIO):
 def test_short_writes_lose_nothing() -> None:
     """Guards against a pipe that takes only part of a row."""
     stream = Dribble()
-    StreamWriter(stream, input_order=False).write([OutputRow(0, 0, b"a longer row\n")])
+    StreamWriter(stream, input_order=False).write([Row(0, 0, b"a longer row\n")])
     assert stream.getvalue() == b"a longer row\n"

@@ -16,7 +16,7 @@ import torch
 
 from cbatch import Completion, Engine
 from cbatch.base.template_options import FIXED_DATE
-from cbatch.batch.jsonl import format_result
+from cbatch.batch.row import format_result
 from cbatch.cli.main import run_command
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, QWEN3

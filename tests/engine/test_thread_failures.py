@@ -15,12 +15,12 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
 from cbatch.base.request import Request
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch.engine_driver import EngineRows
+from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
-from cbatch.batch.pipeline import Pipeline, RunObserver
-from cbatch.batch.rounds.round_loop import RoundLoop
-from cbatch.batch.row_stream import RowStream
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.rounds import RoundLoop
+from cbatch.batch.row import Row
 from cbatch.cli.main import LazyGroup, run_command
 from cbatch.engine import streams
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -29,6 +29,7 @@ from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.requests.output_processor import OutputProcessor
 from tests.support.faults import TIMEOUT_S, Fault, Panic, in_time
+from tests.support.queued_requests import queued
 
 FAULTS = [Panic("boom"), MemoryError("boom"), ValueError("boom")]
 
@@ -42,7 +43,7 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 PLACES: dict[str, tuple[type, str, bool]] = {
     "the reader, encoding": (InputProcessor, "_encode", False),
     "the reader, before the row": (LineProcessor, "process", False),
-    "the reader, submitting": (RowStream, "_submit", False),
+    "the reader, submitting": (EngineStream, "_submit", False),
     "the engine's thread, adding": (SteppingEngine, "add_request", False),
     "the engine's thread, stepping": (SteppingEngine, "step", True),
     "the engine's thread, at its start": (SteppingEngine, "warm_up_thread", True),
@@ -77,10 +78,10 @@ def test_a_run_ends_whatever_a_thread_raises(
         def finish(self, check: Callable[[], None]) -> None: ...
 
     defaults = RequestDefaults(params={"max_tokens": 2, "ignore_eos": True})
-    stream = RowStream(engine.thread, LineProcessor(engine.core.input_processor(defaults)), window=4)
-    pipeline = Pipeline(EngineRows(stream, timings=False), Output(), RunObserver())  # type: ignore[arg-type]
+    stream = EngineStream(engine.thread, LineProcessor(engine.core.input_processor(defaults)), window=4)
+    pipeline = Pipeline(stream, Output())  # type: ignore[arg-type]
     lines = [Line(index, b'{"prompt": "a"}') for index in range(6)]
-    ended = in_time(lambda: pipeline.run(lines, lambda: None))
+    ended = in_time(lambda: pipeline.run(lines, lambda rows: None))
     assert ended is None or (isinstance(ended, EngineError | Exception) and "boom" in str(ended))
     assert ended is not None or sorted(written) == list(range(6))
 
@@ -115,7 +116,12 @@ def test_a_round_that_breaks_ends_its_row(error: BaseException) -> None:
     done = threading.Event()
 
     class Broken(RoundLoop):
-        def _next(self, position: int, request: Any, completion: Any) -> Any:
+        _problem = "it cannot go on"
+
+        def take(self, row: Row, completion: Any) -> bool:
+            return False
+
+        def _next(self, row: Row, completion: Any) -> Any:
             raise error
 
     def ask(*arguments: Any) -> None:
@@ -123,8 +129,8 @@ def test_a_round_that_breaks_ends_its_row(error: BaseException) -> None:
         done.set()
 
     loop = Broken(None, ask, "test", 1)  # type: ignore[arg-type]
-    request = Request(prompt_ids=[1], where="line 1")
-    loop._start(0, request, Completion(request))
+    row = queued(0, Request(prompt_ids=[1], where="line 1"))
+    loop._start(row, Completion(row.request))
     assert done.wait(TIMEOUT_S) and asked[0].error.code == "internal_error" and "boom" in str(asked[0].error)
     loop.close()
 

@@ -18,9 +18,9 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, ModelError, RequestError
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch.driver import BatchDriver, StreamObserver
+from cbatch.batch.driver import BatchDriver
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import total_stats
 from cbatch.isolate.worker import WorkerDied
@@ -44,7 +44,7 @@ def lines(count: int, *special: tuple[int, bytes]) -> list[Line]:
     return [Line(index, texts.get(index, b"text %d" % index)) for index in range(count)]
 
 
-def taken(stream: ReplicaStream, source: Iterable[Line]) -> Iterator[list[OutputRow]]:
+def taken(stream: ReplicaStream, source: Iterable[Line]) -> Iterator[list[Row]]:
     """The rows of a stream, released as a pipeline does. Raises if they do not come."""
     deadline = time.monotonic() + 20
     with closing(stream.finished(source)) as finished:
@@ -54,13 +54,13 @@ def taken(stream: ReplicaStream, source: Iterable[Line]) -> Iterator[list[Output
             assert time.monotonic() < deadline, "the rows do not come"
 
 
-def run(driver: ReplicaDriver, source: Iterable[Line], observer: StreamObserver | None = None) -> list[OutputRow]:
+def run(driver: ReplicaDriver, source: Iterable[Line]) -> list[Row]:
     """Runs a batch to its end."""
-    stream = driver.open(OPTIONS, window=None, observer=observer or StreamObserver())
+    stream = driver.open(OPTIONS)
     return [row for rows in taken(stream, source) for row in rows]
 
 
-def check(found: list[OutputRow], given: list[Line]) -> None:
+def check(found: list[Row], given: list[Line]) -> None:
     assert sorted(row.index for row in found) == [line.index for line in given], "lost or doubled"
     data = {line.index: row_of(line) for line in given}
     assert all(row.data == data[row.index] for row in found)
@@ -69,16 +69,17 @@ def check(found: list[OutputRow], given: list[Line]) -> None:
 
 def test_rows_run_on_all_replicas() -> None:
     """Guards the common case: each row once, all replicas busy but not overfull, figures of all of them."""
-    launcher, observer = FakeLauncher(3, step_s=0.002), StreamObserver()
+    launcher = FakeLauncher(3, step_s=0.002)
     given = lines(200)
     with open_driver(launcher) as driver:
         as_protocol: BatchDriver = driver
         assert as_protocol.num_engines == 3 and driver.limits == LIMITS and driver.info == INFO
         wait_until(lambda: all(one.state == "running" for one in driver.each()))
-        check(run(driver, given, observer), given)
+        stream = driver.open(OPTIONS)
+        check([row for rows in taken(stream, given) for row in rows], given)
         wait_until(lambda: driver.stats().num_tokens >= 400)  # more if rows were copied
         each = driver.each()
-    assert observer.output_tokens >= 400 and driver.stats().num_steps >= 200
+    assert stream.output_tokens >= 400 and driver.stats().num_steps >= 200
     assert [one.name for one in each] == ["replica 1", "replica 2", "replica 3"]
     assert sum(one.rows for one in each) == 200 and all(one.rows > 20 for one in each)
     assert max(connection.most_held for connection in launcher.connections) == 8, "as many wait there as run"
@@ -97,7 +98,7 @@ def test_rows_are_counted_before_they_are_delivered() -> None:
     """Guards the figures of a batch: whoever has its last row finds all rows in them."""
     given = lines(30)
     with open_driver(FakeLauncher(2)) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         stream._inbox = SlowInbox()
         check([row for rows in taken(stream, given) for row in rows], given)
         assert sum(one.rows for one in driver.each()) == 30
@@ -153,7 +154,7 @@ def test_an_engine_that_makes_no_step_is_killed() -> None:
     with open_driver(FakeLauncher(1), timeout_s=0.3) as driver:
         time.sleep(0.5)
         assert driver.each()[0].deaths == 0
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         for _ in taken(stream, given):
             if driver.each()[0].deaths:
                 break
@@ -176,9 +177,9 @@ def test_an_idle_replica_takes_a_row_at_once() -> None:
             wait_until(lambda at=line.index: len(found) == at)  # type: ignore[misc]
             yield line
 
-    found: list[OutputRow] = []
+    found: list[Row] = []
     with open_driver(FakeLauncher(2)) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         started = time.monotonic()
         for rows in taken(stream, slow()):
             found += rows
@@ -244,15 +245,15 @@ def test_what_is_finished_is_given_before_the_last_replica_is_gone() -> None:
     def dies(connection: FakeConnection, method: str, after: bool) -> bool:
         return method == "exchange" and not after and len(found) >= 20
 
-    found: list[OutputRow] = []
+    found: list[Row] = []
     launcher = FakeLauncher(2, dies=dies)
     with open_driver(launcher) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         with pytest.raises(EngineError, match=r"No replica is left: replica . died: exit code 3"):
             for rows in taken(stream, given):
                 found += rows
         with pytest.raises(EngineError, match="No replica is left"):
-            driver.open(OPTIONS, window=None, observer=StreamObserver())
+            driver.open(OPTIONS)
     assert len({row.index for row in found}) == len(found) < 300
     good = sum(row.outcome.error_code is None for row in found)
     assert good == sum(one.rows for one in driver.each()) == sum(c.stats.num_steps for c in launcher.connections) >= 20
@@ -266,9 +267,9 @@ def test_a_machine_on_which_every_row_dies_ends_the_run() -> None:
             yield Line(index, b"poison")
 
     info = replace(INFO, limits=replace(LIMITS, max_seqs=128))  # so that many rows are left to run alone
-    launcher, found = FakeLauncher(2, info=lambda number, life: info), list[OutputRow]()
+    launcher, found = FakeLauncher(2, info=lambda number, life: info), list[Row]()
     with open_driver(launcher) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         with pytest.raises(EngineError, match="it finished no row in 15 lives"):
             for rows in taken(stream, endless()):
                 found += rows
@@ -306,9 +307,9 @@ def test_stop_gives_what_is_finished_within_two_seconds(hangs: bool) -> None:
         for index in range(10**9):
             yield Line(index, b"hang" if hangs and index == 10 else b"text")
 
-    found: list[OutputRow] = []
+    found: list[Row] = []
     with open_driver(launcher) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         stopped_at = 0.0
         for rows in taken(stream, endless()):
             found += rows
@@ -324,7 +325,7 @@ def test_leaving_the_iteration_frees_the_replicas() -> None:
     """Guards the next batch of a chat: replicas forget the rows of one that was left, and no thread stays."""
     launcher = FakeLauncher(2)
     with open_driver(launcher) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         with closing(stream.finished(lines(10**4))) as finished:
             next(finished)
         given = lines(30)
@@ -342,9 +343,9 @@ def test_what_the_source_raises_comes_after_the_rows_before_it(error: BaseExcept
         yield from lines(20)
         raise error
 
-    found: list[OutputRow] = []
+    found: list[Row] = []
     with open_driver(FakeLauncher(2)) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         with pytest.raises(type(error), match="the source broke"):
             for rows in taken(stream, breaking()):
                 found += rows
@@ -361,9 +362,9 @@ def test_the_window_bounds_what_is_not_released() -> None:
             yield line
 
     with open_driver(FakeLauncher(2)) as driver:
-        stream = driver.open(OPTIONS, window=6, observer=StreamObserver())
+        stream = driver.open(OPTIONS, window=6)
         with closing(stream.finished(counted(), kept=range(2))) as finished:
-            found: list[OutputRow] = []
+            found: list[Row] = []
             while len(found) < 6:
                 found += next(finished)
             assert next(finished) == [] and len(taken) == 9
@@ -431,10 +432,10 @@ def test_wrong_defaults_are_refused_before_a_batch_begins() -> None:
     options = RowOptions(RequestDefaults(seed=-1))
     with open_driver(FakeLauncher(1)) as driver:
         with pytest.raises(RequestError, match="seed"):
-            driver.open(options, window=None, observer=StreamObserver())
+            driver.open(options)
         with pytest.raises(RequestError, match="seed"):
             list(driver.keyed(options, lines(3)))
-        stream = driver.open(RowOptions(RequestDefaults(seed=13)), window=None, observer=StreamObserver())
+        stream = driver.open(RowOptions(RequestDefaults(seed=13)))
         with pytest.raises(RequestError, match="13"):  # `begin` sees more than the keys
             list(taken(stream, lines(3)))
         given = lines(5)
@@ -446,7 +447,7 @@ def test_deaths_over_the_options_of_a_batch_end_it() -> None:
     """Guards the caller of `open` against a wait for ever: no line is there yet whose keys could be at fault."""
     launcher = FakeLauncher(1, dies=lambda connection, method, after: method == "keys")
     with open_driver(launcher) as driver, pytest.raises(EngineError, match="3 times over the options of the batch"):
-        driver.open(OPTIONS, window=None, observer=StreamObserver())
+        driver.open(OPTIONS)
 
 
 def test_an_engine_is_not_blamed_for_time_in_which_its_driver_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,9 +467,9 @@ def test_an_engine_is_not_blamed_for_time_in_which_its_driver_was_stopped(monkey
 
 def test_closing_the_driver_ends_the_batch() -> None:
     """Guards a batch in the background of a chat that ends: nobody waits for rows that will not come."""
-    launcher, found = FakeLauncher(2, step_s=0.01), list[OutputRow]()
+    launcher, found = FakeLauncher(2, step_s=0.01), list[Row]()
     driver = open_driver(launcher)
-    stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+    stream = driver.open(OPTIONS)
     closer = threading.Thread(target=driver.close)
     with pytest.raises(EngineError, match="closed before the last row"):
         for rows in taken(stream, lines(10**5)):
@@ -482,7 +483,7 @@ def test_closing_the_driver_ends_the_batch() -> None:
 def test_one_batch_at_a_time() -> None:
     """Guards the rows of a batch against another one on the same replicas."""
     with open_driver(FakeLauncher(1)) as driver:
-        first, second = (driver.open(OPTIONS, window=None, observer=StreamObserver()) for _ in range(2))
+        first, second = (driver.open(OPTIONS) for _ in range(2))
         with closing(first.finished(lines(100))) as finished:
             next(finished)
             with pytest.raises(EngineError, match="another batch"):
@@ -502,7 +503,7 @@ def test_an_idle_replica_that_dies_is_started_again(monkeypatch: pytest.MonkeyPa
 
 def test_a_first_start_that_fails_later_ends_the_run_with_its_rows() -> None:
     """Guards finished rows against a second replica whose options cannot be met, which one engine would refuse too."""
-    found: list[OutputRow] = []
+    found: list[Row] = []
 
     def info(number: int, life: int) -> ReplicaInfo:
         if number:
@@ -515,7 +516,7 @@ def test_a_first_start_that_fails_later_ends_the_run_with_its_rows() -> None:
             yield Line(index, b"text")
 
     with open_driver(FakeLauncher(2, info=info)) as driver:
-        stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+        stream = driver.open(OPTIONS)
         with pytest.raises(EngineError, match="does not fit"):
             for rows in taken(stream, endless()):
                 found += rows

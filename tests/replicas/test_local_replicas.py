@@ -102,9 +102,9 @@ def test_resume_with_another_number_of_replicas(batch: Batch, two: Replicas, thr
         run_to_file(two.driver, batch.few, output, stop_at=FEW_ROWS // 3)
     kept = output.read_bytes().splitlines(keepends=True)
     assert FEW_ROWS // 3 <= len(kept) < FEW_ROWS and set(kept) < set(batch.expected)
-    observer = RowCounter()
-    run_to_file(three.driver, batch.few, output, observer=observer, resume=True)
-    assert observer.rows == FEW_ROWS - len(kept)
+    counter = RowCounter()
+    run_to_file(three.driver, batch.few, output, counter=counter, resume=True)
+    assert counter.rows == FEW_ROWS - len(kept)
     assert output.read_bytes() == b"".join(batch.expected[:FEW_ROWS])
 
 
@@ -127,17 +127,17 @@ def test_poison_row_fails_alone(batch: Batch, two: Replicas, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_replica_that_hangs_is_replaced(batch: Batch, two: Replicas, tmp_path: Path) -> None:
     """A driver of a GPU may hang for ever, and its process with it."""
-    output, before, observer = tmp_path / "out.jsonl", two.deaths, RowCounter()
+    output, before, counter = tmp_path / "out.jsonl", two.deaths, RowCounter()
     wait_until(lambda: all(status.state == "running" for status in two.driver.each()))  # loading may take an hour
 
     def stop_one() -> None:
-        while observer.rows < 10:
+        while counter.rows < 10:
             time.sleep(0.001)
         assert two.launcher.send(0, signal.SIGSTOP)
 
     thread = threading.Thread(target=stop_one)
     thread.start()
-    run_to_file(two.driver, batch.few, output, observer=observer)
+    run_to_file(two.driver, batch.few, output, counter=counter)
     thread.join()
     assert output.read_bytes() == b"".join(batch.expected[:FEW_ROWS])
     deadline = time.monotonic() + 20
@@ -154,11 +154,11 @@ def test_kills_at_random_moments_change_nothing(
     """The system kills what takes too much memory at any moment: in a step, while loading, in an answer."""
     monkeypatch.setattr(dispatcher, "MAX_DEATHS", KILLS)  # three of these kills may hit the same row by chance
     monkeypatch.setattr(supervisor, "MAX_FUTILE_LIVES", KILLS)  # and five the same replica
-    before, observer = three.deaths, RowCounter()
-    with killing(three.launcher, observer, KILLS, random.Random(1)) as kills:
+    before, counter = three.deaths, RowCounter()
+    with killing(three.launcher, counter, KILLS, random.Random(1)) as kills:
         for attempt in range(ATTEMPTS):  # on a busy machine, a batch may end before the last kill
             output = tmp_path / f"out{attempt}.jsonl"
-            run_to_file(three.driver, batch.all, output, observer=observer)
+            run_to_file(three.driver, batch.all, output, counter=counter)
             assert Comparison.of(output.read_bytes(), b"".join(batch.expected)) == Comparison()
             assert output.read_bytes() == b"".join(batch.expected)
             if kills.total() == KILLS:

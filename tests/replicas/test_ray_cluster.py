@@ -15,7 +15,7 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch.driver import BatchDriver, StreamObserver
+from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
@@ -144,7 +144,7 @@ def test_rays_messages_stay_out_of_the_rows(cluster: Any, capfd: pytest.CaptureF
 
 def rows_of(driver: BatchDriver, lines: list[Line], on_rows: Callable[[int], None] = lambda _: None) -> list[bytes]:
     """Rows of output by the order of their lines. on_rows: called with the number of rows that have finished"""
-    stream = driver.open(OPTIONS, window=None, observer=StreamObserver())
+    stream = driver.open(OPTIONS)
     found: dict[int, bytes] = {}
     for rows in stream.finished(iter(lines)):
         stream.release([row.position for row in rows])

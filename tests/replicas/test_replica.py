@@ -13,10 +13,9 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch.driver import StreamObserver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.replicas import replica as replica_module
 from cbatch.replicas.driver import ReplicaDriver
@@ -71,8 +70,8 @@ def test_rows_and_keys_are_those_of_the_engine_itself(engine: Engine, replica: R
     """Guards the bytes of rows and their keys: a replica makes the same ones as an engine of this process."""
     given = [*lines(0, 1, 5), Line(7, b"{bad"), Line(9, b"{}", error=RequestError("invalid_row", "no text"))]
     driver = EngineDriver(engine.thread)
-    source = driver.open(OPTIONS, window=None, observer=StreamObserver())
-    wanted: dict[int, OutputRow] = {row.index: row for rows in source.finished(given) for row in rows}
+    source = driver.open(OPTIONS)
+    wanted: dict[int, Row] = {row.index: row for rows in source.finished(given) for row in rows}
     replica.begin(OPTIONS)
     found = {index: (data, outcome) for index, data, outcome in exchange_until(replica, 5, given)}
     assert {index: data for index, (data, _) in found.items()} == {index: row.data for index, row in wanted.items()}
@@ -163,14 +162,14 @@ def test_replicas_give_the_bytes_of_one_engine(engine: Engine) -> None:
     options = RowOptions(RequestDefaults(params={"max_tokens": 12, "temperature": 1.0}, seed=3))
     given = [Line(index, b'{"id": "r%d", "prompt": "row %d"}' % (index, index * index)) for index in range(0, 120, 2)]
     given[7] = Line(14, b'{"prompt": 7}')
-    source = EngineDriver(engine.thread).open(options, window=999, observer=StreamObserver())
+    source = EngineDriver(engine.thread).open(options, window=999)
     wanted = {row.index: row.data for rows in source.finished(given) for row in rows}
-    observer, found = StreamObserver(), list[OutputRow]()
+    found: list[Row] = []
     with ReplicaDriver(InProcessLauncher(engine, 2, deaths={0: 1, 1: 1}), engine.config, backoff_s=0.001) as driver:
         assert driver.info.description["model"] == engine.core.describe()["model"]
         for _ in range(2):
             found.clear()
-            replicas = driver.open(options, window=None, observer=observer)
+            replicas = driver.open(options)
             for rows in replicas.finished(given):
                 found += rows
                 replicas.release([row.position for row in rows])
@@ -178,4 +177,4 @@ def test_replicas_give_the_bytes_of_one_engine(engine: Engine) -> None:
         assert sum(one.deaths for one in driver.each()) == 2
         assert list(driver.keyed(options, given)) == list(EngineDriver(engine.thread).keyed(options, given))
     wait_until_idle(engine)
-    assert sum(row.outcome.completion_tokens for row in found) <= observer.output_tokens / 2
+    assert sum(row.outcome.completion_tokens for row in found) <= replicas.output_tokens

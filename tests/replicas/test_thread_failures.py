@@ -12,9 +12,8 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch.driver import StreamObserver
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.isolate import worker
 from cbatch.replicas import supervisor as supervisor_module
@@ -43,7 +42,7 @@ PLACES: list[tuple[type, str]] = [
     (ReplicaStream, "end"),
     (ReplicaStream, "leave"),
     (ReplicaStream, "_deliver"),
-    (ReplicaStream, "_add"),
+    (ReplicaStream, "_start"),
     (Dispatcher, "add"),
     (Dispatcher, "end_input"),
     (Dispatcher, "join"),
@@ -53,7 +52,6 @@ PLACES: list[tuple[type, str]] = [
     (Dispatcher, "_give_back"),
     (Dispatcher, "finish"),
     (Dispatcher, "num_held"),
-    (StreamObserver, "start"),
     (KeyMaking, "begin"),
     (KeyMaking, "serve"),
     (KeyMaking, "end"),
@@ -67,7 +65,7 @@ def test_a_batch_ends_whatever_fails(owner: type, name: str, always: bool, monke
     """A replica dies in the middle, so that what comes after a death is reached too."""
     monkeypatch.setattr(supervisor_module, "IDLE_SECONDS", 0.05)
     Fault(monkeypatch, owner, name, Panic("boom"), always=always)
-    found: list[OutputRow] = []
+    found: list[Row] = []
 
     def dies(connection: FakeConnection, method: str, after: bool) -> bool:
         return connection.life == 1 and connection.number == 0 and connection.calls["exchange"] == 3 and after
@@ -78,7 +76,7 @@ def test_a_batch_ends_whatever_fails(owner: type, name: str, always: bool, monke
     def work() -> None:
         with ReplicaDriver(FakeLauncher(dies=dies), EngineConfig(), timeout_s=1.0, backoff_s=0.001) as driver:
             assert [key for _, key in driver.keyed(RowOptions(), source())] == [f"key of {n}" for n in range(ROWS)]
-            stream = driver.open(RowOptions(RequestDefaults()), window=None, observer=StreamObserver())
+            stream = driver.open(RowOptions(RequestDefaults()))
             with closing(stream.finished(source())) as finished:
                 for rows in finished:
                     stream.release([row.position for row in rows])

@@ -16,7 +16,7 @@ import pytest
 from cbatch import Choice, Completion, RequestError, Score, TokenLogprob, ToolCall, Usage
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ApiCall, Request
-from cbatch.batch.jsonl import format_row
+from cbatch.batch.row import format_row
 from cbatch.requests.completion import Timing
 
 TOP = TokenLogprob("b", 5, -2.0, b"b")

@@ -17,6 +17,7 @@ from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
+from cbatch.batch.row_options import RowOptions
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
 
@@ -34,7 +35,7 @@ def text(prompt: Any, **body: Any) -> dict[str, Any]:
 
 
 def parse(fields: dict[str, Any], **options: bool) -> Request:
-    return parse_line(Line(0, json.dumps(fields).encode()), **options)
+    return parse_line(Line(0, json.dumps(fields).encode()), RowOptions(**options))
 
 
 EVERYTHING = chat(

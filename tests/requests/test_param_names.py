@@ -15,6 +15,7 @@ from cbatch.base.request import Request
 from cbatch.base.spelling import one_edit_apart, shortened
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.lines import Line
+from cbatch.batch.row_options import RowOptions
 from cbatch.requests import param_names
 from cbatch.requests.param_names import COLUMN_NAMES, READERS, REFUSED, REST_OF_CONTEXT, is_param, own_params
 from cbatch.requests.rows import set_defaults
@@ -59,7 +60,7 @@ TRANSFORMERS_PARAMS = (
 
 
 def parse(fields: dict[str, Any], **options: bool) -> Request:
-    return parse_line(Line(0, json.dumps({"prompt": "a", **fields}).encode()), **options)
+    return parse_line(Line(0, json.dumps({"prompt": "a", **fields}).encode()), RowOptions(**options))
 
 
 def message(fields: dict[str, Any]) -> str:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
-from cbatch.batch.cache.answer_cache import FILE_NAME
+from cbatch.batch.answer_cache import FILE_NAME
 from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.jsonl import format_result
+from cbatch.batch.row import format_result
 from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.common.console import show_progress
 from cbatch.cli.run.batch_run import run_batch

@@ -12,7 +12,7 @@ from typing import Any
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import RowOutcome
+from cbatch.batch.row import RowOutcome
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.isolate.worker import WorkerDied

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, read_lines
-from cbatch.batch.output_row import OutputRow
-from cbatch.batch.pipeline import Pipeline, RunObserver
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
 from cbatch.isolate.worker import Worker
@@ -58,12 +58,9 @@ def open_fragile(config: EngineConfig) -> Replica:
     return FragileReplica(Engine(config))
 
 
-class RowCounter(RunObserver):
+class RowCounter:
     def __init__(self) -> None:
         self.rows = 0
-
-    def count(self, row: OutputRow) -> None:
-        self.rows += 1
 
 
 class KillableLauncher(LocalLauncher):
@@ -113,7 +110,7 @@ def run_to_file(
     source: Path,
     output: Path,
     *,
-    observer: RowCounter | None = None,
+    counter: RowCounter | None = None,
     resume: bool = False,
     stop_at: float = math.inf,
 ) -> None:
@@ -121,7 +118,7 @@ def run_to_file(
 
     stop_at: number of rows after which the run is interrupted
     """
-    counter = observer or RowCounter()
+    counter = counter or RowCounter()
     with FileWriter(output, input_order=True) as writer, source.open("rb") as lines:
         kept: Container[int] = ()
         if resume:
@@ -129,12 +126,14 @@ def run_to_file(
             lines.seek(0)
         else:
             writer.start(Journal())
-        pipeline = Pipeline(driver.open(OPTIONS, window=None, observer=counter), writer, counter)
-        pipeline.run(
-            read_lines(lines),
-            lambda: pipeline.interrupt(signal.SIGINT) if counter.rows >= stop_at else None,
-            kept=kept,
-        )
+        pipeline = Pipeline(driver.open(OPTIONS), writer)
+
+        def on_rows(rows: Sequence[Row]) -> None:
+            counter.rows += len(rows)
+            if counter.rows >= stop_at:
+                pipeline.interrupt(signal.SIGINT)
+
+        pipeline.run(read_lines(lines), on_rows, kept=kept)
 
 
 @dataclass
@@ -158,7 +157,7 @@ class Comparison:
 @contextmanager
 def killing(
     launcher: KillableLauncher,
-    observer: RowCounter,
+    counter: RowCounter,
     kills: int,
     chance: random.Random,
     state: Callable[[int], str] = str,
@@ -172,7 +171,7 @@ def killing(
     def kill() -> None:
         next_at = chance.randint(1, ROWS_BETWEEN_KILLS)
         while done.total() < kills and not is_over.is_set():
-            if observer.rows < next_at:
+            if counter.rows < next_at:
                 time.sleep(0.001)
                 continue
             time.sleep(chance.uniform(0, 0.02))
@@ -181,7 +180,7 @@ def killing(
             killed = next((number for number in numbers if launcher.send(number, signal.SIGKILL)), None)
             if killed is not None:
                 done[before[killed]] += 1
-                next_at = observer.rows + ROWS_BETWEEN_KILLS
+                next_at = counter.rows + ROWS_BETWEEN_KILLS
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.batch.journal import CHECK
-from cbatch.batch.jsonl import format_result
+from cbatch.batch.row import format_result
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:

@@ -48,10 +48,10 @@ def measure_replicas(
 def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
     """Does the work once. Raises ConfigError if a request fails."""
     stats = RunStats()
-    stats.attach(driver)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     options = RowOptions(RequestDefaults(params=params, with_token_ids=True))
-    source = driver.open(options, window=len(work.prompts), observer=stats)
+    source = driver.open(options, window=len(work.prompts))
+    stats.attach(driver, source)
     requests = zip(work.prompts, work.output_lengths, strict=True)
     lines = (
         Line(index, json.dumps({"prompt_token_ids": prompt, "max_tokens": length}).encode())
@@ -61,9 +61,9 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
     with closing(source.finished(lines)) as finished:
         for rows in finished:
             source.release([row.position for row in rows])
+            stats.count(rows)
             for row in rows:
-                stats.count(row)
-                if row.outcome.error_code is not None:
+                if row.has_failed:
                     raise ConfigError(f"A request failed on a replica: {row.outcome.error_message}")
                 found[row.index] = row.data
     stats.detach()
@@ -72,10 +72,10 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
         output_tokens_per_s=work.output_tokens / max(stats.elapsed_s, 1e-9),
         ttft_s=stats.ttft_s,
         tpot_s=stats.tpot_s,
-        steps=stats.counters.steps,
-        preemptions=stats.counters.preemptions,
-        drafted_tokens=stats.counters.drafted_tokens,
-        accepted_tokens=stats.counters.accepted_tokens,
+        steps=stats.engines.num_steps,
+        preemptions=stats.engines.num_preemptions,
+        drafted_tokens=stats.engines.num_drafted_tokens,
+        accepted_tokens=stats.engines.num_accepted_tokens,
         replicas=stats.replicas,
     )
     return MeasuredRun([json.loads(found[index])["token_ids"] for index in sorted(found)], metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.resume import ResumePlan
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import FileWriter, RowWriter
@@ -42,25 +43,34 @@ def run_batch(
     while_running: a context for the time in which the run may be interrupted
     """
     quiet, total = options.quiet, None if options.quiet else source.count()
-    stats.attach(driver)
     row_options = _with_token_journal(options, output, driver)
-    rows = driver.open(row_options, window=options.window, observer=stats)  # raises before the output changes
+    stream = driver.open(row_options, window=options.window)  # raises before the output changes
+    stats.attach(driver, stream)
     plan = ResumePlan()
     if isinstance(output, FileWriter):
         lines, plan = _prepare_file(output, options, source, driver, row_options, progress)
         stats.rows_kept, stats.errors_kept = plan.rows, plan.errors
     else:
         lines = source.lines()
-    pipeline = Pipeline(rows, output, stats, on_error=notice if options.verbose else None)
+    pipeline = Pipeline(stream, output)
     details = partial(replica_lines, stats, driver) if options.verbose else no_details
-    display = progress(total, RunProgress(stats, driver, rows, total).state, details)
+    display = progress(total, RunProgress(stats, driver, stream, total).state, details)
+
+    def on_rows(rows: Sequence[Row]) -> None:
+        stats.count(rows)
+        if options.verbose:
+            for row in rows:
+                if row.has_failed:
+                    notice(row.outcome.error_message)
+        tick()
+
     try:
         with while_running(pipeline), display as tick:
-            pipeline.run(plan.with_history(lines), tick, kept=plan, max_errors=options.max_errors)
+            pipeline.run(plan.with_history(lines), on_rows, kept=plan, max_errors=options.max_errors)
     finally:
         stats.detach()
         if not quiet and not isinstance(sys.exception(), ReaderGone):
-            for line in stats.summary(driver, pipeline.waited_for_output_s):
+            for line in stats.summary(driver):
                 notice(line)
             if output.note:
                 notice(output.note)

@@ -80,7 +80,7 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
     engine = _load(options, stats)
 
     from cbatch.batch.line_processor import LineProcessor
-    from cbatch.batch.pipeline import checked_lines
+    from cbatch.batch.lines import checked_lines
     from cbatch.cli.run.check import InputCheck
     from cbatch.cli.run.estimate.estimate import estimate_run
     from cbatch.cli.run.estimate.sample_run import ROWS_PER_SLOT, RowSample

@@ -14,7 +14,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.option import option
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.base.template_options import FIXED_DATE, TemplateOptions
-from cbatch.batch.cache.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
+from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
 from cbatch.batch.forms import (
     INPUT_FORMS,
     OUTPUT_FORMS,

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from tqdm import tqdm
 
 from cbatch.base.units import format_count
-from cbatch.batch.ordering.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN
+from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
 from cbatch.cli.common.console import notice
 from cbatch.cli.run.stats import RunStats
 
 if TYPE_CHECKING:
-    from cbatch.batch.driver import BatchDriver, RowSource
-    from cbatch.batch.ordering.work_ahead import WorkAhead
+    from cbatch.batch.driver import BatchDriver, RowStream, WorkAhead
     from cbatch.engine.stats import EngineStats
 
 RECENT_SECONDS = 5.0
@@ -67,16 +66,16 @@ def tokens_left(stats: RunStats, rows_left: int, ahead: WorkAhead | None) -> Tok
 class RunProgress:
     """What a display shows of a run. It also says, once, that a few long rows leave most slots idle."""
 
-    def __init__(self, stats: RunStats, driver: BatchDriver, rows: RowSource, total: int | None) -> None:
+    def __init__(self, stats: RunStats, driver: BatchDriver, stream: RowStream, total: int | None) -> None:
         """`total`: number of rows, if it is known."""
-        self._stats, self._driver, self._rows, self._total = stats, driver, rows, total
+        self._stats, self._driver, self._stream, self._total = stats, driver, stream, total
         self._steps: deque[tuple[float, int]] = deque()
         """When how many steps were done."""
         self._tail_is_told = False
 
     def state(self) -> tuple[int, str]:
         """The number of rows that are done, and the text that follows it."""
-        stats, now, ahead = self._stats, self._driver.stats(), self._rows.ahead()
+        stats, now, ahead = self._stats, self._driver.stats(), self._stream.ahead()
         done, step_s = stats.rows + stats.rows_kept, self._step_s(now.num_steps)
         left = tokens_left(stats, self._total - done, ahead) if self._total else None
         seconds = left.seconds(stats.running_s) if left is not None else None

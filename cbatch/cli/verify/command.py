@@ -57,7 +57,7 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
                 source,
                 stored,
                 progress=partial(show_progress, quiet=quiet),
-                while_running=lambda recomputation: handle_signals(recomputation.interrupt),
+                while_running=lambda pipeline: handle_signals(pipeline.interrupt),
             )
     return _show(report, quiet=quiet)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
 from cbatch.batch.journal import Journal, StoredRows
-from cbatch.batch.pipeline import checked_lines
+from cbatch.batch.lines import checked_lines
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.cli.verify.report import MAX_SHOWN, damage_sentences, verb
 

@@ -4,58 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
-from cbatch.base.errors import ConfigError, Interrupted
-from cbatch.batch.driver import BatchDriver, RowSource
+from cbatch.base.errors import ConfigError
+from cbatch.batch.driver import BatchDriver
 from cbatch.batch.forms import unit_of
 from cbatch.batch.journal import StoredRow, StoredRows
-from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
-from cbatch.batch.pipeline import RunObserver, checked_lines
+from cbatch.batch.lines import Line, checked_lines
+from cbatch.batch.pipeline import Pipeline
+from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
+from cbatch.batch.writer import RowWriter
 from cbatch.cli.common.console import ProgressState
 from cbatch.cli.verify.options import VerifyOptions
 from cbatch.cli.verify.report import COMPANIES, LeftOut, Report
 from cbatch.requests.row_keys import explain_difference
-
-
-class Recomputation:
-    """Gives rows of output of one engine, one pass over lines after the other."""
-
-    def __init__(self, driver: BatchDriver, options: RowOptions) -> None:
-        self._driver, self._options = driver, options
-        self._source: RowSource | None = None
-        self._signum: int | None = None
-
-    def rows(self, lines: Sequence[Line], *, alone: bool) -> Iterator[list[OutputRow]]:
-        """Yields finished rows, now and then none.
-
-        alone: each line waits until the one before is finished; else as many run at once as the engine takes
-
-        Raises EngineError if the engine fails, and Interrupted after `interrupt`.
-        """
-        window = 1 if alone else None
-        self._source = source = self._driver.open(self._options, window=window, observer=RunObserver())
-        self._raise_if_interrupted()
-        with closing(source.finished(lines)) as finished:
-            for rows in finished:
-                source.release([row.position for row in rows])
-                yield rows
-        self._raise_if_interrupted()
-
-    def interrupt(self, signum: int) -> None:
-        """Ends the pass. May be called in a signal handler."""
-        self._signum = signum
-        if self._source is not None:
-            self._source.stop()
-
-    def _raise_if_interrupted(self) -> None:
-        if self._signum is not None:
-            raise Interrupted(self._signum)
-
 
 ShowProgress = Callable[[int, ProgressState], AbstractContextManager[Callable[[], None]]]
 
@@ -67,29 +33,32 @@ def verify_rows(
     stored: StoredRows,
     *,
     progress: ShowProgress,
-    while_running: Callable[[Recomputation], AbstractContextManager[object]],
+    while_running: Callable[[Pipeline], AbstractContextManager[object]],
 ) -> Report:
     """Runs a sample of the rows again, and compares them with the file.
 
     while_running: a context for the time in which the run may be interrupted
 
-    Raises ConfigError if the file is empty, RunFailed if the input cannot be read, and as `Recomputation` does.
+    Raises ConfigError if the file is empty, RunFailed if the input cannot be read, and as `Pipeline.run` does.
     """
     rows, report = _sampled(options, stored)
     row_options = options.run.row_options()
     lines = _fitting(driver, row_options, _lines_of(source, rows), rows, report)
-    recomputation = Recomputation(driver, row_options)
     done = 0
-    with (
-        while_running(recomputation),
-        progress(len(COMPANIES) * len(lines), lambda: (done, "run again")) as tick,
-    ):
+
+    def take(company: str, made: Sequence[Row]) -> None:
+        nonlocal done
+        for row in made:
+            report.compare(company, rows[row.index], json.loads(row.data))
+        done += len(made)
+        tick()
+
+    with progress(len(COMPANIES) * len(lines), lambda: (done, "run again")) as tick:
         for company in COMPANIES:
-            for made in recomputation.rows(_in_order(lines, company, options.sample_seed), alone=company == "alone"):
-                for row in made:
-                    report.compare(company, rows[row.index], json.loads(row.data))
-                done += len(made)
-                tick()
+            stream = driver.open(row_options, window=1 if company == "alone" else None)
+            pipeline = Pipeline(stream, RowWriter())
+            with while_running(pipeline):
+                pipeline.run(_in_order(lines, company, options.sample_seed), partial(take, company))
     return report
 
 

@@ -17,6 +17,7 @@ import pytest
 from cbatch.base.errors import ConfigError
 from cbatch.batch.forms import WHOLE, InputForm, Shard, unit_of
 from cbatch.batch.jsonl import parse_line
+from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.templates import JinjaTemplate, PromptTemplate
 
@@ -35,7 +36,7 @@ def in_form(form: InputForm, rows: list[dict[str, Any]]) -> bytes:
 
 
 def prompts(lines: Iterator[Any], unit: str = "row") -> list[tuple[int, str | None]]:
-    rows = [parse_line(line, has_columns=True, unit=unit) for line in lines]
+    rows = [parse_line(line, RowOptions(has_columns=True, unit=unit)) for line in lines]
     return [(row.index, row.text if row.error is None else str(row.error)) for row in rows]
 
 
@@ -159,7 +160,7 @@ def test_cells_are_fields_without_a_template() -> None:
         ",13,12.0,,end,,,7\n"
     )
     lines = RowInput(io.BytesIO(data.encode()), "in", "csv").lines()
-    first, second = [parse_line(line, has_columns=True, unit="row") for line in lines]
+    first, second = [parse_line(line, RowOptions(has_columns=True, unit="row")) for line in lines]
     assert first.error is None and second.error is None
     assert (first.id, first.prompt, first.raw, second.id, second.prompt) == ("a", "12", True, None, "13")
     assert first.params == {"max_tokens": 5, "temperature": 0.5, "stop": ["x", "y"], "regex": "[0-9]"}

@@ -14,18 +14,17 @@ import pytest
 from cbatch.base.errors import ConfigError, Interrupted, RunFailed
 from cbatch.batch.forms import Compression, OutputForm
 from cbatch.batch.journal import Journal
-from cbatch.batch.jsonl import format_result
 from cbatch.batch.lines import Line
-from cbatch.batch.output_row import OutputRow
+from cbatch.batch.row import Row, format_result
 from cbatch.batch.tables.table_writer import TableWriter, journal_of
 
 KEYS = [f"{number:032x}" for number in range(9)]
 
 
-def row(index: int, *, error: bool = False, **extra: Any) -> OutputRow:
+def row(index: int, *, error: bool = False, **extra: Any) -> Row:
     fields: dict[str, Any] = {"index": index, "id": None}
     fields |= {"error": {"code": "c", "message": "m"}} if error else {"text": f"t{index}", "finish_reason": "stop"}
-    return OutputRow(index, index, format_result(fields | {"key": KEYS[index], "extra": extra}))
+    return Row(index, index, format_result(fields | {"key": KEYS[index], "extra": extra}))
 
 
 def keyed(lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
@@ -36,7 +35,7 @@ def lines(count: int) -> Iterator[Line]:
     return iter([Line(index, b"") for index in range(count)])
 
 
-def write(path: Path, rows: list[OutputRow], form: OutputForm = "csv", kind: Compression | None = None) -> str:
+def write(path: Path, rows: list[Row], form: OutputForm = "csv", kind: Compression | None = None) -> str:
     """A whole run. Returns its note."""
     with TableWriter(path, form, kind) as writer:
         writer.start(Journal())

@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from cbatch.batch.ordering.work_ahead import PROMPT_TOKENS_PER_OUTPUT_TOKEN, WorkAhead
-from cbatch.batch.output_row import OutputRow, RowOutcome
+from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN, WorkAhead
+from cbatch.batch.row import Row, RowOutcome
 from cbatch.cli.run import progress as progress_module
 from cbatch.cli.run.progress import RunProgress, tokens_left
 from cbatch.cli.run.stats import RunStats
+from cbatch.engine.stats import total_stats
 
 
 def stats_of(*rows: tuple[int, int], cached: int = 0, in_flight: int = 0) -> RunStats:
     """Figures after rows of so many prompt and output tokens, and tokens of rows that go on; it began at time 0."""
-    stats = RunStats()
-    stats.start(0.0)
+    stats, tokens = RunStats(), sum(output for _, output in rows) + in_flight
+    driver: Any = SimpleNamespace(stats=lambda: total_stats(()), each=lambda: ())
+    stats.attach(driver, SimpleNamespace(started_at=0.0, output_tokens=tokens))  # type: ignore[arg-type]
     for number, (prompt, output) in enumerate(rows):
         outcome = RowOutcome(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
-        stats.count(OutputRow(number, number, b"", outcome))
-    stats.output_tokens = sum(output for _, output in rows) + in_flight
+        stats.count([Row(number, number, b"", outcome)])
     return stats
 
 
@@ -114,8 +115,8 @@ def test_the_long_tail_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_tail_while_slots_are_busy(monkeypatch: pytest.MonkeyPatch, busy: dict[str, int]) -> None:
     """Guards against calling the middle of a run its end; and a batch that never filled the slots has no tail."""
     stats = stats_of(*[(8, 100)] * 10)
-    for total_stats, state in ((stats, busy), (stats_of((8, 100)), {})):
-        run = Run(monkeypatch, 20, total_stats)
+    for figures, state in ((stats, busy), (stats_of((8, 100)), {})):
+        run = Run(monkeypatch, 20, figures)
         run.running, run.waiting = 3, 0
         run.work = WorkAhead(rows=3, output_tokens=100, longest_likely=100, longest=412, is_last=True)
         vars(run).update(state)

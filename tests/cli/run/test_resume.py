@@ -15,7 +15,7 @@ import pytest
 
 from cbatch.batch import writer as writer_module
 from cbatch.batch.journal import Journal
-from cbatch.batch.jsonl import format_result
+from cbatch.batch.row import format_result
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
 from tests.support.model_folder import save_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,30 +10,29 @@ import pytest
 
 from cbatch.base.errors import RequestError
 from cbatch.batch.driver import ReplicaStatus
-from cbatch.batch.engine_driver import output_row
-from cbatch.batch.output_row import OutputRow
-from cbatch.batch.row_stream import FinishedRow
+from cbatch.batch.row import Row
 from cbatch.cli.run.batch_run import replica_lines
-from cbatch.cli.run.stats import EngineCounters, RunStats, bottleneck
+from cbatch.cli.run.stats import RunStats, bottleneck, since
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
 
+STREAM: Any = SimpleNamespace(output_tokens=0, started_at=None, waited_for_consumer_s=0.0)
 
-def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> OutputRow:
+
+def result(tokens: int, first: float = 1.0, last: float = 2.0, error: RequestError | None = None) -> Row:
     choices, usage = [Choice(token_ids=range(tokens))], Usage(7, tokens)
     completion = Completion(choices=choices, usage=usage, error=error, timing=Timing(0.25, first, last))
-    return output_row(FinishedRow(0, completion))
+    row = Row(0, 0)
+    row.finish(completion)
+    return row
 
 
 def test_figures_of_a_run() -> None:
     """Guards --stats: time to the first token from when the row was taken, time per token after that."""
-    stats = RunStats()
-    stats.start(0.0)
-    stats.start(5.0)
-    for tokens, last in ((11, 3.0), (21, 4.0), (1, 1.0)):
-        stats.count(result(tokens, last=last))
-        stats.output_tokens += tokens
-    stats.count(result(0, error=RequestError("nan_logits", "m"), last=4.5))
+    stats, driver = RunStats(), TwoReplicas()
+    stats.attach(driver, SimpleNamespace(output_tokens=33, started_at=0.0))  # type: ignore[arg-type]
+    stats.count([result(tokens, last=last) for tokens, last in ((11, 3.0), (21, 4.0), (1, 1.0))])
+    stats.count([result(0, error=RequestError("nan_logits", "m"), last=4.5)])
     figures = stats.as_dict()
     assert (figures["rows"], figures["errors"], figures["error_codes"]) == (4, 1, {"nan_logits": 1})
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (21, 33)
@@ -65,18 +63,17 @@ def test_nothing_was_run() -> None:
 )
 def test_what_limited_a_run(state: dict[str, Any], waited: float, expected: str) -> None:
     """Guards the last line of the summary: it names the option that a person would change first."""
-    held = Counter(state.get("held_back", {}))
     driver: Any = SimpleNamespace(limits=SimpleNamespace(max_seqs=8, max_batch_tokens=64), num_engines=1)
-    counters = EngineCounters(100, 3, 0, state.get("num_shrinks", 0), state.get("idle_s", 0.0), held)
-    assert expected in bottleneck(driver, counters, 10.0, waited)
+    done = replace(total_stats(()), num_steps=100, num_preemptions=3, **state)
+    assert expected in bottleneck(driver, done, 10.0, waited)
 
 
 def test_a_second_run_on_an_engine_counts_its_own() -> None:
     """Guards the figures of a batch in a chat, whose engine has worked before."""
-    before = EngineCounters(100, 3, 1, 0, 60.0, Counter(slots=5))
-    assert EngineCounters(110, 3, 2, 0, 61.0, Counter(slots=7)) - before == EngineCounters(
-        10, 0, 1, 0, 1.0, Counter(slots=2)
-    )
+    before = replace(total_stats(()), num_steps=100, num_preemptions=3, idle_s=60.0, held_back={"slots": 5})
+    now = replace(before, num_running=2, num_steps=110, num_retries=1, idle_s=61.0, held_back={"slots": 7})
+    done = replace(total_stats(()), num_running=2, num_steps=10, num_retries=1, idle_s=1.0, held_back={"slots": 2})
+    assert since(now, before) == done
 
 
 class TwoReplicas:
@@ -101,7 +98,7 @@ def test_figures_of_each_replica() -> None:
     """Guards --stats with replicas: sums at the top, and what each has done since the run began, not before."""
     driver: Any = TwoReplicas()
     stats = RunStats()
-    stats.attach(driver)
+    stats.attach(driver, STREAM)
     stats.rows, driver.lives = 12, 3
     stats.detach()
     driver.lives = 9  # whatever comes later does not count
@@ -111,7 +108,7 @@ def test_figures_of_each_replica() -> None:
     assert (two["rows"], two["steps"], two["output_tokens"], two["deaths"]) == (14, 20, 200, 2)
     assert two["problem"] == "died: killed by signal 9" and two["state"] == "running"
     assert (figures["steps"], figures["deaths"], figures["copies"]) == (40, 2, 6)
-    (line,) = (line for line in stats.summary(driver, 0.0) if line.startswith("replicas: "))
+    (line,) = (line for line in stats.summary(driver) if line.startswith("replicas: "))
     assert line == (
         "replicas: replica 2 died: killed by signal 9 (the last of 2 deaths); "
         "6 unfinished rows were also given to idle ones"
@@ -122,7 +119,7 @@ def test_a_line_for_each_replica() -> None:
     """Guards the lines of -v: what a replica does, what it has done in this run, and its deaths."""
     driver: Any = TwoReplicas()
     stats = RunStats()
-    stats.attach(driver)
+    stats.attach(driver, STREAM)
     driver.lives = 2
     assert replica_lines(stats, driver) == [
         "replica 1: 0 run, 0 wait, KV 0%, 0 rows, 100 tokens, 3 copies",
@@ -133,5 +130,5 @@ def test_a_line_for_each_replica() -> None:
 def test_idle_replicas_are_counted_by_their_share() -> None:
     """Guards the bottleneck: two replicas that idle for a second each have idled for a tenth of ten seconds."""
     driver: Any = TwoReplicas()
-    assert "seldom more rows" in bottleneck(driver, EngineCounters(100, idle_s=5.0), 10.0, 0.0)
-    assert "nothing to do for 40%" in bottleneck(driver, EngineCounters(100, idle_s=8.0), 10.0, 0.0)
+    assert "seldom more rows" in bottleneck(driver, replace(total_stats(()), num_steps=100, idle_s=5.0), 10.0, 0.0)
+    assert "nothing to do for 40%" in bottleneck(driver, replace(total_stats(()), num_steps=100, idle_s=8.0), 10.0, 0.0)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cbatch.batch.driver import RowStream
+from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.pipeline import Pipeline
-from cbatch.batch.row_stream import RowStream
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
 from cbatch.cli.run.stats import RunStats
@@ -31,7 +32,7 @@ PLACES: list[tuple[type, str, int]] = [
     (Pipeline, "_write", 3),
     (RunStats, "count", 5),
     (RowStream, "release", 3),
-    (RowStream, "_submit", 10),
+    (EngineStream, "_submit", 10),
     (LineProcessor, "process", 10),
     (SteppingEngine, "step", 6),
     (EngineThread, "_deliver", 8),

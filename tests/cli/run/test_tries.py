@@ -11,8 +11,8 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
+from cbatch.batch import rounds
 from cbatch.batch.resume import ResumePlan
-from cbatch.batch.rounds import try_loop
 from cbatch.cli.common import replicas as replicas_module
 from cbatch.cli.main import run_command
 from tests.cli.run.test_resume import Case
@@ -147,9 +147,9 @@ def test_options_that_cannot_be_met_are_refused_before_a_model_is_loaded(
 def test_planted_faults_would_be_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tests above: plants tries that depend on what ran before, and a resumed run that forgets tries."""
     count = itertools.count(2)
-    right = try_loop.nth_try
+    right = rounds.nth_try
     with monkeypatch.context() as patch:
-        patch.setattr(try_loop, "nth_try", lambda request, number, messages: right(request, next(count), messages))
+        patch.setattr(rounds, "nth_try", lambda request, number, messages: right(request, next(count), messages))
         assert case.run(*TRIES) == 1
         whole = case.out.read_bytes()
         case.out.write_bytes(whole.splitlines(keepends=True)[-1])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cbatch.batch.jsonl import format_result, format_row
+from cbatch.batch.row import format_result, format_row
 from cbatch.cli.main import run_command
 
 

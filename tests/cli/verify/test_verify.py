@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from cbatch.base.errors import Interrupted
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
 from cbatch.cli.main import run_command
-from cbatch.cli.verify.verification import Recomputation
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.batch import Logits
 from tests.support.model_folder import make_tokenizer, save_model
@@ -206,21 +200,3 @@ def test_a_sample_that_is_none_is_refused(verify: Verify, finished: Path) -> Non
     """Guards the option's sentence."""
     found = verify(finished / "out.jsonl", "--sample", "0")
     assert found.code == 2 and "'0' is neither a number of rows from 1 on nor a share such as 5%" in found.sentences
-
-
-def test_an_interruption_ends_a_pass() -> None:
-    """Guards Ctrl-C: the pass ends, and so does the command, with the exit code of the signal."""
-    stopped: list[bool] = []
-    source = SimpleNamespace(
-        finished=lambda lines: (rows for rows in [[], []]), release=lambda _: None, stop=lambda: stopped.append(True)
-    )
-    driver: Any = SimpleNamespace(open=lambda *_, **__: source)
-    recomputation = Recomputation(driver, RowOptions())
-    passing = recomputation.rows([Line(0, b"{}")], alone=True)
-    next(passing)
-    recomputation.interrupt(signal.SIGINT)
-    with pytest.raises(Interrupted) as raised:
-        list(passing)
-    assert stopped == [True] and raised.value.exit_code == 130
-    with pytest.raises(Interrupted):
-        list(recomputation.rows([], alone=False))

@@ -12,9 +12,11 @@ from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams, derive_seed
 from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
-from cbatch.batch.jsonl import format_row, parse_line
+from cbatch.batch.jsonl import parse_line
 from cbatch.batch.lines import Line, read_lines
 from cbatch.cli.chat.session.session import Reply, Session, as_plain_text
+from cbatch.batch.row import format_row
+from cbatch.batch.row_options import RowOptions
 from cbatch.cli.common.exits import UserError
 
 
@@ -145,7 +147,7 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
 def _find_row(path: Path, index: int) -> Request:
     for line in _lines(path):
         if line.index == index:
-            row = parse_line(line, allow_unknown=True)
+            row = parse_line(line, RowOptions(allow_unknown=True))
             try:
                 SamplingParams().merged(row.given)
             except RequestError as error:

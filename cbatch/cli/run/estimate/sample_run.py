@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cbatch.api import Engine
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.request import EventCallback, Request
-from cbatch.batch.ordering.output_forecast import ends_by_limit
+from cbatch.batch.feed import ends_by_limit
 from cbatch.engine.stats import StepRecord
 
 ROWS_PER_SLOT = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.batch.ordering.output_forecast import LEAST_SAMPLES, OutputForecast, ends_by_limit, output_limit
+from cbatch.batch.feed import LEAST_SAMPLES, OutputForecast, ends_by_limit, output_limit
 from cbatch.schedule.forecast import PRIOR
 from cbatch.schedule.limits import SequenceLimits
 from tests.support.queued_requests import encoded

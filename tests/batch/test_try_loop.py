@@ -20,10 +20,11 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.params import derive_seed
 from cbatch.base.request import Request
 from cbatch.base.request_defaults import RequestDefaults
+from cbatch.batch import rounds
+from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
-from cbatch.batch.rounds import try_loop
-from cbatch.batch.row_stream import RowStream
+from cbatch.batch.row_options import RowOptions
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
@@ -54,7 +55,7 @@ def run(engine: Engine, rows: list[dict[str, Any]] = ROWS, **options: Any) -> li
 
 def processor(engine: Engine, validation: Validation | None) -> LineProcessor:
     inputs = engine.core.input_processor(RequestDefaults(params=SAMPLED))
-    return LineProcessor(inputs, validation=validation)
+    return LineProcessor(inputs, RowOptions(validation=validation))
 
 
 def nth_alone(engine: Engine, number: int) -> list[Completion]:
@@ -95,8 +96,8 @@ def test_tries_are_those_of_rows_alone(engine: Engine) -> None:
 
 def test_the_same_seed_in_each_try_would_be_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above: plants tries that repeat the first one."""
-    right = try_loop.nth_try
-    monkeypatch.setattr(try_loop, "nth_try", lambda request, number, messages: right(request, 1, messages))
+    right = rounds.nth_try
+    monkeypatch.setattr(rounds, "nth_try", lambda request, number, messages: right(request, 1, messages))
     assert mismatches(engine, 3)
 
 
@@ -160,7 +161,7 @@ def test_a_conversation_that_grows_too_long_ends_with_its_last_answer(engine: En
 
 def test_a_check_that_breaks_ends_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the run against waiting for ever for a row whose check has raised."""
-    monkeypatch.setattr(try_loop.TryLoop, "_first_error", lambda self, completion: 1 / 0)
+    monkeypatch.setattr(rounds.TryLoop, "_first_error", lambda self, completion: 1 / 0)
     for row in run(engine, validate="regex=a"):
         assert row.error is not None and row.error.code == "internal_error" and "ZeroDivisionError" in str(row.error)
 
@@ -181,7 +182,7 @@ def test_generation_does_not_wait_for_checks(engine: Engine) -> None:
     while engine.stats().num_tokens - before < sum(4 * row.get("n", 1) for row in ROWS):
         assert thread.is_alive()
         thread.join(0.01)
-    assert len(seen) <= try_loop.NUM_THREADS and not rows
+    assert len(seen) <= rounds.NUM_CHECKS and not rows
     gate.set()
     thread.join(30)
     assert len(rows) == 12 and all(row.error is None for row in rows)
@@ -191,7 +192,7 @@ def test_leaving_early_ends_the_checks(engine: Engine, tmp_path: Path) -> None:
     """Guards the machine against a check that goes on after its run was left."""
     note = tmp_path / "pid"
     check = Validation.of([f"command=sh -c 'echo $$ > {note}; sleep 60'"])
-    stream = RowStream(engine.thread, processor(engine, check), window=4)
+    stream = EngineStream(engine.thread, processor(engine, check), window=4)
     with closing(stream.finished(lines_of(ROWS[:1]))) as finished:
         while not (note.exists() and note.read_text()):
             assert next(finished) == []
@@ -204,7 +205,7 @@ def test_leaving_early_ends_the_checks(engine: Engine, tmp_path: Path) -> None:
 def test_an_answer_after_the_end_stays_unfinished(engine: Engine) -> None:
     """Guards a loop that is left while answers wait to be read: no error, and no row that nobody has checked."""
     check = Validation.of([good])
-    stream = RowStream(engine.thread, processor(engine, check), window=12)
+    stream = EngineStream(engine.thread, processor(engine, check), window=12)
     with closing(stream.finished(lines_of(ROWS))) as finished:
         next(finished)
         while stream._inbox.qsize() < 3:
@@ -247,7 +248,7 @@ def test_further_tries_go_on_where_earlier_runs_ended(engine: Engine) -> None:
     def tries_from(start: int) -> tuple[int, list[str]]:
         seen: list[str] = []
         check = Validation.of([lambda text: seen.append(text) or "no"], tries=2)
-        stream = RowStream(engine.thread, processor(engine, check), window=4)
+        stream = EngineStream(engine.thread, processor(engine, check), window=4)
         lines = (replace(line, tries=start) for line in lines_of([ROWS[0]]))
         (row,) = [one.completion for rows in stream.finished(lines) for one in rows]
         assert row.validation is not None

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.request import Request
-from cbatch.batch.cache.answer_cache import AnswerCache, CacheConfig
+from cbatch.batch.answer_cache import AnswerCache, CacheConfig
+from cbatch.batch.row import Row
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.recorded_outputs import content_key, events_of, record
-
-
-class WaitingRow(NamedTuple):
-    """A row that need not be submitted, since another one is asking for the same at this moment."""
-
-    position: int
-    request: Request
-    taken_at: float
 
 
 class CachedOutputs:
@@ -30,7 +22,7 @@ class CachedOutputs:
             raise ConfigError("A cache needs a model of a folder or the hub: one made in memory has no fingerprint.")
         self._engine, self._model = engine, engine.fingerprint
         self._cache = AnswerCache(config)
-        self._waiting: dict[bytes, list[WaitingRow]] = {}
+        self._waiting: dict[bytes, list[Row]] = {}
         """For each request that is being computed: the rows that wait for its outputs."""
         self._lock = threading.Lock()
 
@@ -56,7 +48,7 @@ class CachedOutputs:
         records = {self._key(outputs.request): record(outputs) for outputs in computed}
         self._cache.put({key: data for key, data in records.items() if data is not None})
 
-    def defer(self, row: WaitingRow) -> bool:
+    def defer(self, row: Row) -> bool:
         """Takes a row if a request like its own is being computed; else, its own is from now on."""
         key = self._key(row.request)
         with self._lock:
@@ -68,7 +60,7 @@ class CachedOutputs:
             self._waiting[key] = []
             return False
 
-    def settle(self, request: Request) -> list[WaitingRow]:
+    def settle(self, request: Request) -> list[Row]:
         """A request has ended, whatever came of it. Gives the rows that waited for it."""
         with self._lock:
             return self._waiting.pop(self._key(request), [])

@@ -14,12 +14,13 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
-from cbatch.batch.cache import cached_outputs
-from cbatch.batch.cache.answer_cache import FILE_NAME, CacheConfig, _checksum
-from cbatch.batch.cache.cached_outputs import CachedOutputs
+from cbatch.batch import cached_outputs
+from cbatch.batch.answer_cache import FILE_NAME, CacheConfig, _checksum
+from cbatch.batch.cached_outputs import CachedOutputs
+from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
-from cbatch.batch.row_stream import RowStream
+from cbatch.batch.row_options import RowOptions
 from cbatch.requests import recorded_outputs
 from cbatch.requests.completion import Completion
 from tests.support.model_folder import save_model
@@ -105,8 +106,8 @@ def test_equal_rows_are_computed_once_also_side_by_side(engine: Engine, tmp_path
 
 def test_rows_that_wait_for_a_cancelled_one_are_computed(engine: Engine, tmp_path: Path) -> None:
     """Guards replicas, which cancel a row that another one has finished, and everybody who waits for its answer."""
-    processor = LineProcessor(engine.core.input_processor(), cache=CacheConfig(str(tmp_path)))
-    stream = RowStream(engine.thread, processor, window=4)
+    processor = LineProcessor(engine.core.input_processor(), RowOptions(cache=CacheConfig(str(tmp_path))))
+    stream = EngineStream(engine.thread, processor, window=4)
     rows = [{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}] * 3
     found: list[int] = []
     with closing(stream.finished(lines_of(rows))) as finished:

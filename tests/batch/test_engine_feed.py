@@ -7,9 +7,8 @@ from typing import Any
 
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.request import EventCallback, Request
-from cbatch.batch.ordering.engine_feed import EngineFeed
-from cbatch.batch.ordering.output_forecast import OutputForecast
-from cbatch.batch.ordering.work_order import QueuedRequest
+from cbatch.batch.feed import EngineFeed, OutputForecast
+from cbatch.batch.row import Row
 from tests.support.queued_requests import encoded, queued
 
 
@@ -34,10 +33,10 @@ class Feed:
 
     def __init__(self, max_seqs: int = 4, capacity: int = 10**6, *, reorders: bool = True) -> None:
         self.thread: Any = FakeEngineThread(max_seqs, capacity)
-        self.feed = EngineFeed(self.thread, OutputForecast(), reorders=reorders)
-        self.requests: dict[int, QueuedRequest] = {}
+        self.feed = EngineFeed(self.thread, OutputForecast(), lambda row, event: None, reorders=reorders)
+        self.requests: dict[int, Row] = {}
 
-    def put(self, position: int, limit: int = 8, tokens: int = 0, **request: Any) -> QueuedRequest:
+    def put(self, position: int, limit: int = 8, tokens: int = 0, **request: Any) -> Row:
         made = self.requests[position] = queued(position, encoded(**request), limit, tokens)
         self.feed.put(made)
         return made

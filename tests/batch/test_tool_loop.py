@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.batch.rounds.tool_loop import ToolLoop
+from cbatch.batch.rounds import ToolLoop
 from cbatch.cli.main import run_command
 from tests.cli.run.test_output_formats import ROUNDS
 from tests.support.model_folder import save_model

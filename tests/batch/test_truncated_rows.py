@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cbatch.batch.journal import with_check
-from cbatch.batch.jsonl import format_result, format_row
 from cbatch.batch.resume import earlier_limits, known_tokens, with_key
+from cbatch.batch.row import format_result, format_row
 
 OLD, NEW = "0" * 32, "1" * 32
 

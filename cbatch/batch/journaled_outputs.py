@@ -14,6 +14,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import KnownOutput
 from cbatch.base.request import Request
 from cbatch.base.units import format_count
+from cbatch.batch.row import Row
 from cbatch.batch.token_journal import TokenJournal, TokenJournalConfig, TokenRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.output_processor import OutputProcessor
@@ -73,24 +74,24 @@ class JournaledOutputs:
         elif row.key != request.key:
             self._changed.add(request.index)
 
-    def follow(self, position: int, outputs: OutputProcessor) -> None:
-        """Journals the outputs of a request of the row at a position from now on."""
-        request = outputs.request
+    def follow(self, row: Row) -> None:
+        """Journals what the row's request gets from now on."""
+        request = row.request
         if not _can_go_on(request):
             return
-        followed = _Followed(outputs, [0] * request.params.n)
-        if (row := self._journal.unfinished.get(request.index)) is not None:
+        followed = _Followed(row.outputs, [0] * request.params.n)
+        if (before := self._journal.unfinished.get(request.index)) is not None:
             followed.key = self._key(request)
-            for number, known in row.requests.get(followed.key, {}).items():
+            for number, known in before.requests.get(followed.key, {}).items():
                 followed.written[number] = len(known.token_ids)
         with self._lock:
-            self._rows.setdefault(position, []).append(followed)
+            self._rows.setdefault(row.position, []).append(followed)
 
-    def forget(self, position: int, index: int) -> None:
-        """The row at a position, which answers the line with this index, is finished."""
+    def forget(self, row: Row) -> None:
+        """A row is finished."""
         with self._lock:
-            self._rows.pop(position, None)
-        self._journal.drop(index)
+            self._rows.pop(row.position, None)
+        self._journal.drop(row.index)
 
     def tick(self) -> None:
         """Writes if it is time to; called several times a second, after finished rows were written."""

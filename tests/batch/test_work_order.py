@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from cbatch.batch.ordering.work_order import LEAST_BEGINNING, QueuedRequest, WorkOrder, beginning_of
+from cbatch.batch.feed import LEAST_BEGINNING, WorkOrder, beginning_of
+from cbatch.batch.row import Row
 from tests.support.queued_requests import encoded, queued
 
 
@@ -61,8 +62,8 @@ def test_nothing_is_lost_or_given_twice() -> None:
     """Guards the bookkeeping, in random orders of all calls."""
     for seed in range(60):
         source, order = random.Random(seed), WorkOrder()
-        waiting: dict[int, QueuedRequest] = {}
-        gone: list[QueuedRequest] = []
+        waiting: dict[int] = {}
+        gone: list[Row] = []
         for position in range(80):
             action = source.choice("aaatrs")
             if action == "a":

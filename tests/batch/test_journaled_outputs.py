@@ -12,17 +12,17 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
 from cbatch.base.request_defaults import RequestDefaults
-from cbatch.batch.driver import StreamObserver
+from cbatch.batch import journaled_outputs
+from cbatch.batch.engine_driver import EngineStream
+from cbatch.batch.journaled_outputs import JournaledOutputs
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
-from cbatch.batch.row_stream import RowStream
+from cbatch.batch.row_options import RowOptions
 from cbatch.batch.token_journal import TokenJournalConfig
-from cbatch.batch.unfinished import journaled_outputs
-from cbatch.batch.unfinished.journaled_outputs import JournaledOutputs
 from cbatch.requests.completion import Completion
 from cbatch.tools.loader import load_tools
 from cbatch.validation.validation import Validation
-from tests.batch.rounds.test_tool_loop import TOOLS
+from tests.batch.test_tool_loop import TOOLS
 from tests.cli.run.test_output_formats import ROUNDS
 from tests.support.model_folder import save_model
 from tests.support.shared_engine import ROWS
@@ -64,29 +64,28 @@ class Batch:
         self.engine, self.rows, self.options = engine, rows, options
         self.path = folder / "out.tokens"
 
-    def stream(self, *, resume: bool = True, interval_s: float | None = 0.001) -> tuple[RowStream, StreamObserver]:
+    def stream(self, *, resume: bool = True, interval_s: float | None = 0.001) -> EngineStream:
         config = TokenJournalConfig(str(self.path), resume, interval_s)
         inputs = self.engine.core.input_processor(RequestDefaults(with_token_ids=True))
-        processor = LineProcessor(inputs, token_journal=config, **self.options)
-        observer = StreamObserver()
-        stream = RowStream(self.engine.thread, processor, window=100, observer=observer)
+        processor = LineProcessor(inputs, RowOptions(token_journal=config, **self.options))
+        stream = EngineStream(self.engine.thread, processor, window=100)
         stream.poll_s = 0.001
-        return stream, observer
+        return stream
 
     def break_off(self, num_tokens: int, **config: Any) -> int:
         """Leaves the batch once so many tokens were generated. Returns how many were."""
-        stream, observer = self.stream(**config)
+        stream = self.stream(**config)
         with closing(stream.finished(lines_of(self.rows))) as finished:
             for _ in finished:
-                if observer.output_tokens >= num_tokens:
+                if stream.output_tokens >= num_tokens:
                     break
-        return observer.output_tokens
+        return stream.output_tokens
 
     def finish(self, **config: Any) -> tuple[list[Completion], int]:
         """All rows, and the tokens that were generated for them."""
-        stream, observer = self.stream(**config)
+        stream = self.stream(**config)
         found = [row.completion for rows in stream.finished(lines_of(self.rows)) for row in rows]
-        return sorted(found, key=lambda row: row.index), observer.output_tokens
+        return sorted(found, key=lambda row: row.index), stream.output_tokens
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.cache.answer_cache import FILE_NAME, AnswerCache, CacheConfig
+from cbatch.batch.answer_cache import FILE_NAME, AnswerCache, CacheConfig
 
 
 def keys(count: int) -> list[bytes]:
@@ -146,7 +146,7 @@ def test_a_cache_that_is_locked_is_used_again_later(
 WRITER = """
 import os, sys
 from contextlib import closing
-from cbatch.batch.cache.answer_cache import AnswerCache, CacheConfig
+from cbatch.batch.answer_cache import AnswerCache, CacheConfig
 
 with closing(AnswerCache(CacheConfig(sys.argv[1], "1MiB"))) as cache:
     print("ready", flush=True)

@@ -1,1 +1,0 @@
-"""Which of the rows that were read the engine gets next, and what is still ahead."""

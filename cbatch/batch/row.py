@@ -1,0 +1,140 @@
+"""A row on its way from its line to its file, and what a run counts of it.
+
+Nothing here imports torch: the process that drives replicas needs none.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cbatch.base.request import Request
+from cbatch.batch.journal import with_check
+from cbatch.batch.lines import Line
+from cbatch.requests.completion import Completion, Usage
+
+if TYPE_CHECKING:
+    from cbatch.requests.output_processor import OutputProcessor
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
+class RowOutcome(NamedTuple):
+    """What a run counts of a finished row. Small, so that it can be sent from the process that computed the row.
+
+    error_code:        None if the row succeeded; else what follows the message is set only if it was validated
+    prompt_tokens:     that were computed; `completion_tokens`, of all outputs, rounds and tries, likewise
+    ttft_s:            seconds from when the row was taken to its first token; None without computed tokens
+    tpot_s:            seconds for each token after the first one; None if no output has a second one, or one went on
+    reused_tokens:     of outputs, from a cache of answers or an earlier run
+    from_cache:        whether nothing was computed
+    tries:             in this run, of a row that was validated
+    continued_tokens:  of outputs that went on where an earlier run had ended
+    """
+
+    error_code: str | None = None
+    error_message: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    reused_tokens: int = 0
+    from_cache: bool = False
+    tries: int = 0
+    continued_tokens: int = 0
+
+    @classmethod
+    def of(cls, completion: Completion) -> RowOutcome:
+        error, validation = completion.error, completion.validation
+        code, message = (None, "") if error is None else (error.code, str(error))
+        if error is not None and validation is None:
+            return cls(code, message)
+        timing, usage, reused = completion.timing, completion.usage, completion.reused
+        ttft_s = tpot_s = None
+        if timing.first_token_at is not None and not completion.from_cache:
+            ttft_s = timing.first_token_at - timing.taken_at
+            longest = max(len(choice.token_ids) for choice in completion.choices)
+            if longest > 1 and not completion.continued_tokens:
+                tpot_s = (timing.finished_at - timing.first_token_at) / (longest - 1)
+        return cls(
+            code,
+            message,
+            usage.prompt_tokens - reused.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens - reused.completion_tokens,
+            ttft_s,
+            tpot_s,
+            reused.completion_tokens,
+            completion.from_cache,
+            len(validation["errors"]) + validation["valid"] if validation is not None else 0,
+            completion.continued_tokens,
+        )
+
+
+SUCCESS = RowOutcome()
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A row of a run. Who computes it fills it in as it goes.
+
+    position:   among the rows of this run
+    index:      of its line
+    outcome:    set once it is finished, like `finished_at`, in seconds of `time.monotonic` of this process
+    completion: its result; None if another process has computed it
+
+    As long as an engine of this process computes it:
+    line:          what was read
+    taken_at:      when that was, in seconds of `time.monotonic`
+    request:       what the engine is asked now: first what the line asks, later what follows on the answers to that
+    outputs:       what the engine has answered to it so far
+    limit:         most tokens of each output; `tokens`: of the prompt and, probably, the outputs
+    beginning:     what the prompt has in common with others that begin alike (see `feed.beginning_of`)
+    usage, reused: of all answers so far; see `Completion`
+    """
+
+    position: int
+    index: int
+    _data: bytes = b""
+    outcome: RowOutcome = SUCCESS
+    finished_at: float = 0.0
+    completion: Completion | None = None
+    line: Line = field(init=False)
+    taken_at: float = field(init=False)
+    request: Request = field(init=False)
+    outputs: OutputProcessor = field(init=False)
+    limit: int = field(init=False)
+    tokens: int = field(init=False)
+    beginning: int | None = field(init=False)
+    usage: Usage = field(default_factory=Usage)
+    reused: Usage = field(default_factory=Usage)
+    with_timings: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is an error row."""
+        return self.outcome.error_code is not None
+
+    @property
+    def data(self) -> bytes:
+        """The row of output, with the line end. It is made when it is first asked for."""
+        if not self._data and self.completion is not None:
+            self._data = format_result(self.completion.to_dict(timings=self.with_timings))
+        return self._data
+
+    def finish(self, completion: Completion, *, with_timings: bool = False) -> None:
+        """Sets the result. `with_timings`: whether the row of output has them."""
+        self.completion, self.outcome, self.with_timings = completion, RowOutcome.of(completion), with_timings
+        self.finished_at = completion.timing.finished_at
+
+
+def format_result(fields: dict[str, Any]) -> bytes:
+    """A row of output, with its check."""
+    return with_check(format_row(fields))
+
+
+def format_row(fields: dict[str, Any]) -> bytes:
+    """A row of output without a check, as older versions wrote it."""
+    return _ENCODER.encode(fields).encode("utf-8", "replace") + b"\n"
