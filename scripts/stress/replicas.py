@@ -93,7 +93,7 @@ def run_batch(folder: Path, kills: int, num_replicas: int, chance: random.Random
         ReplicaDriver(launcher, CONFIG, backoff_s=BACKOFF_S) as driver,
         killing(launcher, observer, kills, chance, lambda number: driver.each()[number].state) as states,
     ):
-        run_to_file(driver, folder / "in.jsonl", output, observer=observer)
+        run_to_file(driver, folder / "in.jsonl", output, counter=observer)
     totals.states += states
     totals.kills += states.total()
     totals.batches, totals.rows, totals.starts = totals.batches + 1, observer.rows, totals.starts + launcher.num_starts

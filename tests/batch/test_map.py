@@ -60,8 +60,7 @@ class Mapper:
     def __call__(
         self, rows: Iterable[object], *, params: dict[str, Any] | None = None, **options: Any
     ) -> Generator[Completion]:
-        inputs = self.engine_thread.engine.input_processor(RequestDefaults(params=params or {}))
-        return map_rows(self.engine_thread, inputs, rows, **options)
+        return map_rows(self.engine_thread, RequestDefaults(params=params or {}), rows, **options)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
-from cbatch.engine import engine_thread as engine_thread
+from cbatch.engine import thread as engine_thread
 from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.fork_server import ForkServer
 from tests.support.model_folder import save_model
