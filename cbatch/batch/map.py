@@ -14,13 +14,14 @@ from cbatch.base.errors import ConfigError, RunFailed
 from cbatch.base.request_defaults import RequestDefaults
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.engine_driver import EngineDriver
+from cbatch.batch.jinja_template import read_template
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, LineSpool
 from cbatch.batch.python_rows import RowTemplate, lines_of
 from cbatch.batch.resume import ResumePlan
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.templates import PromptTemplate, read_template
+from cbatch.batch.templates import PromptTemplate
 from cbatch.batch.writer import FileWriter
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion

@@ -87,16 +87,16 @@ def main() -> None:
 
 def run_batch(folder: Path, kills: int, num_replicas: int, chance: random.Random, totals: Totals) -> None:
     """Runs the batch once, and counts what differs from the rows of one engine."""
-    output, launcher, observer = folder / "out.jsonl", KillableLauncher(num_replicas), RowCounter()
+    output, launcher, counter = folder / "out.jsonl", KillableLauncher(num_replicas), RowCounter()
     output.unlink(missing_ok=True)
     with (
         ReplicaDriver(launcher, CONFIG, backoff_s=BACKOFF_S) as driver,
-        killing(launcher, observer, kills, chance, lambda number: driver.each()[number].state) as states,
+        killing(launcher, counter, kills, chance, lambda number: driver.each()[number].state) as states,
     ):
-        run_to_file(driver, folder / "in.jsonl", output, counter=observer)
+        run_to_file(driver, folder / "in.jsonl", output, counter=counter)
     totals.states += states
     totals.kills += states.total()
-    totals.batches, totals.rows, totals.starts = totals.batches + 1, observer.rows, totals.starts + launcher.num_starts
+    totals.batches, totals.rows, totals.starts = totals.batches + 1, counter.rows, totals.starts + launcher.num_starts
     found = Comparison.of(output.read_bytes(), (folder / "expected.jsonl").read_bytes())
     totals.lost += found.lost
     totals.doubled += found.doubled

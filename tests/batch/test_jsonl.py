@@ -37,7 +37,7 @@ def test_the_three_forms() -> None:
     row = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}))
     assert row.messages == [{"role": "user", "content": "ab"}]
     assert parse('{"prompt_token_ids": [1, 2]}').prompt_ids == [1, 2]
-    assert parse("not json at all", is_text=True).prompt == "not json at all"
+    assert parse("not json at all", is_text=True).text == "not json at all"
 
 
 TOOL = '{"type": "function", "function": {"name": "look"}}'
@@ -125,7 +125,7 @@ def test_parameters_out_of_range_are_named(asked: dict[str, Any], message: str) 
 def test_tools_and_calls_are_taken() -> None:
     """Guards tools, `tool_choice: none`, and an earlier call without content."""
     assert parse(f'{{"prompt": "a", "tools": [{TOOL}]}}').tools == [json.loads(TOOL)]
-    assert parse(f'{{"prompt": "a", "tools": [{TOOL}], "tool_choice": "none"}}').tools is None
+    assert not parse(f'{{"prompt": "a", "tools": [{TOOL}], "tool_choice": "none"}}').tools
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
     row = parse(json.dumps({"messages": [call, {"role": "tool", "content": "4"}]}))
     assert row.messages == [call | {"content": ""}, {"role": "tool", "content": "4"}]

@@ -72,7 +72,7 @@ def test_nothing_is_lost_or_given_twice() -> None:
                 order.add(waiting[position])
             elif action == "t" and waiting:
                 request = order.take(source.randrange(1, 4))
-                assert request.priority == min(one.priority for one in waiting.values())
+                assert request.request.priority == min(one.request.priority for one in waiting.values())
                 gone.append(waiting.pop(request.position))
             elif action == "r" and waiting:
                 gone.append(waiting.pop(source.choice(list(waiting))))

@@ -159,7 +159,8 @@ class RunOptions:
         """What makes the prompts. Raises ConfigError if it cannot be read."""
         if self.template is None:
             return None
-        from cbatch.batch.templates import PromptTemplate, read_template
+        from cbatch.batch.jinja_template import read_template
+        from cbatch.batch.templates import PromptTemplate
 
         is_file = self.template.endswith(TEMPLATE_ENDINGS)
         return read_template(Path(self.template)) if is_file else PromptTemplate(self.template)

@@ -16,10 +16,11 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.forms import WHOLE, InputForm, Shard, unit_of
+from cbatch.batch.jinja_template import JinjaTemplate
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
-from cbatch.batch.templates import JinjaTemplate, PromptTemplate
+from cbatch.batch.templates import PromptTemplate
 
 ROWS = [{"id": str(number), "text": f"row {number}, täxt", "n": number} for number in range(20)]
 TEMPLATE = PromptTemplate("Say {text} of {id}")

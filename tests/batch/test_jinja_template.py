@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError, RequestError
-from cbatch.batch.templates import JinjaTemplate, read_template
+from cbatch.batch.jinja_template import JinjaTemplate, read_template
 
 ROW = {"city": "Oslo", "tags": ["a", "b"], "note": None, "two words": "x"}
 
