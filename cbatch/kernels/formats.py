@@ -11,8 +11,8 @@ Numbers of a column are cut into groups of 32, each of which has a scale; larger
 | iq4_nl | the same | float16 |
 | fp8 | scale * e4m3, whose 8 bits are kept | float32, for a multiple of 32 numbers |
 
-That covers Q8_0, Q4_0, Q4_1, MXFP4 and IQ4_NL of GGUF, AWQ, GPTQ and compressed-tensors. How a matrix lies in memory
-is said in `cpu/matmul/formats.py`, whose kernels have no fp8, and in `quantized_matrix.py`, whose have no iq4_nl.
+That covers Q8_0, Q4_0, Q4_1, MXFP4 and IQ4_NL of GGUF, AWQ, GPTQ and compressed-tensors. `cpu/matmul/formats.py` and
+`quantized_matrix.py` say how a matrix lies in memory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from torch.nn.functional import pad
 
 FORMATS = ("float32", "bfloat16", "int8", "int4", "int4_zeros", "mxfp4", "iq4_nl", "fp8")
 FLOAT32, BFLOAT16, INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL, FP8 = range(len(FORMATS))
+
+ON_CPU, ON_GPU = (INT8, INT4, INT4_ZEROS, MXFP4, IQ4_NL), (INT8, FP8, INT4, INT4_ZEROS, MXFP4)
+"""Those that kernels have for packed matrices."""
 
 GROUP = 32
 """Numbers of a column that share a scale."""

@@ -1,16 +1,8 @@
-"""Matrices on a GPU whose numbers are kept in 8 or 4 bits, and how they lie in memory.
+"""Matrices on a GPU in packed formats (see `formats.py`), and how they lie in memory.
 
 A product goes along the depth, so what it reads at once lies together: a part is 32 bytes of every column. In 8 bits
 these are 32 numbers of the depth. In 4 bits they are 64, two groups with a scale each: byte i holds number i in its low
 bits and number i + 32 in its high ones.
-
-| kind | a number is | scales |
-|---|---|---|
-| int8 | scale * integer, from -128 to 127 | float16, for 32 numbers |
-| int4 | scale * (integer - 8), from 0 to 15 | float16, for 32 numbers |
-| int4_zeros | scale * (integer - zero point), from 0 to 15 | float16, as zero points are, for 32 numbers |
-| fp8 | scale * e4m3, whose 8 bits are kept | float32, for a multiple of 32 numbers |
-| mxfp4 | scale * level, whose place from 0 to 15 is kept | bfloat16, powers of 2, for 32 numbers |
 """
 
 from __future__ import annotations
@@ -21,32 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cbatch.kernels.formats import Integers
+from cbatch.kernels.formats import FP8, GROUP, INT4_ZEROS, INT8, MXFP4, Integers
 
-GROUP = 32
-"""Numbers of a column that share a scale, but in fp8."""
-
-KINDS = ("int8", "fp8", "int4", "int4_zeros", "mxfp4")
-"""Those of 8 bits come first."""
-_IN_8_BITS = {"int8": torch.int8, "fp8": torch.uint8}
-_SCALES = {"mxfp4": torch.bfloat16, "fp8": torch.float32}
+_IN_8_BITS = {INT8: torch.int8, FP8: torch.uint8}
+_SCALES = {MXFP4: torch.bfloat16, FP8: torch.float32}
 """Their types, if they are not float16."""
-_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Of mxfp4: twice the numbers of 4 bits, which are halves (Open Compute Project, Microscaling Formats 1.0)."""
-_MIDDLE = 8
-"""The integer of int4 that stands for 0."""
 
 
 class QuantizedMatrix(NamedTuple):
     """A matrix [columns, depth], or one for each expert: then every tensor has one more dimension before the others.
 
+    format:  one of ON_GPU
     numbers: [parts, columns, 32] bytes
     scales:  [groups, columns]; 0 beyond the depth
-    zeros:   [groups, columns], of int4_zeros
+    zeros:   [groups, columns], of INT4_ZEROS
     group:   numbers of a column that share a scale
     """
 
-    kind: str
+    format: int
     columns: int
     depth: int
     numbers: Tensor
@@ -56,17 +40,17 @@ class QuantizedMatrix(NamedTuple):
 
     @classmethod
     def empty(
-        cls, kind: str, columns: int, depth: int, device: torch.device, experts: int = 0, group: int = GROUP
+        cls, format: int, columns: int, depth: int, device: torch.device, experts: int = 0, group: int = GROUP
     ) -> QuantizedMatrix:
         """Without numbers, which `fill` brings. experts: how many matrices there are; 0 for one matrix"""
-        size = _part_size(kind)
+        size = _part_size(format)
         parts, count = -(-depth // size), (experts,) if experts else ()
         groups = -(-parts * size // group)
-        numbers = torch.zeros(*count, parts, columns, GROUP, dtype=_IN_8_BITS.get(kind, torch.uint8), device=device)
-        dtype = _SCALES.get(kind, torch.float16)
+        numbers = torch.zeros(*count, parts, columns, GROUP, dtype=_IN_8_BITS.get(format, torch.uint8), device=device)
+        dtype = _SCALES.get(format, torch.float16)
         scales = torch.zeros(*count, groups, columns, dtype=dtype, device=device)
-        zeros = torch.zeros_like(scales) if kind == "int4_zeros" else None
-        return cls(kind, columns, depth, numbers, scales, zeros, group)
+        zeros = torch.zeros_like(scales) if format == INT4_ZEROS else None
+        return cls(format, columns, depth, numbers, scales, zeros, group)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -92,7 +76,7 @@ class QuantizedMatrix(NamedTuple):
     def fill(self, first: int, integers: Integers) -> None:
         """Writes columns from `first` on."""
         numbers, scales, zeros = integers
-        columns, (parts, _, _), size = slice(first, first + len(numbers)), self.numbers.shape, _part_size(self.kind)
+        columns, (parts, _, _), size = slice(first, first + len(numbers)), self.numbers.shape, _part_size(self.format)
         padded = pad(numbers, (0, parts * size - self.depth)).view(-1, parts, size)
         if size > GROUP:
             codes = padded.to(torch.uint8)
@@ -105,21 +89,13 @@ class QuantizedMatrix(NamedTuple):
     def values(self, columns: slice | Tensor) -> Tensor:
         """Some columns as numbers [columns, depth] float32."""
         codes = self.numbers[:, columns].transpose(0, 1)
-        if _part_size(self.kind) > GROUP:
+        if _part_size(self.format) > GROUP:
             codes = torch.stack([codes & 15, codes >> 4], dim=2)
-        elif self.kind == "fp8":
-            codes = codes.contiguous().view(torch.float8_e4m3fn)
-        groups = codes.reshape(codes.shape[0], -1, GROUP).float()
-        if self.kind == "mxfp4":
-            groups = torch.tensor(_LEVELS, device=codes.device).float()[groups.long()]
-        if self.zeros is not None:
-            groups -= self.zeros[:, columns].T[..., None]
-        elif self.kind == "int4":
-            groups -= _MIDDLE
-        scales = self.scales[:, columns].T.float().repeat_interleave(self.group // GROUP, dim=1)
-        return (groups * scales[:, : groups.shape[1], None]).flatten(1)[:, : self.depth]
+        zeros = None if self.zeros is None else self.zeros[:, columns].T
+        integers = Integers(codes.reshape(len(codes), -1), self.scales[:, columns].T, zeros)
+        return integers.values(self.format, self.group)[:, : self.depth]
 
 
-def _part_size(kind: str) -> int:
+def _part_size(format: int) -> int:
     """Numbers of the depth in a part."""
-    return GROUP if kind in _IN_8_BITS else 2 * GROUP
+    return GROUP if format in _IN_8_BITS else 2 * GROUP

@@ -21,7 +21,6 @@ from cbatch.model.load_plan import LoadPlan
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
 from cbatch.model.tensor_files import Tensors
-from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -90,5 +89,5 @@ def _load(plan: LoadPlan) -> CpuModel | CudaModel:
     dtype, quantize = plan.formats("bfloat16", is_quantized=True)
     weights = checkpoint.weights(program, tensors)
     model = plan.fast_model(config, weights, dtype, quantize, files, identity)
-    weights.finish(model.weight_bytes, dtype, quantize, keeps_float8=is_accelerator(plan.device))
+    weights.finish(checkpoint.name, "the files", plan.device, dtype, model.weight_bytes, quantize)
     return model

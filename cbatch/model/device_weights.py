@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -13,36 +12,17 @@ from torch import Tensor
 
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.float8_matrix import Float8Matrix
-from cbatch.kernels.formats import FORMATS, GROUP, INT4, INT8, IQ4_NL, Integers, quantized
+from cbatch.kernels.formats import FP8, INT4, INT8, ON_GPU, quantized
 from cbatch.kernels.layer_ops import ActivationSettings, ExpertWeights, NormWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.float8 import Float8Use
 from cbatch.model.programs.program import Activation, Matrix, Norm, Weight
-from cbatch.model.programs.stored import StoredWeights
+from cbatch.model.programs.stored import Packing, StoredWeights
 from cbatch.runtime.cpu import num_threads
 
 _NO_NORM = NormWeights("none")
 _NUMBERS_AT_ONCE = 2**22
 """Of a matrix, which a thread reads and unpacks together."""
-
-
-class _Format(NamedTuple):
-    """How a matrix is kept.
-
-    kind, group: see `QuantizedMatrix`
-    packed:      as `StoredWeights` has it; None for FP8
-    """
-
-    kind: str
-    packed: int | None
-    group: int = GROUP
-
-    @classmethod
-    def of(cls, packed: int | None) -> _Format | None:
-        """None for numbers."""
-        if packed == IQ4_NL:  # all numbers of which int8 has
-            packed = INT8
-        return None if packed is None else cls(FORMATS[packed], packed)
 
 
 class _Span(NamedTuple):
@@ -87,9 +67,9 @@ class DeviceWeights:
         if weight not in self._tables:
             is_head = self._tied is not None and self._tied.parts == (weight,)
             matrix = Matrix((weight,))
-            format = self._format([matrix], is_head=True) if is_head or self._keeps_stored else None
+            packing = self._packing([matrix], is_head=True) if is_head or self._keeps_stored else None
             self._tables[weight] = (
-                self._stacked([weight], self._dtype) if format is None else self._packed(matrix, format)
+                self._stacked([weight], self._dtype) if packing is None else self._packed(matrix, packing)
             )
         return self._tables[weight]
 
@@ -108,16 +88,16 @@ class DeviceWeights:
     def linear(self, matrix: Matrix) -> tuple[Tensor | QuantizedMatrix | Float8Matrix, Tensor | None]:
         """A matrix [columns, depth], and its biases."""
         bias = self._stacked(matrix.biases, self._dtype) if matrix.biases else None
-        format = self._format([matrix])
-        if format is None or format.kind != "fp8":
+        packing = self._packing([matrix])
+        if packing is None or packing.format != FP8:
             return self._matrix(matrix), bias
         found: QuantizedMatrix | Float8Matrix
-        kind = _float8_kind(matrix, format)
+        kind = _float8_kind(matrix, packing)
         if kind or self._float8.problem:
-            found = self._packed(matrix, format, kind)
+            found = self._packed(matrix, packing, kind)
         else:
             found = Float8Matrix.empty(matrix.columns, matrix.depth, self._device)
-            self._fill_packed(found, matrix, format)
+            self._fill_packed(found, matrix, FP8)
             self._float8.rounded += 1
             self.loaded += found
         self.matrices.append(found)
@@ -130,16 +110,16 @@ class DeviceWeights:
         return weight, self._stacked(matrix.biases, torch.float32) if matrix.biases else None
 
     def experts(self, matrices: Sequence[Matrix]) -> ExpertWeights:
-        first, format = matrices[0], self._format(matrices)
+        first, packing = matrices[0], self._packing(matrices)
         weight: Tensor | QuantizedMatrix
-        if format is None:
+        if packing is None:
             weight = self._empty(len(matrices), first.columns, first.depth)
             for out, matrix in zip(weight, matrices, strict=True):
                 self._fill(out, matrix.parts)
         else:
-            weight = self._empty_matrix(format, first, "of experts", len(matrices))
+            weight = self._empty_matrix(packing, first, "of experts", len(matrices))
             for number, matrix in enumerate(matrices):
-                self._fill_packed(weight.expert(number), matrix, format)
+                self._fill_packed(weight.expert(number), matrix, packing.format)
         bias = self._empty(len(matrices), first.columns) if first.biases else None
         if bias is not None:
             for out, matrix in zip(bias, matrices, strict=True):
@@ -217,52 +197,46 @@ class DeviceWeights:
     def _stored(self) -> StoredWeights:
         return cast(StoredWeights, self._tensors)
 
-    def _format(self, matrices: Sequence[Matrix], *, is_head: bool = False) -> _Format | None:
+    def _packing(self, matrices: Sequence[Matrix], *, is_head: bool = False) -> Packing | None:
         """How matrices are packed; None for numbers. Heads are int8 in int4 models."""
         if self._keeps_stored:
-            parts = [part for matrix in matrices for part in matrix.parts]
-            group = self._stored.float8_group(parts)
-            return _Format.of(self._stored.format(parts)) if group is None else _Format("fp8", None, group)
+            return self._stored.packing([part for matrix in matrices for part in matrix.parts], ON_GPU)
         if self._quantize is None:
             return None
-        return _Format.of(INT8 if is_head or self._quantize.weights == "int8" else INT4)
+        return Packing(INT8 if is_head or self._quantize.weights == "int8" else INT4)
 
     def _matrix(self, matrix: Matrix, *, is_head: bool = False) -> Tensor | QuantizedMatrix:
-        format = self._format([matrix], is_head=is_head)
-        found = self._stacked(matrix.parts, self._dtype) if format is None else self._packed(matrix, format)
+        packing = self._packing([matrix], is_head=is_head)
+        found = self._stacked(matrix.parts, self._dtype) if packing is None else self._packed(matrix, packing)
         self.matrices.append(found)
         return found
 
-    def _packed(self, matrix: Matrix, format: _Format, kind: str = "of embeddings and heads") -> QuantizedMatrix:
+    def _packed(self, matrix: Matrix, packing: Packing, kind: str = "of embeddings and heads") -> QuantizedMatrix:
         """kind: see `_empty_matrix`"""
-        packed = self._empty_matrix(format, matrix, kind)
-        self._fill_packed(packed, matrix, format)
+        packed = self._empty_matrix(packing, matrix, kind)
+        self._fill_packed(packed, matrix, packing.format)
         return packed
 
-    def _empty_matrix(self, format: _Format, matrix: Matrix, kind: str, experts: int = 0) -> QuantizedMatrix:
+    def _empty_matrix(self, packing: Packing, matrix: Matrix, kind: str, experts: int = 0) -> QuantizedMatrix:
         """kind: what it is said to be if it is FP8, whose activations are not rounded"""
-        if format.kind == "fp8":
+        if packing.format == FP8:
             self._float8.others[kind] += experts or 1
-        empty = QuantizedMatrix.empty(format.kind, matrix.columns, matrix.depth, self._device, experts, format.group)
+        columns, depth = matrix.columns, matrix.depth
+        empty = QuantizedMatrix.empty(packing.format, columns, depth, self._device, experts, packing.group)
         self.loaded += empty.tensors
         return empty
 
-    def _fill_packed(self, out: QuantizedMatrix | Float8Matrix, matrix: Matrix, format: _Format) -> None:
+    def _fill_packed(self, out: QuantizedMatrix | Float8Matrix, matrix: Matrix, format: int) -> None:
         """Reads and unpacks a matrix by several threads, a part of it at a time; or rounds it on the device."""
         spans = list(_spans(matrix))
-        if not self._keeps_stored and format.packed is not None:
+        if not self._keeps_stored:
             for span in spans:
-                out.fill(span.column, quantized(self._rows(*span[:3]).to(self._device), format.packed))
+                out.fill(span.column, quantized(self._rows(*span[:3]).to(self._device), format))
             return
         with ThreadPoolExecutor(num_threads(), "cbatch-read") as executor:
-            read = executor.map(partial(self._integers, format=format), spans)
+            read = executor.map(lambda span: self._stored.packed([span[:3]], format), spans)
             for span, integers in zip(spans, read, strict=True):
                 out.fill(span.column, integers.map(lambda part: part.to(self._device)))
-
-    def _integers(self, span: _Span, format: _Format) -> Integers:
-        if format.packed is None:
-            return Integers(*self._stored.float8(*span[:3]))
-        return self._stored.packed([(span.weight, span.first, span.stop)], format.packed)
 
     def _tensor(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
@@ -271,9 +245,9 @@ class DeviceWeights:
         return self._last[1]
 
 
-def _float8_kind(matrix: Matrix, format: _Format) -> str:
+def _float8_kind(matrix: Matrix, packing: Packing) -> str:
     """What keeps an FP8 matrix from products with activations that are rounded to FP8; empty if nothing does."""
-    if format.group < matrix.depth:
+    if packing.group < matrix.depth:
         return "with scales for blocks"
     return "" if Float8Matrix.takes(matrix.columns, matrix.depth) else "whose sizes are no multiples of 16"
 

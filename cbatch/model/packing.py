@@ -23,7 +23,7 @@ from cbatch.kernels.cpu.matmul.linear import ACTIVATED, ADD, GATED, WRITE, prepa
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.kernels.cpu.program import INSTRUCTION, Weights
 from cbatch.kernels.cpu.tensors import as_array
-from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT8
+from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT8, ON_CPU
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu_weights import gated_columns, interleaved, packed_columns
 from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
@@ -261,7 +261,7 @@ class CpuProgram:
         if self._packed_embedding is not None and is_first:
             instruction["is_packed"] = 1
             self._place(instruction, self._packed_embedding)
-        elif self._stored is not None and is_first and self._stored.format([operation.table]) is not None:
+        elif self._stored is not None and is_first and self._stored.packing([operation.table], ON_CPU) is not None:
             instruction["is_packed"] = 1
             self._place(instruction, self._matrix(Matrix((operation.table,)), pad_columns(width)))
         else:
@@ -594,8 +594,8 @@ class CpuProgram:
     def _format(self, *matrices: Matrix, is_head: bool = False) -> int:
         """How matrices are packed. Heads are int8 in int4 models, as llama.cpp and OpenVINO have them."""
         if self._stored is not None:
-            kept = self._stored.format(part for matrix in matrices for part in matrix.parts)
-            return BFLOAT16 if kept is None else kept
+            kept = self._stored.packing((part for matrix in matrices for part in matrix.parts), ON_CPU)
+            return BFLOAT16 if kept is None else kept.format
         if self.quantize is None:
             return FLOAT32 if self.dtype == torch.float32 else BFLOAT16
         return INT4 if self.quantize.weights == "int4" and not is_head else INT8

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,12 @@ from cbatch.attention.base import AttentionBackend
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.float8_matrix import rounded_rows
-from cbatch.kernels.formats import Integers
+from cbatch.kernels.formats import FP8, Integers
 from cbatch.model.base import LinearCost, Model
 from cbatch.model.families import read_program
 from cbatch.model.loader import LoadedModel
 from cbatch.model.lora_files import Adapter
-from cbatch.model.programs.program import Weight
-from cbatch.model.programs.stored import StoredWeights
+from cbatch.model.programs.stored import Packing, Rows, StoredMatrix, StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 from cbatch.runtime.state_pool import StateShape
@@ -52,53 +51,50 @@ class RandomTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
 
-class Float8Tensors(StoredWeights):
-    """Weights of which the matrices of layers are FP8, with a scale for each row."""
+class _Float8Matrix(StoredMatrix):
+    """A matrix in FP8, with a scale for each row."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        self._tensors, self._name = tensors, name
+        self.rows = self.shape[0]
 
-    def __getitem__(self, name: str) -> Tensor:
-        if not self._is_float8(name):
-            return self._tensors[name]
-        codes, scales = self._rounded(name)
-        return codes.view(torch.float8_e4m3fn).float() * scales
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensors[self._name].shape)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+    @property
+    def packing(self) -> Packing:
+        return Packing(FP8, -(-self.shape[-1] // 32) * 32)
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def kept(self, rows: Rows, format: int) -> Integers:
+        codes, scales = rounded_rows(self._tensors[self._name])
+        return Integers(codes.view(torch.uint8)[rows], scales[rows])
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+    def values(self, rows: Rows) -> Tensor:
+        return self.kept(rows, FP8).values(FP8, self.packing.group)
 
-    def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
-        return weight.read(self[weight.name])[first:stop]
 
-    def format(self, weights: Iterable[Weight]) -> int | None:
-        return None
+class _Numbers(_Float8Matrix):
+    """A weight that stays numbers."""
 
-    def float8_group(self, weights: Iterable[Weight]) -> int | None:
-        weights = list(weights)
-        is_float8 = all(self._is_float8(weight.name) for weight in weights)
-        return -(-weights[0].size[-1] // 32) * 32 if is_float8 else None
+    has_rows = False
 
-    def float8(self, weight: Weight, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        codes, scales = (weight.read(each)[first:stop] for each in self._rounded(weight.name))
-        return codes, scales
+    @property
+    def whole(self) -> Tensor:
+        return self._tensors[self._name]
 
-    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
-        raise ValueError("these weights have no integers")
 
-    @staticmethod
-    def _is_float8(name: str) -> bool:
-        return name.endswith("_proj.weight")
+class _InMemory(NamedTuple):
+    num_bytes: int = 0
 
-    def _rounded(self, name: str) -> tuple[Tensor, Tensor]:
-        """Bytes, and scales [rows, 1]."""
-        codes, scales = rounded_rows(self._tensors[name])
-        return codes.view(torch.uint8), scales
+    def drop_pages(self) -> None:
+        pass
+
+
+def in_float8(tensors: Mapping[str, Tensor]) -> StoredWeights:
+    """Weights of which the matrices of layers are FP8."""
+    kinds = {name: _Float8Matrix if name.endswith("_proj.weight") else _Numbers for name in tensors}
+    return StoredWeights({name: kind(tensors, name) for name, kind in kinds.items()}, _InMemory())
 
 
 def random_tensors(
@@ -106,7 +102,7 @@ def random_tensors(
 ) -> Mapping[str, Tensor]:
     """Weights of a model; in FP8 if those of the files are to be kept."""
     tensors = RandomTensors(config, device, dtype)
-    return Float8Tensors(tensors) if quantize is not None and quantize.keeps_stored else tensors
+    return in_float8(tensors) if quantize is not None and quantize.keeps_stored else tensors
 
 
 def make_network(config: Config, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Any:

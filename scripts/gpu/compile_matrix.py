@@ -315,27 +315,27 @@ def launch_quantized(case: Case, dtype: Any) -> None:
     """Products of every format for a depth that parts divide, or another, in turn; rows that are rounded to FP8."""
     import torch
 
-    from cbatch.kernels.quantized_matrix import KINDS
+    from cbatch.kernels.formats import ON_GPU
     from cbatch.kernels.triton.products.float8 import round_rows
 
     for depth in (4096, 14336):
         round_rows(torch.empty(3, depth, dtype=dtype))
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(ON_GPU):
         multiply(case, dtype, kind, *SHAPES[number % 2])
         multiply_experts(case, dtype, kind, ROUTED[number % 3])
 
 
 def launch_quantized_rest(case: Case, dtype: Any) -> None:
     """The depths and numbers of tokens that `launch_quantized` leaves out."""
-    from cbatch.kernels.quantized_matrix import KINDS
+    from cbatch.kernels.formats import ON_GPU
 
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(ON_GPU):
         multiply(case, dtype, kind, *SHAPES[(number + 1) % 2])
         for further in (1, 2):
             multiply_experts(case, dtype, kind, ROUTED[(number + further) % 3])
 
 
-def multiply(case: Case, dtype: Any, kind: str, columns: int, depth: int) -> None:
+def multiply(case: Case, dtype: Any, kind: int, columns: int, depth: int) -> None:
     """Products with few rows, some and many, and an embedding."""
     import torch
 
@@ -350,7 +350,7 @@ def multiply(case: Case, dtype: Any, kind: str, columns: int, depth: int) -> Non
     ops.look_up(matrix, torch.zeros(3, dtype=torch.int64), torch.empty(3, depth))
 
 
-def multiply_experts(case: Case, dtype: Any, kind: str, tokens: int) -> None:
+def multiply_experts(case: Case, dtype: Any, kind: int, tokens: int) -> None:
     import torch
 
     from cbatch.kernels.layer_ops import ExpertWeights, Router

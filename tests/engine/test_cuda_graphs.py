@@ -43,7 +43,7 @@ from cbatch.model.hf.adapter import TransformersModel
 from cbatch.runtime.kv_cache import FP8, KVCache
 from cbatch.sample.sampler import PARAM_WORDS, Sampler
 from cbatch.schedule.limits import StepLimits
-from scripts.benchmarks.models import Float8Tensors
+from scripts.benchmarks.models import in_float8
 from tests.support.architectures import make_architecture
 from tests.support.cuda_model import (
     DEVICE,
@@ -138,7 +138,7 @@ def test_activations_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     if problem := float8_problem(DEVICE, torch.float16):
         pytest.skip(problem)
     network, tokens = make_network("llama", hidden_size=64, intermediate_size=96, head_dim=16), []
-    weights = network.config.to_dict(), Float8Tensors(network.state_dict())
+    weights = network.config.to_dict(), in_float8(network.state_dict())
     model = CudaModel(*weights, torch.float16, DEVICE, quantize=Quantization(STORED, "fp8"))
     assert model.float8.rounded and not model.float8.others
     capture = capturer()

@@ -43,7 +43,7 @@ from cbatch.model.cuda import CudaModel
 from cbatch.model.float8 import float8_problem
 from cbatch.runtime.kv_cache import FP8, LayerShape, as_bytes
 from cbatch.sample.sampler import Sampler
-from scripts.benchmarks.models import Float8Tensors
+from scripts.benchmarks.models import in_float8
 from tests.support.cuda_model import DEVICE, model_of
 from tests.support.programs import saved_model
 from tests.support.tiny_models import make_fast_engine, make_network
@@ -262,7 +262,7 @@ def float8_model() -> Any:
     """Its linears have activations that are rounded to FP8."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     network = make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16, **sizes)
-    weights = network.config.to_dict(), Float8Tensors(network.state_dict())
+    weights = network.config.to_dict(), in_float8(network.state_dict())
     return CudaModel(*weights, torch.float16, DEVICE, quantize=Quantization(STORED, "fp8"))
 
 

@@ -12,7 +12,7 @@ from tests.support.device import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.formats import Integers
+from cbatch.kernels.formats import INT4, Integers
 from cbatch.kernels.layer_ops import ExpertWeights, Router
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.layer import TritonLayerOps
@@ -64,7 +64,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
     """Guards `--deterministic`: numbers of rows for which there would be other tiles otherwise."""
     ops, source, router = TritonLayerOps(90, True), draw(70, 160, dtype=torch.float16), Router(2, "softmax")
     matrix, scores = draw(70, 160, dtype=torch.float16, seed=1), draw(160, 6, seed=2)
-    packed = QuantizedMatrix.empty("int4", 70, 160, DEVICE)
+    packed = QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
     numbers = torch.randint(0, 16, (70, 160), dtype=torch.uint8).to(DEVICE)
     packed.fill(0, Integers(numbers, draw(70, 5, seed=3).half().abs()))
     experts = ExpertWeights(draw(6, 70, 160, dtype=torch.float16, seed=4), None)

@@ -11,9 +11,9 @@ from tests.support.device import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.formats import Integers
+from cbatch.kernels.formats import FORMATS, FP8, INT4, INT4_ZEROS, INT8, MXFP4, ON_GPU, Integers
 from cbatch.kernels.layer_ops import ExpertWeights, LayerOps, Router
-from cbatch.kernels.quantized_matrix import KINDS, QuantizedMatrix
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.kernels.triton.layer import TritonLayerOps
 
@@ -39,23 +39,23 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def drawn_matrix(kind: str, columns: int, depth: int, out: QuantizedMatrix, seed: int = 0) -> Tensor:
+def drawn_matrix(kind: int, columns: int, depth: int, out: QuantizedMatrix, seed: int = 0) -> Tensor:
     """Fills a matrix in two pieces. Returns its numbers [columns, depth] in float64."""
     generator, groups = np.random.default_rng(seed), -(-depth // 32)
     scales = generator.uniform(0.01, 0.1, (columns, groups)).astype(np.float16)
-    if kind == "fp8":
+    if kind == FP8:
         return drawn_float8(columns, depth, out, seed)
-    if kind == "mxfp4":
+    if kind == MXFP4:
         scales = np.exp2(generator.integers(-6, -2, (columns, groups))).astype(np.float16)
-    zeros = generator.uniform(0, 15, (columns, groups)).astype(np.float16) if kind == "int4_zeros" else None
-    low, high = (-128, 128) if kind == "int8" else (0, 16)
-    numbers = generator.integers(low, high, (columns, depth)).astype(np.int8 if kind == "int8" else np.uint8)
+    zeros = generator.uniform(0, 15, (columns, groups)).astype(np.float16) if kind == INT4_ZEROS else None
+    low, high = (-128, 128) if kind == INT8 else (0, 16)
+    numbers = generator.integers(low, high, (columns, depth)).astype(np.int8 if kind == INT8 else np.uint8)
     cut = columns // 3
     for first, stop in ((0, cut), (cut, columns)):
         parts = (None if part is None else part[first:stop] for part in (numbers, scales, zeros))
         out.fill(first, Integers.of_arrays(*parts).map(lambda part: part.to(DEVICE)))
-    middle = {"int8": 0.0, "int4": 8.0}.get(kind) if zeros is None else np.repeat(zeros, 32, 1)[:, :depth]
-    wide = np.array(LEVELS)[numbers] if kind == "mxfp4" else numbers - np.asarray(middle, np.float64)
+    middle = {INT8: 0.0, INT4: 8.0}.get(kind) if zeros is None else np.repeat(zeros, 32, 1)[:, :depth]
+    wide = np.array(LEVELS)[numbers] if kind == MXFP4 else numbers - np.asarray(middle, np.float64)
     exact = np.repeat(scales, 32, 1)[:, :depth].astype(np.float64) * wide
     return torch.from_numpy(exact).to(DEVICE)
 
@@ -76,8 +76,8 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_linear(ops: LayerOps, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])
+def test_linear(ops: LayerOps, kind: int, dtype: torch.dtype) -> None:
     """Guards every format, tiles that are not full, depths that end within a part, biases, and logits."""
     for rows, columns, depth in SIZES:
         matrix = QuantizedMatrix.empty(kind, columns, depth, DEVICE)
@@ -95,8 +95,8 @@ def test_linear(ops: LayerOps, kind: str, dtype: torch.dtype) -> None:
         check(logits, expected, dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_look_up(ops: LayerOps, kind: str) -> None:
+@pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])
+def test_look_up(ops: LayerOps, kind: int) -> None:
     """Guards embeddings: rows by their ids, exactly, whichever stand beside them."""
     matrix = QuantizedMatrix.empty(kind, 50, 1100, DEVICE)
     exact = drawn_matrix(kind, 50, 1100, matrix)
@@ -105,9 +105,9 @@ def test_look_up(ops: LayerOps, kind: str) -> None:
     torch.testing.assert_close(out.double(), exact[ids], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (40, 3)])
-def test_experts(ops: LayerOps, tokens: int, top_k: int, kind: str) -> None:
+def test_experts(ops: LayerOps, tokens: int, top_k: int, kind: int) -> None:
     """Guards the matrices of experts, also of those without rows."""
     matrices = QuantizedMatrix.empty(kind, 50, 72, DEVICE, experts=6)
     exact = torch.stack([drawn_matrix(kind, 50, 72, matrices.expert(number), number) for number in range(6)])
@@ -126,8 +126,8 @@ def test_experts(ops: LayerOps, tokens: int, top_k: int, kind: str) -> None:
 
 def test_rows_do_not_depend_on_each_other() -> None:
     """Guards a row's bits: the same alone, and among as many others as share its tile."""
-    ops, matrix = TritonLayerOps.for_device(DEVICE), QuantizedMatrix.empty("int4", 70, 160, DEVICE)
-    drawn_matrix("int4", 70, 160, matrix)
+    ops, matrix = TritonLayerOps.for_device(DEVICE), QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
+    drawn_matrix(INT4, 70, 160, matrix)
     source = draw(16, 160, dtype=torch.float16)
     whole, alone = torch.empty(16, 70, device=DEVICE), torch.empty(1, 70, device=DEVICE)
     ops.quantized_linear(source, matrix, None, whole)
@@ -138,8 +138,8 @@ def test_rows_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize("group", [64, 128, 320])
 def test_float8(ops: LayerOps, group: int) -> None:
     """Guards FP8 with a scale for a block, and for a row, of a depth that is no multiple of either."""
-    matrix = QuantizedMatrix.empty("fp8", 70, 290, DEVICE, group=group)
-    exact = drawn_matrix("fp8", 70, 290, matrix)
+    matrix = QuantizedMatrix.empty(FP8, 70, 290, DEVICE, group=group)
+    exact = drawn_matrix(FP8, 70, 290, matrix)
     source, out = draw(5, 290), torch.full((5, 70), torch.nan, device=DEVICE)
     ops.quantized_linear(source, matrix, None, out)
     check(out, source.double() @ exact.T, torch.float32)
@@ -150,6 +150,6 @@ def test_float8(ops: LayerOps, group: int) -> None:
 
 def test_memory() -> None:
     """Guards the bits of a weight, with its scales and zero points."""
-    bits = {"int8": 8.5, "int4": 4.5, "int4_zeros": 5.0, "mxfp4": 4.5, "fp8": 9.0}
-    for kind in KINDS:
+    bits = {INT8: 8.5, INT4: 4.5, INT4_ZEROS: 5.0, MXFP4: 4.5, FP8: 9.0}
+    for kind in ON_GPU:
         assert 8 * QuantizedMatrix.empty(kind, 48, 256, DEVICE).nbytes == bits[kind] * 48 * 256

@@ -17,12 +17,13 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.kernel_checks.layer import LayerChecks
-from cbatch.kernels.formats import INT4, INT8, quantized
+from cbatch.kernels.formats import FORMATS, INT4, INT8, Integers, quantized
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model import checkpoint, device_weights, load_plan
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.load_plan import LoadPlan
+from cbatch.model.programs import stored
 from tests.support.cuda_model import engine_around
 from tests.support.device import DEVICE
 from tests.support.generation import generate
@@ -58,7 +59,7 @@ TOKENS, CHUNKS = PROMPT[:24], [0, 20, 21, 24]
 
 @pytest.fixture(autouse=True)
 def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (checkpoint, load_plan):
+    for module in (stored, load_plan):
         monkeypatch.setattr(module, "is_accelerator", lambda _: True)
 
 
@@ -89,7 +90,7 @@ def expected_of(network: Any) -> Tensor:
 def kinds_of(model: CudaModel) -> set[str]:
     """The formats of its matrices; routers are always numbers."""
     matrices = model._on_device._loader.matrices
-    return {matrix.kind for matrix in matrices if isinstance(matrix, QuantizedMatrix)}
+    return {FORMATS[matrix.format] for matrix in matrices if isinstance(matrix, QuantizedMatrix)}
 
 
 def mixed(name: str) -> Kind:
@@ -242,10 +243,10 @@ def test_weights_keep_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     most = 0
     packed = QuantizedMatrix.fill
 
-    def noted(self: QuantizedMatrix, first: int, numbers: Tensor, *rest: Tensor) -> None:
+    def noted(self: QuantizedMatrix, first: int, integers: Integers) -> None:
         nonlocal most
-        most = max(most, numbers.numel())
-        packed(self, first, numbers, *rest)
+        most = max(most, integers.numbers.numel())
+        packed(self, first, integers)
 
     monkeypatch.setattr(QuantizedMatrix, "fill", noted)
     model = load_file(path)

@@ -23,6 +23,7 @@ from cbatch.base.quantization import Quantization
 from cbatch.engine.kernel_checks.layer import LayerChecks
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.float8_matrix import Float8Matrix
+from cbatch.kernels.formats import FORMATS
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.kernels.triton.occupancy import CHIPS
@@ -30,6 +31,7 @@ from cbatch.model import checkpoint, float8, load_plan
 from cbatch.model.float8 import float8_problem, tell_float8
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.load_plan import LoadPlan
+from cbatch.model.programs import stored
 from tests.support.device import DEVICE, HAS_GPU
 from tests.support.model_checks import reference_logits
 from tests.support.programs import PROMPT, logits_in_chunks, saved_model, typical_error
@@ -67,7 +69,7 @@ TENSORS, BLOCKS = (fp8_settings(None), fp8((0, 0))), (fp8_settings((32, 32)), fp
 
 @pytest.fixture(autouse=True)
 def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (checkpoint, load_plan):
+    for module in (stored, load_plan):
         monkeypatch.setattr(module, "is_accelerator", lambda _: True)
     yield
     float8_problem.cache_clear()  # of chips that a test has made up
@@ -100,7 +102,7 @@ def kinds_of(model: CudaModel) -> list[str]:
     names = []
     for matrix in model._on_device._loader.matrices:
         if isinstance(matrix, QuantizedMatrix | Float8Matrix):
-            names.append("float8" if isinstance(matrix, Float8Matrix) else matrix.kind)
+            names.append("float8" if isinstance(matrix, Float8Matrix) else FORMATS[matrix.format])
     return names
 
 

@@ -68,7 +68,7 @@ def engine_around(
     attention: Triton's by default
     """
     chosen = attention or TritonAttention(DEVICE)
-    monkeypatch.setattr("cbatch.engine.stepping_engine.has_fast_path", lambda *_: True)
+    monkeypatch.setattr("cbatch.model.load_plan.has_fast_path", lambda *_: True)
     monkeypatch.setattr("cbatch.engine.fallback.select_attention", lambda *_: chosen)
     loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config

@@ -30,7 +30,6 @@ from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import Model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.formats.integers import as_half
 from cbatch.model.programs.program import Attend, Linear
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import device_memory
@@ -168,7 +167,7 @@ class _Product:
         steps = np.exp2(generator.integers(-3, 1, groups).astype(np.float32))
         steps *= 1 if self.format == MXFP4 else generator.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
         zeros = generator.integers(0, 16, groups).astype(np.float32) if self.format == INT4_ZEROS else None
-        return Integers.of_arrays(places, as_half(steps), zeros)
+        return Integers.of_arrays(places, steps.astype(np.float16), zeros)
 
     @cached_property
     def _packed(self) -> PackedMatrix:

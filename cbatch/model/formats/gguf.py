@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,17 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from cbatch.base.errors import ModelError
-from cbatch.base.quantization import Quantization
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program
 from cbatch.model.formats.gguf_blocks import BF16, F16, FLOATS, block_name
 from cbatch.model.formats.gguf_config import Config, read_config
 from cbatch.model.formats.gguf_file import GgufFile, read_gguf
 from cbatch.model.formats.gguf_names import sources_of
-from cbatch.model.formats.gguf_weights import GgufWeights, bits_per_weight, rounded_types
-from cbatch.model.formats.integers import tell_rounded, tell_widened
+from cbatch.model.formats.gguf_weights import GgufMatrix
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.programs.named_tensors import check_weights
+from cbatch.model.programs.stored import StoredWeights
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens
@@ -51,7 +51,8 @@ class GgufModel:
         except OSError as error:
             raise ModelError(f"Cannot read {paths[0]}: {error.strerror or error}.") from error
         self.config: Config = read_config(file)
-        self._weights = GgufWeights(file, sources_of(file, self.config))
+        matrices = {name: GgufMatrix(file, source) for name, source in sources_of(file, self.config).items()}
+        self._weights = StoredWeights(matrices, file)
         try:
             self._program = read_program(self.config)
             check_weights(self._program, self._weights)
@@ -90,7 +91,8 @@ class GgufModel:
         """The formats in the file, for people."""
         counts = Counter(block_name(tensor.type) for tensor in self._file.tensors.values())
         formats = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-        return f"GGUF with {bits_per_weight(self._file):.2f} bits a weight (tensors: {formats})"
+        numbers = sum(math.prod(tensor.shape) for tensor in self._file.tensors.values())
+        return f"GGUF with {8 * self._file.num_bytes / max(1, numbers):.2f} bits a weight (tensors: {formats})"
 
     def load(self, plan: LoadPlan) -> CpuModel | CudaModel:
         """The model, ready to run. Raises ModelError or ConfigError if it cannot be.
@@ -107,22 +109,11 @@ class GgufModel:
             if not is_out_of_memory(error):
                 raise
             raise ModelError(f"Cannot load {source}: its weights do not fit into memory.") from error
-        self._weights.drop_pages()
-        self._tell(model, quantize)
+        if self.is_quantized:
+            self._weights.finish("GGUF", "the file", plan.device, model.dtype, model.weight_bytes, quantize)
+        else:
+            self._file.drop_pages()
         return model
-
-    def _tell(self, model: CpuModel | CudaModel, quantize: Quantization | None) -> None:
-        """Says what has become of formats that no kernel reads."""
-        if not self.is_quantized or (quantize is not None and not quantize.keeps_stored):
-            return
-        if quantize is None:
-            tell_widened("GGUF", model.dtype, model.weight_bytes, self._size, "the file")
-        elif rounded := rounded_types(self._file):
-            tell_rounded(map(block_name, rounded), model.weight_bytes, self._size, "the file")
-
-    @property
-    def _size(self) -> int:
-        return sum(tensor.data.nbytes for tensor in self._file.tensors.values())
 
 
 def _fingerprint(file: GgufFile) -> str:

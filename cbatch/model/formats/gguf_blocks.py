@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cbatch.kernels import formats as packed
 from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, Integers
-from cbatch.model.formats.integers import as_half
+from cbatch.model.programs.stored import Packing
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, IQ4_NL, IQ4_XS, BF16, MXFP4 = 0, 1, 2, 3, 6, 8, 12, 20, 23, 30, 39
 
@@ -53,11 +53,11 @@ def block_name(kind: int) -> str:
     return _TYPES[kind][0] if kind in _TYPES else str(kind)
 
 
-def packed_format(kind: int) -> int | None:
-    """The packed format for a block type; None for numbers as they are."""
+def packing_of(kind: int) -> Packing | None:
+    """How a block type is packed; None for numbers as they are."""
     if kind in FLOATS:
         return None
-    return _READERS[kind][0] if kind in _READERS else INT8
+    return Packing(_READERS[kind][0] if kind in _READERS else INT8)
 
 
 def is_exact(kind: int) -> bool:
@@ -88,6 +88,12 @@ def integers_of(kind: int, data: NDArray[np.uint8], target: int) -> Integers | N
 
 Blocks = NDArray[np.uint8]
 """[rows, blocks, bytes of a block]"""
+
+
+def as_half(numbers: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """Rounded to what float16 has."""
+    with np.errstate(all="ignore"):  # a damaged file may have any scale
+        return numbers.astype(np.float16).astype(np.float32)
 
 
 def _halves(blocks: Blocks, place: int) -> NDArray[np.float32]:

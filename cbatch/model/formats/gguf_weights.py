@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,15 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.kernels.formats import GROUP, Integers
-from cbatch.model.formats.gguf_blocks import integers_of, is_exact, packed_format, values_of
-from cbatch.model.formats.gguf_file import GgufFile, GgufTensor
-from cbatch.model.formats.integers import common_format, rounded
-from cbatch.model.programs.program import Weight
-from cbatch.model.programs.stored import StoredWeights
-from cbatch.runtime.memory import drop_mapped_pages
-
-_BYTES_BETWEEN_DROPS = 2**24
-"""Bytes of the files that may stay in memory beside packed weights."""
+from cbatch.model.formats.gguf_blocks import block_name, integers_of, is_exact, packing_of, values_of
+from cbatch.model.formats.gguf_file import GgufFile
+from cbatch.model.programs.stored import Packing, Rows, StoredMatrix, common_packing, rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,172 +56,90 @@ class Source:
         return starts[:, 0] // GROUP if is_whole else None
 
 
-class GgufWeights(StoredWeights):
-    """The weights of a GGUF file. What has been read is dropped from time to time, as packed weights take its place."""
+class GgufMatrix(StoredMatrix):
+    """A weight of a GGUF file."""
 
-    def __init__(self, file: GgufFile, sources: Mapping[str, Source]) -> None:
-        self._file = file
-        self._sources = sources
-        self._bytes_read = 0
+    def __init__(self, file: GgufFile, source: Source) -> None:
+        self._file, self._source = file, source
+        self._tensors = [file.tensors[name] for name in source.tensors]
+        first = self._tensors[0].shape
+        stored = first[0] if len(first) > 2 else 1
+        self.num_matrices = stored if source.expert is None else 1
+        self._counts = [len(tensor.data) // stored for tensor in self._tensors]
+        """Rows of one matrix that each tensor has."""
+        self.rows = sum(self._counts)
+        self.is_transposed = source.is_transposed
+        self.has_rows = source.combine is None
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self._source.shape or self._tensors[0].shape
+        return shape if self._source.expert is None else shape[1:]
 
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    def __getitem__(self, name: str) -> Tensor:
-        source, shape = self._sources[name], self.shape(name)
+    @property
+    def whole(self) -> Tensor:
+        source = self._source
         if source.combine is not None:
-            parts = [values_of(tensor.type, tensor.data).view(tensor.shape) for tensor in self._tensors(source)]
-            return source.combine(parts).view(shape)
-        if len(shape) == 1 or source.are_vectors:
-            return self._vector(source).view(shape)
-        stored = shape if not source.is_transposed else (*shape[:-2], shape[-1], shape[-2])
-        count = sum(self._rows_each(source)) * (1 if source.expert is not None else self._num_matrices(source))
-        numbers = self._values(source, None, np.arange(count)).view(stored)
-        return numbers.transpose(-1, -2) if source.is_transposed else numbers
-
-    def drop_pages(self) -> None:
-        """Gives back the memory of what has been read."""
-        self._bytes_read = 0
-        drop_mapped_pages(self._file.paths)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        source = self._sources[name]
-        shape = source.shape or self._tensors(source)[0].shape
-        return shape if source.expert is None else shape[1:]
-
-    def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
-        source = self._sources[weight.name]
-        if not self._is_row_wise(weight, source):
-            return weight.read(self[weight.name])[first:stop]
-        numbers = self._values(source, weight.index, self._chosen(weight, first, stop))
-        return numbers if (weight.factor, weight.offset) == (1, 0) else weight.factor * numbers.float() + weight.offset
-
-    def format(self, weights: Iterable[Weight]) -> int | None:
-        formats: set[int | None] = set()
-        for weight in weights:
-            source = self._sources[weight.name]
-            is_changed = (weight.factor, weight.offset, source.offset) != (1, 0, 0)
-            is_split = source.columns is not None and source.group_order is None
-            for tensor in self._tensors(source):
-                keeps = self._is_row_wise(weight, source) and not (is_changed or is_split) and len(tensor.shape) > 1
-                formats.add(packed_format(tensor.type) if keeps else None)
-        return common_format(formats)
-
-    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
-        parts = [
-            self._integers(self._sources[weight.name], weight.index, self._chosen(weight, first, stop), format)
-            for weight, first, stop in weights
-        ]
-        return Integers.concatenated(parts)
-
-    def _tensors(self, source: Source) -> list[GgufTensor]:
-        return [self._file.tensors[name] for name in source.tensors]
-
-    def _num_matrices(self, source: Source) -> int:
-        """In each of its tensors."""
-        shape = self._tensors(source)[0].shape
-        return shape[0] if len(shape) > 2 else 1
-
-    def _rows_each(self, source: Source) -> list[int]:
-        """Of one matrix, those from each tensor."""
-        return [len(tensor.data) // self._num_matrices(source) for tensor in self._tensors(source)]
-
-    @staticmethod
-    def _is_row_wise(weight: Weight, source: Source) -> bool:
-        """Whether rows of the loaded weight are rows of the file."""
-        is_same = weight.transpose == source.is_transposed and source.combine is None
-        return is_same and not weight.is_flat and weight.function is None
-
-    @staticmethod
-    def _chosen(weight: Weight, first: int, stop: int) -> NDArray[np.int64]:
-        """Rows of the weight before its own rows are chosen."""
-        return np.arange(first, stop) if weight.rows is None else weight.rows[first:stop].numpy()
-
-    def _pieces(
-        self, source: Source, index: int | None, rows: NDArray[np.int64]
-    ) -> Iterator[tuple[slice, int, NDArray[np.uint8]]]:
-        """Rows of the weight as blocks: which of them, their format, and their bytes.
-
-        index: of a tensor that holds several matrices; None: rows are those of all
-        """
-        tensors, counts = self._tensors(source), self._rows_each(source)
-        matrices, rows = np.divmod(rows, sum(counts))
-        if source.rows is not None:
-            rows = source.rows.numpy()[rows]
-        if index is None:
-            index = source.expert
-        matrices = matrices if index is None else matrices + index
-        for tensor, count, start in zip(tensors, counts, np.cumsum([0, *counts[:-1]]), strict=True):
-            mine = np.flatnonzero((rows >= start) & (rows < start + count)) if len(tensors) > 1 else None
-            chosen = matrices * count + rows - start
-            chosen = chosen if mine is None else chosen[mine]
-            if not len(chosen):
-                continue
-            if np.array_equal(chosen, np.arange(chosen[0], chosen[0] + len(chosen))):
-                data = tensor.data[chosen[0] : chosen[0] + len(chosen)]
-            else:
-                data = tensor.data[chosen]
-            self._bytes_read += data.nbytes
-            if self._bytes_read > _BYTES_BETWEEN_DROPS:
-                self.drop_pages()
-            yield (slice(None) if mine is None else mine), tensor.type, data  # type: ignore[misc]
-
-    def _vector(self, source: Source) -> Tensor:
-        """Tensors of one dimension, or one for each expert."""
-        parts = [values_of(tensor.type, tensor.data).view(tensor.shape) for tensor in self._tensors(source)]
-        parts = [part if source.expert is None else part[source.expert] for part in parts]
+            return source.combine([tensor.numbers for tensor in self._tensors]).view(self.shape)
+        if len(self.shape) > 1 and not source.are_vectors:
+            return super().whole
+        parts = [tensor.numbers if source.expert is None else tensor.numbers[source.expert] for tensor in self._tensors]
         numbers = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         numbers = numbers if source.rows is None else numbers[..., source.rows]
-        return numbers if source.offset == 0 else numbers.float() + source.offset
+        return self._moved(numbers).view(self.shape)
 
-    def _values(self, source: Source, index: int | None, rows: NDArray[np.int64]) -> Tensor:
-        pieces = [(place, values_of(kind, data)) for place, kind, data in self._pieces(source, index, rows)]
-        if len(pieces) == 1:
-            numbers = pieces[0][1]
-        else:
-            numbers = torch.empty((len(rows), pieces[0][1].shape[1]))
+    def values(self, rows: Rows) -> Tensor:
+        pieces = [(place, values_of(kind, data)) for place, kind, data in self._pieces(rows)]
+        numbers = pieces[0][1]
+        if len(pieces) > 1:
+            numbers = torch.empty((len(rows), numbers.shape[1]))
             for place, part in pieces:
                 numbers[place] = part.float()
-        numbers = numbers if source.columns is None else numbers[:, source.columns]
-        return numbers if source.offset == 0 else numbers.float() + source.offset
+        return self._moved(numbers if self._source.columns is None else numbers[:, self._source.columns])
 
-    def _integers(self, source: Source, index: int | None, rows: NDArray[np.int64], format: int) -> Integers:
+    def _moved(self, numbers: Tensor) -> Tensor:
+        return numbers if self._source.offset == 0 else numbers.float() + self._source.offset
+
+    @property
+    def packing(self) -> Packing | None:
+        source = self._source
+        if source.offset or (source.columns is not None and source.group_order is None):
+            return None
+        return common_packing({packing_of(tensor.type) if len(tensor.shape) > 1 else None for tensor in self._tensors})
+
+    def lost(self, held: Collection[int]) -> set[str]:
+        matrices = (tensor for tensor in self._tensors if len(tensor.shape) > 1)
+        return {block_name(tensor.type) for tensor in matrices if not is_exact(tensor.type)}
+
+    def integers(self, rows: Rows, format: int) -> Integers:
         pieces = [
             (place, integers_of(kind, data, format) or rounded(values_of(kind, data), format))
-            for place, kind, data in self._pieces(source, index, rows)
+            for place, kind, data in self._pieces(rows)
         ]
-        if len(pieces) == 1:
-            return _in_order(pieces[0][1], source)
-        whole = pieces[0][1].map(lambda part: part.new_empty(len(rows), part.shape[1]))
-        for place, integers in pieces:
-            whole.map(partial(_put, place), integers)
-        return _in_order(whole, source)
+        found = pieces[0][1]
+        if len(pieces) > 1:
+            found = found.map(lambda part: part.new_empty(len(rows), part.shape[1]))
+            for place, integers in pieces:
+                found.map(partial(_put, place), integers)
+        if self._source.columns is None:
+            return found
+        groups = self._source.group_order
+        moved = found.map(lambda part: part[:, torch.from_numpy(groups)])
+        return moved._replace(numbers=found.numbers[:, self._source.columns])
+
+    def _pieces(self, rows: Rows) -> Iterator[tuple[slice | Rows, int, NDArray[np.uint8]]]:
+        """Rows as blocks: which of them, their format, and their bytes."""
+        source, starts = self._source, np.cumsum([0, *self._counts[:-1]])
+        matrices, rows = np.divmod(rows, self.rows)
+        rows = rows if source.rows is None else source.rows.numpy()[rows]
+        matrices = matrices if source.expert is None else matrices + source.expert
+        for tensor, count, start in zip(self._tensors, self._counts, starts, strict=True):
+            mine = np.flatnonzero((rows >= start) & (rows < start + count)) if len(self._tensors) > 1 else slice(None)
+            chosen = (matrices * count + rows - start)[mine]
+            if len(chosen):
+                yield mine, tensor.type, self._file.take(tensor, chosen)
 
 
-def _put(place: slice | NDArray[np.int64], target: Tensor, part: Tensor) -> Tensor:
+def _put(place: slice | Rows, target: Tensor, part: Tensor) -> Tensor:
     target[place] = part
     return target
-
-
-def _in_order(integers: Integers, source: Source) -> Integers:
-    """With the columns that a weight has. Groups move as they are."""
-    if source.columns is None:
-        return integers
-    groups = source.group_order
-    assert groups is not None
-    moved = integers.map(lambda part: part[:, torch.from_numpy(groups)])
-    return moved._replace(numbers=integers.numbers[:, source.columns])
-
-
-def bits_per_weight(file: GgufFile) -> float:
-    """In the file, over all tensors."""
-    size = sum(tensor.data.nbytes for tensor in file.tensors.values())
-    return 8 * size / max(1, sum(tensor.num_elements for tensor in file.tensors.values()))
-
-
-def rounded_types(file: GgufFile) -> set[int]:
-    """Formats of matrices in a file that are not packed as they are."""
-    return {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1 and not is_exact(tensor.type)}

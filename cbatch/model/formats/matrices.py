@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,70 +12,72 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, MXFP4, Integers
-from cbatch.model.formats.integers import as_half, rounded
+from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, Integers
+from cbatch.model.programs.stored import Packing, Rows, StoredMatrix
 from cbatch.model.tensor_files import Tensors
 
-Rows = NDArray[np.int64]
+
+@dataclass(eq=False)
+class PlainTensor(StoredMatrix):
+    """A tensor that is stored as numbers."""
+
+    tensors: Tensors
+    name: str
+    has_rows = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensors.header(self.name).shape
+
+    @property
+    def whole(self) -> Tensor:
+        return self.tensors[self.name]
+
+    def values(self, rows: Rows) -> Tensor:
+        return self.whole[rows]
 
 
-@dataclass(frozen=True, eq=False)
-class StoredMatrix(ABC):
-    """A matrix, or those of all experts one after the other.
+@dataclass(eq=False)
+class EncodedMatrix(StoredMatrix):
+    """A matrix, or those of all experts one after the other, that is not stored as numbers.
 
     tensors:  of the files
     name:     of its numbers in the files
     rows, depth: of the matrix, or of each expert's
+    scale:    name of the scales
     experts:  how many there are; 0 for one matrix
-    is_transposed: transformers has it as [depth, rows]
     """
 
     tensors: Tensors
     name: str
     rows: int
     depth: int
+    scale: str
     experts: int = 0
     is_transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As transformers has it."""
         one = (self.depth, self.rows) if self.is_transposed else (self.rows, self.depth)
         return (self.experts, *one) if self.experts else one
+
+    @property
+    def num_matrices(self) -> int:  # type: ignore[override]
+        return self.experts or 1
 
     @property
     @abstractmethod
     def label(self) -> str:
         """How its numbers are stored, for people."""
 
-    @property
-    @abstractmethod
-    def format(self) -> int:
-        """The packed format that it gets."""
 
-    @property
-    @abstractmethod
-    def is_exact(self) -> bool:
-        """Whether the packed format has its integers."""
+@dataclass(eq=False)
+class FloatMatrix(EncodedMatrix):
+    """A matrix of floating-point numbers of 8 bits. Its scales are [rows of blocks, columns of blocks], or one number.
 
-    @abstractmethod
-    def values(self, rows: Rows) -> Tensor:
-        """Rows as numbers [rows, depth] float32."""
-
-    def integers(self, rows: Rows) -> Integers:
-        """Rows in its packed format."""
-        return rounded(self.values(rows), INT8)
-
-
-@dataclass(frozen=True, eq=False)
-class FloatMatrix(StoredMatrix):
-    """A matrix of floating-point numbers of 8 bits, whose scales stand in another tensor. It becomes int8.
-
-    scale: name of the scales; [rows of blocks, columns of blocks], or one number
     block: rows and columns that share a scale
     """
 
-    scale: str = ""
     block: tuple[int, int] = (1, 1)
 
     @property
@@ -82,29 +85,24 @@ class FloatMatrix(StoredMatrix):
         return "FP8"
 
     @property
-    def format(self) -> int:
-        return INT8
-
-    @property
-    def is_exact(self) -> bool:
-        return False
-
-    @property
-    def group(self) -> int | None:
-        """How many numbers of a row share a scale; None if that is no multiple of 32."""
+    def packing(self) -> Packing:
         is_whole = self.block[1] >= self.depth or self.tensors.header(self.scale).shape in ((), (1,))
-        size = -(-self.depth // GROUP) * GROUP if is_whole else self.block[1]
-        return None if size % GROUP else size
+        group = -(-self.depth // GROUP) * GROUP if is_whole else self.block[1]
+        return Packing(INT8) if group % GROUP else Packing(FP8, group)
+
+    def kept(self, rows: Rows, format: int) -> Integers | None:
+        if format != FP8:
+            return None
+        return Integers(self.tensors.take(self.name, rows).view(torch.uint8), self.scales(rows))
+
+    def lost(self, held: Collection[int]) -> set[str]:
+        return set() if self.packing.format == FP8 and FP8 in held else {self.label}
 
     def values(self, rows: Rows) -> Tensor:
         numbers, scales = self.tensors.take(self.name, rows).float(), self.scales(rows)
         if scales.shape[1] == 1:
             return numbers * scales
         return numbers * scales.repeat_interleave(self.block[1], dim=1)[:, : self.depth]
-
-    def codes(self, rows: Rows) -> Tensor:
-        """Bytes [rows, depth]."""
-        return self.tensors.take(self.name, rows).view(torch.uint8)
 
     def scales(self, rows: Rows) -> Tensor:
         """[rows, columns of blocks] float32"""
@@ -114,20 +112,19 @@ class FloatMatrix(StoredMatrix):
         return scales.view(len(scales), -1)[torch.from_numpy(rows) // self.block[0]]
 
 
-@dataclass(frozen=True, eq=False)
-class GroupedMatrix(StoredMatrix):
+@dataclass(eq=False)
+class GroupedMatrix(EncodedMatrix):
     """A matrix of integers: a number is scale * (integer - zero point).
 
     bits:   4: integers from 0 to 15; 8: from -128 to 127
     group:  numbers of a row that share scale and zero point, one after the other unless `order` says otherwise
     order:  [depth] group of each number of a row; None if they lie in turn
-    scale, zero: names of the scales and of the zero points, which need not be there
+    zero:   name of the zero points, which need not be there
     """
 
     bits: int = 4
     group: int = GROUP
     order: Rows | None = None
-    scale: str = ""
     zero: str = ""
 
     @abstractmethod
@@ -159,14 +156,13 @@ class GroupedMatrix(StoredMatrix):
         return f"{self.bits} bits in {groups}{' with zero points' if self.has_zeros else ''}{order}"
 
     @property
-    def format(self) -> int:
+    def packing(self) -> Packing:
         if self.bits == 8 or not self._fits:
-            return INT8
-        return INT4_ZEROS if self.has_zeros else INT4
+            return Packing(INT8)
+        return Packing(INT4_ZEROS if self.has_zeros else INT4)
 
-    @property
-    def is_exact(self) -> bool:
-        return self._fits and not (self.bits == 8 and self.has_zeros)
+    def lost(self, held: Collection[int]) -> set[str]:
+        return set() if self._fits and not (self.bits == 8 and self.has_zeros) else {self.label}
 
     @property
     def _fits(self) -> bool:
@@ -180,18 +176,19 @@ class GroupedMatrix(StoredMatrix):
         with np.errstate(all="ignore"):  # a damaged file may have any scale
             return torch.from_numpy(self.scales(rows)[:, groups] * (self.codes(rows).astype(np.float32) - zero))
 
-    def integers(self, rows: Rows) -> Integers:
-        if not self.is_exact:
-            return super().integers(rows)
+    def kept(self, rows: Rows, format: int) -> Integers | None:
+        if self.lost(()):
+            return None
+        own = self.packing.format
         groups = np.arange(0, self.depth, GROUP) // self.group
-        zeros = self.zeros(rows) if self.format == INT4_ZEROS else None
-        scales = self.scales(rows)
-        if self.format != MXFP4:
-            scales = as_half(scales)
-        return Integers.of_arrays(self.codes(rows), scales[:, groups], None if zeros is None else zeros[:, groups])
+        zeros = self.zeros(rows) if own == INT4_ZEROS else None
+        found = Integers.of_arrays(
+            self.codes(rows), self.scales(rows)[:, groups], None if zeros is None else zeros[:, groups]
+        )
+        found = found if own == MXFP4 else found._replace(scales=found.scales.half().float())
+        return found.widened(own, format)
 
 
-@dataclass(frozen=True, eq=False)
 class ColumnMatrix(GroupedMatrix):
     """A matrix whose rows are columns of the tensors in the files."""
 

@@ -2,49 +2,191 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels.formats import Integers
+from cbatch.base.quantization import Quantization
+from cbatch.base.units import format_bytes
+from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, ON_CPU, ON_GPU, Integers, quantized
 from cbatch.model.programs.program import Weight
+from cbatch.runtime.device import is_accelerator
+
+_log = logging.getLogger("cbatch")
+
+Rows = NDArray[np.int64]
 
 
-class StoredWeights(ABC, Mapping[str, Tensor]):
-    """Named weights, of which some are integers in the files. As a mapping they are numbers, made when they are read.
+class Packing(NamedTuple):
+    """A packed format, and how many numbers of a row share a scale."""
 
-    Formats are those of `kernels/cpu/matmul/formats.py`.
+    format: int
+    group: int = GROUP
+
+
+class StoredMatrix(ABC):
+    """A weight as files have it: a matrix or those of all experts, one after the other; or what has no rows.
+
+    rows:          of one matrix, of which there are `num_matrices`
+    is_transposed: transformers has it as [depth, rows]
+    has_rows:      rows can be read by themselves
     """
 
+    rows: int
+    num_matrices: int = 1
+    is_transposed: bool = False
+    has_rows: bool = True
+
     @property
-    def description(self) -> str:
-        """The formats in the files, for people; empty if somebody else says it."""
-        return ""
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """As transformers has it."""
 
     @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a weight, which is not read for that."""
+    def values(self, rows: Rows) -> Tensor:
+        """Rows, counted over all matrices, as numbers [rows, depth]."""
 
-    @abstractmethod
-    def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
-        """Rows first .. stop-1 of a matrix, once it is loaded (see `Weight.size`), as numbers [rows, depth]."""
+    @property
+    def whole(self) -> Tensor:
+        """The weight as transformers has it."""
+        *before, first, last = self.shape
+        stored = (*before, last, first) if self.is_transposed else self.shape
+        numbers = self.values(np.arange(self.rows * self.num_matrices)).view(stored)
+        return numbers.transpose(-1, -2) if self.is_transposed else numbers
 
-    @abstractmethod
-    def format(self, weights: Iterable[Weight]) -> int | None:
-        """The packed format that matrices get which must have the same one; None if they stay numbers."""
-
-    def float8_group(self, weights: Iterable[Weight]) -> int | None:
-        """Numbers of a row that share a scale, if all matrices are FP8 with as many, a multiple of 32; else None."""
+    @property
+    def packing(self) -> Packing | None:
+        """How it is packed by kernels that have all formats; None for numbers."""
         return None
 
-    def float8(self, weight: Weight, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rows of a matrix of FP8: bytes [rows, depth], and float32 scales [rows, groups]."""
-        raise ValueError(f"{weight.name} is not FP8")
+    def kept(self, rows: Rows, format: int) -> Integers | None:
+        """Rows with the integers of the file; None if the format does not have these."""
+        return None
 
-    @abstractmethod
-    def packed(self, weights: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
-        """Rows in a packed format.
+    def integers(self, rows: Rows, format: int) -> Integers:
+        """Rows in a packed format that has their integers, or rounded to int8."""
+        found = self.kept(rows, format)
+        return rounded(self.values(rows), format) if found is None else found
 
-        weights: with the first of their rows, and the one after the last; all follow each other
+    def lost(self, held: Collection[int]) -> set[str]:
+        """The formats, for people, whose integers are not kept in the formats that kernels have."""
+        return set()
+
+
+class WeightFiles(Protocol):
+    """The files that weights are read from."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def drop_pages(self) -> None:
+        """Gives back the memory of what has been read."""
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """Named weights, of which some are integers in the files. As a mapping they are numbers, made when they are read.
+
+    description: the formats in the files, for people; empty if somebody else says it
+    """
+
+    def __init__(self, matrices: Mapping[str, StoredMatrix], files: WeightFiles, description: str = "") -> None:
+        self.matrices = matrices
+        self.description = description
+        self._files = files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.matrices)
+
+    def __len__(self) -> int:
+        return len(self.matrices)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.matrices[name].whole
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a weight, which is not read for that."""
+        return self.matrices[name].shape
+
+    def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
+        """Rows first .. stop-1 of a matrix, once it is loaded (see `Weight.size`), as numbers [rows, depth]."""
+        if not self._has_rows(weight):
+            return weight.read(self[weight.name])[first:stop]
+        numbers = self.matrices[weight.name].values(self._chosen(weight, first, stop))
+        return numbers if (weight.factor, weight.offset) == (1, 0) else weight.factor * numbers.float() + weight.offset
+
+    def packing(self, weights: Iterable[Weight], held: Collection[int]) -> Packing | None:
+        """How matrices are packed that must have one format; None if they stay numbers. held: formats of the kernels"""
+        found = set()
+        for weight in weights:
+            is_changed = not self._has_rows(weight) or (weight.factor, weight.offset) != (1, 0)
+            packing = None if is_changed else self.matrices[weight.name].packing
+            found.add(packing if packing is None or packing.format in held else Packing(INT8))
+        return common_packing(found)
+
+    def packed(self, spans: Iterable[tuple[Weight, int, int]], format: int) -> Integers:
+        """Rows in the packed format that `packing` has given.
+
+        spans: weights with the first of their rows, and the one after the last; all follow each other
         """
+        parts = [self.matrices[one.name].integers(self._chosen(one, *rows), format) for one, *rows in spans]
+        return Integers.concatenated(parts)
+
+    def finish(
+        self,
+        name: str,
+        where: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        memory: int,
+        quantize: Quantization | None,
+    ) -> None:
+        """Gives back what has been read, and says what has become of formats that no kernel reads.
+
+        name:     of their format, and `where` they are, for people
+        memory:   bytes of the weights as they are now
+        quantize: how matrices are kept as integers, if they are
+        """
+        held = ON_GPU if is_accelerator(device) else ON_CPU
+        self._files.drop_pages()
+        sizes = format_bytes(memory), format_bytes(self._files.num_bytes), where
+        if quantize is None:
+            kind = str(dtype).removeprefix("torch.")
+            _log.warning("The %s weights are kept in %s, and take %s, and %s in %s.", name, kind, *sizes)
+        elif quantize.keeps_stored and (lost := set[str]().union(*(one.lost(held) for one in self.matrices.values()))):
+            _log.warning(
+                "Matrices in %s are rounded to int8 in groups of 32, 8.5 bits a number; all weights take %s, and %s "
+                "in %s.", ", ".join(sorted(lost)), *sizes,
+            )  # fmt: skip
+
+    def _has_rows(self, weight: Weight) -> bool:
+        """Whether rows of a loaded weight are rows of its matrix."""
+        matrix = self.matrices[weight.name]
+        is_same = matrix.has_rows and weight.transpose == matrix.is_transposed
+        return is_same and not weight.is_flat and weight.function is None
+
+    def _chosen(self, weight: Weight, first: int, stop: int) -> Rows:
+        """Rows of the weight before its own rows are chosen, counted over all matrices."""
+        rows = np.arange(first, stop) if weight.rows is None else weight.rows[first:stop].numpy()
+        return rows if weight.index is None else rows + weight.index * self.matrices[weight.name].rows
+
+
+def common_packing(found: Collection[Packing | None]) -> Packing | None:
+    """That of parts of one matrix; None if one of them stays numbers."""
+    if None in found:
+        return None
+    if len(set(found)) == 1:
+        return next(iter(found))
+    return Packing(INT4_ZEROS if {one.format for one in found if one} == {INT4, INT4_ZEROS} else INT8)
+
+
+def rounded(values: Tensor, format: int) -> Integers:
+    """Numbers in int8, which everything goes to that no other format has."""
+    if format != INT8:
+        raise ValueError(f"numbers are rounded to int8 only, not to format {format}")
+    return quantized(values, INT8)

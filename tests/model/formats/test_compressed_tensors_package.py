@@ -19,7 +19,7 @@ from cbatch.kernels.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
 from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.families import read_program
-from cbatch.model.formats import compressed_tensors
+from cbatch.model.formats.methods import compressed_tensors
 from cbatch.model.formats.quantized import QuantizedCheckpoint, without_quantization
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.tensor_files import Tensors

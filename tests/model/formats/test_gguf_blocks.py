@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cbatch.kernels.cpu.matmul.formats import pack_integers, unpack_column
 from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8
 from cbatch.model.formats import gguf_blocks
-from cbatch.model.formats.gguf_blocks import BLOCKS, block_name, integers_of, packed_format, values_of
+from cbatch.model.formats.gguf_blocks import BLOCKS, block_name, integers_of, packing_of, values_of
 from tests.support.gguf_files import Piece, blocks_of
 from tests.support.kernels import callable_kernel
 
@@ -41,13 +41,13 @@ def test_sizes_are_those_of_the_package() -> None:
 @pytest.mark.parametrize("kind", [*EXACT, *NEARLY], ids=lambda kind: kind.name)
 def test_integers_have_the_numbers_of_the_package(kind: Kind) -> None:
     """Guards the order of nibbles, high bits and 6-bit scales, and what is said to be lost."""
-    data, target = draw(kind), packed_format(kind)
+    data, packing = draw(kind), packing_of(kind)
     expected = gguf.quants.dequantize(data, kind)
-    assert target is not None and np.array_equal(values_of(kind, data).numpy(), expected)
-    integers = integers_of(kind, data, target)
+    assert packing is not None and np.array_equal(values_of(kind, data).numpy(), expected)
+    integers = integers_of(kind, data, packing.format)
     assert integers is not None
     assert kind == Kind.MXFP4 or integers.scales.equal(integers.scales.half().float())
-    errors = np.abs(integers.values(target).numpy() - expected).reshape(-1, GROUP).max(axis=1)
+    errors = np.abs(integers.values(packing.format).numpy() - expected).reshape(-1, GROUP).max(axis=1)
     largest = np.abs(expected).reshape(-1, GROUP).max(axis=1)
     assert (errors <= NEARLY.get(kind, 0) * largest).all()
 
@@ -57,14 +57,14 @@ def test_integers_have_the_numbers_of_the_package(kind: Kind) -> None:
 )
 def test_packed_bytes_have_these_numbers(kind: Kind) -> None:
     """Guards the way into the kernels' layout: a column that they unpack is a row of the file."""
-    data, target = draw(kind), packed_format(kind)
-    assert target is not None
-    integers = integers_of(kind, data, target)
+    data, packing = draw(kind), packing_of(kind)
+    assert packing is not None
+    integers = integers_of(kind, data, packing.format)
     assert integers is not None
-    packed, expected = pack_integers(target, integers), integers.values(target).numpy()
+    packed, expected = pack_integers(packing.format, integers), integers.values(packing.format).numpy()
     out = np.empty(DEPTH, np.float32)
     for row in range(ROWS):
-        unpack(packed, 0, target, row, 1.0, out)
+        unpack(packed, 0, packing.format, row, 1.0, out)
         assert np.allclose(out, expected[row], rtol=1e-6, atol=1e-6)
 
 

@@ -21,7 +21,7 @@ from cbatch.base.gguf_source import gguf_paths
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT4_ZEROS, INT8, IQ4_NL, MXFP4
+from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT4_ZEROS, INT8, IQ4_NL, MXFP4, ON_CPU
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats import gguf_names, gguf_weights
 from cbatch.model.formats.gguf import GgufModel
@@ -120,10 +120,11 @@ def test_integers_of_matrices_are_their_numbers(kind: str, tmp_path: Path) -> No
             else [*operation.up, *operation.down] if isinstance(operation, Experts) else []
         )  # fmt: skip
         for matrix in matrices:
-            format = weights.format(matrix.parts)
-            checked.add(format)
-            if format is None:
+            packing = weights.packing(matrix.parts, ON_CPU)
+            checked.add(packing and packing.format)
+            if packing is None:
                 continue
+            format = packing.format
             spans = [(part, 0, part.size[0]) for part in matrix.parts]
             found = weights.packed(spans, format).values(format).numpy()
             expected = torch.cat([weights.rows(*span).float() for span in spans]).numpy()
@@ -254,10 +255,10 @@ def test_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return logits_in_chunks(model, CpuAttention())
 
     first, fingerprint = logits(), GgufModel([path]).fingerprint
-    reads = gguf_weights.GgufWeights._integers
-    monkeypatch.setattr(gguf_weights.GgufWeights, "_integers", None)
+    reads = gguf_weights.GgufMatrix.integers
+    monkeypatch.setattr(gguf_weights.GgufMatrix, "integers", None)
     assert torch.equal(logits(), first)
-    monkeypatch.setattr(gguf_weights.GgufWeights, "_integers", reads)
+    monkeypatch.setattr(gguf_weights.GgufMatrix, "integers", reads)
     content = bytearray(path.read_bytes())
     content[-4096:] = content[-4096:][::-1]
     path.write_bytes(content)

@@ -23,12 +23,13 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
 from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.cpu import CpuModel
-from cbatch.model.formats import awq as awq_reader
-from cbatch.model.formats import matrices, method
-from cbatch.model.formats.awq import AwqMatrix
-from cbatch.model.formats.compressed_tensors import CompressedMatrix
-from cbatch.model.formats.gptq import GptqMatrix
-from cbatch.model.formats.mxfp4 import Mxfp4Matrix
+from cbatch.model.formats import matrices
+from cbatch.model.formats import settings as reader_settings
+from cbatch.model.formats.methods import awq as awq_reader
+from cbatch.model.formats.methods.awq import AwqMatrix
+from cbatch.model.formats.methods.compressed_tensors import CompressedMatrix
+from cbatch.model.formats.methods.gptq import GptqMatrix
+from cbatch.model.formats.methods.mxfp4 import Mxfp4Matrix
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from cbatch.model.tensor_files import Tensors
@@ -245,7 +246,7 @@ def test_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     cache = WeightCache(tmp_path / "cache")
     first = logits_of(tmp_path / "model", "auto", weight_cache=cache)
     with monkeypatch.context() as patch:
-        patch.setattr(matrices.GroupedMatrix, "integers", None)
+        patch.setattr(matrices.GroupedMatrix, "kept", None)
         assert torch.equal(logits_of(tmp_path / "model", "auto", weight_cache=cache), first)
     name = "model.layers.0.mlp.up_proj.qweight"
     change_tensors(tmp_path / "model", lambda tensors: tensors[name].neg_())
@@ -385,8 +386,8 @@ def off_by_one(zeros: NDArray[Any]) -> NDArray[Any]:
 
 
 def larger_blocks(patch: pytest.MonkeyPatch) -> None:
-    original = method.Headers.block
-    patch.setattr(method.Headers, "block", lambda self, *which: (2 * original(self, *which)[0], 64))
+    original = reader_settings.Headers.block
+    patch.setattr(reader_settings.Headers, "block", lambda self, *which: (2 * original(self, *which)[0], 64))
 
 
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], Any]]] = {
@@ -397,7 +398,8 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], Any]]] = {
     "gptq, zero points": ("gptq, zero points", changed(GptqMatrix, "zeros", off_by_one)),
     "gptq, scales": ("gptq", changed(GptqMatrix, "scales", neighbour)),
     "gptq, order": (
-        "gptq, act-order", lambda patch: patch.setattr(method.Headers, "order", lambda self, *_: None)
+        "gptq, act-order",
+        lambda patch: patch.setattr(reader_settings.Headers, "order", lambda self, name, *_: self.used.add(name)),
     ),
     "w4a16, order of a byte": ("w4a16", changed(CompressedMatrix, "codes", swapped)),
     "w4a16, zero points": ("w4a16, zero points", changed(CompressedMatrix, "zeros", off_by_one)),
@@ -430,10 +432,10 @@ def test_mxfp4_of_transformers() -> None:
 
 def test_mxfp4_scales_keep_their_powers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards scales that float16 does not have, which other formats are rounded to."""
-    matrix = Mxfp4Matrix(cast(Tensors, None), "blocks", 2, 64, 1, is_transposed=True, scale="scales")
+    matrix = Mxfp4Matrix(cast(Tensors, None), "blocks", 2, 64, "scales", 1, is_transposed=True)
     exponents = np.array([[60, 127], [190, 200]], np.uint8)
     parts = {"blocks": np.full((2, 32), 0x76, np.uint8), "scales": exponents}
     monkeypatch.setattr(Mxfp4Matrix, "_taken", lambda _, name, rows: parts[name][rows])
-    found = matrix.integers(np.arange(2))
+    found = matrix.integers(np.arange(2), MXFP4)
     assert np.array_equal(found.scales, np.ldexp(1.0, exponents.astype(int) - 128))
     assert np.array_equal(matrix.values(np.arange(2))[:, 32:34], found.scales[:, 1:] * torch.tensor([8, 12]))

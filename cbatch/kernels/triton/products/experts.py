@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.layer_ops import ExpertWeights, Router, Routing
-from cbatch.kernels.quantized_matrix import KINDS, QuantizedMatrix
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, power_of_2
 from cbatch.kernels.triton.launch import launch_options
 from cbatch.kernels.triton.products.linear import FIXED_ROWS, multiply_numbers
@@ -229,7 +229,7 @@ def expert_linear(
     if isinstance(weight, QuantizedMatrix):
         rows, width, step, warps, stages = QuantizedTile.for_rows(mean, source.dtype, capability)
         matrices, sizes, depth = arguments(weight), weight.sizes, weight.depth
-        kind = KINDS.index(weight.kind), weight.group
+        kind = weight.format, weight.group
     else:
         rows, width, step, warps, stages = ExpertTile.for_rows(mean, source.dtype, capability)
         matrices, sizes, depth, kind = (weight, weight, weight), (0, 0), weight.shape[2], (-1, 0)

@@ -13,16 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.formats import GROUP
-from cbatch.kernels.quantized_matrix import KINDS, QuantizedMatrix
+from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, power_of_2
 from cbatch.kernels.triton.launch import launch_options
 from cbatch.kernels.triton.products.linear import FIXED_ROWS
 
-_INT4 = tl.constexpr(KINDS.index("int4"))
-_INT4_ZEROS = tl.constexpr(KINDS.index("int4_zeros"))
-_MXFP4 = tl.constexpr(KINDS.index("mxfp4"))
-_FP8 = tl.constexpr(KINDS.index("fp8"))
+_INT8, _INT4, _INT4_ZEROS, _MXFP4, _FP8 = map(tl.constexpr, (INT8, INT4, INT4_ZEROS, MXFP4, FP8))
 
 
 class QuantizedTile(NamedTuple):
@@ -96,7 +93,7 @@ def multiply(
     GROUP:  numbers of a column that share a scale
     PARTS:  of the depth, in a round
     """
-    SIZE: tl.constexpr = 64 if KIND >= _INT4 else 32
+    SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
     COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
     IS_WHOLE: tl.constexpr = DEPTH % (SIZE * PARTS) == 0
     step = tl.arange(0, 32)
@@ -157,7 +154,7 @@ def quantized_linear(
     rows = len(source)
     tile = QuantizedTile.for_rows(FIXED_ROWS if batch_invariant else rows, source.dtype, capability)
     _quantized_linear_kernel[(-(-rows // tile.rows), -(-matrix.columns // tile.columns))](
-        source, *arguments(matrix), source if bias is None else bias, out, rows, KINDS.index(matrix.kind),
+        source, *arguments(matrix), source if bias is None else bias, out, rows, matrix.format,
         matrix.columns, matrix.depth, matrix.group, bias is not None, tile.rows, tile.columns, tile.parts,
         num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
     )  # fmt: skip
@@ -174,7 +171,7 @@ def _look_up_kernel(
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per row of `out`, and some parts of it."""
-    SIZE: tl.constexpr = 64 if KIND >= _INT4 else 32
+    SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
     COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(ids + row).to(tl.int64)
@@ -197,6 +194,6 @@ def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
     parts = matrix.numbers.shape[0]
     block = min(power_of_2(parts), 32)
     _look_up_kernel[(len(ids), -(-parts // block))](
-        *arguments(matrix), ids, out, KINDS.index(matrix.kind), matrix.columns, matrix.depth, matrix.group,
+        *arguments(matrix), ids, out, matrix.format, matrix.columns, matrix.depth, matrix.group,
         block, **launch_options(block * GROUP // 8),
     )  # fmt: skip

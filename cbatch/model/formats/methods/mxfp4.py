@@ -6,7 +6,6 @@ bits first. `*_scales` [experts, rows, groups] uint8 are exponents of 2, plus 12
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,46 +13,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.kernels.formats import GROUP, MXFP4
-from cbatch.model.formats.matrices import GroupedMatrix, Rows, StoredMatrix, unpacked
-from cbatch.model.formats.method import Headers, Settings
+from cbatch.model.formats.matrices import GroupedMatrix, unpacked
+from cbatch.model.formats.settings import Headers, Matrices, Method, Reader, Settings
+from cbatch.model.programs.stored import Packing, Rows
 
 
-def read_settings(settings: Settings) -> None:
-    """Raises UnreadQuantization for what is not read."""
+def _read(settings: Settings) -> Reader:
     settings.ignore("modules_to_not_convert", "dequantize")
-    settings.finish()
+    return _matrices
 
 
-def matrices(_: None, headers: Headers) -> dict[str, StoredMatrix]:
-    """By the names of their weights. Raises ModelError for missing or misshaped tensors."""
-    found: dict[str, StoredMatrix] = {}
+def _matrices(headers: Headers) -> Matrices:
     for module in headers.modules("_blocks"):
         blocks, scale = f"{module}_blocks", f"{module}_scales"
         experts, rows, groups, _size = headers.shape(blocks, ("U8",), 4)
         headers.check(blocks, ("U8",), (experts, rows, groups, GROUP // 2))
         headers.check(scale, ("U8",), (experts, rows, groups))
-        found[module] = Mxfp4Matrix(
-            headers.tensors, blocks, rows, GROUP * groups, experts, is_transposed=True, scale=scale
-        )
-    return found
+        yield module, Mxfp4Matrix(headers.tensors, blocks, rows, GROUP * groups, scale, experts, is_transposed=True)
 
 
-@dataclass(frozen=True, eq=False)
+METHOD = Method("mxfp4", "MXFP4", _read)
+
+
 class Mxfp4Matrix(GroupedMatrix):
-    @property
-    def label(self) -> str:
-        return "MXFP4"
-
-    @property
-    def format(self) -> int:
-        return MXFP4
-
-    @property
-    def has_zeros(self) -> bool:
-        return False
+    label = "MXFP4"
+    packing = Packing(MXFP4)
+    has_zeros = False
 
     def values(self, rows: Rows) -> Tensor:
-        return self.integers(rows).values(MXFP4)
+        return self.integers(rows, MXFP4).values(MXFP4)
 
     def codes(self, rows: Rows) -> NDArray[Any]:
         """Places of levels."""

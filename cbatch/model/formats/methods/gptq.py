@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.model.formats.matrices import ColumnMatrix, Rows, StoredMatrix, unpacked, unpacked_rows
-from cbatch.model.formats.method import FLOATS, Headers, Settings
+from cbatch.model.formats.matrices import ColumnMatrix, unpacked, unpacked_rows
+from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
+from cbatch.model.programs.stored import Rows
 
 _OF_MAKERS = (
     "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path", "tokenizer",
@@ -28,49 +29,45 @@ _OF_MAKERS = (
 """Settings that change nothing of what the tensors stand for; zero points and orders are read from these."""
 
 
-@dataclass(frozen=True)
-class GptqSettings:
-    """shift: what has been subtracted from zero points"""
-
-    bits: int
-    group: int
-    shift: int
-
-
-def read_settings(settings: Settings) -> GptqSettings:
-    """Raises UnreadQuantization for what is not read."""
+def _read(settings: Settings) -> Reader:
     bits = settings.expect("bits", 4, 8)
-    settings.expect("quant_method", "gptq")
     version = settings.expect("checkpoint_format", "gptq", "gptq_v2")
     settings.expect("format", version)
     settings.ignore(*_OF_MAKERS)
-    found = GptqSettings(bits, settings.group_size(), int(version == "gptq"))
-    settings.finish()
-    return found
+    size, each, shift = settings.group_size(), 32 // bits, int(version == "gptq")
+
+    def matrices(headers: Headers) -> Matrices:
+        for module in headers.modules(".qweight"):
+            name, scale, zero, place = (f"{module}.{part}" for part in ("qweight", "scales", "qzeros", "g_idx"))
+            words, rows = headers.shape(name, ("I32",), 2)
+            depth = each * words
+            group, groups = headers.groups(size, depth)
+            headers.check(scale, FLOATS, (groups, rows))
+            headers.check(zero, ("I32",), (groups, -(-rows // each)))
+            order = headers.order(place, depth, group, groups)
+            yield (
+                f"{module}.weight",
+                GptqMatrix(
+                    headers.tensors,
+                    name,
+                    rows,
+                    depth,
+                    scale,
+                    bits=bits,
+                    group=group,
+                    order=order,
+                    zero=zero,
+                    shift=shift,
+                ),
+            )
+
+    return matrices
 
 
-def matrices(settings: GptqSettings, headers: Headers) -> dict[str, StoredMatrix]:
-    """By the names of their weights. Raises ModelError for missing or misshaped tensors."""
-    found: dict[str, StoredMatrix] = {}
-    each = 32 // settings.bits
-    for module in headers.modules(".qweight"):
-        words, rows = headers.shape(f"{module}.qweight", ("I32",), 2)
-        depth = each * words
-        group, groups = headers.groups(settings.group, depth)
-        headers.check(f"{module}.scales", FLOATS, (groups, rows))
-        headers.check(f"{module}.qzeros", ("I32",), (groups, -(-rows // each)))
-        order = None
-        if f"{module}.g_idx" in headers.tensors:
-            headers.check(f"{module}.g_idx", ("I32", "I64"), (depth,))
-            order = headers.order(f"{module}.g_idx", group, groups)
-        found[f"{module}.weight"] = GptqMatrix(
-            headers.tensors, f"{module}.qweight", rows, depth, bits=settings.bits, group=group, order=order,
-            scale=f"{module}.scales", zero=f"{module}.qzeros", shift=settings.shift,
-        )  # fmt: skip
-    return found
+METHOD = Method("gptq", "GPTQ", _read)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GptqMatrix(ColumnMatrix):
     """shift: what has been subtracted from zero points"""
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.base.errors import ModelError
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.formats.matrices import EncodedMatrix
 from cbatch.model.tensor_files import TensorHeader, Tensors
 
 FLOATS = ("F16", "BF16", "F32")
 """Types of what is not quantized, scales among it."""
+
+
+Matrices = Iterator[tuple[str, EncodedMatrix]]
+"""Matrices by the names of their weights."""
 
 
 class UnreadQuantization(UnsupportedConfig):
@@ -124,8 +129,11 @@ class Headers:
         self.used.add(name)
         return bool(self.tensors[name].float().any())
 
-    def order(self, name: str, group: int, groups: int) -> NDArray[np.int64] | None:
-        """[depth] group of each number of a row, of a tensor that was checked; None if they lie in turn."""
+    def order(self, name: str, depth: int, group: int, groups: int) -> NDArray[np.int64] | None:
+        """[depth] group of each number of a row; None if they lie in turn, or there is no such tensor."""
+        if name not in self.tensors:
+            return None
+        self.check(name, ("I32", "I64"), (depth,))
         order = self.tensors[name].numpy().astype(np.int64)
         if (order == -1).all() or np.array_equal(order, np.arange(len(order)) // group):
             return None
@@ -142,3 +150,19 @@ class Headers:
             raise ModelError(f"Cannot load {self.tensors.folder}: its quantized weights lack {name}.")
         self.used.add(name)
         return self.tensors.header(name)
+
+
+Reader = Callable[[Headers], Matrices]
+"""Finds the matrices of a checkpoint. Raises ModelError for tensors that are missing or misshaped."""
+
+
+class Method(NamedTuple):
+    """How checkpoints of a `quant_method` are read.
+
+    label: for people
+    read:  understands a `quantization_config`, or raises UnreadQuantization
+    """
+
+    name: str
+    label: str
+    read: Callable[[Settings], Reader]

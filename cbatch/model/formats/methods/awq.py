@@ -6,15 +6,15 @@ rows in a word, in the order of `_ORDER`. So has `qzeros` [groups, rows / 8]. `s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.model.formats.matrices import ColumnMatrix, Rows, StoredMatrix, unpacked, unpacked_rows
-from cbatch.model.formats.method import FLOATS, Headers, Settings
+from cbatch.model.formats.matrices import ColumnMatrix, unpacked, unpacked_rows
+from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
+from cbatch.model.programs.stored import Rows
 
 _ORDER = np.array((0, 2, 4, 6, 1, 3, 5, 7))
 """Which of eight rows the bits of a word are, the lowest first."""
@@ -22,41 +22,30 @@ _ORDER = np.array((0, 2, 4, 6, 1, 3, 5, 7))
 _PLACES = np.argsort(_ORDER)
 
 
-@dataclass(frozen=True)
-class AwqSettings:
-    group: int
-    has_zeros: bool
-
-
-def read_settings(settings: Settings) -> AwqSettings:
-    """Raises UnreadQuantization for what is not read."""
+def _read(settings: Settings) -> Reader:
     settings.expect("version", "gemm", "GEMM")
     settings.expect("bits", 4)
     settings.ignore(
         "modules_to_not_convert", "modules_to_fuse", "do_fuse", "fuse_max_seq_len", "backend", "exllama_config"
     )
-    found = AwqSettings(settings.group_size(), settings.expect("zero_point", True, False))
-    settings.finish()
-    return found
+    size, has_zeros = settings.group_size(), settings.expect("zero_point", True, False)
+
+    def matrices(headers: Headers) -> Matrices:
+        for module in headers.modules(".qweight"):
+            name, scale, zero = (f"{module}.{part}" for part in ("qweight", "scales", "qzeros"))
+            depth, words = headers.shape(name, ("I32",), 2)
+            group, groups = headers.groups(size, depth)
+            headers.check(scale, FLOATS, (groups, 8 * words))
+            if has_zeros or zero in headers.tensors:
+                headers.check(zero, ("I32",), (groups, words))
+            yield f"{module}.weight", AwqMatrix(headers.tensors, name, 8 * words, depth, scale, group=group, zero=zero)
+
+    return matrices
 
 
-def matrices(settings: AwqSettings, headers: Headers) -> dict[str, StoredMatrix]:
-    """By the names of their weights. Raises ModelError for missing or misshaped tensors."""
-    found: dict[str, StoredMatrix] = {}
-    for module in headers.modules(".qweight"):
-        depth, words = headers.shape(f"{module}.qweight", ("I32",), 2)
-        group, groups = headers.groups(settings.group, depth)
-        headers.check(f"{module}.scales", FLOATS, (groups, 8 * words))
-        zeros = f"{module}.qzeros"
-        if settings.has_zeros or zeros in headers.tensors:
-            headers.check(zeros, ("I32",), (groups, words))
-        found[f"{module}.weight"] = AwqMatrix(
-            headers.tensors, f"{module}.qweight", 8 * words, depth, group=group, zero=zeros, scale=f"{module}.scales"
-        )
-    return found
+METHOD = Method("awq", "AWQ", _read)
 
 
-@dataclass(frozen=True, eq=False)
 class AwqMatrix(ColumnMatrix):
     def codes(self, rows: Rows) -> NDArray[Any]:
         return self._unpacked(self.name, rows)

@@ -14,38 +14,28 @@ these a module has says how it is read: checkpoints may mix them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.model.formats.matrices import (
+    EncodedMatrix,
     FloatMatrix,
     GroupedMatrix,
-    Rows,
-    StoredMatrix,
     as_float32,
     unpacked,
     unpacked_rows,
 )
-from cbatch.model.formats.method import FLOATS, Headers, Settings
+from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
+from cbatch.model.programs.stored import Rows
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 
 
-@dataclass(frozen=True)
-class CompressedSettings:
-    """groups: numbers of a row that may share a scale; blocks: rows and columns that may"""
-
-    groups: frozenset[int]
-    blocks: frozenset[tuple[int, int]]
-
-
-def read_settings(settings: Settings) -> CompressedSettings:
-    """Raises UnreadQuantization for what is not read."""
+def _read(settings: Settings) -> Reader:
     settings.expect("format", *_FORMATS)
     settings.expect("quantization_status", "compressed", "frozen")
     settings.ignore("ignore", "kv_cache_scheme", "global_compression_ratio", "version")
@@ -71,22 +61,20 @@ def read_settings(settings: Settings) -> CompressedSettings:
         if strategy == "block":
             blocks.add(scheme.block("block_structure"))
         Settings({"quant_method": settings.method, **values}).expect("format", *_FORMATS)
-    settings.finish()
-    return CompressedSettings(frozenset(groups), frozenset(blocks))
+    return partial(_matrices, groups, blocks)
 
 
-def matrices(settings: CompressedSettings, headers: Headers) -> dict[str, StoredMatrix]:
-    """By the names of their weights. Raises ModelError for missing or misshaped tensors."""
-    packed = {f"{module}.weight": _packed(settings, headers, module) for module in headers.modules(".weight_packed")}
-    others = {
-        f"{module}.weight": _whole(settings, headers, module)
-        for module in headers.modules(".weight_scale")
-        if f"{module}.weight" not in packed
-    }
-    return packed | others
+def _matrices(sizes: Collection[int], blocks: Collection[tuple[int, int]], headers: Headers) -> Matrices:
+    """sizes: numbers of a row that may share a scale; blocks: rows and columns that may"""
+    packed = list(headers.modules(".weight_packed"))
+    for module in packed:
+        yield f"{module}.weight", _packed(sizes, headers, module)
+    for module in headers.modules(".weight_scale"):
+        if module not in packed:
+            yield f"{module}.weight", _whole(sizes, blocks, headers, module)
 
 
-def _packed(settings: CompressedSettings, headers: Headers, module: str) -> StoredMatrix:
+def _packed(sizes: Collection[int], headers: Headers, module: str) -> EncodedMatrix:
     name = f"{module}.weight_packed"
     rows, words = headers.shape(name, ("I32",), 2)
     headers.check(f"{module}.weight_shape", ("I64", "I32"), (2,))
@@ -94,28 +82,26 @@ def _packed(settings: CompressedSettings, headers: Headers, module: str) -> Stor
     bits = next((bits for bits in (4, 8) if depth > 0 and -(-depth * bits // 32) == words), 0)
     if given_rows != rows or not bits:
         raise headers.misshaped(name, f"packed integers of a matrix [{given_rows}, {depth}]")
-    return _integers(settings, headers, module, name, rows, depth, bits)
+    return _integers(sizes, headers, module, name, rows, depth, bits)
 
 
-def _whole(settings: CompressedSettings, headers: Headers, module: str) -> StoredMatrix:
-    name = f"{module}.weight"
+def _whole(sizes: Collection[int], blocks: Collection[tuple[int, int]], headers: Headers, module: str) -> EncodedMatrix:
+    name, scale, zero = (f"{module}.weight{part}" for part in ("", "_scale", "_zero_point"))
     rows, depth = headers.shape(name, ("I8", "F8_E4M3"), 2)
     if headers.tensors.header(name).type == "I8":
-        return _integers(settings, headers, module, name, rows, depth, 8)
-    scale = f"{module}.weight_scale"
-    zero = f"{module}.weight_zero_point"
+        return _integers(sizes, headers, module, name, rows, depth, 8)
     if zero in headers.tensors and headers.is_nonzero(zero):
         raise headers.misshaped(zero, "zeros beside numbers of float8")
-    block = headers.block(scale, rows, depth, settings.blocks)
-    return FloatMatrix(headers.tensors, name, rows, depth, scale=scale, block=block)
+    block = headers.block(scale, rows, depth, blocks)
+    return FloatMatrix(headers.tensors, name, rows, depth, scale, block=block)
 
 
 def _integers(
-    settings: CompressedSettings, headers: Headers, module: str, name: str, rows: int, depth: int, bits: int
-) -> StoredMatrix:
-    scale, zero, order = (f"{module}.weight_{part}" for part in ("scale", "zero_point", "g_idx"))
-    sizes = [headers.groups(size, depth) for size in (-1, *settings.groups)]
-    shapes: dict[tuple[int, ...], int] = {(rows, count): size for size, count in sizes}
+    sizes: Collection[int], headers: Headers, module: str, name: str, rows: int, depth: int, bits: int
+) -> EncodedMatrix:
+    scale, zero, place = (f"{module}.weight_{part}" for part in ("scale", "zero_point", "g_idx"))
+    groupings = [headers.groups(size, depth) for size in (-1, *sizes)]
+    shapes: dict[tuple[int, ...], int] = {(rows, count): size for size, count in groupings}
     headers.check(scale, FLOATS, *shapes, (1,), ())
     found = headers.tensors.header(scale).shape
     group = shapes.get(found, depth)
@@ -127,16 +113,13 @@ def _integers(
             headers.check(zero, ("I32",), (packed, groups))
         else:
             headers.check(zero, ("I8",), found)
-    where = None
-    if order in headers.tensors:
-        headers.check(order, ("I32", "I64"), (depth,))
-        where = headers.order(order, group, groups)
-    return CompressedMatrix(
-        headers.tensors, name, rows, depth, bits=bits, group=group, order=where, scale=scale, zero=zero
-    )
+    order = headers.order(place, depth, group, groups)
+    return CompressedMatrix(headers.tensors, name, rows, depth, scale, bits=bits, group=group, order=order, zero=zero)
 
 
-@dataclass(frozen=True, eq=False)
+METHOD = Method("compressed-tensors", "compressed-tensors", _read)
+
+
 class CompressedMatrix(GroupedMatrix):
     def codes(self, rows: Rows) -> NDArray[Any]:
         numbers = self.tensors.take(self.name, rows).numpy()
