@@ -18,7 +18,7 @@ from cbatch.batch.row import Row
 from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.tools.tool import Tool
-from cbatch.validation.checker import Checker
+from cbatch.validation.validation import Checker
 from cbatch.validation.validation import Validation
 
 Ask = Callable[[Row, Request | Completion], None]

@@ -4,10 +4,13 @@ A row waits or is in the hands of replicas until somebody finishes it; the first
 counts against all rows in its hands, any of which may be the reason. They are the next to be given out again, only a
 few of them to each replica: so the next death shows which few to look at. Those run alone, so that no other row dies
 with them; what was there at three deaths fails.
+
+Prompts that begin alike go to the same replica, since they share a cache there.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,8 +18,15 @@ from itertools import islice
 from typing import NamedTuple
 
 from cbatch.batch.lines import Line
-from cbatch.replicas.affinity import Affinity
-from cbatch.replicas.messages import MAX_MESSAGE_BYTES
+from cbatch.replicas.connection import MAX_MESSAGE_BYTES
+
+LENGTHS = tuple(512 << doubling for doubling in range(8))
+"""Bytes of the beginnings that are compared: some hundred tokens and more. Shorter prompts may go anywhere."""
+
+MAX_BEGINNINGS = 65536
+
+_PROMPT = re.compile(rb'"(?:messages|prompt|prompt_token_ids|system|tools)"\s*:')
+"""Where a row says what the prompt begins with; what stands before it, such as an id, differs from row to row."""
 
 DEATHS_TO_RUN_ALONE = 2
 MAX_DEATHS = 3
@@ -113,7 +123,7 @@ class Dispatcher:
         self._input_has_ended = False
 
     def add(self, position: int, line: Line, now: float, beginnings: tuple[int, ...] = ()) -> None:
-        """A row was read. `beginnings`: those of `affinity.beginnings`"""
+        """A row was read. `beginnings`: those of its line (see `beginnings`)"""
         row = _Row(line, position, now, beginnings)
         self._rows[line.index] = self._queue[line.index] = row
 
@@ -282,3 +292,42 @@ def _within_bytes(rows: Iterable[_Row]) -> Iterator[_Row]:
             return
         total += size
         yield row
+
+
+def beginnings(line: Line) -> tuple[int, ...]:
+    """Hashes of the first bytes of a line's prompt, shortest first; valid in this process."""
+    data = line.data
+    if data is None or len(data) < LENGTHS[0]:
+        return ()
+    found = _PROMPT.search(data)
+    start = found.end() if found else 0
+    return tuple(hash(data[start : start + length]) for length in LENGTHS if start + length <= len(data))
+
+
+class Affinity:
+    """Remembers which replicas have served which beginnings; the least recently used ones are forgotten."""
+
+    def __init__(self, max_beginnings: int = MAX_BEGINNINGS) -> None:
+        self._max_beginnings = max_beginnings
+        self._served: OrderedDict[int, int] = OrderedDict()
+        """A bit for each replica that has served the beginning."""
+
+    def is_elsewhere(self, row: tuple[int, ...], number: int) -> bool:
+        """Whether other replicas have served more of this row's beginning than this one."""
+        for beginning in reversed(row):
+            if served := self._served.get(beginning):
+                return not served >> number & 1
+        return False
+
+    def note(self, row: tuple[int, ...], number: int) -> None:
+        """The replica gets a row with these beginnings."""
+        for beginning in row:
+            self._served[beginning] = self._served.get(beginning, 0) | 1 << number
+            self._served.move_to_end(beginning)
+        while len(self._served) > self._max_beginnings:
+            self._served.popitem(last=False)
+
+    def forget(self, number: int) -> None:
+        """The replica has died, and its cache with it."""
+        for beginning in self._served:
+            self._served[beginning] &= ~(1 << number)

@@ -13,9 +13,8 @@ from cbatch.batch.driver import ReplicaStatus
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
+from cbatch.replicas.connection import ReplicaInfo, ReplicaLauncher
 from cbatch.replicas.keys import KeyMaking
-from cbatch.replicas.launcher import ReplicaLauncher
-from cbatch.replicas.messages import ReplicaInfo
 from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import SharedState, Supervisor
 from cbatch.schedule.limits import EngineLimits

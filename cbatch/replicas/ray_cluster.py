@@ -22,14 +22,13 @@ from cbatch.base.errors import CbatchError, ConfigError
 from cbatch.extras import missing_package
 from cbatch.isolate.child import make
 from cbatch.isolate.worker import WorkerDied
+from cbatch.replicas.local import FACTORY
 
 try:
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 except ImportError:  # of which `RayLauncher` tells
     ray = None
-
-FACTORY = "cbatch.replicas.replica:open_replica"
 
 NOTICE_SECONDS = 20.0
 """How long a replica waits for its resources before the user is told."""

@@ -21,13 +21,14 @@ from cbatch.batch.lines import Line
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.isolate.worker import WorkerDied
-from cbatch.replicas.launcher import ReplicaConnection, ReplicaLauncher
-from cbatch.replicas.messages import (
+from cbatch.replicas.connection import (
     LINGER_SECONDS,
     MAX_MESSAGE_BYTES,
     MAX_REPLY_ROWS,
     FinishedRow,
+    ReplicaConnection,
     ReplicaInfo,
+    ReplicaLauncher,
     Reply,
 )
 from cbatch.requests.completion import Timing

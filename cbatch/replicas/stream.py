@@ -23,9 +23,8 @@ from cbatch.batch.lines import Line
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.window import WINDOW_BYTES
-from cbatch.replicas.affinity import beginnings
-from cbatch.replicas.dispatcher import MAX_DEATHS, Dispatcher
-from cbatch.replicas.messages import MAX_MESSAGE_BYTES, FinishedRow, linger_s
+from cbatch.replicas.connection import MAX_MESSAGE_BYTES, FinishedRow, linger_s
+from cbatch.replicas.dispatcher import MAX_DEATHS, Dispatcher, beginnings
 from cbatch.replicas.supervisor import IDLE_SECONDS, Life, SharedState
 
 WAIT_SECONDS, STARVING_WAIT_SECONDS = 0.2, 0.05

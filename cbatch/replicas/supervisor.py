@@ -15,8 +15,7 @@ from cbatch.batch.driver import ReplicaState, ReplicaStatus
 from cbatch.batch.lines import Line
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.isolate.worker import WorkerDied
-from cbatch.replicas.launcher import ReplicaConnection, ReplicaLauncher
-from cbatch.replicas.messages import FinishedRow, ReplicaInfo, Reply
+from cbatch.replicas.connection import FinishedRow, ReplicaConnection, ReplicaInfo, ReplicaLauncher, Reply
 
 START_TIMEOUT_S = 3600.0
 """How long a replica may load its model, which it may have to download first."""

@@ -5,9 +5,11 @@ That one bounds time and memory for each text, and may crash without harm.
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +20,9 @@ from cbatch.base.units import format_bytes
 from cbatch.isolate.child import Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerFailed
-from cbatch.text.backend import Encoded, LocalBackend, TextStream, TextTokenizer, TokenizerFailed, printable
+from cbatch.text.backend import Encoded, LocalBackend, TextStream, TextTokenizer, TokenizerFailed, call, printable
 from cbatch.text.loading import load_here
 from cbatch.text.ordinary import is_ordinary, is_ordinary_file
-from cbatch.text.trial import PARTS, try_part
 
 LIMITS = Limits(memory=1 << 30, cpu_seconds=5, cpu_seconds_per_mb=2.0)
 """For one text, for loading the tokenizer, and for the trial of each part. Ordinary tokenizers take half a second for a
@@ -33,6 +34,26 @@ MAX_STREAMS = 1024
 
 FORGOTTEN = None
 """The answer of a stream that the process does not have, or not as far."""
+
+PARTS = {
+    "normalizer": "its normalizer does not work",
+    "pre_tokenizer": "its pre_tokenizer does not work",
+    "model": "it cannot encode texts",
+    "post_processor": "it cannot add special tokens to texts",
+    "decoder": "its decoder does not work",
+}
+"""In the order in which a text goes through them, and what is said of one that fails."""
+
+_MAX_IDS, _LAST_ID = 300_000, 2**32 - 1
+_NUM_SEQUENCES, _SEQUENCE_LENGTH = 200, 12
+
+_TEXTS = (
+    "", "a", " ", "    ", "\n", " \n\t\r\n ", "\x00", "\u0301", "e\u0301 \u0301a", "\ufffd", "\u200d\u200b\ufeff",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467", "日本語のテキスト", "אבג", "Hello, world! It's 12345.678 o'clock.\n",
+    "x\u0300\u0301\u0302" * 20, "İßŒﬁ½①", "<|im_start|>user\n<s>[INST]</s>", "a" * 2000, " " * 2000, "ab" * 1000,
+    "aA1 .\n" * 300, "1" * 500, "\n" * 500, "." * 500, "é" * 500, "日" * 500,
+    "".join(map(chr, range(1, 0x250))),
+)  # fmt: skip
 
 VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -247,3 +268,61 @@ class TokenizerServer:
         """The end of the text of a stream."""
         stream, length = self._streams.pop(number, (None, 0))
         return FORGOTTEN if stream is None or length != before else stream.flush()
+
+
+def try_part(part: str, backend: LocalBackend) -> None:
+    """Raises TokenizerFailed if a part panics. Its own errors are those of the texts that raise them."""
+    for attempt in _attempts(part, backend):
+        try:
+            attempt()
+        except TokenizerFailed:
+            raise
+        except Exception:
+            pass
+
+
+def _attempts(part: str, backend: LocalBackend) -> Iterator[Callable[[], Any]]:
+    tokenizer = backend.tokenizer
+    if part == "decoder":
+        yield from _decoding(backend)
+        return
+    for text in _texts(backend):
+        match part:
+            case "normalizer" if tokenizer.normalizer is not None:
+                yield partial(call, tokenizer.normalizer.normalize_str, text)
+            case "pre_tokenizer" if tokenizer.pre_tokenizer is not None:
+                yield partial(call, tokenizer.pre_tokenizer.pre_tokenize_str, text)
+            case "model" | "post_processor":
+                yield partial(backend.encode, text, add_special_tokens=part == "post_processor")
+
+
+def _texts(backend: LocalBackend) -> Iterator[str]:
+    yield from _TEXTS
+    added = [token.content for token in backend.get_added_tokens_decoder().values()][:1000]
+    for content in added:
+        yield f"a{content} b"
+    yield " ".join(added)
+
+
+def _decoding(backend: LocalBackend) -> Iterator[Callable[[], Any]]:
+    """Every token alone, any tokens together, and tokens as they come."""
+    size = min(backend.tokenizer.get_vocab_size(), _MAX_IDS)
+    for token_id in (*range(size), *backend.get_added_tokens_decoder(), _LAST_ID):
+        yield partial(backend.decode, [token_id], skip_special_tokens=False)
+    choose = random.Random(0)
+    for _ in range(_NUM_SEQUENCES):
+        ids = [choose.randrange(size) for _ in range(choose.randrange(_SEQUENCE_LENGTH))]
+        yield partial(backend.decode, ids, skip_special_tokens=choose.random() < 0.5)
+        yield partial(_stream, backend, ids)
+    for text in _TEXTS:
+        ids = []
+        with suppress(Exception):  # it has been found already
+            ids = backend.encode(text, add_special_tokens=True).ids
+        yield partial(_stream, backend, ids)
+
+
+def _stream(backend: LocalBackend, ids: Sequence[int]) -> None:
+    stream = backend.stream(ids[:2])
+    for token_id in ids[2:]:
+        stream.push([token_id])
+    stream.flush()

@@ -26,10 +26,9 @@ from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
+from cbatch.replicas.connection import ReplicaConnection
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.launcher import ReplicaConnection
-from cbatch.replicas.placement import find_places
-from cbatch.replicas.process import LocalLauncher
+from cbatch.replicas.local import LocalLauncher, find_places
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 
 

@@ -34,17 +34,16 @@ from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine.stats import total_stats
+from cbatch.replicas.connection import MAX_REPLY_ROWS, ReplicaInfo, Reply
 from cbatch.replicas.dispatcher import Dispatcher
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.messages import MAX_REPLY_ROWS, ReplicaInfo, Reply
-from cbatch.replicas.placement import Place
-from cbatch.replicas.process import LocalLauncher
+from cbatch.replicas.local import LocalLauncher, Place
 from cbatch.runtime.interpreter import tune_process
 from cbatch.schedule.limits import EngineLimits
 from scripts.benchmarks.harness import Report, at_least_one
 
 if TYPE_CHECKING:
-    from cbatch.replicas.messages import FinishedRow
+    from cbatch.replicas.connection import FinishedRow
 
 RATE_VARIABLE = "CBATCH_BENCHMARK_ROWS_PER_S"
 LIMITS = EngineLimits(

@@ -20,7 +20,7 @@ from cbatch.batch.python_rows import lines_of
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.requests.completion import Completion
-from cbatch.tools.loader import load_tools
+from cbatch.tools.tool import load_tools
 from cbatch.validation.validation import Validation
 from tests.batch.test_tool_loop import TOOLS
 from tests.cli.run.test_output_formats import ROUNDS

@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cbatch.batch.lines import Line
 from cbatch.replicas import dispatcher as dispatcher_module
-from cbatch.replicas.affinity import Affinity, beginnings
-from cbatch.replicas.dispatcher import Dispatcher, Work
+from cbatch.replicas.dispatcher import Affinity, Dispatcher, Work, beginnings
 
 numbers = st.integers(0, 2)
 

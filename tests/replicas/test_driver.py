@@ -26,8 +26,8 @@ from cbatch.engine.stats import total_stats
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas import keys as keys_module
 from cbatch.replicas import supervisor as supervisor_module
+from cbatch.replicas.connection import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, Reply, linger_s
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.messages import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, Reply, linger_s
 from cbatch.replicas.stream import FAILED, ReplicaStream
 from cbatch.replicas.supervisor import Life, backoff
 from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of, wait_until

@@ -18,8 +18,7 @@ from cbatch.base.errors import Interrupted, ModelError
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.replicas import dispatcher, supervisor
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.placement import Place
-from cbatch.replicas.process import LocalLauncher
+from cbatch.replicas.local import LocalLauncher, Place
 from tests.support.fake_replicas import wait_until
 from tests.support.forked_replicas import forked_replicas
 from tests.support.replica_runs import (

@@ -16,8 +16,8 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.isolate.worker import WorkerDied
-from cbatch.replicas import placement
-from cbatch.replicas.placement import Place, find_places
+from cbatch.replicas import local
+from cbatch.replicas.local import Place, find_places
 
 CPU = EngineConfig(device="cpu")
 
@@ -25,7 +25,7 @@ CPU = EngineConfig(device="cpu")
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes this machine look like one with such NUMA nodes, given by the threads of their cores."""
-    for variable in (*placement._THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CBATCH_DEVICE"):
+    for variable in (*local._THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CBATCH_DEVICE"):
         monkeypatch.delenv(variable, raising=False)
 
     def make(*nodes: Sequence[str], usable: Sequence[int] | None = None) -> None:
@@ -34,14 +34,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
             (folder / f"node/node{number}").mkdir(parents=True)
             (folder / f"node/node{number}/cpulist").write_text(",".join(cores) + "\n")
             for core in cores:
-                for cpu in placement._cpu_list(_file(tmp_path, core)):
+                for cpu in local._cpu_list(_file(tmp_path, core)):
                     topology = folder / f"cpu/cpu{cpu}/topology"
                     topology.mkdir(parents=True)
                     (topology / "thread_siblings_list").write_text(core + "\n")
-        cpus = {cpu for cores in nodes for core in cores for cpu in placement._cpu_list(_file(tmp_path, core))}
+        cpus = {cpu for cores in nodes for core in cores for cpu in local._cpu_list(_file(tmp_path, core))}
         allowed = cpus if usable is None else set(usable)
-        monkeypatch.setattr(placement, "_SYSTEM", folder)
-        monkeypatch.setattr(placement, "_DEVICES", tmp_path / "dev")
+        monkeypatch.setattr(local, "_SYSTEM", folder)
+        monkeypatch.setattr(local, "_DEVICES", tmp_path / "dev")
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
         monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
@@ -67,7 +67,7 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple[str,
 
     (tmp_path / "dev").mkdir(exist_ok=True)
     (tmp_path / "dev/nvidia0").touch()
-    monkeypatch.setattr(placement, "Worker", lambda *_, **__: SimpleNamespace(call=call, kill=lambda: None))
+    monkeypatch.setattr(local, "Worker", lambda *_, **__: SimpleNamespace(call=call, kill=lambda: None))
     return asked
 
 
@@ -169,7 +169,7 @@ def test_other_accelerators(machine: Callable[..., None], monkeypatch: pytest.Mo
     asked = see_gpus(monkeypatch, tmp_path, devices(2, is_rocm=True))
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "6,7")
     assert [place.environment.get("HIP_VISIBLE_DEVICES") for place in find_places(EngineConfig(), None)] == ["6", "7"]
-    monkeypatch.setattr(placement, "_probe", lambda _: devices(2, "xpu"))
+    monkeypatch.setattr(local, "_probe", lambda _: devices(2, "xpu"))
     assert [place.device for place in find_places(EngineConfig(), None)] == ["xpu:0", "xpu:1"]
     assert asked == ["auto"]
 
@@ -210,18 +210,18 @@ def test_variable_says_what_auto_is(
 
 def test_probe_says_which_devices_there_are() -> None:
     """Guards the way to the process that imports torch, and back."""
-    assert placement._probe("cpu") == ("cpu", 1, False)
+    assert local._probe("cpu") == ("cpu", 1, False)
     with pytest.raises(ConfigError, match="There is no device 'toaster'"):
-        placement._probe("toaster")
+        local._probe("toaster")
 
 
 def test_places_are_found_without_torch() -> None:
     """It would take a second and 200 MB of a process that only reads and writes rows."""
     program = (
         "import sys; from cbatch.base.config import EngineConfig\n"
-        "from cbatch.replicas import placement, process\n"
-        "placement._SIGNS_OF_GPUS = ()\n"
-        "print(len(placement.find_places(EngineConfig(), 2)), sys.modules.keys() & {'torch', 'numpy', 'transformers'})"
+        "from cbatch.replicas import local\n"
+        "local._SIGNS_OF_GPUS = ()\n"
+        "print(len(local.find_places(EngineConfig(), 2)), sys.modules.keys() & {'torch', 'numpy', 'transformers'})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "2 set()\n"

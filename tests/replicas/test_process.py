@@ -26,8 +26,7 @@ from cbatch.base.model_files import InvalidFile
 from cbatch.isolate import channel, worker
 from cbatch.isolate.channel import Channel
 from cbatch.isolate.worker import Worker, WorkerDied, child_command
-from cbatch.replicas.placement import Place
-from cbatch.replicas.process import LocalLauncher
+from cbatch.replicas.local import LocalLauncher, Place
 from tests.support.fork_server import ROOT
 
 SOON_S = 20.0
@@ -278,8 +277,8 @@ def test_messages_come_line_by_line_with_the_name(
 PARENT = """
 import sys, threading, time
 from cbatch.base.config import EngineConfig
-from cbatch.replicas.placement import Place
-from cbatch.replicas.process import LocalLauncher
+from cbatch.replicas.local import Place
+from cbatch.replicas.local import LocalLauncher
 
 launcher = LocalLauncher([Place("cpu")] * 2, sys.argv[1])
 replicas = []

@@ -18,8 +18,8 @@ from cbatch.batch.lines import Line
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.replicas import replica as replica_module
+from cbatch.replicas.connection import FinishedRow
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.messages import FinishedRow
 from cbatch.replicas.replica import Replica
 from tests.support.in_process_replicas import InProcessLauncher
 

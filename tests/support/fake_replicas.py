@@ -16,7 +16,7 @@ from cbatch.batch.row import RowOutcome
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.isolate.worker import WorkerDied
-from cbatch.replicas.messages import FinishedRow, ReplicaInfo, Reply
+from cbatch.replicas.connection import FinishedRow, ReplicaInfo, Reply
 from cbatch.schedule.limits import EngineLimits
 
 LIMITS = EngineLimits(

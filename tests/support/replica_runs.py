@@ -26,9 +26,8 @@ from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
 from cbatch.isolate.worker import Worker
-from cbatch.replicas.messages import LINGER_SECONDS, Reply
-from cbatch.replicas.placement import find_places
-from cbatch.replicas.process import LocalLauncher
+from cbatch.replicas.connection import LINGER_SECONDS, Reply
+from cbatch.replicas.local import LocalLauncher, find_places
 from cbatch.replicas.replica import Replica
 from cbatch.replicas.stream import FAILED
 

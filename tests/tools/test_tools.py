@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.tools.loader import load_tools
-from cbatch.tools.tool import MAX_RESULT_CHARACTERS, Tool
+from cbatch.tools.tool import MAX_RESULT_CHARACTERS, Tool, load_tools
 
 SOURCE = '''
 """Some tools."""

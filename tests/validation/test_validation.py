@@ -16,8 +16,7 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.extras import install_command
-from cbatch.validation.checker import Checker
-from cbatch.validation.validation import Validation
+from cbatch.validation.validation import Checker, Validation
 
 SCHEMA = {
     "type": "object",

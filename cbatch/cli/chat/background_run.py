@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from cbatch.batch.driver import BatchDriver
     from cbatch.batch.pipeline import Pipeline
     from cbatch.replicas.driver import ReplicaDriver
-    from cbatch.replicas.launcher import ReplicaLauncher
-    from cbatch.replicas.placement import Place
+    from cbatch.replicas.connection import ReplicaLauncher
+    from cbatch.replicas.local import Place
 
 
 class BatchEngines:
@@ -54,7 +54,7 @@ class BatchEngines:
         self._others: list[Place] = []
         self._driver: ReplicaDriver | None = None
         if self._options.are_given and self._options.ray is None:
-            from cbatch.replicas.placement import find_places
+            from cbatch.replicas.local import find_places
 
             own, *self._others = find_places(config, self._options.wanted)
             self.config = own.applied_to(config)
@@ -92,7 +92,7 @@ class BatchEngines:
         if options.wanted == 1:
             return None
         if options.ray is None:
-            from cbatch.replicas.process import LocalLauncher
+            from cbatch.replicas.local import LocalLauncher
 
             return LocalLauncher(self._others)
         from cbatch.replicas.ray_cluster import RayLauncher

@@ -208,7 +208,7 @@ def _make_controller(
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.engine_client import EngineClient, ModelPool
     from cbatch.cli.chat.toolbox import ToolBox
-    from cbatch.tools.loader import load_tools
+    from cbatch.tools.tool import load_tools
 
     sampling = options.sampling
 

@@ -13,8 +13,8 @@ from cbatch.cli.common.replica_options import ReplicaOptions
 
 if TYPE_CHECKING:
     from cbatch.base.config import EngineConfig
+    from cbatch.replicas.connection import ReplicaLauncher
     from cbatch.replicas.driver import ReplicaDriver
-    from cbatch.replicas.launcher import ReplicaLauncher
 
 
 @contextmanager
@@ -46,7 +46,6 @@ def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLaunc
         from cbatch.replicas.ray_cluster import RayLauncher
 
         return RayLauncher(options.ray, options.wanted, options.ray_resources)
-    from cbatch.replicas.placement import find_places
-    from cbatch.replicas.process import LocalLauncher
+    from cbatch.replicas.local import LocalLauncher, find_places
 
     return LocalLauncher(find_places(config, options.wanted))

@@ -30,8 +30,7 @@ from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, i
 from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, trace_option
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.requests.param_names import own_params
-from cbatch.tools.loader import load_tools
-from cbatch.tools.tool import MAX_TOOL_ROUNDS
+from cbatch.tools.tool import MAX_TOOL_ROUNDS, load_tools
 from cbatch.validation.validation import CHECK_TIMEOUT_S, Validation
 
 if TYPE_CHECKING:

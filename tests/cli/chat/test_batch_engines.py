@@ -21,7 +21,7 @@ from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.main import run_command
 from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.placement import Place
+from cbatch.replicas.local import Place
 from tests.support.chat_harness import ChatHarness
 from tests.support.fake_replicas import wait_until
 from tests.support.in_process_replicas import InProcessLauncher
@@ -46,7 +46,7 @@ def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[InProcessL
         return made[-1]
 
     monkeypatch.setattr(BatchEngines, "_launch_others", launch)
-    monkeypatch.setattr("cbatch.replicas.placement.find_places", lambda config, number: [Place("cpu")] * number)
+    monkeypatch.setattr("cbatch.replicas.local.find_places", lambda config, number: [Place("cpu")] * number)
     return made
 
 
@@ -91,7 +91,7 @@ def test_a_batch_runs_on_all_and_replies_go_on(
 def test_the_engine_of_the_chat_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the cores and the memory of the other replicas, and their sequence limits, which must be its own."""
     share = Place("cpu", (1,), "12345", {"OMP_NUM_THREADS": "1"})
-    monkeypatch.setattr("cbatch.replicas.placement.find_places", lambda config, number: [share] * number)
+    monkeypatch.setattr("cbatch.replicas.local.find_places", lambda config, number: [share] * number)
     bound: list[Any] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append((pid, cores)), raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "9")
