@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from cbatch.api import Engine
     from cbatch.batch.driver import BatchDriver
     from cbatch.batch.pipeline import Pipeline
-    from cbatch.replicas.driver import ReplicaDriver
     from cbatch.replicas.connection import ReplicaLauncher
+    from cbatch.replicas.driver import ReplicaDriver
     from cbatch.replicas.local import Place
 
 
