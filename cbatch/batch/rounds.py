@@ -18,8 +18,7 @@ from cbatch.batch.row import Row
 from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.tools.tool import Tool
-from cbatch.validation.validation import Checker
-from cbatch.validation.validation import Validation
+from cbatch.validation.validation import Checker, Validation
 
 Ask = Callable[[Row, Request | Completion], None]
 """Goes on with a row: takes its next request, or its result."""
