@@ -30,7 +30,7 @@ def test_imports_go_downward() -> None:
 def test_front_ends_use_the_engine_from_outside() -> None:
     """Guards the seam: commands read an engine's limits, stats and steps, never its scheduler, blocks or runner."""
     inner = {name for name in vars(make_engine(make_network("llama"))) if name not in ENGINE_ATTRIBUTES}
-    assert {"scheduler", "runner", "_core"} <= inner
+    assert {"scheduler", "runner", "_requests"} <= inner
     for path in (PACKAGE / "cli").rglob("*.py"):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
         engines = [node for node in nodes if ast.unparse(node.value).split(".")[-1] in ("engine", "_engine")]

@@ -36,11 +36,13 @@ clock = time.perf_counter
 """Read around the model for `on_step`; tests put their own in its place."""
 
 
-class EngineCore:
+class StepLoop:
     """Runs the steps of a scheduler on a model runner.
 
-    num_steps:      steps whose tokens are known
-    last_scheduled: what the latest step computes
+    num_steps: steps whose tokens are known
+    on_step:   called once for each step, after the model has run; None (the default) costs nothing. While it is set,
+               the engine waits for the device before and after each run of the model, to measure its time. A step
+               raises what the callable raises
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class EngineCore:
         self.runner = runner
         self.overlap = overlap
         self.num_steps = 0
-        self.last_scheduled = SchedulerOutput()
+        self.on_step: OnStep | None = None
+        self._num_scheduled = 0
+        """Tokens of the latest step."""
         self._in_flight: PendingSample | None = None
         self._events: list[TokenEvent] = []
         """Events that were not returned yet: of known tokens, or because a later part of the step raised."""
@@ -71,24 +75,22 @@ class EngineCore:
         """Whether `step` would advance a request or return events."""
         return self.scheduler.has_work or bool(self._events)
 
-    def add(self, sequence: TokenSequence, known: Iterable[Sample] = ()) -> None:
+    def _queue(self, sequence: TokenSequence, known: Iterable[Sample] = ()) -> None:
         """Queues a request. `known`: tokens that it has had before, whose events come with those of the next step."""
         self._events += self.scheduler.resume(sequence, known)
 
-    def step(self, on_step: OnStep | None = None) -> list[TokenEvent]:
+    def _run_step(self) -> list[TokenEvent]:
         """Runs one step and returns an event for each new token.
-
-        on_step: see `Engine.on_step`
 
         Raises what the model or the device raises. The step is rolled back then, and may be tried again.
         """
         with span("schedule"):
             scheduled = self.scheduler.schedule()
         if scheduled.chunks:
-            self.last_scheduled = scheduled
+            self._num_scheduled = scheduled.num_tokens
         with self._on_device():
             try:
-                launched = self._launch(scheduled, on_step) if scheduled.chunks else None
+                launched = self._launch(scheduled) if scheduled.chunks else None
                 if self._in_flight is not None:  # the previous step
                     self._complete()
                     self._masks.begin(grammar_places(scheduled))
@@ -99,32 +101,32 @@ class EngineCore:
                 raise
             if not self.overlap:
                 self._complete()
-        return self.take_events()
+        return self._take_events()
 
-    def flush(self) -> list[TokenEvent]:
+    def _flush(self) -> list[TokenEvent]:
         """Waits for the step in flight, unless that raises, and returns all events that are left."""
         with suppress(Exception), self._on_device():
             self._complete()
-        return self.take_events()
+        return self._take_events()
 
-    def take_events(self) -> list[TokenEvent]:
+    def _take_events(self) -> list[TokenEvent]:
         """The events that were not returned yet."""
         events, self._events = self._events, []
         return events
 
-    def cancel(self, sequence: TokenSequence) -> None:
+    def _drop(self, sequence: TokenSequence) -> None:
         """Removes a request; no event of it is returned any more."""
         if not sequence.has_ended:  # it may have ended in a step whose events were not returned yet
             self.scheduler.cancel(sequence)
         gone = sequence.first_id, sequence.sample_index
         self._events = [event for event in self._events if (event.request_id, event.sample_index) != gone]
 
-    def close(self) -> None:
+    def _end_loop(self) -> None:
         """Ends the threads that compute token masks, and forgets the step in flight."""
         self._masks.close()
         self._in_flight = None
 
-    def _launch(self, scheduled: SchedulerOutput, on_step: OnStep | None) -> tuple[RaggedBatch, Logits]:
+    def _launch(self, scheduled: SchedulerOutput) -> tuple[RaggedBatch, Logits]:
         """Starts the model and, on other threads, the token masks of constrained outputs."""
         runner, known_on_device = self.runner, None
         if self._in_flight is None:
@@ -142,7 +144,7 @@ class EngineCore:
                 runner.state_pool,
             )
         with span("forward"):
-            logits = runner.forward(batch) if on_step is None else self._observe(on_step, scheduled, batch)
+            logits = runner.forward(batch) if self.on_step is None else self._observe(self.on_step, scheduled, batch)
         return batch, logits
 
     def _observe(self, on_step: OnStep, scheduled: SchedulerOutput, batch: RaggedBatch) -> Logits:

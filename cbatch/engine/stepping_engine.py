@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,8 @@ from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.units import format_bytes, format_count
 from cbatch.engine.fallback import choose_execution, configured_backends, configured_model
 from cbatch.engine.kv_cache_sizing import make_runner
-from cbatch.engine.loop import EngineCore
-from cbatch.engine.stats import EngineStats, StepRecord
+from cbatch.engine.loop import StepLoop
+from cbatch.engine.stats import EngineStats
 from cbatch.model.base import Model
 from cbatch.model.checkpoint import check_adapters
 from cbatch.model.float8 import tell_float8
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 
 
-class SteppingEngine(AbstractContextManager["SteppingEngine"]):
+class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
     """A model, its paged KV cache and a scheduler, for programs that run the steps themselves.
 
     `add`, `cancel`, `step` and `flush` belong to one thread, the first that calls one of them, and refuse any other;
@@ -83,14 +83,14 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         self._adapter_parameters = sum(adapter.num_parameters for adapter in adapters)
         seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
-        self.runner = make_runner(config, model, execution.attention, execution.sampler, limits)
-        self._fallback = " ".join(filter(None, (execution.fallback, self.runner.graph_problem)))
-        self._kv_bytes_per_token = sum(layer.bytes_per_token(self.runner.kv_dtype) for layer in model.layers)
-        pool, state_pool = BlockPool(self.runner.num_blocks, config.block_size), self.runner.state_pool
+        runner = make_runner(config, model, execution.attention, execution.sampler, limits)
+        self._fallback = " ".join(filter(None, (execution.fallback, runner.graph_problem)))
+        self._kv_bytes_per_token = sum(layer.bytes_per_token(runner.kv_dtype) for layer in model.layers)
+        pool, state_pool = BlockPool(runner.num_blocks, config.block_size), runner.state_pool
         self._state_slots, self._state_bytes = (
             (0, 0) if state_pool is None else (state_pool.num_slots, state_pool.slot_bytes)
         )
-        self.scheduler = Scheduler(
+        scheduler = Scheduler(
             pool,
             limits,
             model.max_model_len,
@@ -100,18 +100,12 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             speculate=_speculation(config, model),
         )
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
-        self._core = EngineCore(self.scheduler, self.runner, execution.sampler, step_time, overlap=overlap)
+        super().__init__(scheduler, runner, execution.sampler, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
         self._requests: dict[int, list[TokenSequence]] = {}
         self._owner: threading.Thread | None = None
         self._claiming = threading.Lock()
         self._next_id = 0
-        self.on_step: Callable[[StepRecord], None] | None = None
-        """Called once for each step, after the model has run; None (the default) costs nothing.
-
-        While it is set, the engine waits for the device before and after each run of the model, to measure its time.
-        `step` raises what the callable raises.
-        """
 
     @property
     def model(self) -> Model:
@@ -129,11 +123,6 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         if self.config.kv_dtype != "auto":
             parts.append(f"KV cache in {self.config.kv_dtype}")
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` would advance a request or return events."""
-        return self._core.has_work
 
     @property
     def limits(self) -> EngineLimits:
@@ -203,7 +192,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
             num_waiting=len(scheduler.waiting),
             used_blocks=pool.num_used,
             cache_used=pool.num_used / pool.num_blocks,
-            num_steps=self._core.num_steps,
+            num_steps=self.num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
@@ -298,7 +287,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         self._next_id += params.n
         known = request.known or [KnownOutput()] * params.n
         for output, tokens in zip(outputs, known, strict=True):
-            self._core.add(output, tokens.samples())
+            self._queue(output, tokens.samples())
         return request.request_id
 
     def take_events(self) -> list[TokenEvent]:
@@ -306,7 +295,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
 
         There may be many, so take them after each such request.
         """
-        return self._forget_finished(self._core.take_events())
+        return self._forget_finished(self._take_events())
 
     def _position_offset(self, most_tokens: int) -> int:
         """Of a request that may become so long; see `Model.short_context`."""
@@ -349,7 +338,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """Drops a request with all its outputs, and frees its blocks. Does nothing if it is finished or unknown."""
         self._check_thread()
         for output in self._requests.pop(request_id, ()):
-            self._core.cancel(output)
+            self._drop(output)
 
     def step(self) -> list[TokenEvent]:
         """Runs one step and returns an event for each new token.
@@ -360,12 +349,12 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         """
         self._check_thread()
         self.runner.check_open()
-        return self._forget_finished(self._core.step(self.on_step))
+        return self._forget_finished(self._run_step())
 
     def flush(self) -> list[TokenEvent]:
         """The events of steps that are already computed; no further step is started."""
         self._check_thread()
-        return self._forget_finished(self._core.flush())
+        return self._forget_finished(self._flush())
 
     def warm_up_thread(self) -> None:
         """Spares the first step what a device does once for each thread; for the thread that is to call `step`."""
@@ -423,7 +412,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
 
     def shrink(self) -> bool:
         """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""
-        return self.scheduler.shrink(self._core.last_scheduled.num_tokens)
+        return self.scheduler.shrink(self._num_scheduled)
 
     def grow(self) -> bool:
         """Doubles the size of steps, up to the configured one; True if that is reached."""
@@ -441,7 +430,7 @@ class SteppingEngine(AbstractContextManager["SteppingEngine"]):
         if self.runner.is_closed:
             return
         self._check_thread()
-        self._core.close()
+        self._end_loop()
         if self._constraint_compiler is not None:
             self._constraint_compiler.close()
         with suppress(RuntimeError):  # a device that is lost has nothing to give back

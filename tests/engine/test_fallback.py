@@ -189,7 +189,7 @@ def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monke
             choose_execution(EngineConfig(attention=name), model_of(network()))
         return
     engine = kernel_engine(monkeypatch, samples=True)
-    assert rung_of(engine) == "reference, torch" and not engine._core._sampler.uses_kernel
+    assert rung_of(engine) == "reference, torch" and not engine._sampler.uses_kernel
     assert engine.stats().fallback.endswith(f"on {DEVICE}: There is no C compiler.")
     check_text(engine)
 

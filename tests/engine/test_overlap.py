@@ -160,4 +160,4 @@ def test_running_out_of_memory_on_completion_shrinks_the_step_in_flight() -> Non
     engine = make_engine(make_network("llama"), run_ahead=True)
     engine.add(make_prompts([5])[0], SamplingParams(max_tokens=1))
     assert engine.step() == [] and len(engine.step()) == 1
-    assert engine._core.last_scheduled.num_tokens == 5 and engine.shrink() and engine.limits.max_batch_tokens == 2
+    assert engine._num_scheduled == 5 and engine.shrink() and engine.limits.max_batch_tokens == 2

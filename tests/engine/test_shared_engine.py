@@ -202,7 +202,7 @@ def test_requests_that_meet_a_close_end() -> None:
             num_submitted = sum(run_together(submit_until_closed, submit_until_closed, close))
             for _ in range(num_submitted):
                 assert ends.get(timeout=20).finish_reason in ("length", "error")
-            assert ends.empty() and not thread._handles and not core.has_work
+            assert ends.empty() and not thread._requests and not core.has_work
 
 
 def test_everything_ends_even_if_the_end_fails(slow_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

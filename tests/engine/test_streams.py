@@ -154,14 +154,14 @@ def test_an_idle_engine_holds_no_request(engine: Engine) -> None:
     """Guards the memory of prompts and results that were read, while the engine waits for the next request."""
     with no_collector():
         stream = engine.stream([1, 2], SHORT)
-        (outputs,) = map(weakref.ref, stream._group._handles)
+        (reader,) = (weakref.ref(request.on_event) for request in stream._group._submitted)
         assert len(list(stream)) == 6
         del stream
         check_idle(engine)
         deadline = time.monotonic() + 1
-        while outputs() is not None and time.monotonic() < deadline:
+        while reader() is not None and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert outputs() is None
+        assert reader() is None
 
 
 def test_closing_a_stream_wakes_its_reader(blocked_engine: Blocked) -> None:

@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.engine.loop import EngineCore
+from cbatch.engine.loop import StepLoop
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.runtime.batch import Logits, SampledOnDevice
 from cbatch.sample.output import PendingSample
@@ -142,7 +142,7 @@ def test_min_tokens_forbids_end_tokens() -> None:
     logits = random_logits(2)
     logits[:, 4] = 100.0
     early, late = make_request(min_tokens=2), make_request(min_tokens=0)
-    early.stop_ids = late.stop_ids = frozenset({4})
+    early.request.stop_ids = late.request.stop_ids = frozenset({4})
     first, second = draw(logits, [early, late])
     assert first != 4 and second == 4 and logits[0, 4] == 100.0
 
@@ -162,11 +162,11 @@ def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float
 
 def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards captured steps that sample: a chunk's `stop` is the position that its token has once all are known."""
-    launch, choose = EngineCore._launch, Sampler.sample
+    launch, choose = StepLoop._launch, Sampler.sample
     early: list[dict[int, list[int]]] = []
     placeholders = compared = 0
 
-    def note_launch(core: EngineCore, scheduled: SchedulerOutput, *others: Any) -> Any:
+    def note_launch(core: StepLoop, scheduled: SchedulerOutput, *others: Any) -> Any:
         nonlocal placeholders
         chunks = scheduled.to_sample
         words = pack_sampling_params([chunk.sequence for chunk in chunks], [chunk.stop for chunk in chunks])
@@ -184,7 +184,7 @@ def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch
         compared += len(known)
         return choose(sampler, logits, sequences, positions, *rest)
 
-    monkeypatch.setattr(EngineCore, "_launch", note_launch)
+    monkeypatch.setattr(StepLoop, "_launch", note_launch)
     monkeypatch.setattr(Sampler, "sample", compare)
     with SteppingEngine(EngineConfig(device="cpu", run_ahead=True, max_batch_tokens=16, speculate="off")) as engine:
         for number in range(4):

@@ -53,7 +53,7 @@ def test_drafted_tokens_are_accounted_for(name: str) -> None:
     assert record.tokens("prefill") == WORK.prompt_tokens
     chunks = [chunk for step in record.steps for chunk in step.chunks if chunk.kind == "decode"]
     for index, request in enumerate(record.requests):
-        own = [chunk for chunk in chunks if chunk.sequence == index]
+        own = [chunk for chunk in chunks if chunk.request == index]
         assert all(chunk.tokens == 1 + chunk.drafted for chunk in own)
         assert 1 + sum(1 + chunk.accepted for chunk in own) >= request.wanted
         if name != "static":  # where requests run on past their ends

@@ -107,12 +107,14 @@ def test_example_of_a_step() -> None:
     """Guards the step that is kept for a picture: prompt and output mixed, and the blocks the engine held then."""
     engine = make_engine(make_network("llama"), max_batch_tokens=8)
     held: list[list[list[int]]] = []
-    forward = engine.runner.forward
+    forward, schedule = engine.runner.forward, engine.scheduler.schedule
+    latest: list[Any] = []
 
     def spy(batch: Any) -> Any:
-        held.append([list(chunk.sequence.blocks) for chunk in engine._core.last_scheduled.chunks])
+        held.append([list(chunk.sequence.blocks) for chunk in latest[-1].chunks])
         return forward(batch)
 
+    engine.scheduler.schedule = lambda: latest.append(schedule()) or latest[-1]  # type: ignore[method-assign]
     engine.runner.forward = spy  # type: ignore[method-assign]
     recorder = RunRecorder(engine, [4, 4, 4], slots=3)
     for index, length in enumerate((3, 13, 6)):
@@ -320,7 +322,7 @@ def test_step_picture_chooses_requests() -> None:
         (RecordedChunk(21, 21, "prefill", 0, 100), tuple(range(400, 413))),
     ]
     chosen = choose_chunks(chunks)
-    assert [chunk.sequence for chunk, _ in chosen] == [0, 1, 2, 3, 4, 5, 6, 21]
+    assert [chunk.request for chunk, _ in chosen] == [0, 1, 2, 3, 4, 5, 6, 21]
     drawn, width = lay_out(chosen, block_size=8)
     assert drawn[-1].left + 13 * 8 == width
     assert drawn[-1].visible_tokens(drawn[-1].cells - 1) == 100
