@@ -39,10 +39,9 @@ clock = time.perf_counter
 class StepLoop:
     """Runs the steps of a scheduler on a model runner.
 
-    num_steps: steps whose tokens are known
-    on_step:   called once for each step, after the model has run; None (the default) costs nothing. While it is set,
-               the engine waits for the device before and after each run of the model, to measure its time. A step
-               raises what the callable raises
+    on_step: called once for each step, after the model has run; None (the default) costs nothing. While it is set, the
+             engine waits for the device before and after each run of the model, to measure its time. A step raises what
+             the callable raises
     """
 
     def __init__(
@@ -57,8 +56,9 @@ class StepLoop:
         """overlap: launch a step before the tokens of the previous one are known"""
         self.scheduler = scheduler
         self.runner = runner
-        self.overlap = overlap
-        self.num_steps = 0
+        self._overlap = overlap
+        self._num_steps = 0
+        """Steps whose tokens are known."""
         self.on_step: OnStep | None = None
         self._num_scheduled = 0
         """Tokens of the latest step."""
@@ -99,7 +99,7 @@ class StepLoop:
                 self._masks.result()
                 self.scheduler.rollback(scheduled)
                 raise
-            if not self.overlap:
+            if not self._overlap:
                 self._complete()
         return self._take_events()
 
@@ -172,7 +172,7 @@ class StepLoop:
         self.scheduler.drafts.observe_step(step.scheduled, self._step_time.last_seconds)
         with span("update"):
             self._events += self.scheduler.update_from_output(step.scheduled, result)
-        self.num_steps += 1
+        self._num_steps += 1
 
     def _sample(self, scheduled: SchedulerOutput, batch: RaggedBatch, logits: Logits) -> PendingSample | None:
         """Starts to sample from the logits; None if all requests of the step have ended meanwhile."""

@@ -192,7 +192,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             num_waiting=len(scheduler.waiting),
             used_blocks=pool.num_used,
             cache_used=pool.num_used / pool.num_blocks,
-            num_steps=self.num_steps,
+            num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,

@@ -1,4 +1,14 @@
-"""What each request of a step gets from its logits: a token, its log-probabilities, and those of the prompt."""
+"""What each request of a step gets from its logits: a token, its log-probabilities, and those of the prompt.
+
+A row goes through this, in the order of transformers:
+
+1. `Processors`: bias, then repetition penalty, presence and frequency penalties, then bad words and early ends.
+2. `RowMasks`: allowed tokens, and those that the constraint allows.
+3. `Sampler`: greedy rows take the largest logit. The others are divided by their temperature, pass LOGIT_FILTERS and
+   then SHARE_FILTERS, and take the largest sum of logit and noise.
+
+Log-probabilities are those of the logits before all of this.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +26,7 @@ from cbatch.runtime.batch import InFlightTokens, Logits
 from cbatch.runtime.transfer import HostCopy, to_device
 from cbatch.sample.processors import Processors
 from cbatch.sample.row_masks import RowMasks
-from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params
+from cbatch.sample.sampler import TORCH_FILTERS, SampledTokens, Sampler, pack_sampling_params
 from cbatch.sample.structured.masks import Place, TokenMasks
 from cbatch.schedule.output import SchedulerOutput, StepResult
 from cbatch.schedule.sequence import TokenSequence
@@ -118,12 +128,15 @@ def grammar_places(scheduled: SchedulerOutput) -> list[Place]:
 
 
 def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
-    """Those of the step's requests that get a token, packed; None if a request changes the logits before.
+    """Those of the step's requests that get a token, packed; None if more than the kernel is needed for one of them.
 
     The tokens before need not be known.
     """
     chunks = scheduled.to_sample
-    if any(chunk.sequence.changes_logits or chunk.sequence.grammar_state is not None for chunk in chunks):
+    sequences = [chunk.sequence for chunk in chunks]
+    if any(
+        one.changes_logits or one.grammar_state is not None or one.params.asks_for(TORCH_FILTERS) for one in sequences
+    ):
         return None
     return pack_sampling_params(*_sampled_rows(scheduled))
 

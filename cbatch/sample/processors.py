@@ -1,8 +1,6 @@
 """Logits processors: changes that requests ask for in their logits before a token is sampled.
 
-All rows of a step that ask for something are processed at once. The order is that of transformers: bias, repetition
-penalty, presence and frequency penalties, then forbidden tokens: bad words and early ends. Whatever is not among the
-allowed tokens of a request or of its constraint is forbidden last, by the sampler (see `row_masks.py`).
+All rows of a step that ask for something are processed at once. `output.py` says in which order.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ are equally good to the last bits of a float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
 
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.base.params import DEFAULT_PARAMS, PARAMS
 from cbatch.runtime.batch import Argmax, SampledOnDevice
 from cbatch.runtime.cpu import num_threads
 from cbatch.runtime.device import is_nvidia
@@ -37,6 +38,9 @@ PARAM_WORDS = 8
 _ROW = Struct("=fffiQQ")
 """The first words of a row, then seed and sample number, from which its noise key is made."""
 
+CPU = torch.device("cpu")
+
+Filter = Callable[[Tensor, Tensor], Tensor]
 _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 
@@ -44,32 +48,28 @@ _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 class SamplingMetadata:
     """Parameters of the D rows of a step that are sampled at random.
 
-    restricted  whether any of them filters tokens
-    For each row: temperature, top_k (0: all), top_p, min_p [D] and noise keys [D, 2] int64.
+    temperature: [D]
+    keys:        [D, 2] int64, keys of the noise
+    filters:     [D, 1] each, the values of the filters that a row asks for, by name
     """
 
-    restricted: bool
     temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
     keys: Tensor
+    filters: Mapping[str, Tensor]
 
     @classmethod
     def build(
         cls, sequences: Sequence[TokenSequence], positions: Sequence[int], device: torch.device
     ) -> SamplingMetadata:
         params = [sequence.params for sequence in sequences]
-        (words,) = to_device([pack_sampling_params(sequences, positions)], device)
-        temperature, top_p, min_p, top_k = words.T[:4].contiguous()
-        return cls(
-            restricted=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-            temperature=temperature.view(torch.float32),
-            top_k=top_k.long(),
-            top_p=top_p.view(torch.float32),
-            min_p=min_p.view(torch.float32),
-            keys=words[:, 4:6].long() & _MASK32,
-        )
+        values = {
+            name: np.array([[getattr(one, name)] for one in params], np.float32)
+            for name in FILTERS
+            if any(one.asks_for([name]) for one in params)
+        }
+        words, *columns = to_device([pack_sampling_params(sequences, positions), *values.values()], device)
+        temperature = words[:, 0].contiguous().view(torch.float32)
+        return cls(temperature, words[:, 4:6].long() & _MASK32, dict(zip(values, columns, strict=True)))
 
 
 def pack_sampling_params(sequences: Sequence[TokenSequence], positions: Sequence[int]) -> NDArray[np.int32]:
@@ -81,7 +81,8 @@ def pack_sampling_params(sequences: Sequence[TokenSequence], positions: Sequence
     positions: [R], at which place of its sequence each token will be. That is the `stop` of the chunk that it follows,
                so a step can be packed before the tokens of the previous one are known.
 
-    `SamplingMetadata.build` and the Triton kernels read these by their number. Words that are all 0 are a greedy row.
+    `SamplingMetadata.build` and the Triton kernels read these by their number; filters that the kernels do not have are
+    not among them. Words that are all 0 are a greedy row.
     """
     if all(sequence.params.greedy for sequence in sequences):
         return np.zeros((len(sequences), PARAM_WORDS), np.int32)
@@ -179,23 +180,22 @@ class Sampler:
         if masks is not None:
             logits = masks.apply(logits)
         drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.greedy]
-        draw = None
-        if drawn:
-            chosen = [sequences[row] for row in drawn], [positions[row] for row in drawn]
-            draw = SamplingMetadata.build(*chosen, logits.device)
         if argmax is not None or (logits.dtype == torch.float32 and logits.device.type == "cpu"):
             if argmax is None:
                 best = logits.numpy().argmax(axis=-1)  # many times faster than torch's
                 argmax = Argmax(best, logits.numpy()[np.arange(len(best)), best])
             tokens, largest = argmax
-            if draw is not None:
+            if drawn:
                 tokens = tokens.copy()
-                tokens[drawn] = _draw_on_host(logits, drawn, draw)
+                in_torch = _rows_for_torch(sequences)
+                if fused := [row for row in drawn if row not in in_torch]:
+                    tokens[fused] = _draw_on_host(logits, fused, _picked(fused, sequences, positions))
+                if in_torch:
+                    tokens[in_torch] = _draw(logits[in_torch], _picked(in_torch, sequences, positions)).numpy()
             return SampledTokens(tokens, largest)
         highest, best_tokens = logits.max(dim=-1)
-        if draw is not None:
-            (rows,) = to_device([np.array(drawn, np.int64)], logits.device)
-            best_tokens[rows] = _draw(logits[rows].float(), draw)
+        if drawn:
+            _redraw(best_tokens, logits, drawn, sequences, positions)
         return SampledTokens(best_tokens, highest)
 
     def _sample_by_kernel(
@@ -206,7 +206,10 @@ class Sampler:
             packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
         (words,) = to_device([packed], logits.device)
         logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
-        return SampledTokens(*self.sample_on_device(logits, words, masks=sets))
+        tokens, largest = self.sample_on_device(logits, words, masks=sets)
+        if in_torch := _rows_for_torch(sequences):
+            _redraw(tokens, logits if masks is None else masks.apply(logits), in_torch, sequences, positions)
+        return SampledTokens(tokens, largest)
 
     def sample_on_device(
         self,
@@ -234,6 +237,25 @@ class Sampler:
         return SampledOnDevice(tokens, largest)
 
 
+def _rows_for_torch(sequences: Sequence[TokenSequence]) -> list[int]:
+    """Rows that are sampled at random with a filter that the kernels do not have."""
+    return [row for row, one in enumerate(sequences) if one.params.asks_for(TORCH_FILTERS) and not one.params.greedy]
+
+
+def _picked(
+    rows: Sequence[int], sequences: Sequence[TokenSequence], positions: Sequence[int], device: torch.device = CPU
+) -> SamplingMetadata:
+    return SamplingMetadata.build([sequences[row] for row in rows], [positions[row] for row in rows], device)
+
+
+def _redraw(
+    tokens: Tensor, logits: Tensor, rows: list[int], sequences: Sequence[TokenSequence], positions: Sequence[int]
+) -> None:
+    """Samples the tokens of some rows of logits [R, V] by operations of torch."""
+    (there,) = to_device([np.array(rows, np.int64)], logits.device)
+    tokens[there] = _draw(logits[there].float(), _picked(rows, sequences, positions, logits.device))
+
+
 def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> NDArray[np.int64]:
     try:
         from cbatch.kernels.cpu.sampling import DrawParams, draw_tokens
@@ -244,12 +266,18 @@ def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> ND
         logits = logits.contiguous()
     stride, vocabulary = logits.stride(0), logits.shape[1]
     flat = logits.detach().as_strided(((len(logits) - 1) * stride + vocabulary,), (1,)).numpy()
+
+    def values(name: str) -> NDArray[np.float32]:
+        if name in draw.filters:
+            return draw.filters[name].numpy()[:, 0]
+        return np.full(len(rows), getattr(DEFAULT_PARAMS, name), np.float32)
+
     rules = DrawParams(
         np.array(rows, np.int64) * stride,
         draw.temperature.numpy(),
-        draw.top_k.numpy(),
-        draw.top_p.numpy(),
-        draw.min_p.numpy(),
+        values("top_k").astype(np.int64),
+        values("top_p"),
+        values("min_p"),
         draw.keys.numpy().astype(np.uint32),
     )
     return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, rules)
@@ -257,11 +285,11 @@ def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> ND
 
 def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
     logits = logits / draw.temperature[:, None]
-    if not draw.restricted:
+    if not draw.filters:
         noise = gumbel_noise(draw.keys, torch.arange(logits.shape[-1], device=logits.device)[None])
         return (logits + noise).argmax(dim=-1)
     logits, ids = logits.sort(dim=-1, descending=True, stable=True)
-    kept = _kept(logits, draw)
+    kept = _kept(logits, draw.filters)
     if logits.device.type == "cpu":  # the host would have to wait for a GPU
         width = int(kept.sum(dim=-1).max())
         logits, ids, kept = logits[:, :width], ids[:, :width], kept[:, :width]
@@ -269,24 +297,49 @@ def _draw(logits: Tensor, draw: SamplingMetadata) -> Tensor:
     return ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
-def _kept(logits: Tensor, draw: SamplingMetadata) -> Tensor:
-    """Which of the sorted tokens [D, V] pass top-k, then top-p, then min-p, one after the other.
+def _kept(logits: Tensor, filters: Mapping[str, Tensor]) -> Tensor:
+    """Which of the sorted tokens [D, V] pass all filters, one after the other.
 
-    The logits are divided by the temperature already. Filters after top-k see the softmax over what top-k keeps; no
-    filter renormalizes it for the next.
+    The logits are divided by the temperature already.
     """
-    vocabulary = logits.shape[-1]
-    top_k = torch.where(draw.top_k > 0, draw.top_k, vocabulary)
-    kept = torch.arange(vocabulary, device=logits.device)[None] < top_k[:, None]
-    # Tokens as likely as the k-th are kept too, as in transformers' TopKLogitsWarper.
-    kth = logits.gather(1, (top_k.clamp(max=vocabulary) - 1)[:, None])
-    kept |= logits >= kth
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    for name, keeps in LOGIT_FILTERS.items():
+        if name in filters:
+            kept &= keeps(logits, filters[name])
     probabilities = torch.softmax(logits.masked_fill(~kept, float("-inf")), dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept &= (before < draw.top_p[:, None]) | (draw.top_p[:, None] >= 1)
-    kept &= probabilities >= draw.min_p[:, None] * probabilities[:, :1]
+    for name, keeps in SHARE_FILTERS.items():
+        if name in filters:
+            kept &= keeps(probabilities, filters[name])
     kept[:, 0] = True  # the likeliest token is always kept, even in a row that is NaN and reported as such
     return kept
+
+
+def _top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    """Tokens as likely as the k-th are kept too, as in transformers' TopKLogitsWarper."""
+    vocabulary = logits.shape[-1]
+    top_k = torch.where(top_k > 0, top_k, vocabulary).long()
+    kth = logits.gather(1, top_k.clamp(max=vocabulary) - 1)
+    return (torch.arange(vocabulary, device=logits.device)[None] < top_k) | (logits >= kth)
+
+
+def _top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    before = probabilities.cumsum(dim=-1) - probabilities
+    return (before < top_p) | (top_p >= 1)
+
+
+def _min_p(probabilities: Tensor, min_p: Tensor) -> Tensor:
+    return probabilities >= min_p * probabilities[:, :1]
+
+
+LOGIT_FILTERS: dict[str, Filter] = {"top_k": _top_k}
+"""Filters of sorted logits [D, V]. Each gives the tokens that it keeps, for values [D, 1], in this order."""
+
+SHARE_FILTERS: dict[str, Filter] = {"top_p": _top_p, "min_p": _min_p}
+"""Filters of the probabilities [D, V] of what those keep; none renormalizes them for the next."""
+
+FILTERS = (*LOGIT_FILTERS, *SHARE_FILTERS)
+TORCH_FILTERS = tuple(name for name in FILTERS if PARAMS[name].filters == "torch")
+"""Those that the kernels do not have. Rows with one of them are sampled here."""
 
 
 def noise_keys(

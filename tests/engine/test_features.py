@@ -405,7 +405,7 @@ def test_a_row_that_may_say_nothing_fails_alone() -> None:
     engine.add([1, 2], SamplingParams(max_tokens=3))
     doomed = engine.add([1, 2], SamplingParams(max_tokens=3))
     (request,) = engine._requests[doomed]
-    request.bad_words, request.changes_logits = everything, True
+    request.request.bad_words, request.changes_logits = everything, True
     events = engine.step()
     assert [event.finish_reason for event in events] == [None, "error"]
     assert events[1].error is not None and "No token is left" in str(events[1].error)

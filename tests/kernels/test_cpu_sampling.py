@@ -111,7 +111,7 @@ def test_kept_tokens_are_those_of_torch(shape: str) -> None:
         logits, requests = make_logits(shape, 60, vocabulary, seed), make_requests(60, seed)
         draw = SamplingMetadata.build(requests, positions_of(requests), CPU)
         ordered, ids = (logits / draw.temperature[:, None]).sort(dim=-1, descending=True, stable=True)
-        theirs = torch.zeros(60, vocabulary, dtype=torch.bool).scatter(1, ids, sampler._kept(ordered, draw))
+        theirs = torch.zeros(60, vocabulary, dtype=torch.bool).scatter(1, ids, sampler._kept(ordered, draw.filters))
         for row in range(60):
             mine = torch.from_numpy(kept_tokens(logits[row].numpy(), requests[row].params))
             different = (mine != theirs[row]) & logits[row].isfinite()

@@ -96,7 +96,7 @@ def test_bad_words_are_those_of_transformers() -> None:
     last, before = sequence.token_ids[-1], sequence.token_ids[-2]
     words = [[5], [last, 6], [before, last, 7], [last, last, 8], [9, 10]]
     logits = random_logits(1)
-    sequence.bad_words = words
+    sequence.request.bad_words = words
     processor = logits_process.NoBadWordsLogitsProcessor(words, eos_token_id=49)
     expected = processor(torch.tensor([sequence.token_ids]), logits.clone())
     processed = apply(logits, [sequence])
@@ -127,7 +127,7 @@ def test_allowed_tokens_are_looked_up_once() -> None:
 def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
     """Guards padding of the vocabulary, whose logits may be anything, and what is forbidden in two ways."""
     sequence = make_request(allowed_token_ids=[3, 4, 5], logit_bias={8: 100, 3: 100, 4: 99})
-    sequence.bad_words = [[3], [9]]
+    sequence.request.bad_words = [[3], [9]]
     logits = random_logits(1)
     logits[0, 10], logits[0, 11] = math.nan, math.inf
     assert apply(logits, [sequence])[0].isfinite().nonzero().flatten().tolist() == [4, 5]
@@ -149,7 +149,7 @@ def test_all_at_once_is_one_after_the_other() -> None:
         frequency_penalty=0.2,
         allowed_token_ids=list(range(2, 30)),
     )
-    sequence.bad_words = [[4]]
+    sequence.request.bad_words = [[4]]
     logits = random_logits(1)
     ids = torch.tensor([sequence.token_ids])
     expected = logits.clone()

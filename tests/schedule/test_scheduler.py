@@ -211,7 +211,7 @@ def test_a_limit_of_0_leaves_a_step_to_decoding() -> None:
 def steps_to_finish(scheduler: Scheduler, sequence: TokenSequence) -> int:
     """Steps until the request is done."""
     count = 0
-    while sequence.num_generated < sequence.max_new_tokens:
+    while sequence.num_generated < sequence.request.max_new_tokens:
         step(scheduler)
         count += 1
     return count
@@ -309,7 +309,7 @@ def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
         live.append(make_request(number, prompt, room, priority=random_.randint(0, 2)))
         scheduler.add(live[-1])
         step(scheduler)
-        live = [r for r in live if r.num_generated < r.max_new_tokens]
+        live = [r for r in live if r.num_generated < r.request.max_new_tokens]
         if live and random_.random() < 0.2:
             scheduler.cancel(live.pop(random_.randrange(len(live))))
     steps = 0
@@ -319,7 +319,7 @@ def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
         assert first.id in planned, "the oldest of the highest priority must advance in every step"
         steps += 1
         assert steps < 5000, "no progress"
-    assert all(r.num_generated == r.max_new_tokens for r in live) and scheduler.pool.num_used == 0
+    assert all(r.num_generated == r.request.max_new_tokens for r in live) and scheduler.pool.num_used == 0
 
 
 def most_preempted(seed: int) -> int:
@@ -348,7 +348,7 @@ def test_a_request_that_was_preempted_often_is_not_preempted_again() -> None:
     often.num_peer_preemptions = MAX_PREEMPTIONS
     add(scheduler, old, often)
     assert step(scheduler) == {0: 4}, "7 blocks for the one and 5 for the other are not there"
-    often.max_new_tokens = 8
+    often.request.max_new_tokens = 8
     assert step(scheduler) == {0: 1, 1: 4}
 
 

@@ -111,7 +111,8 @@ def _sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor,
     if len(rows):
         temperature, top_p, min_p = words[rows, :3].T.contiguous().view(torch.float32)
         keys = words[rows, 4:6].long() & 0xFFFFFFFF
-        draw = SamplingMetadata(True, temperature, words[rows, 3].long(), top_p, min_p, keys)
+        filters = {"top_k": words[rows, 3].float(), "top_p": top_p, "min_p": min_p}
+        draw = SamplingMetadata(temperature, keys, {name: one[:, None] for name, one in filters.items()})
         best[rows] = sampler._draw(logits[rows], draw)
     tokens.copy_(best)
     largest.copy_(highest)

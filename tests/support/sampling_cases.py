@@ -77,7 +77,7 @@ def noise_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
 
 
 def score(logits: torch.Tensor, sequence: TokenSequence, token: int) -> float:
-    key = torch.tensor([noise_key(sequence.seed, sequence.sample_index, sequence.num_tokens)])
+    key = torch.tensor([noise_key(sequence.request.seed, sequence.sample_index, sequence.num_tokens)])
     return float(logits[token] / sequence.params.temperature + gumbel_noise(key, torch.tensor([[token]]))[0, 0])
 
 
