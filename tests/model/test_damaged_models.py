@@ -31,15 +31,13 @@ PLAIN = {
 OTHERS = {**dict.fromkeys(FORMATS, 30), "gguf": 140}
 """How many of each area; 2,000 in all. Some that need processes of their own take longer."""
 
-PLAIN_PARTS = 3
-"""Tests that share those of PLAIN, so that they run side by side."""
+ALL = [pytest.param(PLAIN, part, 3, marks=pytest.mark.exhaustive, id=f"plain {part}") for part in range(3)]
+ALL.append(pytest.param(OTHERS, 0, 1, marks=pytest.mark.exhaustive, id="others"))
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_damaged_models(part: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("counts", "first", "step"), [(PLAIN | OTHERS, 0, 13), *ALL], ids=lambda _: "some")
+def test_damaged_models(counts: dict[str, int], first: int, step: int, tmp_path: Path) -> None:
     """Guards what nobody thought of: a hang, a traceback, a panic, a control character, or a gibibyte of memory."""
-    counts = PLAIN if part < PLAIN_PARTS else OTHERS
-    step, first = (PLAIN_PARTS, part) if part < PLAIN_PARTS else (1, 0)
     codes, found = [], []
     with limited_runs(tmp_path, tuple(counts), child_seconds=0.2) as runs:
         for area, count in counts.items():

@@ -15,6 +15,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from cbatch.runtime.triton_setup import triton_problem
 from tests.support.generation import generate
@@ -104,8 +105,8 @@ def test_there_is_no_fast_path(device: OtherDevice) -> None:
             SteppingEngine(EngineConfig(device=device.device.type, attention=attention))
     taken: list[bool] = []
 
-    def load(*_: Any, fast: bool, **__: Any) -> Any:
-        taken.append(fast)
+    def load(plan: LoadPlan) -> Any:
+        taken.append(plan.fast)
         raise ModelError("nothing is loaded here")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="nothing is loaded"):
