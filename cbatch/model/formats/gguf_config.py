@@ -5,7 +5,7 @@ Sizes that a file claims are compared with the shapes of its tensors first, beca
 
 from __future__ import annotations
 
-import cbatch.model.formats.gguf_architectures as _declarations  # noqa: F401  # which registers them
+import cbatch.model.formats.gguf_architectures.declared as _declarations  # noqa: F401  # which registers them
 from cbatch.base.errors import ModelError
 from cbatch.model.formats.gguf_architectures.architecture import (
     Architecture,
@@ -58,8 +58,7 @@ def read_config(file: GgufFile) -> Config:
     if data.has("feed_forward_length"):
         config["intermediate_size"] = data.whole("feed_forward_length")
     _check_heads(data, config)
-    config |= architecture.read(data, config)
-    return config
+    return architecture.read(data, config)
 
 
 def _two(data: Metadata) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT4_ZEROS, INT8, IQ
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats import gguf_names, gguf_weights
 from cbatch.model.formats.gguf import GgufModel
-from cbatch.model.formats.gguf_architectures import architecture, qwen
+from cbatch.model.formats.gguf_architectures import architecture, declared
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from cbatch.model.programs.program import Experts, Linear
@@ -315,7 +315,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         gguf_names, "Source", lambda *args, **others: gguf_weights.Source(*args, **others | {"offset": 0.0})
     ),
     "heads of values stay in turns": lambda patch: patch.setattr(
-        qwen,
+        declared,
         "_values_by_key",
         lambda config, width: torch.arange(config["linear_num_value_heads"] * width),
     ),

@@ -1,13 +1,13 @@
 """What an architecture of GGUF files is: its settings as a `config.json` has them, and what its tensors become.
 
-Declarations are made of `Rule`s by the names of tensors in a layer, and of a function that reads what an architecture
-has beside the common settings.
+Declarations (see `declared`) are made of `Rule`s by the names of tensors in a layer, and of what an architecture has
+beside the common settings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,48 +66,86 @@ LAYER: Rules = {
 }  # fmt: skip
 
 
+Read = Callable[[Metadata, Config], Any]
+"""Reads a setting of a file's model, given the common ones."""
+
+ABSENT = object()
+"""The value of a common setting that an architecture does not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How models of an architecture are described.
 
     kind, name:   their `model_type` and their class in transformers
-    read:         what they have beside the common settings
+    settings:     what they have beside the common settings, each a value, or a function that reads it
+    more:         functions that read several settings
     layer, model: what becomes of their tensors
     norm_offset:  what the file adds to weights of norms, but for those that `plain_norms` names
+    when:         of several for one name, the first that fits is taken
     """
 
     kind: str
     name: str
-    read: Callable[[Metadata, Config], Config]
+    settings: Mapping[str, Any]
+    more: Sequence[Read]
     layer: Rules
     model: Rules
-    norm_offset: float = 0.0
-    plain_norms: tuple[str, ...] = ()
+    norm_offset: float
+    plain_norms: tuple[str, ...]
+    when: Callable[[Metadata], bool]
+
+    def read(self, data: Metadata, config: Config) -> Config:
+        """All settings, given the common ones."""
+        found = dict(config)
+        for read in self.more:
+            found |= read(data, found)
+        found |= {name: one(data, config) if callable(one) else one for name, one in self.settings.items()}
+        return {name: one for name, one in found.items() if one is not ABSENT}
 
 
-_architectures: dict[str, list[tuple[Callable[[Metadata], bool], Architecture]]] = {}
+_architectures: dict[str, list[Architecture]] = {}
 
 
-def architecture(
-    names: str,
+def declare(
+    name: str,
     kind: str,
     class_name: str,
     *,
+    more: Sequence[Read] = (),
     layer: Rules = LAYER,
     model: Rules = MODEL,
     norm_offset: float = 0.0,
     plain_norms: tuple[str, ...] = (),
     when: Callable[[Metadata], bool] = lambda data: True,
-) -> Callable[[Callable[[Metadata, Config], Config]], Callable[[Metadata, Config], Config]]:
-    """Registers a declaration. names: of `general.architecture`; when: of several for one name, the first that fits"""
+    **settings: Any,
+) -> None:
+    """Registers a declaration for the `general.architecture` name; see `Architecture`."""
+    settings = {"rope_parameters": read_rope, "hidden_act": "silu"} | settings
+    made = Architecture(kind, class_name, settings, more, layer, model, norm_offset, plain_norms, when)
+    _architectures.setdefault(name, []).append(made)
 
-    def register(read: Callable[[Metadata, Config], Config]) -> Callable[[Metadata, Config], Config]:
-        made = Architecture(kind, class_name, read, layer, model, norm_offset, plain_norms)
-        for name in names.split():
-            _architectures.setdefault(name, []).append((when, made))
-        return read
 
-    return register
+def number(name: str, default: float) -> Read:
+    return lambda data, config: data.number(name, default)
+
+
+def whole(name: str, default: int) -> Read:
+    return lambda data, config: data.whole(name, default)
+
+
+def flag(name: str, default: bool) -> Read:
+    return lambda data, config: data.flag(name, default)
+
+
+def has(tensor: str) -> Read:
+    """Whether the first layer has a tensor."""
+    return lambda data, config: data.has_tensor(f"blk.0.{tensor}")
+
+
+def has_any(tensor: str) -> Read:
+    """Whether a layer has a tensor."""
+    return lambda data, config: data.any_tensor(tensor)
 
 
 def declared_architectures() -> list[str]:
@@ -117,7 +155,7 @@ def declared_architectures() -> list[str]:
 def find_architecture(data: Metadata) -> Architecture | None:
     """The declaration of a file's model; None if there is none."""
     found = _architectures.get(data.file.architecture, [])
-    return next((declaration for when, declaration in found if when(data)), None)
+    return next((one for one in found if one.when(data)), None)
 
 
 def permuted(name: str, heads: str) -> Rule:
