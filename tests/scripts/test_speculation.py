@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,18 +102,20 @@ def test_other_outputs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.kernels
-def test_all_work_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_work_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Guards the command from end to end: a table for people, and JSON, with the goals where there are any."""
     monkeypatch.setattr("scripts.benchmarks.speculation.work.DEMO_TOKENS", 9)
     options = ["--speculate", "4", "--shape", "tiny", "--tokens", "24", "--span", "6", "--rounds", "1"]
-    assert main(["speculation", *options, "--requests", "1", "2", "--bound", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    file = tmp_path / "found.json"
+    assert main(["speculation", *options, "--requests", "1", "2", "--bound", "--json", str(file)]) == 0
+    data = json.loads(file.read_text())
     names = [f"{name}, {count}" for name in ("rewriting", "extraction", "random") for count in (1, 2)]
     assert data["work"].keys() == {*names, "demo, 1"} and data["work"]["demo, 1"]["goal"] == 1.2
     for one in data["work"].values():
         assert one["bound"][0]["drafted"] == one["bound"][0]["accepted"]
         assert one["ratio"] > 0 and one["without"][0]["drafted"] == 0 < one["with"][0]["drafted"]
         assert one["without"][0]["tokens"] == one["with"][0]["tokens"]
-    assert main(["speculation", *options, "--work", "rewriting", "--requests", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("machine") and lines[-1].startswith("rewriting, 1 at once") and ">= 2" in lines[-1]
+    assert lines[0].startswith("machine") and any(line.startswith("rewriting, 1 at once") for line in lines)

@@ -362,11 +362,6 @@ def test_the_search_is_as_close_as_asked() -> None:
     assert 900 <= found.users <= 1000 and len(found.probes) == 11 + 3
 
 
-def test_the_share_is_a_parameter() -> None:
-    """Guards the share of 99%: a lower one is met by 98.99%."""
-    assert find_capacity(measured(3), share=0.95, most=64).users == 64
-
-
 def test_probes_that_are_too_short() -> None:
     """Guards against a capacity of 0 when no answer could be judged."""
     with pytest.raises(ConfigError, match="use a longer --duration"):

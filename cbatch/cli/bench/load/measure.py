@@ -237,15 +237,13 @@ def most_served(probes: dict[int, LoadResult]) -> Capacity:
     return Capacity(served[-1] if served else 0, probes, len(served) == len(probes))
 
 
-def _holds(result: LoadResult, share: float = SERVED_SHARE) -> bool:
-    """Whether at least a share of the users was served; a run in which nothing can be judged fails."""
-    return result.users_served is not None and result.users_served >= share
+def _holds(result: LoadResult) -> bool:
+    """Whether so many of the users were served; a run in which nothing can be judged fails."""
+    return result.users_served is not None and result.users_served >= SERVED_SHARE
 
 
-def find_capacity(
-    measure: Callable[[int], LoadResult], *, share: float = SERVED_SHARE, most: int = 4096, precision: float = 0.05
-) -> Capacity:
-    """The most users of whom at least a share is served within the objective: doubled until it fails, then bisected.
+def find_capacity(measure: Callable[[int], LoadResult], *, most: int = 4096, precision: float = 0.05) -> Capacity:
+    """The most users for whom the objective holds: doubled until it fails, then bisected.
 
     measure:   runs with this many users; a run in which nothing can be judged fails
     precision: how close to bisect, as a share of the number of users; to one user at the closest
@@ -255,7 +253,7 @@ def find_capacity(
 
     def holds(users: int) -> bool:
         probes[users] = measure(users)
-        return _holds(probes[users], share)
+        return _holds(probes[users])
 
     good, bad = 0, 1
     while bad <= most and holds(bad):
