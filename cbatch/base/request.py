@@ -66,7 +66,7 @@ class Request:
     seed:     seed of its randomness; that of the parameters counts first
     key:      hash of all that decides its result
     adapter:  fingerprint of its LoRA adapter; empty if it has none
-    with_token_ids: whether the row of output has the output's token ids
+    columns:  columns of its row of output that are asked for (see `requests/columns.py`)
 
     Encoded, by `InputProcessor.encode`:
     grammar:  compiled constraint of the output (`CompiledGrammar`)
@@ -117,7 +117,7 @@ class Request:
     seed: int = 0
     key: str = ""
     adapter: str = ""
-    with_token_ids: bool = False
+    columns: Sequence[str] = ()
 
     grammar: Any = None
     tags: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ class RequestDefaults:
     seed:     seed from which requests without a seed of their own get theirs
     raw:      take every prompt as plain text to continue
     template: options of the chat template
-    with_token_ids: add the output's token ids to rows of output
+    columns:  columns of rows of output that are asked for (see `requests/columns.py`)
     """
 
     params: ParamsLike = field(default_factory=dict)
@@ -32,7 +32,7 @@ class RequestDefaults:
     seed: int = 0
     raw: bool = False
     template: TemplateOptions = field(default_factory=TemplateOptions)
-    with_token_ids: bool = False
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises RequestError for a seed or a system message of a wrong type."""

@@ -242,7 +242,7 @@ class EngineStream(RowStream):
             row.usage, row.reused = completion.usage, completion.reused
             if any(loop.take(row, completion) for loop in self._loops):
                 return
-        row.finish(completion, with_timings=self._options.timings)
+        row.finish(completion)
         self._end_row(row)
         finished.append(row)
 

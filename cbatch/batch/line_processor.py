@@ -64,6 +64,7 @@ class LineProcessor:
 
     def _row(self, line: Line) -> Request:
         options, row = self.options, parse_line(line, self.options)
+        row.columns = options.defaults.columns
         if options.tools and not (row.tools or row.raw or row.prompt_ids):
             row.tools = [tool.schema for tool in options.tools]
             row.tool_rounds = options.max_tool_rounds

@@ -110,7 +110,6 @@ class Row:
     beginning: int | None = field(init=False)
     usage: Usage = field(default_factory=Usage)
     reused: Usage = field(default_factory=Usage)
-    with_timings: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -121,12 +120,12 @@ class Row:
     def data(self) -> bytes:
         """The row of output, with the line end. It is made when it is first asked for."""
         if not self._data and self.completion is not None:
-            self._data = format_result(self.completion.to_dict(timings=self.with_timings))
+            self._data = format_result(self.completion.to_dict())
         return self._data
 
-    def finish(self, completion: Completion, *, with_timings: bool = False) -> None:
-        """Sets the result. `with_timings`: whether the row of output has them."""
-        self.completion, self.outcome, self.with_timings = completion, RowOutcome.of(completion), with_timings
+    def finish(self, completion: Completion) -> None:
+        """Sets the result."""
+        self.completion, self.outcome = completion, RowOutcome.of(completion)
         self.finished_at = completion.timing.finished_at
 
 

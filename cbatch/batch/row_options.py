@@ -19,7 +19,6 @@ class RowOptions:
     has_columns:   each line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
     unit:          what messages call a line: `line`, or `row` of a table
     allow_unknown: carry misspelt parameters along instead of refusing their row
-    timings:       add times and cached tokens to each row of output
     tools:         run what models call of these, in conversations whose rows bring no tools of their own
     max_tool_rounds: rounds of calls in one row, after which its model has to answer without tools
     validation:      what makes an answer good, and how often a model may try
@@ -32,7 +31,6 @@ class RowOptions:
     has_columns: bool = False
     unit: str = "line"
     allow_unknown: bool = False
-    timings: bool = False
     tools: tuple[Tool, ...] = ()
     max_tool_rounds: int = MAX_TOOL_ROUNDS
     validation: Validation | None = None

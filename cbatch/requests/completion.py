@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import FinishReason, ToolCall
 from cbatch.base.request import ApiCall, Request
-from cbatch.base.units import rounded_s
+from cbatch.requests import columns
 
 SERVER_ERRORS = ("internal_error", "tokenizer_error", "nan_logits", "cancelled", "invalid_answer")
 """Codes of errors that are not the request's fault, for the OpenAI Batch API."""
@@ -129,6 +129,7 @@ class Completion(Mapping[str, Any]):
                      and, if none was good, the `text` of the last; None if nothing was validated
     reused:          those tokens of `usage` that were not computed: a cache of answers or an earlier run had them
     continued_tokens: tokens of an earlier run, with which its outputs went on
+    request_columns: fields of its row that say something about the request (see `requests/columns.py`)
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Completion(Mapping[str, Any]):
         self.index, self.id, self.extra, self.key = request.index, request.id, request.extra, request.key
         self._call = request.call
         self._names_tool = request.choice is not None and request.choice.name is not None
-        self._with_token_ids, self._echoes, self._has_text = request.with_token_ids, request.params.echo, has_text
+        self._columns, self._echoes, self._has_text = request.columns, request.params.echo, has_text
         self.choices = tuple(choices) or (Choice(finish_reason="error"),)
         self.usage = usage or Usage()
         self.error = error
@@ -162,6 +163,7 @@ class Completion(Mapping[str, Any]):
         self.validation: dict[str, Any] | None = None
         self.reused = Usage()
         self.continued_tokens = 0
+        self.request_columns: dict[str, Any] = {}
         self._fields: dict[str, Any] | None = None
 
     @classmethod
@@ -242,7 +244,8 @@ class Completion(Mapping[str, Any]):
     def to_dict(self, *, timings: bool = False) -> dict[str, Any]:
         """The row that `cbatch run` writes for this request, in its own form or in that of the OpenAI Batch API.
 
-        timings: add times and cached tokens, as --timings does; those of `from_row` stay as they are
+        timings: add times and cached tokens, as --timings does, whatever the request asks for; those of `from_row` stay
+                 as they are
 
         Each call makes a new one, which the caller may change.
         """
@@ -258,16 +261,7 @@ class Completion(Mapping[str, Any]):
             fields["extra"] = {
                 name: deepcopy(value) if isinstance(value, list | dict) else value for name, value in self.extra.items()
             }
-        if timings:
-            first, taken = self.timing.first_token_at, self.timing.taken_at
-            fields |= {
-                "cached_tokens": self.usage.cached_tokens,
-                "ttft_s": rounded_s(first - taken) if first is not None else None,
-                "elapsed_s": rounded_s(self.timing.finished_at - taken),
-            }
-            if self.from_cache:
-                fields["from_cache"] = True
-        return fields
+        return fields | columns.of_row({*self._columns, "timings"} if timings else self._columns, self)
 
     @cached_property
     def _mapping(self) -> dict[str, Any]:
@@ -323,7 +317,7 @@ class Completion(Mapping[str, Any]):
             fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
         if self.prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._scores()
-        return fields | {"usage": self.usage.to_dict(), "key": self.key}
+        return fields | self.request_columns | {"usage": self.usage.to_dict(), "key": self.key}
 
     def _openai_row(self, call: ApiCall) -> dict[str, Any]:
         """A result line of the OpenAI Batch API, with `index` and `key` in addition.
@@ -358,7 +352,7 @@ class Completion(Mapping[str, Any]):
         }
         if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
             body["prompt_logprobs"] = self._scores()
-        return body
+        return body | self.request_columns
 
     def _openai_choice(self, choice: Choice, *, is_chat: bool) -> dict[str, Any]:
         fields: dict[str, Any] = self._choice_fields(choice)
@@ -375,7 +369,7 @@ class Completion(Mapping[str, Any]):
             shown["message"] = message
         else:
             shown["text"] = fields["text"] or ""
-        return shown | ({"token_ids": fields["token_ids"]} if self._with_token_ids else {})
+        return shown | columns.of_output(self._columns, choice)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
         """What one output says, and how it ended."""
@@ -387,9 +381,7 @@ class Completion(Mapping[str, Any]):
             fields["tool_calls"] = [call.to_dict() for call in choice.tool_calls]
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason
-        if self._with_token_ids:
-            fields["token_ids"] = list(choice.token_ids)
-        return fields
+        return fields | columns.of_output(self._columns, choice)
 
     def _scores(self) -> dict[str, Any]:
         """The log-probabilities of the prompt's tokens, and their sum."""

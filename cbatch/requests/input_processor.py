@@ -125,7 +125,7 @@ class InputProcessor:
         row.seed = derive_seed(defaults.seed, kind, name) if params.seed is None else params.seed
         self._check_tools(row)
         row.template = _with_fields(self._template, row.given_template)
-        row.with_token_ids = defaults.with_token_ids
+        row.columns = defaults.columns
         if row.text is not None and self._has_template and not (row.raw or defaults.raw):
             row.text, row.messages = None, [{"role": "user", "content": row.text}]
         self._add_system(row)
@@ -134,7 +134,7 @@ class InputProcessor:
             with suppress(RequestError):  # `encode` will say it
                 row.prompt_ids = self._prompt_ids(row)
                 limit = limits.limit_of_cache(len(row.prompt_ids), params.max_tokens)
-        row.key = self._keys.for_row(row, sampling, row.seed, defaults.with_token_ids, limit)
+        row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit)
 
     def _add_system(self, row: Request) -> None:
         """Adds a system message, if the row or the defaults give one and there is none."""

@@ -11,6 +11,7 @@ from functools import partial
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs, ToolCall
 from cbatch.base.request import Request
+from cbatch.requests import columns
 from cbatch.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
 from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.text.output_parser import OutputParser, OutputStream
@@ -204,6 +205,7 @@ class OutputProcessor:
             timing=timing,
         )
         completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)
+        completion.request_columns = columns.of_request(request.columns, request, self._tokenizer)
         return completion
 
     def _choice(self, number: int, output: Output) -> Choice:

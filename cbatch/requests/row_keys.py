@@ -9,6 +9,7 @@ from typing import Any
 
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
+from cbatch.requests.columns import in_key
 
 MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
 """The three parts of a key. The last is the longest because most rows of a run differ only there."""
@@ -64,6 +65,8 @@ def _asked(request: Request) -> dict[str, Any]:
     What is not asked for is left out, so that a new option changes no existing key.
     """
     asked: dict[str, Any] = {"lora": request.adapter} if request.adapter else {}
+    if columns := in_key(request.columns):
+        asked["columns"] = columns
     if request.messages is None:
         return asked
     template = request.template

@@ -25,7 +25,7 @@ from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 
 OPTIONS = RowOptions(
-    RequestDefaults(params={"max_tokens": 2}, template=TemplateOptions(kwargs={"think": False})), timings=True
+    RequestDefaults(params={"max_tokens": 2}, template=TemplateOptions(kwargs={"think": False}), columns=("timings",))
 )
 
 

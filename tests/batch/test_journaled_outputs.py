@@ -66,7 +66,7 @@ class Batch:
 
     def stream(self, *, resume: bool = True, interval_s: float | None = 0.001) -> EngineStream:
         config = TokenJournalConfig(str(self.path), resume, interval_s)
-        inputs = self.engine.core.input_processor(RequestDefaults(with_token_ids=True))
+        inputs = self.engine.core.input_processor(RequestDefaults(columns=("token_ids",)))
         processor = LineProcessor(inputs, RowOptions(token_journal=config, **self.options))
         stream = EngineStream(self.engine.thread, processor, window=100)
         stream.poll_s = 0.001

@@ -37,7 +37,7 @@ ERROR = RequestError("prompt_too_long", "line 4: the prompt has 9 tokens; <8> fi
 
 def make(row: Request = OWN_ROW, *choices: Choice, **fields: Any) -> Completion:
     fields = {"usage": USAGE, "timing": Timing(10.0, 10.5, 12.0)} | fields
-    asked = {name: fields.pop(name) for name in ("with_token_ids", "params") if name in fields}
+    asked = {name: fields.pop(name) for name in ("columns", "params") if name in fields}
     return Completion(replace(row, key="0" * 32, **asked), choices=choices, **fields)
 
 
@@ -50,10 +50,10 @@ COMPLETIONS: dict[str, Completion] = {
     "plain": make(OWN_ROW, PLAIN),
     "without an id": make(Request(index=0), Choice()),
     "calls": make(OWN_ROW, THOUGHT),
-    "several": make(OWN_ROW, *SEVERAL, with_token_ids=True, prompt_logprobs=PROMPT),
-    "no tokenizer": make(OWN_ROW, replace(PLAIN, text=""), has_text=False, with_token_ids=True),
+    "several": make(OWN_ROW, *SEVERAL, columns=("token_ids",), prompt_logprobs=PROMPT),
+    "no tokenizer": make(OWN_ROW, replace(PLAIN, text=""), has_text=False, columns=("token_ids",)),
     "error": make(OWN_ROW, error=ERROR),
-    "chat": make(openai(CHAT), *SEVERAL, with_token_ids=True, prompt_logprobs=PROMPT),
+    "chat": make(openai(CHAT), *SEVERAL, columns=("token_ids",), prompt_logprobs=PROMPT),
     "text": make(
         openai(TEXT),
         replace(PLAIN, logprobs=SCORED),

@@ -275,7 +275,7 @@ def test_what_the_row_shows() -> None:
     events = [event._replace(logprobs=scored) for event in events_of([7, EOS])]
     events[0] = events[0]._replace(prompt_logprobs=[scored])
     for with_token_ids in (False, True):
-        _, completion = run(replace(request, with_token_ids=with_token_ids), tokenizer_of(name), events)
+        _, completion = run(replace(request, columns=("token_ids",) * with_token_ids), tokenizer_of(name), events)
         (choice,) = completion["response"]["body"]["choices"]
         assert choice.get("token_ids") == ([7, EOS] if with_token_ids else None)
         assert len(choice["logprobs"]["tokens"]) == 4 and "prompt_logprobs" not in completion["response"]["body"]

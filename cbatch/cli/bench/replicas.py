@@ -49,7 +49,7 @@ def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
     """Does the work once. Raises ConfigError if a request fails."""
     stats = RunStats()
     params = SamplingParams(temperature=0.0, ignore_eos=True)
-    options = RowOptions(RequestDefaults(params=params, with_token_ids=True))
+    options = RowOptions(RequestDefaults(params=params, columns=("token_ids",)))
     source = driver.open(options, window=len(work.prompts))
     stats.attach(driver, source)
     requests = zip(work.prompts, work.output_lengths, strict=True)

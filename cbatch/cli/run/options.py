@@ -29,6 +29,7 @@ from cbatch.batch.row_options import RowOptions
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
 from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, trace_option
 from cbatch.cli.common.replica_options import ReplicaOptions
+from cbatch.requests.columns import COLUMNS
 from cbatch.requests.param_names import own_params
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, load_tools
 from cbatch.validation.validation import CHECK_TIMEOUT_S, Validation
@@ -233,7 +234,7 @@ class RunOptions:
             seed=self.sampling.seed,
             raw=self.raw,
             template=TemplateOptions(kwargs=self.template_kwargs, today=self.date or FIXED_DATE),
-            with_token_ids=self.token_ids,
+            columns=tuple(name for name in COLUMNS if getattr(self, name)),
         )
         return RowOptions(
             defaults,
@@ -241,7 +242,6 @@ class RunOptions:
             has_columns=self.input_form in TABLES or self.template is not None,
             unit=unit_of(self.input_form),
             allow_unknown=self.allow_unknown,
-            timings=self.timings,
             tools=tuple(load_tools(map(Path, self.tools))),
             max_tool_rounds=self.max_tool_rounds,
             validation=self._validation(),

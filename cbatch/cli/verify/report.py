@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from cbatch.base.units import format_count
 from cbatch.batch.journal import CHECK, StoredRow
+from cbatch.requests.columns import OF_THE_MOMENT
 
-OF_THE_MOMENT = frozenset(["cached_tokens", "ttft_s", "elapsed_s", "from_cache", CHECK])
+IGNORED = OF_THE_MOMENT | {CHECK}
 """Fields of --timings, which no two runs have alike, and what depends on them."""
 
 OF_AN_OUTPUT = frozenset(
@@ -54,7 +55,7 @@ class Difference(NamedTuple):
 
 def content_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row without what depends on the moment."""
-    return {name: value for name, value in row.items() if name not in OF_THE_MOMENT}
+    return {name: value for name, value in row.items() if name not in IGNORED}
 
 
 def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Difference | None:

@@ -1,0 +1,85 @@
+"""Columns of a row of output that it has only if they are asked for. Each is said here, once.
+
+A new one needs an entry in COLUMNS and a field of `RunOptions` with its name, which makes the option. In a table of
+results, such columns stand behind those that every row has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cbatch.base.request import Request
+from cbatch.base.units import rounded_s
+
+if TYPE_CHECKING:
+    from cbatch.requests.completion import Choice, Completion
+    from cbatch.text.tokenizer import ChatTokenizer
+
+Fields = Mapping[str, Any]
+
+
+def _token_ids(choice: Choice) -> Fields:
+    return {"token_ids": list(choice.token_ids)}
+
+
+def _timings(completion: Completion) -> Fields:
+    timing = completion.timing
+    first, taken = timing.first_token_at, timing.taken_at
+    fields = {
+        "cached_tokens": completion.usage.cached_tokens,
+        "ttft_s": rounded_s(first - taken) if first is not None else None,
+        "elapsed_s": rounded_s(timing.finished_at - taken),
+    }
+    return fields | ({"from_cache": True} if completion.from_cache else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column, or several that go together. One of the first three says what it holds, as fields of the row.
+
+    of_output:  of each output; stands beside its text
+    of_request: of the request as it was encoded, and the model's tokenizer, if it has one; stands before `usage`
+    of_row:     of the whole result; stands behind everything else. Error rows have it, too
+    is_in_key:  whether it counts in the key of a row, so that a run that resumes does not mix rows with and without it;
+                not for what depends on the moment
+    """
+
+    of_output: Callable[[Choice], Fields] | None = None
+    of_request: Callable[[Request, ChatTokenizer | None], Fields] | None = None
+    of_row: Callable[[Completion], Fields] | None = None
+    is_in_key: bool = True
+
+
+COLUMNS: Mapping[str, Column] = {
+    "token_ids": Column(of_output=_token_ids),
+    "timings": Column(of_row=_timings, is_in_key=False),
+}
+"""By the option of `cbatch run` that asks for them."""
+
+OF_THE_MOMENT = frozenset(["cached_tokens", "ttft_s", "elapsed_s", "from_cache"])
+"""Fields that no two runs have alike: those of columns that are in no key."""
+
+
+def in_key(asked: Iterable[str]) -> list[str]:
+    """The columns among these that count in a row's key. `token_ids` is older than this list, and apart from it."""
+    return sorted(name for name in asked if COLUMNS[name].is_in_key and name != "token_ids")
+
+
+def of_output(asked: Iterable[str], choice: Choice) -> dict[str, Any]:
+    """The fields of the columns that are asked for which an output has."""
+    makers = (COLUMNS[name].of_output for name in asked)
+    return {name: value for make in makers if make for name, value in make(choice).items()}
+
+
+def of_request(asked: Iterable[str], request: Request, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+    """Those which a request has."""
+    makers = (COLUMNS[name].of_request for name in asked)
+    return {name: value for make in makers if make for name, value in make(request, tokenizer).items()}
+
+
+def of_row(asked: Iterable[str], completion: Completion) -> dict[str, Any]:
+    """Those which a whole result has."""
+    makers = (COLUMNS[name].of_row for name in asked)
+    return {name: value for make in makers if make for name, value in make(completion).items()}
