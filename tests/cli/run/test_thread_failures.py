@@ -10,7 +10,6 @@ import pytest
 from cbatch.batch.driver import RowStream
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
 from cbatch.cli.run.stats import RunStats
@@ -29,7 +28,6 @@ PLACES: list[tuple[type, str, int]] = [
     (FileWriter, "tick", 3),
     (FileWriter, "_complete", 1),
     (FileWriter, "_row", 5),
-    (Pipeline, "_write", 3),
     (RunStats, "count", 5),
     (RowStream, "release", 3),
     (EngineStream, "_submit", 10),
