@@ -44,6 +44,7 @@ from tests.support.quantized_folders import (
     tiny_model,
     write_folder,
 )
+from tests.support.samples import sampled
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -113,7 +114,7 @@ FILES: dict[str, tuple[str, Any, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", sampled(FILES, 3, keep=["IQ4_NL", "mixed, experts with biases"]))
 def test_gguf_files(name: str, tmp_path: Path) -> None:
     """Guards weights of GGUF files, embeddings, heads and experts, in float32 and rounded to float16."""
     kind, formats, expected_kinds = FILES[name]
@@ -163,7 +164,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], Encoder, set[str], str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", sampled(FOLDERS, 5, keep=["fp8", "mxfp4", "gptq, in another order"]))
 def test_folders(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Guards checkpoints of every kind: what a GPU gets is what the files have, or what they are rounded to.
 
@@ -192,9 +193,7 @@ def test_quantize(kind: str, weights: str) -> None:
         if not (is_head or "proj" in name or "experts" in name) or tensor.dim() < 2:
             return tensor
         format = INT4 if weights == "int4" and not is_head else INT8
-        parts = []
-        for matrix in tensor if tensor.dim() == 3 else [tensor]:
-            parts.append(quantized(matrix, format).values(format))
+        parts = [quantized(matrix, format).values(format) for matrix in (tensor if tensor.dim() == 3 else [tensor])]
         return torch.stack(parts) if tensor.dim() == 3 else parts[0]
 
     tensors = {name: rounded(name, tensor) for name, tensor in saved.tensors.items()}

@@ -34,6 +34,7 @@ from tests.support.generation import generate
 from tests.support.gguf_files import ARCHITECTURES, byte_level_metadata, gguf_model, write_model
 from tests.support.model_checks import PROMPTS, is_greedy_output, reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error
+from tests.support.samples import sampled
 
 pytestmark = pytest.mark.kernels
 
@@ -55,7 +56,7 @@ def outputs_of(path: Path, **config: Any) -> list[list[int]]:
     return [list(output.token_ids) for output in generate(engine, PROMPTS[:5], SamplingParams(max_tokens=12))]
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", sampled(ARCHITECTURES, 8, keep=["llama", "qwen3_5_text", "gpt_oss"]))
 def test_equals_generate(kind: str, tmp_path: Path) -> None:
     """Guards names, permuted rows, offsets of norms, experts and settings: token for token, in float32.
 
@@ -79,7 +80,11 @@ FORMATS = {
 """What matrices of each format become, and the dtype of the model."""
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    sampled(FORMATS, 7, keep=[Kind.F32, Kind.Q5_1, Kind.Q4_K, Kind.IQ4_XS, Kind.MXFP4]),
+    ids=lambda kind: kind.name,
+)
 def test_formats(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Guards each format: where it goes, that its logits are near those in float32, and that a rounding is told."""
     path = tmp_path / "model.gguf"
