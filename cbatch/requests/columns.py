@@ -58,13 +58,17 @@ COLUMNS: Mapping[str, Column] = {
 }
 """By the option of `cbatch run` that asks for them."""
 
+KEYED = [name for name, column in COLUMNS.items() if column.is_in_key]
+OPTIONS = ", ".join(f"--{name.replace('_', '-')}" for name in KEYED)
+"""Those that count in keys, and what people call them."""
+
 OF_THE_MOMENT = frozenset(["cached_tokens", "ttft_s", "elapsed_s", "from_cache"])
 """Fields that no two runs have alike: those of columns that are in no key."""
 
 
 def in_key(asked: Iterable[str]) -> list[str]:
     """The columns among these that count in a row's key. `token_ids` is older than this list, and apart from it."""
-    return sorted(name for name in asked if COLUMNS[name].is_in_key and name != "token_ids")
+    return sorted(name for name in asked if name in KEYED and name != "token_ids")
 
 
 def of_output(asked: Iterable[str], choice: Choice) -> dict[str, Any]:

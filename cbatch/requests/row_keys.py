@@ -9,7 +9,7 @@ from typing import Any
 
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.requests.columns import in_key
+from cbatch.requests.columns import OPTIONS, in_key
 
 MODEL, SAMPLING, INPUT = slice(0, 8), slice(8, 16), slice(16, 32)
 """The three parts of a key. The last is the longest because most rows of a run differ only there."""
@@ -43,7 +43,8 @@ class KeyMaker:
         more: list[object] = [json.dumps(row.tools)] if row.tools else []
         more += filter(None, [row.tool_rounds, _asked(row)])
         row_hash = _hash(_dump((row.id, row.prompt, row.extra, call, *more)), INPUT)
-        return self._model + _hash(sampling + repr((*others, *row.validation)).encode(), SAMPLING) + row_hash
+        shown = (*others, *row.validation, *in_key(row.columns))
+        return self._model + _hash(sampling + repr(shown).encode(), SAMPLING) + row_hash
 
     def for_invalid_row(self, source: bytes) -> str:
         """The key of a row that is refused, from the bytes that it was read from."""
@@ -65,8 +66,6 @@ def _asked(request: Request) -> dict[str, Any]:
     What is not asked for is left out, so that a new option changes no existing key.
     """
     asked: dict[str, Any] = {"lora": request.adapter} if request.adapter else {}
-    if columns := in_key(request.columns):
-        asked["columns"] = columns
     if request.messages is None:
         return asked
     template = request.template
@@ -98,7 +97,7 @@ def explain_difference(here: str, there: str) -> str:
             "another input, another --system, --template, --template-kwargs, --raw or --format, another LoRA adapter, "
             "or a version of cbatch that read a column differently"
         )
-    return "other sampling parameters, another seed, --token-ids, --validate, --tries, or a KV cache of another size"
+    return f"other sampling parameters, another seed, {OPTIONS}, --validate, --tries, or a KV cache of another size"
 
 
 def _hash(data: bytes, part: slice) -> str:

@@ -12,6 +12,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.option import option, options_of
 from cbatch.cli.common.options import SamplingOptions, engine_config
 from cbatch.cli.run.options import RunOptions
+from cbatch.requests.columns import KEYED
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,10 @@ ROW_OPTIONS = {
     "date",
     "template_kwargs",
     "raw",
-    "token_ids",
     "allow_unknown",
     "quiet",
     "verbose",
+    *KEYED,
 }
 """Options of `cbatch run` that decide what its rows are, and how they are written."""
 
