@@ -5,11 +5,14 @@ These names are the Python API. Importing the package is quick: torch loads with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ast
+import inspect
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from cbatch.lazy_exports import lazy_exports
-
-if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
+if TYPE_CHECKING:  # the list of names, which `_homes` reads as well
+    from cbatch.api import LLM as LLM
     from cbatch.api import Engine as Engine
     from cbatch.base.config import EngineConfig as EngineConfig
     from cbatch.base.errors import CbatchError as CbatchError
@@ -32,8 +35,26 @@ if TYPE_CHECKING:  # the list of names, for `lazy_exports` as well
     from cbatch.requests.completion import Usage as Usage
     from cbatch.requests.output_processor import StreamEvent as StreamEvent
     from cbatch.runtime.tracing.trace import StepTracer as StepTracer
-else:
-    __getattr__, __all__ = lazy_exports(__name__)
-    __all__ += ["__version__"]
+
 
 __version__ = "0.1.0"
+
+
+def _homes() -> dict[str, str]:
+    """The module of each public name, from the imports above, which are only for type checkers."""
+    tree = ast.parse(inspect.getsource(sys.modules[__name__]))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {one.name: str(node.module) for node in imports for one in node.names if node.module.startswith("cbatch.")}
+
+
+if not TYPE_CHECKING:
+    _HOMES = _homes()
+    __all__ = [*sorted(_HOMES), "__version__"]
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
+
+    def __dir__() -> list[str]:
+        return __all__

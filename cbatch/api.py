@@ -45,7 +45,7 @@ from cbatch.requests.prompts import (
     plain,
     read_prompt,
 )
-from cbatch.requests.rows import set_defaults
+from cbatch.requests.rows import CHAT, set_defaults
 from cbatch.runtime.tracing.trace import StepTracer
 from cbatch.schedule.limits import EngineLimits
 from cbatch.text.tokenizer import ChatTokenizer, Prompt
@@ -459,6 +459,36 @@ class Engine(AbstractContextManager["Engine"]):
         """
         return self.core.encode(prompt, raw=raw, template=template, answer=answer)
 
+    def get_tokenizer(self) -> ChatTokenizer | None:
+        """`tokenizer`, as vLLM calls it."""
+        return self.core.tokenizer
+
+    def tokenize(self, text: str | bytes) -> list[int]:
+        """Token ids of plain text, as llama-cpp-python calls it. Raises RequestError if the model has no tokenizer."""
+        return self.core.encode(text if isinstance(text, str) else text.decode(), raw=True)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens too. Raises RequestError if the model has no tokenizer."""
+        if self.core.tokenizer is None:
+            raise RequestError("invalid_row", "This model has no tokenizer.")
+        return self.core.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the model's context, `limits.max_model_len`, as llama-cpp-python calls it."""
+        return self.core.limits.max_model_len
+
+    def create_chat_completion(self, messages: Conversation, **body: Any) -> dict[str, Any]:
+        """The model's next message as a ChatCompletion of OpenAI's API, a dictionary, as llama-cpp-python gives it.
+
+        body: further fields of such a request, such as `max_tokens` or `tools`
+
+        Raises RequestError if the request cannot be served.
+        """
+        row = {"custom_id": "", "url": CHAT, "body": {"messages": messages, **body}}
+        answer: dict[str, Any] = self.generate(row).raise_for_error()["response"]["body"]
+        return answer
+
     def _encoded(
         self, prompts: Sequence[Any], params: Params, seed: int | None, fields: Mapping[str, Any] | None = None
     ) -> Iterator[Request | Completion]:
@@ -505,6 +535,10 @@ class Engine(AbstractContextManager["Engine"]):
                 if bar is not None:
                     bar.update()
         return [result if isinstance(result, Completion) else result.completion() for result in results]
+
+
+LLM = Engine
+"""The name that users of vLLM look for."""
 
 
 def _results_of(

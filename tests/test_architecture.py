@@ -42,6 +42,7 @@ def test_public_names_exist() -> None:
     """Guards the lazy export table against a name that leads nowhere."""
     for name in cbatch.__all__:
         assert getattr(cbatch, name) is not None
+    assert dir(cbatch) == sorted(cbatch.__all__), "a notebook completes what dir() says"
     with pytest.raises(AttributeError, match="no_such_name"):
         cbatch.no_such_name  # noqa: B018
 

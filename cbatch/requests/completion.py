@@ -201,6 +201,11 @@ class Completion(Mapping[str, Any]):
         return 0 < self.reused.total_tokens == self.usage.total_tokens
 
     @property
+    def outputs(self) -> tuple[Choice, ...]:
+        """`choices`, as vLLM calls them."""
+        return self.choices
+
+    @property
     def text(self) -> str:
         """Text of the first choice, without reasoning and tool calls."""
         return self.choices[0].text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.api import Engine
+from cbatch.api import LLM, Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
@@ -391,3 +391,16 @@ def test_a_chat_takes_every_field_for_tools() -> None:
     with Engine(EngineConfig(kv_blocks=64, device="cpu"), loaded=loaded(network())) as engine:
         error = engine.chat("Hi", parallel_tool_calls=3).error  # type: ignore[call-overload]
         assert error is not None and "parallel_tool_calls must be true or false" in str(error)
+
+
+def test_names_of_other_libraries() -> None:
+    """Guards programs of vLLM and llama-cpp-python: the names that they look for give what stands here."""
+    with LLM() as llm:
+        (result,) = llm.generate(["Hi"], SamplingParams(max_tokens=3))
+        answer = llm.create_chat_completion([{"role": "user", "content": "Hi"}], max_tokens=3)
+        assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["content"] == result.text
+        assert result.outputs[0].text == result.text and llm.get_tokenizer() is llm.tokenizer
+        assert llm.detokenize(llm.tokenize(" lamp")) == llm.detokenize(llm.tokenize(b" lamp")) == " lamp"
+        assert llm.n_ctx == llm.limits.max_model_len
+        with pytest.raises(RequestError, match="max_tokens"):
+            llm.create_chat_completion([{"role": "user", "content": "Hi"}], max_tokens=-5)
