@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import IO, Any
 
 from cbatch.isolate.channel import MAX_BYTES, Channel, Disconnected, InvalidMessage
@@ -111,7 +112,8 @@ class Worker:
         """Held to signal the process and to reap it, so that no signal goes to another one with its number."""
         self._is_killed = False
         self._calling = threading.Lock()
-        self._channel = Channel(end, self.is_running)
+        # Not a method of this object, which would never be garbage then.
+        self._channel = Channel(end, partial(_is_running, self._process, self._lock))
         with suppress(Disconnected):  # the first call says so
             self._channel.send(pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL))
 
@@ -120,8 +122,7 @@ class Worker:
         return self._process.pid
 
     def is_running(self) -> bool:
-        with self._lock:
-            return self._process.poll() is None
+        return _is_running(self._process, self._lock)
 
     def call(self, method: str, *arguments: Any, timeout_s: float, max_bytes: int = MAX_BYTES) -> Any:
         """What a method returns. One thread calls at a time.
@@ -235,6 +236,11 @@ def child_command(
     run = [path, "cbatch.isolate.child", [target, descriptor, lifeline, parent, cores, limits]]
     # -P: a file in the working folder must not be imported as json. -I also ignores Python's variables.
     return [sys.executable, "-P" if limits is None else "-I", "-c", _RUN, json.dumps(run)]
+
+
+def _is_running(process: subprocess.Popen[bytes], lock: threading.Lock) -> bool:
+    with lock:
+        return process.poll() is None
 
 
 def _end(process: subprocess.Popen[bytes], ends: ExitStack) -> None:

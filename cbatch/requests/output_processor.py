@@ -231,9 +231,12 @@ class OutputProcessor:
     def _new_stream(self) -> OutputStream:
         request = self.request
         if self._tokenizer is None or not request.tags:
-            return OutputParser().stream()
-        return self._tokenizer.output_parser.stream(
-            is_thinking=request.opens_thinking, tools=request.tools, prefix=request.prefix
+            return OutputStream(OutputParser())
+        return OutputStream(
+            self._tokenizer.output_parser,
+            is_thinking=request.opens_thinking,
+            tools=request.tools,
+            prefix=request.prefix,
         )
 
     def _echo(self) -> str:

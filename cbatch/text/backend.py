@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -28,14 +28,11 @@ class Encoded(Protocol):
     def offsets(self) -> Sequence[tuple[int, int]]: ...
 
 
-class AddedToken(Protocol):
+class AddedToken(NamedTuple):
     """A token beside the vocabulary, which is recognized before a text is split."""
 
-    @property
-    def content(self) -> str: ...
-
-    @property
-    def special(self) -> bool: ...
+    content: str
+    special: bool
 
 
 class TextStream(Protocol):
@@ -157,8 +154,8 @@ class LocalBackend:
         return number
 
     def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]:
-        added: Mapping[int, AddedToken] = call(self.tokenizer.get_added_tokens_decoder)
-        return added
+        added = call(self.tokenizer.get_added_tokens_decoder)
+        return {number: AddedToken(token.content, token.special) for number, token in added.items()}
 
     def to_str(self) -> str:
         return str(call(self.tokenizer.to_str))

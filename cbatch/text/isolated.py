@@ -20,7 +20,16 @@ from cbatch.base.units import format_bytes
 from cbatch.isolate.child import Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerFailed
-from cbatch.text.backend import Encoded, LocalBackend, TextStream, TextTokenizer, TokenizerFailed, call, printable
+from cbatch.text.backend import (
+    AddedToken,
+    Encoded,
+    LocalBackend,
+    TextStream,
+    TextTokenizer,
+    TokenizerFailed,
+    call,
+    printable,
+)
 from cbatch.text.loading import load_here
 from cbatch.text.ordinary import is_ordinary, is_ordinary_file
 
@@ -107,13 +116,6 @@ class EncodedText(NamedTuple):
     offsets: Sequence[tuple[int, int]]
 
 
-class Added(NamedTuple):
-    """See `AddedToken`."""
-
-    content: str
-    special: bool
-
-
 class WorkerBackend:
     """A `TokenizerBackend` in another process, which is started again when it has ended. Thread-safe.
 
@@ -133,7 +135,7 @@ class WorkerBackend:
             raise ModelError(self.info["error"])
         for part, what in PARTS.items():
             self._try("try_part", part, what=what)
-        self._added = {number: Added(content, special) for number, content, special in self.info["added"]}
+        self._added = {number: AddedToken(content, special) for number, content, special in self.info["added"]}
         self.decoder = str(self.info["decoder"])
         self.id_to_token = lru_cache(1 << 16)(self._id_to_token)
         self.token_to_id = lru_cache(1 << 10)(self._token_to_id)
@@ -155,7 +157,7 @@ class WorkerBackend:
         number: int | None = self.ask("token_to_id", token)
         return number
 
-    def get_added_tokens_decoder(self) -> Mapping[int, Added]:
+    def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         return self._added
 
     def to_str(self) -> str:

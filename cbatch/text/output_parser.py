@@ -85,37 +85,10 @@ class OutputParser:
         is_thinking: the prompt has opened the think tag (see `opens_thinking`)
         tools:       the request's tools, as `check_tools` takes them; without any, no tool calls are looked for
         """
-        reasoning, text = self._divide(text, is_thinking)
-        calls: list[ToolCall] = []
-        if tools and self.tool_call_tag is not None:
-            text, calls = extract_tool_calls(text, self.tool_call_tag, tools)
-        return ParsedOutput(text, reasoning, tuple(calls))
-
-    def stream(
-        self, *, is_thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, prefix: str = ""
-    ) -> OutputStream:
-        """Parses an output while it comes.
-
-        is_thinking, tools: as for `parse`
-        prefix:             the beginning of the output, which was shown before, as `parse` gives it; the stream gives
-                            only what the rest of the output adds
-        """
-        return OutputStream(self, is_thinking, tools, prefix)
-
-    def _divide(self, text: str, is_thinking: bool) -> tuple[str | None, str]:
-        if self.think_tags is None:
-            return None, text
-        opening, closing = self.think_tags
-        start = text.lstrip()
-        if start.startswith(opening):  # even if the prompt has opened it: some models write the tag once more
-            body = start[len(opening) :]
-        elif is_thinking:
-            body = text
-        else:
-            return None, text
-        reasoning, _, rest = body.partition(closing)
-        reasoning = reasoning.strip("\n")
-        return (reasoning if reasoning.strip() else None), rest.lstrip("\n")
+        stream = OutputStream(self, is_thinking=is_thinking, tools=tools)
+        shown = stream.push(text)
+        rest, calls = stream.finish()
+        return ParsedOutput(shown.text + rest.text, shown.reasoning + rest.reasoning or None, calls)
 
 
 class OutputStream:
@@ -127,9 +100,18 @@ class OutputStream:
     """
 
     def __init__(
-        self, parser: OutputParser, is_thinking: bool, tools: Sequence[Mapping[str, Any]] | None, prefix: str
+        self,
+        parser: OutputParser,
+        *,
+        is_thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prefix: str = "",
     ) -> None:
-        """For the arguments see `OutputParser.stream`."""
+        """
+        is_thinking, tools: as for `OutputParser.parse`
+        prefix:             the beginning of the output, which was shown before, as `parse` gives it; the stream gives
+                            only what the rest of the output adds
+        """
         self._is_thinking = is_thinking
         self._tools = tools or ()
         self._call_tag = parser.tool_call_tag if tools else None

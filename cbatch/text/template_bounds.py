@@ -196,8 +196,12 @@ class _Analysis:
                 return NUMBER
             case nodes.Name():
                 return self._name(node.name)
-            case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr) if self._items:
-                return self._items[-1] if attr in ("previtem", "nextitem") else _of_a_loop(attr)
+            case nodes.Getattr(node=nodes.Name(name="loop"), attr="previtem" | "nextitem") if self._items:
+                return self._items[-1]
+            case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr) if self._items and attr in _LOOP:
+                return NUMBER
+            case nodes.Getattr(node=nodes.Name(name="loop")) if self._items:
+                raise _NotBoundedError
             case nodes.Getattr() | nodes.Getitem(arg=nodes.Const()):
                 return self.value(node.node)
             case nodes.Getitem(arg=nodes.Slice()):
@@ -247,7 +251,7 @@ class _Analysis:
     def _call(self, node: nodes.Call) -> Growth:
         match node.node:
             case nodes.Name(name="raise_exception" | "strftime_now"):
-                return self._apply(_escaped, Growth(), node)
+                return self._apply(2 * _ESCAPED, Growth(), node)
             case nodes.Getattr(attr=attr) if attr in _METHODS:
                 return self._apply(_METHODS[attr], self.value(node.node.node), node)
         raise _NotBoundedError
@@ -258,28 +262,15 @@ class _Analysis:
             raise _NotBoundedError
         arguments = [*node.args, *(pair.value for pair in node.kwargs)]
         given = _longest([given, *(self.value(one) for one in arguments)])
-        factor = factor_of(arguments)
+        factor = factor_of if isinstance(factor_of, int) else factor_of(arguments)
         return given.times(factor) if factor else NUMBER
 
 
-_Factor = Callable[[Sequence[nodes.Expr]], int]
-"""How many times as long as what goes in the result of a filter or method is, by its arguments; 0 for numbers."""
+_Factor = int | Callable[[Sequence[nodes.Expr]], int]
+"""How many times as long as what goes in the result of a filter or method is, perhaps by its arguments; 0: a number."""
 
-
-def _number(_: Sequence[nodes.Expr]) -> int:
-    return 0
-
-
-def _one(_: Sequence[nodes.Expr]) -> int:
-    return 1
-
-
-def _other_case(_: Sequence[nodes.Expr]) -> int:
-    return 3  # ΐ has three letters in upper case
-
-
-def _escaped(_: Sequence[nodes.Expr]) -> int:
-    return 2 * _ESCAPED  # also Python's form of an object, in which some characters have ten letters
+_LETTERS = 3
+"""What a character may have in another case: ΐ has three letters in upper case."""
 
 
 def _as_json(arguments: Sequence[nodes.Expr]) -> int:
@@ -304,12 +295,6 @@ def _is_long(value: object) -> bool:
     return isinstance(value, str) and len(value) > 30
 
 
-def _of_a_loop(attribute: str) -> Growth:
-    if attribute not in _LOOP:
-        raise _NotBoundedError
-    return NUMBER
-
-
 def _name_of(target: nodes.Node) -> str:
     """Raises _NotBoundedError for what is no name, and for names whose meaning is relied on."""
     if not isinstance(target, nodes.Name) or target.name in ("loop", "namespace", "raise_exception", "strftime_now"):
@@ -331,24 +316,20 @@ _TESTS = frozenset(
 )
 
 _FILTERS: dict[str, _Factor] = {
-    **dict.fromkeys(("length", "count", "int", "float", "abs"), _number),
+    **dict.fromkeys("length count int float abs".split(), 0),
     **dict.fromkeys(
-        "trim first last default d items list reverse safe selectattr rejectattr unique max min".split(),
-        _one,
+        "trim first last default d items list reverse safe selectattr rejectattr unique max min".split(), 1
     ),
-    **dict.fromkeys(("upper", "lower", "capitalize", "title"), _other_case),
-    **dict.fromkeys(("string", "escape", "e"), _escaped),
+    **dict.fromkeys("upper lower capitalize title".split(), _LETTERS),
+    **dict.fromkeys("string escape e".split(), 2 * _ESCAPED),  # Python's form of an object may have ten for one letter
     **dict.fromkeys(("replace", "join"), _with_text),
     "tojson": _as_json,
 }
 
 _METHODS: dict[str, _Factor] = {
-    **dict.fromkeys(("startswith", "endswith", "find", "rfind", "index", "count", "isdigit", "isspace"), _number),
-    **dict.fromkeys(
-        "strip lstrip rstrip split rsplit splitlines partition rpartition removeprefix removesuffix get items keys "
-        "values".split(),
-        _one,
-    ),
-    **dict.fromkeys(("upper", "lower", "capitalize", "title"), _other_case),
+    **dict.fromkeys("startswith endswith find rfind index count isdigit isspace".split(), 0),
+    **dict.fromkeys("strip lstrip rstrip split rsplit splitlines partition rpartition removeprefix".split(), 1),
+    **dict.fromkeys("removesuffix get items keys values".split(), 1),
+    **dict.fromkeys("upper lower capitalize title".split(), _LETTERS),
     "replace": _with_text,
 }

@@ -158,7 +158,7 @@ def test_reasoning(text: str, is_thinking: bool, reasoning: str | None, rest: st
 )
 def test_a_stream_holds_back_what_may_be_a_tag(text: str, is_thinking: bool, expected: tuple[str | None, str]) -> None:
     """Guards the screen against a tag that is there for a moment."""
-    shown = THINKING.stream(is_thinking=is_thinking).push(text)
+    shown = OutputStream(THINKING, is_thinking=is_thinking).push(text)
     assert (shown.reasoning or None, shown.text) == expected
 
 
@@ -405,7 +405,7 @@ def test_stream_gives_what_parse_gives(
 ) -> None:
     """Guards streams against other text, reasoning or calls than the finished result, wherever its tokens end."""
     whole = parser.parse("".join(parts), is_thinking=is_thinking, tools=tools)
-    assert streamed(parser.stream(is_thinking=is_thinking, tools=tools), parts) == whole
+    assert streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools), parts) == whole
 
 
 def endings(parser: OutputParser) -> list[str]:
@@ -430,7 +430,7 @@ def test_stream_shows_all_that_is_decided(
     if tools and parser.tool_call_tag:
         assume(parser.tool_call_tag not in text)
         assume(parser.tool_call_tag != LLAMA or "{" not in text)
-    stream = parser.stream(is_thinking=is_thinking, tools=tools)
+    stream = OutputStream(parser, is_thinking=is_thinking, tools=tools)
     shown = [stream.push(part) for part in parts]
     results = [parser.parse(text + ending, is_thinking=is_thinking, tools=tools) for ending in endings(parser)]
     assert "".join(delta.text for delta in shown) == common_beginning([result.text for result in results])
@@ -460,7 +460,7 @@ def test_text_comes_as_it_is_written(
     template: str, tools: list[Any] | None, parts: list[str], shown: list[str]
 ) -> None:
     """Guards each kind of output as its reader sees it come; what is shown last was held back to the end."""
-    stream = OutputParser.from_template(template).stream(tools=tools)
+    stream = OutputStream(OutputParser.from_template(template), tools=tools)
     assert [*map(stream.push, parts), stream.finish()[0]] == [ParsedDelta(text) for text in shown]
 
 
@@ -475,7 +475,7 @@ def test_text_comes_as_it_is_written(
 )
 def test_reasoning_comes_as_it_is_written(is_thinking: bool, parts: list[str], shown: list[str]) -> None:
     """Guards the screen against reasoning that is nothing but white space, and against tags."""
-    stream = THINKING.stream(is_thinking=is_thinking)
+    stream = OutputStream(THINKING, is_thinking=is_thinking)
     assert [*map(stream.push, parts), stream.finish()[0]] == [ParsedDelta("", text) for text in shown]
 
 
@@ -490,7 +490,7 @@ def test_stream_of_a_continued_output_gives_what_is_new(
     text = prefix + "".join(rest)
     before, whole = (parser.parse(part, is_thinking=is_thinking, tools=tools) for part in (prefix, text))
     new, at_once = (
-        streamed(parser.stream(is_thinking=is_thinking, tools=tools, prefix=prefix), some)
+        streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix), some)
         for some in (rest, ["".join(rest)])
     )
     assert new == at_once
@@ -532,7 +532,7 @@ def test_text_of_a_continued_output(
     template: str, prefix: str, parts: list[str], shown: list[str], num_calls: int
 ) -> None:
     """Guards an answer whose beginning was given against saying part of it again, or a call that was there before."""
-    stream = OutputParser.from_template(template).stream(tools=[LOOK], prefix=prefix)
+    stream = OutputStream(OutputParser.from_template(template), tools=[LOOK], prefix=prefix)
     deltas = [stream.push(part) for part in parts]
     last, calls = stream.finish()
     assert [*deltas, last] == [ParsedDelta(text) for text in shown]
@@ -541,7 +541,7 @@ def test_text_of_a_continued_output(
 
 def test_reasoning_goes_on_in_a_continued_output() -> None:
     """Guards reasoning that was cut off, and the end of the line in front of its next part."""
-    stream = THINKING.stream(prefix="<think>\nhm\n")
+    stream = OutputStream(THINKING, prefix="<think>\nhm\n")
     assert stream.push("so</thi") == ParsedDelta("", "\nso")
     assert stream.push("nk>Hi") == ParsedDelta("Hi")
 
@@ -562,7 +562,7 @@ def test_reasoning_goes_on_in_a_continued_output() -> None:
 )
 def test_long_outputs_take_time_in_proportion(template: str, tools: list[Any] | None, part: str) -> None:
     """Guards long outputs against a time that grows with the square of their length, which is minutes for these."""
-    stream = OutputParser.from_template(template).stream(tools=tools)
+    stream = OutputStream(OutputParser.from_template(template), tools=tools)
     start = time.process_time()
     for _ in range(20_000):
         stream.push(100 * part)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,11 +37,14 @@ def render(worker: TemplateRenderer, template: str, messages: list[dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
-    [(LOOPS, "it does not end within 1 s"), (FILLS, "it takes too much memory"), (WRITES, "it writes too much")],
+    ("when", "what", "reason"),
+    [
+        (ONE_MESSAGE, LOOPS, "it does not end within 1 s"),
+        ("{% if bos_token %}", FILLS, "it takes too much memory"),
+        ("{% generation %}{% if true %}", WRITES, "it writes too much"),
+    ],
     ids=["loops", "fills memory", "writes 50 MB"],
 )
-@pytest.mark.parametrize("when", [ONE_MESSAGE, "{% if bos_token %}", "{% generation %}{% if true %}"])
 def test_a_template_that_is_bad_for_real_conversations_harms_only_them(
     worker: TemplateRenderer, what: str, reason: str, when: str
 ) -> None:
@@ -75,19 +76,6 @@ def test_a_refusal_keeps_its_words(worker: TemplateRenderer) -> None:
     template = "{% macro f() %}{% endmacro %}{{ raise_exception('no system messages') }}"
     with pytest.raises(WorkerFailed, match=r"^no system messages$"):
         render(worker, template, MESSAGES)
-
-
-def test_a_process_that_is_killed_fails_one_row() -> None:
-    """Guards against code of the interpreter that breaks: the next row gets a new process."""
-    worker = TemplateRenderer()
-    template = "{% macro f() %}{% endmacro %}{{ messages[0].content }}"
-    assert render(worker, template, [{"role": "user", "content": "one"}]) == "one"
-    assert worker.sandbox.worker is not None
-    child = worker.sandbox.worker
-    os.kill(child.pid, signal.SIGSTOP)  # so that the request is still there when it dies
-    os.kill(child.pid, signal.SIGKILL)
-    child._process.wait()
-    assert render(worker, template, [{"role": "user", "content": "two"}]) == "two"
 
 
 def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateRenderer) -> None:

@@ -478,9 +478,6 @@ def test_a_grammar_that_takes_too_long_ends() -> None:
         sandbox.call("check", to_lark(Constraint("regex", ".?" * 8000)))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
     assert sandbox.call("check", good) is None
-    assert sandbox.worker is not None
-    sandbox.worker.kill()
-    assert sandbox.call("check", good) is None
     sandbox.close()
 
 
