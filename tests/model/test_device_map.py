@@ -19,7 +19,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model import device_map as device_maps
 from cbatch.model.device_map import choose_device_map
-from cbatch.model.hf.mask_patterns import MaskPattern, pattern_of, probe_mask
+from cbatch.model.hf.attention_calls import MaskPattern, pattern_of, probe_mask
 from cbatch.model.hf.placement import CPU_MEMORY, DISK, Place, Placement
 from cbatch.runtime.memory import DeviceMemory
 from tests.support.generation import generate

@@ -12,7 +12,7 @@ from transformers import masking_utils
 from cbatch.base.errors import ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.model.hf.adapter import TransformersModel
-from cbatch.model.hf.mask_patterns import MaskPattern, pattern_of, probe_mask
+from cbatch.model.hf.attention_calls import MaskPattern, pattern_of, probe_mask
 from cbatch.model.hf.self_check import check_ragged
 from tests.support.generation import generate
 from tests.support.tiny_models import COMMON, draw_weights, generate_alone, make_engine, make_network, make_prompts

@@ -2,7 +2,7 @@
 
 One attention function is registered under the name `cbatch`. No mask function is registered under that name, so
 transformers builds no masks. A probe learns once which tokens a layer may see, from the mask functions that the model
-itself asks for (see `mask_patterns`).
+itself asks for (see `attention_calls`).
 
 Recurrent layers go on from the states in their slots (see `recurrent`).
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -29,21 +29,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cbatch.attention.base import AttentionBackend
+from cbatch.attention.base import AttentionBackend, CapturableAttention
 from cbatch.base.errors import ModelError
-from cbatch.model.base import LinearCost
+from cbatch.kernels.layer_ops import multiply_logits
+from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.hf.attention_calls import (
     AttentionCalls,
     AttentionProbe,
     attending,
     paged_attention,
     placeholder_mask,
+    probe_mask,
 )
-from cbatch.model.hf.capture import CapturableNetwork
-from cbatch.model.hf.hooks import accept_host_rows, input_device, parameters_once
+from cbatch.model.hf.facts import (
+    RECURRENT_LAYERS,
+    attention_kinds,
+    check_config,
+    check_patterns,
+    chunk_multiple,
+    linear_cost_of,
+    max_model_len,
+)
 from cbatch.model.hf.indexed import INDEXED_LAYERS, serve_indexers
-from cbatch.model.hf.linear_cost import linear_cost_of
-from cbatch.model.hf.mask_patterns import MaskPattern, probe_mask
+from cbatch.model.hf.placement import accept_host_rows, input_device, parameters_once
 from cbatch.model.hf.recurrent import StateLayout, recurring, serve_modules
 from cbatch.model.hf.recurrent_modules import modules_with_conventions
 from cbatch.model.lora.modules import ModuleAdapters
@@ -57,22 +65,6 @@ ATTENTION_NAME = "cbatch"
 PROBE_NAME = "cbatch_probe"
 INDEXED_NAME = "cbatch_indexed"
 """Of models with an indexer, whose modules take masks apart before they reach the attention function."""
-
-ATTENTION_LAYERS = {
-    "full_attention": "full_attention",
-    "sliding_attention": "sliding_attention",
-    "chunked_attention": "chunked_attention",
-    "indexed_attention": "full_attention",
-    "hybrid": "full_attention",
-    "hybrid_sliding": "sliding_attention",
-}
-"""Types of layers that attend over keys and values, and which of them a token sees."""
-RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""Types of layers that keep recurrent states."""
-SUPPORTED_LAYER_TYPES = ATTENTION_LAYERS.keys() | RECURRENT_LAYERS | {"mlp", "moe"}
-DEFAULT_CHUNK = 64
-"""Tokens that recurrent layers take together, if the config of a model does not say: those of a gated delta rule."""
-
 
 _in_use: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 """Held while a network runs: another engine that is made of it changes its attention, to compare."""
@@ -112,11 +104,11 @@ class TransformersModel:
         self._rows_on_host = accept_host_rows(network)
         self._is_emulated = self.dtype == torch.bfloat16 and not has_bfloat16(self.device)
         self.vocab_size: int = self.config.vocab_size
-        self.max_model_len = _max_model_len(self.config)
+        self.max_model_len = max_model_len(self.config)
         self.short_context: int | None = None
         self._adapters: ModuleAdapters | None = None
         try:
-            _check_config(network.config, self.config)
+            check_config(network.config, self.config)
             self._attention_name = self._serve_indexers()
             self._recurrent = self._serve_recurrent_layers()
             self.layers, self.windows, self.layer_devices = self._probe()
@@ -135,7 +127,7 @@ class TransformersModel:
 
     @property
     def chunk_multiple(self) -> int:
-        return 1 if self._recurrent is None else _chunk_multiple(self.config, self._recurrent)
+        return 1 if self._recurrent is None else chunk_multiple(self.config, self._recurrent)
 
     @property
     def has_index(self) -> bool:
@@ -291,13 +283,13 @@ class TransformersModel:
             self._network.set_attn_implementation(PROBE_NAME)
             self._call(batch)
             self._network.set_attn_implementation(self._attention_name)
-        layers = len(_attention_kinds(self.config) or range(self.config.num_hidden_layers))
+        layers = len(attention_kinds(self.config) or range(self.config.num_hidden_layers))
         if self._recurrent is None and len(probe.shapes) < layers:
             raise ModelError(
                 f"{len(probe.shapes)} of its {layers} layers call attention that can be paged; "
                 "the others (recurrent, convolutional, or with attention of their own) would be silently wrong"
             )
-        _check_patterns(self.config, probe.patterns)
+        check_patterns(self.config, probe.patterns)
         chunks = [pattern.chunk for pattern in probe.patterns if pattern.chunk]
         self.max_model_len = min([self.max_model_len, *chunks])  # within its first chunk a layer sees every token
         indices = [LayerShape(1, dim, 0) for dim, _ in probe.index_dims]
@@ -305,76 +297,105 @@ class TransformersModel:
         return probe.shapes + indices, [pattern.window for pattern in probe.patterns], devices
 
 
-def _attention_kinds(config: Any) -> list[str]:
-    """Which tokens the layers see that attend, as far as the config says; without recurrent and feed-forward layers."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return [ATTENTION_LAYERS[kind] for kind in kinds if kind in ATTENTION_LAYERS]
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Most that rounding changes logits, as a share of their spread."""
+
+_TRIAL_TOKENS = 4
+
+Finish = Callable[[Tensor], Tensor]
+"""What becomes of the head's product."""
 
 
-def _chunk_multiple(config: Any, states: StateLayout) -> int:
-    """How many tokens its recurrent layers take together."""
-    if all(kind == "conv" for _, kind, _ in states.numbers):
-        return 1
-    sizes = (getattr(config, name, None) for name in ("mamba_chunk_size", "chunk_size", "block_size"))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), DEFAULT_CHUNK)
+@dataclass(eq=False)
+class CapturableNetwork:
+    """Steps of a transformers model in two parts, as they are captured as CUDA graphs: a `CapturableModel`.
+
+    The decoder and the output head are called by themselves. What a network does to its logits beside that, a factor
+    or a softcap, is found by comparing both parts with the network's own forward. Whether the code of a model can be
+    captured at all shows when it is tried: code that waits for the device cannot be (see `engine/cuda_graphs.py`).
+
+    decoder: gives the hidden states [1, T, hidden] that the head takes
+    head:    the output embedding
+    """
+
+    model: TransformersModel
+    decoder: Any
+    head: nn.Linear
+    finish: Finish
+
+    def __post_init__(self) -> None:
+        self.device: torch.device = self.model.device
+        self.vocab_size: int = self.model.vocab_size
+        self.max_model_len: int = self.model.max_model_len
+
+    @classmethod
+    def of(cls, model: TransformersModel, network: Any) -> CapturableNetwork | None:
+        """None if the two parts do not give what the network gives."""
+        decoder, head = _parts_of(network)
+        if decoder is None or not isinstance(head, nn.Linear):
+            return None
+        ids = list(range(_TRIAL_TOKENS))
+        with torch.inference_mode():
+            expected = model.plain_logits(ids)
+            try:
+                hidden = model.plain_hidden_states(decoder, ids)
+                product = head(hidden)
+            except Exception:  # whatever a decoder raises that is not called as its network calls it
+                return None
+            softcap = getattr(model.config, "final_logit_softcapping", None)
+            finish = _finish_of(product.float(), expected.float(), softcap, _TOLERANCES[product.dtype])
+        return None if finish is None else cls(model, decoder, head, finish)
+
+    def new_hidden_states(self, tokens: int) -> HiddenStates:
+        """Everything is in `added`; there is no residual beside it."""
+        added = torch.empty(tokens, self.head.in_features, dtype=self.model.dtype, device=self.device)
+        return HiddenStates(added[:, :0].float(), added)
+
+    @torch.inference_mode()
+    def run_layers(
+        self,
+        inputs: DeviceInputs,
+        metadata: Any,
+        kv_cache: KVCache,
+        attention: CapturableAttention,
+        out: HiddenStates | None = None,
+    ) -> HiddenStates:
+        """See `CapturableModel`."""
+        with self.model.in_step(kv_cache, attention, metadata):
+            hidden = self.decoder(
+                input_ids=inputs.input_ids[None], position_ids=inputs.position_ids[None], use_cache=False
+            )[0][0]
+        out = self.new_hidden_states(len(inputs.input_ids)) if out is None else out
+        out.added.copy_(hidden)
+        return out
+
+    @torch.inference_mode()
+    def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `CapturableModel`."""
+        chosen = hidden.added[rows]
+        if self.head.bias is None:
+            logits = self.finish(multiply_logits(chosen, self.head.weight))
+        else:
+            logits = self.finish(self.head(chosen).float())
+        return logits if out is None else out.copy_(logits)
 
 
-def _max_model_len(config: Any) -> int:
-    names = (
-        "max_position_embeddings",
-        "n_positions",
-        "max_target_positions",
-        "max_sequence_length",
-        "max_seq_len",
-        "seq_length",
-    )
-    lengths = (getattr(config, name, None) for name in names)
-    longest = next((length for length in lengths if isinstance(length, int) and length > 0), 2048)
-    for parameters in _rope_parameters(config):
-        # Once the longest text of a batch passes this length, the encoding of every token changes.
-        switch = parameters.get("original_max_position_embeddings")
-        if parameters.get("rope_type") == "longrope" and isinstance(switch, int):
-            longest = min(longest, switch)
-    return longest
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a config, one for all layers or one for each type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
-
-
-def _check_config(config: Any, text_config: Any) -> None:
-    """Refuses what the probe, which has only a few tokens, cannot see."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError("it is an encoder-decoder")
-    if getattr(text_config, "is_decoder", None) is False and hasattr(text_config, "add_cross_attention"):
-        architectures = getattr(config, "architectures", None) or [""]
-        if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
-            raise ModelError("it is an encoder")
-    if getattr(text_config, "attn_temperature_tuning", None):
-        raise ModelError("it scales attention by the index of a token in the batch")
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
-    if kinds:
-        raise ModelError(f"it has layers of type {', '.join(sorted(kinds))}, which this engine does not support")
-
-
-def _check_patterns(config: Any, patterns: list[MaskPattern]) -> None:
-    """Checks that the masks agree with the config, by which `generate` sizes its cache."""
-    kinds = _attention_kinds(config)
-    if not getattr(config, "layer_types", None):
-        in_use = bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
-        kinds = ["sliding_attention" if in_use and _knows_windows(config) else "full_attention"] * len(patterns)
-    if len(kinds) != len(patterns):
-        raise ModelError(f"it calls attention {len(patterns)} times in {len(kinds)} layers of different types")
-    wrong = [layer for layer, pattern in enumerate(patterns) if pattern.kind != kinds[layer]]
-    if wrong:
-        raise ModelError(f"the sliding windows of its layers {wrong} differ from its config")
-
-
-def _knows_windows(config: Any) -> bool:
-    """Whether a window is a setting of this family, rather than a stray key in one config file."""
+def _parts_of(network: Any) -> tuple[Any, Any]:
+    """The decoder and the head of a network, where it has them."""
     try:
-        return "sliding_window" in type(config)().to_dict()
-    except Exception:  # a config class without defaults
-        return True
+        return network.get_decoder(), network.get_output_embeddings()
+    except Exception:  # whatever a network raises that has none
+        return None, None
+
+
+def _finish_of(product: Tensor, expected: Tensor, softcap: float | None, tolerance: float) -> Finish | None:
+    """What makes logits [T, vocabulary] of the head's product, if it is a factor or a softcap; else None."""
+    scale = float((product * expected).sum() / product.square().sum().clamp(min=1e-12))
+    candidates: list[Finish] = [lambda logits: logits, lambda logits: logits * scale]
+    if softcap:
+        candidates.append(lambda logits: softcap * torch.tanh(logits / softcap))
+    for finish in candidates:
+        error = (finish(product) - expected).square().mean().sqrt() / expected.std().clamp(min=1e-12)
+        if float(error) <= tolerance:
+            return finish
+    return None
