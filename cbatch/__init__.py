@@ -43,8 +43,9 @@ __version__ = "0.1.0"
 def _homes() -> dict[str, str]:
     """The module of each public name, from the imports above, which are only for type checkers."""
     tree = ast.parse(inspect.getsource(sys.modules[__name__]))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    return {one.name: str(node.module) for node in imports for one in node.names if node.module.startswith("cbatch.")}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+    return {name: home for name, home in homes.items() if home.startswith("cbatch.")}
 
 
 if not TYPE_CHECKING:
