@@ -16,7 +16,16 @@ from cbatch.base.errors import EngineError, in_short
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.request import Request
 from cbatch.batch.cached_outputs import CachedOutputs
-from cbatch.batch.driver import ReplicaStatus, RowStream, WorkAhead
+from cbatch.batch.driver import (
+    BYTES_PER_SCORE,
+    BYTES_PER_TOKEN,
+    WINDOW_BYTES,
+    ReplicaStatus,
+    RowStream,
+    WorkAhead,
+    default_window,
+    weight_of,
+)
 from cbatch.batch.feed import EngineFeed, OutputForecast, beginning_of, output_limit
 from cbatch.batch.journaled_outputs import JournaledOutputs
 from cbatch.batch.line_processor import LineProcessor
@@ -24,7 +33,6 @@ from cbatch.batch.lines import Line
 from cbatch.batch.rounds import RoundLoop, ToolLoop, TryLoop
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.window import BYTES_PER_SCORE, BYTES_PER_TOKEN, WINDOW_BYTES, default_window, weight_of
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion, Timing

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbatch.batch.journal import CHECK, KEY_BYTES, SUPERSEDED, Journal
 from cbatch.batch.lines import Line
@@ -111,6 +111,22 @@ def _no_row(number: int) -> bytes:
     raise NotImplementedError  # a table has no rows to go on with
 
 
+class Resuming(NamedTuple):
+    """What becomes of the rows of an earlier run.
+
+    retry_errors:      keep no error rows
+    recompute_changed: drop rows whose key is another one, or whose line is gone, and damaged lines
+    max_tokens:        the limit of this run, if rows that a lower one has ended are to go on
+    """
+
+    retry_errors: bool = False
+    recompute_changed: bool = False
+    max_tokens: int | None = None
+
+
+KEEP = Resuming()
+
+
 @dataclass(slots=True)
 class ResumePlan:
     """Which rows of a journal this run keeps. `index in plan` tells whether a line's row is kept.
@@ -180,25 +196,22 @@ def plan_resume(
     journal: Journal,
     lines: Iterator[Line],
     keyed: Keyed,
-    *,
-    retry_errors: bool,
+    how: Resuming = KEEP,
     read_row: Callable[[int], bytes] = _no_row,
-    max_tokens: int | None = None,
 ) -> ResumePlan:
     """Compares a journal with the input, and marks the rows that this run has to compute again as superseded.
 
     lines:      read up to the last one that has a row in the journal
     keyed:      gets the lines whose row may be kept
     read_row:   gives the row with a number
-    max_tokens: the limit of this run, if rows of runs with a lower one are to go on
     """
     plan = ResumePlan(damage=journal.damage() if journal.damaged else "", read_row=read_row)
     limits: Sequence[int] = ()
-    if max_tokens is not None:
-        limits = earlier_limits(map(read_row, journal.rows(input_order=True)), max_tokens)
+    if how.max_tokens is not None:
+        limits = earlier_limits(map(read_row, journal.rows(input_order=True)), how.max_tokens)
     compared: deque[int] = deque()
     """Rows whose lines `keyed` has taken and not yet given back: it may read ahead."""
-    keys = keyed(_lines_to_compare(journal, lines, plan, compared, limits, retry_errors=retry_errors))
+    keys = keyed(_lines_to_compare(journal, lines, plan, compared, limits, retry_errors=how.retry_errors))
     for line, key in keys:
         number, earlier = compared.popleft(), [other for _, other in islice(keys, len(limits))]
         if key == journal.key(number):

@@ -16,7 +16,7 @@ from typing import IO, Self
 from cbatch.base.errors import ConfigError, ReaderGone, RunFailed
 from cbatch.batch.journal import SUPERSEDED, Journal, with_check
 from cbatch.batch.lines import Line
-from cbatch.batch.resume import Keyed, ResumePlan, plan_resume, with_key
+from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume, with_key
 from cbatch.batch.row import Row
 from cbatch.batch.token_journal import (
     is_token_journal,
@@ -210,27 +210,20 @@ class FileWriter(RowWriter):
         journal: Journal,
         lines: Iterator[Line],
         keyed: Keyed,
-        *,
-        retry_errors: bool = False,
-        recompute_changed: bool = False,
-        max_tokens: int | None = None,
+        how: Resuming = KEEP,
     ) -> ResumePlan:
         """Starts where an earlier run ended, and returns which of its rows are kept.
 
-        journal:           what `journal` has read
-        lines:             the input; read up to the last line that has a row in the journal
-        keyed:             gives each line the key that this run gives it
-        retry_errors:      keep no error rows
-        recompute_changed: drop rows whose key is another one, or whose line is gone, and damaged lines
-        max_tokens:        the limit of this run, if rows that a lower one has ended are to go on
+        journal: what `journal` has read
+        lines:   the input; read up to the last line that has a row in the journal
+        keyed:   gives each line the key that this run gives it
 
         Raises ConfigError, and leaves the file as it is, if there are such rows and they are not to be dropped.
         """
-        if journal.damaged and not recompute_changed:
+        if journal.damaged and not how.recompute_changed:
             raise ConfigError(f"{self._name} has {journal.damage()}. The file is left as it is. {self.if_damaged}.")
-        read_row = partial(self._read, journal)
-        plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors, read_row=read_row, max_tokens=max_tokens)
-        if not plan.fits and not recompute_changed:
+        plan = plan_resume(journal, lines, keyed, how, partial(self._read, journal))
+        if not plan.fits and not how.recompute_changed:
             raise ConfigError(
                 f"{self._name} holds rows that do not fit this run: {plan}. The file is left as it is. "
                 f"{self.if_changed}."

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
-from cbatch.batch.driver import RowStream
+from cbatch.batch.driver import WINDOW_BYTES, RowStream
 from cbatch.batch.lines import Line
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
-from cbatch.batch.window import WINDOW_BYTES
 from cbatch.replicas.connection import MAX_MESSAGE_BYTES, FinishedRow, linger_s
 from cbatch.replicas.dispatcher import MAX_DEATHS, Dispatcher, beginnings
 from cbatch.replicas.supervisor import IDLE_SECONDS, Life, SharedState

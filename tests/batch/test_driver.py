@@ -19,7 +19,7 @@ from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
-from cbatch.batch.resume import plan_resume
+from cbatch.batch.resume import Resuming, plan_resume
 from cbatch.batch.row import RowOutcome, format_row
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
@@ -63,7 +63,7 @@ def test_keys_may_be_made_ahead() -> None:
         yield from ((line, ("e" if line.index == 3 else rows[line.index]) * 32) for line in asked)
 
     asked: list[Line] = []
-    plan = plan_resume(Journal.read(io.BytesIO(b"".join(stored)), "out"), lines(), keyed, retry_errors=True)
+    plan = plan_resume(Journal.read(io.BytesIO(b"".join(stored)), "out"), lines(), keyed, Resuming(retry_errors=True))
     assert [line.index for line in asked] == [0, 3, 9] and taken == [0, 2, 3, 4, 9]
     assert [index for index in range(12) if index in plan] == [0, 9] and plan.rows == 2
     assert plan.misfits.total() == 2 and plan.first_misfit["for lines that the input does not have"] == 2

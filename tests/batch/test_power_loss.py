@@ -133,7 +133,7 @@ def run(path: Path, until: int = len(FINISHED)) -> int:
         journal, kept = Journal(), ResumePlan()
         if output.has_content:
             journal = output.journal()
-            kept = plan_resume(journal, lines(), keyed, retry_errors=False)
+            kept = plan_resume(journal, lines(), keyed)
             assert kept.fits
         output.start(journal)
         for position, index in enumerate(FINISHED[:until]):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.batch.driver import Window, default_window, weight_of
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.lines import Line
-from cbatch.batch.window import Window, default_window, weight_of
 
 
 def test_the_default_window() -> None:

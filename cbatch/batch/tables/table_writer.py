@@ -20,7 +20,7 @@ from cbatch.batch.forms import (
 )
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
-from cbatch.batch.resume import Keyed, ResumePlan, plan_resume
+from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume
 from cbatch.batch.tables.columns import TableLayout, is_result
 from cbatch.batch.tables.csv_table import CsvTable, write_text
 from cbatch.batch.tables.parquet_table import ParquetTable, write_parquet
@@ -119,22 +119,12 @@ class TableWriter(FileWriter):
         journal: Journal,
         lines: Iterator[Line],
         keyed: Keyed,
-        *,
-        retry_errors: bool = False,
-        recompute_changed: bool = False,
-        max_tokens: int | None = None,
+        how: Resuming = KEEP,
     ) -> ResumePlan:
         """The same for a finished table whose journal was removed, if all its rows fit: nothing can be added to it."""
         if self._has_journal:
-            return super().resume(
-                journal,
-                lines,
-                keyed,
-                retry_errors=retry_errors,
-                recompute_changed=recompute_changed,
-                max_tokens=max_tokens,
-            )
-        plan = plan_resume(journal, lines, keyed, retry_errors=retry_errors)
+            return super().resume(journal, lines, keyed, how)
+        plan = plan_resume(journal, lines, keyed, how._replace(max_tokens=None))
         if not plan.fits:
             problem = f"It has {plan.damage}" if plan.damage else f"It holds rows that do not fit this run: {plan}"
         elif plan.rows < len(journal.indices):

@@ -14,7 +14,7 @@ from cbatch.batch.driver import BatchDriver
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.pipeline import Pipeline
-from cbatch.batch.resume import ResumePlan
+from cbatch.batch.resume import ResumePlan, Resuming
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
@@ -115,14 +115,9 @@ def _prepare_file(
 
     rows = len(journal.indices)
     with progress(rows, lambda: (compared, "compared with the input"), no_details) as tick:
-        plan = output.resume(
-            journal,
-            first,
-            keyed,
-            retry_errors=options.retry_errors,
-            recompute_changed=options.recompute_changed,
-            max_tokens=options.max_tokens if options.continue_truncated else None,
-        )
+        limit = options.max_tokens if options.continue_truncated else None
+        how = Resuming(options.retry_errors, options.recompute_changed, limit)
+        plan = output.resume(journal, first, keyed, how)
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
     if not options.quiet:

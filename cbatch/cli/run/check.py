@@ -11,7 +11,7 @@ from cbatch.api import Engine
 from cbatch.base.errors import RequestError
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
-from cbatch.cli.run.estimate.sample_run import RowSample, SampledRow
+from cbatch.cli.run.estimate import RowSample, SampledRow
 from cbatch.requests.completion import Completion
 
 MAX_SHOWN, MAX_ID_CHARACTERS = 20, 200

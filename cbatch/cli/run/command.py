@@ -82,8 +82,7 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
     from cbatch.batch.line_processor import LineProcessor
     from cbatch.batch.lines import checked_lines
     from cbatch.cli.run.check import InputCheck
-    from cbatch.cli.run.estimate.estimate import estimate_run
-    from cbatch.cli.run.estimate.sample_run import ROWS_PER_SLOT, RowSample
+    from cbatch.cli.run.estimate import ROWS_PER_SLOT, RowSample, estimate_run
 
     sample = RowSample(ROWS_PER_SLOT * engine.limits.max_seqs) if options.estimate else None
     check = InputCheck(engine, LineProcessor.of(engine.core, options.row_options()), sample)

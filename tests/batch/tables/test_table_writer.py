@@ -15,6 +15,7 @@ from cbatch.base.errors import ConfigError, Interrupted, RunFailed
 from cbatch.batch.forms import Compression, OutputForm
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
+from cbatch.batch.resume import Resuming
 from cbatch.batch.row import Row, format_result
 from cbatch.batch.tables.table_writer import TableWriter, journal_of
 
@@ -119,12 +120,12 @@ def test_a_damaged_row_is_noticed(tmp_path: Path) -> None:
     data = gzip.decompress(path.read_bytes()).replace(b"mine", b"mice")
     path.write_bytes(gzip.compress(data))
     with TableWriter(path, "jsonl", "gz") as writer, pytest.raises(ConfigError, match=r"It has 1 damaged line \(first"):
-        writer.resume(writer.journal(), lines(3), keyed, recompute_changed=True)
+        writer.resume(writer.journal(), lines(3), keyed, Resuming(recompute_changed=True))
     journal_of(path).write_bytes(data)
     with TableWriter(path, "jsonl", "gz") as writer:
         with pytest.raises(ConfigError, match=r"journal.jsonl has 1 damaged line .*--recompute-changed removes"):
             writer.resume(writer.journal(), lines(3), keyed)
-        plan = writer.resume(writer.journal(), lines(3), keyed, recompute_changed=True)
+        plan = writer.resume(writer.journal(), lines(3), keyed, Resuming(recompute_changed=True))
         assert plan.rows == 2 and 0 not in plan
         writer.write(ROWS[1:2])
         writer.finish(lambda: None)
@@ -137,7 +138,7 @@ def test_error_rows_keep_the_journal(tmp_path: Path) -> None:
     assert "--retry-errors" in write(path, [row(0), row(1, error=True)])
     assert read(path)[1]["error_code"] == "c" and journal_of(path).exists()
     with TableWriter(path, "csv") as writer:
-        assert list(writer.resume(writer.journal(), lines(2), keyed, retry_errors=True).kept) == [1]
+        assert list(writer.resume(writer.journal(), lines(2), keyed, Resuming(retry_errors=True)).kept) == [1]
         writer.write([row(1)])
         writer.finish(lambda: None)
     assert read(path)[1]["text"] == "t1" and not journal_of(path).exists()
@@ -155,7 +156,7 @@ def test_a_finished_table_is_left_alone(tmp_path: Path) -> None:
         writer.finish(lambda: None)
     for count, why in ((4, "The input has rows that it does not hold"), (2, "lines that the input does not have")):
         with TableWriter(path, "csv") as writer, pytest.raises(ConfigError, match=f"{why}.*--overwrite starts again"):
-            writer.resume(writer.journal(), lines(count), keyed, recompute_changed=True)
+            writer.resume(writer.journal(), lines(count), keyed, Resuming(recompute_changed=True))
     path.with_name("mine.csv").write_text("a,b\n1,2\n")
     with (
         TableWriter(path.with_name("mine.csv"), "csv") as writer,

@@ -296,7 +296,7 @@ def test_check_estimates_what_a_run_takes(
     assert estimate["output_tokens"] == {"least": total, "likely": total, "most": total}
     assert estimate["trial"]["ended"] == estimate["trial"]["rows"] == 20  # four times the slots
     assert "cbatch: estimate: " in captured.err and "cbatch: held back by " in captured.err
-    monkeypatch.setattr("cbatch.cli.run.estimate.estimate.TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr("cbatch.cli.run.estimate.TRIAL_SECONDS", 0.0)
     assert run(rows, *options, "-q") == (0, [])
     captured = capfd.readouterr()
     assert json.loads(captured.out)["estimate"]["seconds"]["likely"] >= 0 and not captured.err

@@ -1,18 +1,151 @@
-"""The estimate of a whole run: from fakes with known costs, and from a trial on a small model."""
+"""What --check --estimate tells: a trial, lengths told from it, and a run that is played."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from cbatch.api import Engine
-from cbatch.cli.run.estimate.estimate import RunEstimate, duration, estimate_run
-from cbatch.cli.run.estimate.sample_run import RowSample, SampledRow, StepTime, TrialResult, TriedOutput, run_trial
+from cbatch.cli.run.estimate import (
+    EndChances,
+    PlayedOutput,
+    RowSample,
+    RunEstimate,
+    SampledRow,
+    Span,
+    StepCosts,
+    StepTime,
+    TrialResult,
+    TriedOutput,
+    duration,
+    estimate_run,
+    expected_length,
+    length_of,
+    play,
+    run_trial,
+)
 from cbatch.schedule.limits import EngineLimits
 from tests.support.queued_requests import encoded
+
+
+def tried(tokens: int, limit: int, *, ended: bool, ends_by_limit: bool = False) -> TriedOutput:
+    return TriedOutput(0, limit, ends_by_limit, tokens, ended)
+
+
+def test_the_mean_of_outputs_that_end_by_chance() -> None:
+    """Guards the formula, against outputs that were drawn."""
+    source = random.Random(0)
+    for chance, limit in ((0.1, 1000), (0.1, 7), (0.02, 50)):
+        drawn = [next((n for n in range(1, limit) if source.random() < chance), limit) for _ in range(20_000)]
+        assert expected_length(limit, chance) == pytest.approx(fmean(drawn), rel=0.03)
+    assert expected_length(40, 0.0) == 40 and expected_length(0, 0.5) == 0 and expected_length(40, 1.0) == 1
+
+
+def test_what_has_ended_is_known_and_what_goes_on_has_a_range() -> None:
+    """Guards against ranges around what is known, and against a single number for what is not."""
+    outputs = [tried(20, 100, ended=True), tried(60, 60, ended=True), tried(20, 100, ended=False)]
+    chances = EndChances.of(outputs)
+    assert chances.likely == pytest.approx(1 / 100) and chances.low == 0  # one stop tells too little
+    assert length_of(outputs[0], chances) == (20, 20, 20)
+    span = length_of(outputs[2], chances)
+    assert span.least == 20 and span.most == 100 and 60 < span.likely < 80
+    fixed = tried(5, 80, ended=False, ends_by_limit=True)
+    assert length_of(fixed, chances) == (80, 80, 80)
+    waiting = length_of(tried(0, 100, ended=False), chances)
+    assert 1 <= waiting.least < waiting.likely < waiting.most == 100
+
+
+def test_outputs_that_only_their_limit_ends_say_nothing_of_others() -> None:
+    """Guards a file in which some rows ignore end tokens: their tokens are no chance to end."""
+    fixed = [tried(500, 500, ended=True, ends_by_limit=True)] * 5
+    free = [tried(10, 100, ended=True)] * 5
+    assert EndChances.of([*fixed, *free]) == EndChances.of(free)
+    assert EndChances.of(fixed) == EndChances(1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("chance", "limit"), [(0.02, 400), (0.005, 300), (0.3, 50)])
+def test_the_range_holds_the_truth_and_the_likely_value_is_near(chance: float, limit: int) -> None:
+    """Guards trials that are cut off: the outputs that have ended by then are the short ones."""
+    source, held = random.Random(1), 0
+    ended: list[int] = []
+    every: list[int] = []
+    for _ in range(40):
+        real = [next((n for n in range(1, limit) if source.random() < chance), limit) for _ in range(64)]
+        cut = [tried(min(length, 60), limit, ended=length <= 60) for length in real]
+        spans = [length_of(one, EndChances.of(cut)) for one in cut]
+        least, likely, most = (sum(span[case] for span in spans) for case in range(3))
+        assert least <= sum(real) <= most and least <= likely <= most
+        held += sum(real) / 1.5 < likely < sum(real) * 1.5
+        ended += [one.tokens for one in cut if one.has_ended]
+        every += real
+    assert held >= 34
+    assert chance == 0.3 or fmean(ended) < 0.6 * fmean(every)  # which would be the answer of the ended ones alone
+
+
+def test_ranges_in_words_and_rounded() -> None:
+    """Guards against a range where there is none, and against digits that nobody knows."""
+    assert Span(1, 2, 4).words(str) == "2 (1 to 4)" and Span(3, 3, 3).words(str) == "3"
+    assert Span(1.234, 99.96, 1234.5).rounded() == {"least": 1.2, "likely": 100.0, "most": 1234}
+
+
+COSTS = StepCosts(fixed=1.0, prompt=0.5, decoding=0.25)
+
+
+def test_costs_are_found_again() -> None:
+    """Guards the fit, also against the slow first steps and against costs below zero."""
+    source = random.Random(0)
+    counts = [(source.randrange(0, 200), source.randrange(0, 33)) for _ in range(50)]
+    steps = [StepTime(0.01 + 0.0005 * prompt + 0.002 * many, prompt, many) for prompt, many in counts]
+    found = StepCosts.fit([StepTime(5.0, 100, 0), StepTime(3.0, 1, 1), *steps])
+    assert (found.fixed, found.prompt, found.decoding) == pytest.approx((0.01, 0.0005, 0.002))
+    falling = [StepTime(1.0 - 0.02 * many, 0, many) for many in range(20)]
+    found = StepCosts.fit(falling)
+    assert found.decoding == 0 < found.fixed and found.prompt == 0
+    assert StepCosts.fit([]) == StepCosts(0, 0, 0)
+
+
+def test_steps_that_are_all_alike_keep_their_time() -> None:
+    """Guards a trial in which all slots were busy all the time: nobody knows what the parts of a step cost."""
+    found = StepCosts.fit([StepTime(0.2, 0, 32)] * 20)
+    assert found.fixed + 32 * found.decoding == pytest.approx(0.2)
+
+
+def test_a_run_in_full_slots() -> None:
+    """Guards the time of a run, by hand: two slots, three outputs."""
+    run = play([PlayedOutput(10, 4), PlayedOutput(4, 0), PlayedOutput(8, 2)], COSTS, 2, 10**6)
+    assert run.prefill_s == 3.0
+    assert run.waits == {"slots": 4 * 1.5, "cache": 0.0, "rows": 6 * 1.5 + 2 * 1.25}
+    assert run.seconds == 3.0 + 6.0 + 11.5
+    assert run.running == pytest.approx((2 * 15 + 2.5) / 17.5)
+    assert run.longer(3) == 3 * (run.seconds - 11.5) + 11.5
+
+
+def test_several_tokens_in_a_step() -> None:
+    """Guards models with drafts: outputs need fewer steps."""
+    assert play([PlayedOutput(10, 0)], COSTS, 2, 100, tokens_per_step=2.5).seconds == pytest.approx(4 * 1.25)
+
+
+def test_a_small_cache_holds_outputs_back() -> None:
+    """Guards the reason: the cache, if slots are free; and an output that is larger than the cache still runs."""
+    outputs = [PlayedOutput(20, 40)] * 12
+    small, large = play(outputs, COSTS, 4, 110), play(outputs, COSTS, 4, 1000)
+    assert small.wait_share("cache") > 0.5 and small.wait_share("slots") == 0 and small.running == pytest.approx(2)
+    assert large.wait_share("cache") == 0 and large.wait_share("slots") > 0.5 and large.running == pytest.approx(4)
+    assert small.seconds > large.seconds
+    assert play(outputs[:1], COSTS, 4, 10).seconds == 20 + 20 * 1.25
+
+
+def test_nothing_to_generate() -> None:
+    """Guards rows that only score their prompt, and no rows at all."""
+    scored = play([PlayedOutput(0, 100)] * 5, COSTS, 2, 10**6)
+    assert scored.seconds == scored.prefill_s == 250 and scored.prefill_share == 1 and scored.wait_share("slots") == 0
+    assert play([], COSTS, 2, 10).seconds == 0
+
 
 SLOTS = 8
 

@@ -1,0 +1,514 @@
+"""What a run will take, and what will hold it back: `cbatch run --check --estimate`.
+
+A short trial of some rows tells how long steps take, and how long outputs get. Only some of these end in it. So there
+are three answers: likely, each token is as likely to be the last one as it was in the trial; at least, what goes on
+ends at once; at most, it goes on to its limit. Then the whole run is played: outputs go through the slots and the cache
+of an engine, by what its steps cost. A step takes some time whatever is in it, and more for each token of a prompt and
+for each output that it continues.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from statistics import fmean, stdev
+from typing import Any, Literal, NamedTuple
+
+from cbatch.api import Engine
+from cbatch.base.outputs import TokenEvent
+from cbatch.base.request import EventCallback, Request
+from cbatch.base.units import format_count, rounded_s
+from cbatch.batch.feed import ends_by_limit
+from cbatch.engine.stats import StepRecord
+from cbatch.schedule.limits import EngineLimits
+
+ROWS_PER_SLOT = 4
+"""Rows of a sample for each sequence that runs at once."""
+
+LEAST_STEPS = 4
+"""Steps that a trial waits for, however long they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """A row of the input.
+
+    limit:  most tokens of each output
+    shared: tokens of the prompt that an earlier row begins with, too
+    """
+
+    request: Request
+    limit: int
+    shared: int = 0
+
+
+class RowSample:
+    """Some rows of an input whose length nobody knows, each as likely as any other (Vitter's algorithm R, 1985)."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._random = random.Random(0)
+        self._rows: list[SampledRow] = []
+        self.num_offered = 0
+
+    def offer(self, row: SampledRow) -> None:
+        self.num_offered += 1
+        if len(self._rows) < self._size:
+            self._rows.append(row)
+        elif (place := self._random.randrange(self.num_offered)) < self._size:
+            self._rows[place] = row
+
+    def rows(self) -> list[SampledRow]:
+        """The rows of the sample, shuffled, so that the first ones are spread over the input as well."""
+        return random.Random(0).sample(self._rows, len(self._rows))
+
+
+@dataclass(slots=True)
+class TriedOutput:
+    """An output, as far as the trial has brought it.
+
+    row:           number of its row in the sample
+    ends_by_limit: whether nothing else may end it
+    has_ended:     whether it has; `is_failed`, with an error
+    """
+
+    row: int
+    limit: int
+    ends_by_limit: bool
+    tokens: int = 0
+    has_ended: bool = False
+    is_failed: bool = False
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it has ended before its limit."""
+        return self.has_ended and not self.is_failed and self.tokens < self.limit
+
+
+class StepTime(NamedTuple):
+    """What a step has computed, and how long it took until the next one."""
+
+    seconds: float
+    prompt_tokens: int
+    decoding: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """What a trial has told.
+
+    rows: of the sample
+    """
+
+    seconds: float
+    rows: Sequence[SampledRow]
+    outputs: Sequence[TriedOutput]
+    steps: Sequence[StepTime]
+
+    @property
+    def begun(self) -> list[TriedOutput]:
+        """Outputs that got a token at least, or have ended without one."""
+        return [one for one in self.outputs if not one.is_failed and (one.tokens or one.has_ended)]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a decoding output got in a step: more than 1 with drafts."""
+        decoding = sum(step.decoding for step in self.steps)
+        after_first = sum(max(one.tokens - 1, 0) for one in self.outputs)
+        return max(after_first / decoding, 1.0) if decoding else 1.0
+
+
+class _StepWatch:
+    """Follows the steps of an engine. Called on its thread."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepTime] = []
+        self._latest: tuple[float, int, int] | None = None
+
+    def __call__(self, step: StepRecord) -> None:
+        self.finish(step.start)
+        scheduled = step.scheduled
+        decoding = scheduled.num_decoding
+        beside = sum(len(chunk.draft) + chunk.replayed for chunk in scheduled.chunks)
+        self._latest = step.start, scheduled.num_tokens - decoding - beside, decoding
+
+    def finish(self, now: float) -> None:
+        if self._latest is not None:
+            started, prompt_tokens, decoding = self._latest
+            self.steps.append(StepTime(now - started, prompt_tokens, decoding))
+
+
+def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> TrialResult:
+    """Runs at least one row, until all have ended or the time is up; what is unfinished is cancelled then."""
+    outputs: list[TriedOutput] = []
+    readers: list[EventCallback] = []
+    all_ended, watch = threading.Event(), _StepWatch()
+    num_unfinished = 0
+
+    def on_event(first: int, event: TokenEvent) -> None:
+        """Runs on the engine's thread."""
+        nonlocal num_unfinished
+        output = outputs[first + event.sample_index]
+        output.tokens += event.token_id is not None
+        if event.finish_reason is not None:
+            output.has_ended, output.is_failed = True, event.error is not None
+            num_unfinished -= 1
+            if num_unfinished == 0:
+                all_ended.set()
+
+    for number, row in enumerate(rows):
+        params = row.request.params
+        readers.append(partial(on_event, len(outputs)))
+        outputs += [TriedOutput(number, row.limit, ends_by_limit(params)) for _ in range(params.n)]
+    num_unfinished = len(outputs)
+    engine.on_step = watch
+    started = time.monotonic()
+    try:
+        for row, reader in zip(rows, readers, strict=True):
+            engine.thread.submit(row.request, reader)
+        has_ended = all_ended.wait(seconds)
+        while not has_ended and len(watch.steps) < LEAST_STEPS:
+            has_ended = all_ended.wait(0.1)
+        if has_ended:
+            watch.finish(time.perf_counter())
+    finally:
+        elapsed = time.monotonic() - started
+        engine.on_step = None
+        for row in rows:
+            engine.thread.cancel(row.request)
+    return TrialResult(elapsed, rows, outputs, list(watch.steps))
+
+
+class Span(NamedTuple):
+    """Least, likely and most."""
+
+    least: float
+    likely: float
+    most: float
+
+    def rounded(self) -> dict[str, float]:
+        return {name: round(value) if value >= 100 else round(value, 1) for name, value in self._asdict().items()}
+
+    def words(self, form: Callable[[float], str]) -> str:
+        """Like `2 hours (1 hour to 4 hours)`."""
+        least, likely, most = map(form, self)
+        return f"{likely} ({least} to {most})" if least != most else likely
+
+
+@dataclass(frozen=True, slots=True)
+class EndChances:
+    """How likely each token of an output is its last one, if not only its limit ends it: high, likely and low."""
+
+    high: float
+    likely: float
+    low: float
+
+    @classmethod
+    def of(cls, outputs: Sequence[TriedOutput]) -> EndChances:
+        """`outputs`: those of a trial that have begun"""
+        free = [one for one in outputs if not one.ends_by_limit]
+        tokens, stops = sum(one.tokens for one in free), sum(one.was_stopped for one in free)
+        if not tokens:
+            return cls(1.0, 0.0, 0.0)
+        going = [one for one in free if not one.has_ended]
+        to_limits = sum(one.limit - one.tokens for one in going)
+        most = stops + len(going)
+        return cls(
+            high=min((most + 2 * math.sqrt(most)) / tokens, 1.0),
+            likely=stops / tokens,
+            low=max(stops - 2 * math.sqrt(stops), 0.0) / (tokens + to_limits),
+        )
+
+
+def expected_length(limit: int, chance: float) -> float:
+    """The mean length of outputs of at most `limit` tokens, if each token is the last one with this chance."""
+    return (1 - (1 - chance) ** limit) / chance if chance > 0 else float(limit)
+
+
+def length_of(output: TriedOutput, chances: EndChances) -> Span:
+    """How long an output of the trial gets. One that goes on is like a new one from where it is."""
+    if output.has_ended:
+        return Span(output.tokens, output.tokens, output.tokens)
+    if output.ends_by_limit:
+        return Span(output.limit, output.limit, output.limit)
+    left = output.limit - output.tokens
+    least = 0.0 if output.tokens else expected_length(left, chances.high)
+    most = float(left) if output.tokens else expected_length(left, chances.low)
+    likely = min(max(expected_length(left, chances.likely), least), most)
+    return Span(*(output.tokens + more for more in (least, likely, most)))
+
+
+WaitReason = Literal["slots", "cache", "rows"]
+
+WARMUP_STEPS = 2
+"""First steps of a trial, which take longer than others: kernels and memory are used for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a step: whatever is in it, for each token of a prompt, and for each output that it continues."""
+
+    fixed: float
+    prompt: float
+    decoding: float
+
+    @classmethod
+    def fit(cls, steps: Sequence[StepTime]) -> StepCosts:
+        """The costs, none below 0, with which the squared errors of these steps are least."""
+        import numpy as np
+
+        steps = steps[WARMUP_STEPS:] or steps
+        costs, used = np.zeros(3), [0, 1, 2] if steps else []
+        seconds = np.array([step.seconds for step in steps])
+        counts = np.array([[1.0, step.prompt_tokens, step.decoding] for step in steps])
+        while used:
+            scale = np.maximum(counts[:, used].max(axis=0), 1.0)
+            found = np.linalg.lstsq(counts[:, used] / scale, seconds, rcond=None)[0]
+            if found.min() >= 0:
+                costs[used] = found / scale
+                break
+            used.pop(int(found.argmin()))
+        return cls(*costs.tolist())
+
+
+class PlayedOutput(NamedTuple):
+    """An output to play: its own tokens, and those of the prompt that are computed for it and that it alone holds."""
+
+    tokens: float
+    prompt: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedRun:
+    """How a run went that was played.
+
+    prefill_s: of its seconds, those for prompts
+    waits:     the others, by what further outputs waited for: `slots` or the `cache`; none waited in those of `rows`
+    running:   mean number of outputs that ran at once
+    """
+
+    prefill_s: float
+    waits: dict[WaitReason, float]
+    running: float
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_s + self.waited_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that are not for prompts."""
+        return sum(self.waits.values())
+
+    @property
+    def prefill_share(self) -> float:
+        return self.prefill_s / self.seconds if self.seconds else 0.0
+
+    def wait_share(self, reason: WaitReason) -> float:
+        """The share of the time without prompts in which outputs waited for this."""
+        return self.waits[reason] / self.waited_s if self.waited_s else 0.0
+
+    def longer(self, times: float) -> float:
+        """Seconds of a run with so many times the outputs; at its end, the last ones take as long as here."""
+        return (self.seconds - self.waits["rows"]) * times + self.waits["rows"]
+
+
+def play(
+    outputs: Sequence[PlayedOutput], costs: StepCosts, slots: int, cache_tokens: int, tokens_per_step: float = 1.0
+) -> PlayedRun:
+    """Plays outputs, from one end of an output to the next.
+
+    In the cache, an output counts with half of its tokens: those that run at once are at different places.
+    """
+    running: list[tuple[float, float]] = []  # at which step each ends, and what it holds
+    step = prefill_s = held = slot_seconds = 0.0
+    waits: dict[WaitReason, float] = {"slots": 0.0, "cache": 0.0, "rows": 0.0}
+    waiting = list(reversed(outputs))
+    while waiting or running:
+        while waiting and len(running) < slots:
+            need = waiting[-1].prompt + waiting[-1].tokens / 2
+            if running and held + need > cache_tokens:
+                break
+            output = waiting.pop()
+            prefill_s += output.prompt * costs.prompt
+            heapq.heappush(running, (step + output.tokens / tokens_per_step, need))
+            held += need
+        took = (running[0][0] - step) * (costs.fixed + costs.decoding * len(running))
+        reason: WaitReason = "rows" if not waiting else "slots" if len(running) >= slots else "cache"
+        waits[reason] += took
+        slot_seconds += took * len(running)
+        step = running[0][0]
+        while running and running[0][0] <= step:
+            held -= heapq.heappop(running)[1]
+    return PlayedRun(prefill_s, waits, slot_seconds / max(sum(waits.values()), 1e-12))
+
+
+HeldBack = Literal["prefill", "decode", "slots", "cache", "rows"]
+
+TRIAL_SECONDS = 10.0
+
+MAX_PLAYED = 4096
+"""Outputs that are played at most; a longer run goes on like these."""
+
+MUCH = 0.3
+"""The share of the time in which outputs wait for slots or for the cache, from which on these hold a run back."""
+
+WORTH_SAYING = 0.9
+"""What twice the slots must make of the time, so that they are worth naming."""
+
+
+def estimate_run(engine: Engine, sample: RowSample) -> RunEstimate | None:
+    """Tries rows of an input. Returns None if there is none that the engine can run."""
+    if not (rows := sample.rows()):
+        return None
+    trial = run_trial(engine, rows, TRIAL_SECONDS)
+    is_refused = all(one.is_failed for one in trial.outputs)
+    return RunEstimate(trial, sample.num_offered, engine.limits) if not is_refused else None
+
+
+class RunEstimate:
+    """Scales a trial of some rows up to all rows of an input."""
+
+    def __init__(self, trial: TrialResult, num_rows: int, limits: EngineLimits) -> None:
+        """
+        trial:    of at least one row that the engine did not refuse
+        num_rows: good rows of the whole input
+        """
+        self._trial, self._limits = trial, limits
+        self._tried = [one for one in trial.outputs if not one.is_failed]
+        self._times = num_rows / max(len(trial.rows), 1)
+        self._costs = StepCosts.fit(trial.steps)
+        chances = EndChances.of(trial.begun)
+        lengths = [length_of(one, chances) for one in self._tried]
+        self._cases: list[list[float]] = [[length[case] for length in lengths] for case in range(3)]
+        self._runs = [self._play(case, limits.max_seqs) for case in self._cases]
+
+    @property
+    def likely(self) -> PlayedRun:
+        """The run with outputs of likely lengths, or its beginning."""
+        return self._runs[1]
+
+    @property
+    def output_tokens(self) -> Span:
+        return self._with_error([self._times * sum(case) for case in self._cases])
+
+    @property
+    def seconds(self) -> Span:
+        """Without those for loading the model."""
+        return self._with_error([self._whole_s(run) for run in self._runs])
+
+    @property
+    def cache_tokens(self) -> Span:
+        """What the outputs that run at once hold on average, at different places, if the cache has room for them."""
+        slots = min(self._limits.max_seqs, self._times * len(self._tried))
+        alone = [output.prompt for output in self._to_play(self._cases[1])]
+        return Span(*(slots * (fmean(alone) + fmean(case) / 2) for case in self._cases))
+
+    @property
+    def held_back_by(self) -> HeldBack:
+        run = self.likely
+        if run.wait_share("cache") > MUCH:
+            return "cache"
+        if run.prefill_share > 0.5:
+            return "prefill"
+        if run.wait_share("slots") <= MUCH:
+            return "rows"
+        return "slots" if self._costs.fixed > self._costs.decoding * self._limits.max_seqs else "decode"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object in the report of --check; times in seconds, shares in 0 to 1."""
+        begun = self._trial.begun
+        return {
+            "seconds": self.seconds.rounded(),
+            "output_tokens": self.output_tokens.rounded(),
+            "cache_tokens": self.cache_tokens.rounded(),
+            "mean_running": round(self.likely.running, 1),
+            "prefill_share": round(self.likely.prefill_share, 3),
+            "held_back_by": self.held_back_by,
+            "trial": {
+                "seconds": rounded_s(self._trial.seconds),
+                "rows": len({one.row for one in begun}),
+                "outputs": len(begun),
+                "ended": sum(one.has_ended for one in begun),
+                "output_tokens": sum(one.tokens for one in begun),
+            },
+        }
+
+    def sentences(self) -> list[str]:
+        """What it says, for people."""
+        begun = self._trial.begun
+        ended = sum(one.has_ended for one in begun)
+        return [
+            f"estimate: {self.seconds.words(duration)}, "
+            f"{self.output_tokens.words(lambda count: f'{count:,.0f}')} output tokens",
+            f"in a trial of {duration(self._trial.seconds)}, {ended:,} of {format_count(len(begun), 'output')} ended"
+            + ("; the range is what is known of the others" if ended < len(begun) else ""),
+            f"held back by {self._reason()}",
+        ]
+
+    def _reason(self) -> str:
+        limits, run = self._limits, self.likely
+        match self.held_back_by:
+            case "cache":
+                needed, there = self.cache_tokens.likely, limits.cache_tokens
+                return (
+                    f"the KV cache: {limits.max_seqs} rows at once need about {needed:,.0f} tokens, "
+                    f"and it holds {there:,} (--kv-cache-memory)"
+                )
+            case "prefill":
+                return f"the prompts, whose tokens take {run.prefill_share:.0%} of the time"
+            case "rows":
+                return f"the number of rows: it seldom fills all {limits.max_seqs} slots"
+            case "decode":
+                return (
+                    f"the model: each output makes a step longer, and more than {limits.max_seqs} at once help little"
+                )
+            case "slots":
+                return f"the slots: all {limits.max_seqs} are taken (--max-seqs){self._with_more_slots()}"
+
+    def _with_more_slots(self) -> str:
+        slots = 2 * self._limits.max_seqs
+        seconds = self._whole_s(self._play(self._cases[1], slots))
+        if seconds > WORTH_SAYING * self._whole_s(self.likely):
+            return ""
+        return f"; with {slots}, perhaps {duration(seconds)}"
+
+    def _play(self, lengths: Sequence[float], slots: int) -> PlayedRun:
+        count = min(round(self._times * len(lengths)), MAX_PLAYED)
+        outputs = list(islice(cycle(self._to_play(lengths)), count if lengths else 0))
+        return play(outputs, self._costs, slots, self._limits.cache_tokens, self._trial.tokens_per_step)
+
+    def _to_play(self, lengths: Sequence[float]) -> list[PlayedOutput]:
+        """The outputs of the sample; the first one of a row brings its prompt."""
+        found, before = [], -1
+        for one, length in zip(self._tried, lengths, strict=True):
+            row = self._trial.rows[one.row]
+            prompt = len(row.request.prompt_ids) - row.shared if one.row != before else 0
+            found.append(PlayedOutput(length, prompt))
+            before = one.row
+        return found
+
+    def _whole_s(self, run: PlayedRun) -> float:
+        return run.longer(max(self._times * len(self._tried) / MAX_PLAYED, 1.0))
+
+    def _with_error(self, values: Sequence[float]) -> Span:
+        """Widens a range by twice the standard error of a sample; not if all rows of the input are in it."""
+        error, likely = 0.0, self._cases[1]
+        if self._times > 1 and len(likely) > 1 and (mean := fmean(likely)):
+            error = min(2 * stdev(likely) / mean / math.sqrt(len(likely)), 0.9)
+        least, middle, most = values
+        return Span(least * (1 - error), middle, most * (1 + error))
+
+
+def duration(seconds: float) -> str:
+    """Like `25 s`, `12 min` or `3.4 hours`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"
