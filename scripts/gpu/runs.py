@@ -15,7 +15,7 @@ import torch
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
-from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, generate_continuous, run_peer
+from cbatch.cli.bench.peers import PEERS, PeerError, PeerSetup, continuous, run_peer
 from cbatch.cli.bench.roofline import DeviceRates, ModelCost, roofline_bound
 from cbatch.cli.bench.workload import LengthDistribution, Workload, synthetic_workload
 from cbatch.model.loader import LoadedModel
@@ -115,7 +115,7 @@ class Setup:
         """The same requests by transformers' own continuous batching."""
         ways = ["transformers-cb"]
         if find_spec("flash_attn"):
-            PEERS["with flash attention"] = partial(generate_continuous, attention="paged|flash_attention_2")
+            PEERS["with flash attention"] = partial(continuous, attention="paged|flash_attention_2")
             ways.append("with flash attention")
         requests = len(work.prompts)
         for way in ways:

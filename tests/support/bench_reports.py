@@ -8,6 +8,7 @@ from cbatch.cli.bench.command import bench
 from cbatch.cli.bench.load.measure import Capacity, LoadReport
 from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, TimedAnswer
 from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.bench.peers import PeerMetrics
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
 from cbatch.cli.bench.results import (
     AnyResult,
@@ -16,7 +17,6 @@ from cbatch.cli.bench.results import (
     Machine,
     Metrics,
     OutputDifference,
-    PeerMetrics,
     ReplicaMetrics,
     StrategyResult,
     run_metrics,

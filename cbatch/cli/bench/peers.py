@@ -1,29 +1,40 @@
-"""The same work with the same weights in memory, done by transformers itself."""
+"""The same work with the same weights in memory, done by transformers itself.
+
+This module needs torch and transformers only, so that other interpreters can import it.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from cbatch.cli.bench.results import PeerMetrics
 from cbatch.cli.bench.workload import Outputs, Workload
 
 PAGE_SIZE = 256
 """Tokens in a page of transformers' own paged cache: its default."""
 
-Timed = tuple[Outputs, float]
-"""The output tokens of each request, and the seconds they took."""
+Generate = Callable[[Workload], Outputs]
+"""Does work greedily, to the wanted lengths."""
 
 
 class PeerError(Exception):
     """A peer did not get through; the message says why in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMetrics:
+    """What is measured of a peer, named as in `--json`. `attention` is what transformers calls the backend it used."""
+
+    elapsed_s: float
+    output_tokens_per_s: float
+    attention: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +59,23 @@ class PeerSetup:
         return self.clock()
 
 
-def generate_static(setup: PeerSetup) -> Timed:
+@contextmanager
+def static_batches(setup: PeerSetup) -> Iterator[Generate]:
     """`generate` on batches of `slots` requests in order, padded on the left, until the longest output is complete.
 
     Outputs are cut to their wanted lengths afterwards.
     """
-    work, network = setup.work, setup.network
-    _set_attention(network, "sdpa", "eager")
-    _generate_batch(network, work.warmup.prompts, min(work.warmup.output_lengths))
-    outputs: list[list[int]] = []
-    start = setup.now()
-    for batch in work.batches(setup.slots):
-        lengths = [work.output_lengths[index] for index in batch]
-        full = _generate_batch(network, [work.prompts[index] for index in batch], max(lengths))
-        outputs += [tokens[:length] for tokens, length in zip(full, lengths, strict=True)]
-    return outputs, setup.now() - start
+    _set_attention(setup.network, "sdpa", "eager")
+
+    def generate(work: Workload) -> Outputs:
+        outputs: Outputs = []
+        for batch in work.batches(setup.slots):
+            lengths = [work.output_lengths[index] for index in batch]
+            full = _generate_batch(setup.network, [work.prompts[index] for index in batch], max(lengths))
+            outputs += [tokens[:length] for tokens, length in zip(full, lengths, strict=True)]
+        return outputs
+
+    yield generate
 
 
 def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list[list[int]]:
@@ -79,7 +92,8 @@ def _generate_batch(network: Any, prompts: list[list[int]], length: int) -> list
     return tokens
 
 
-def generate_continuous(setup: PeerSetup, attention: str = "") -> Timed:
+@contextmanager
+def continuous(setup: PeerSetup, attention: str = "") -> Iterator[Generate]:
     """transformers' own continuous batching, with the same limits on requests and tokens in a step as ours.
 
     attention: its name in transformers; sdpa by default
@@ -106,10 +120,7 @@ def generate_continuous(setup: PeerSetup, attention: str = "") -> Timed:
         generation_config=_greedy(eos_token_id=-1), continuous_batching_config=config
     ) as manager:
         try:
-            _drain(manager, work.warmup)
-            start = setup.now()
-            outputs = _drain(manager, work)
-            return outputs, setup.now() - start
+            yield lambda work: _drain(manager, work)
         except BaseException:
             manager.stop(hard_stop=True)  # otherwise the manager generates what is left before it ends
             raise
@@ -155,9 +166,9 @@ def _greedy(**options: Any) -> Any:
     return GenerationConfig(do_sample=False, **options)
 
 
-PEERS: dict[str, Callable[[PeerSetup], Timed]] = {
-    "transformers-generate": generate_static,
-    "transformers-cb": generate_continuous,
+PEERS: dict[str, Callable[[PeerSetup], AbstractContextManager[Generate]]] = {
+    "transformers-generate": static_batches,
+    "transformers-cb": continuous,
 }
 
 
@@ -165,8 +176,11 @@ def run_peer(name: str, setup: PeerSetup) -> tuple[Outputs, PeerMetrics]:
     """Does the work with one of PEERS after a warm-up, and leaves the model as it was. Raises PeerError."""
     work = setup.work
     try:
-        with _borrowed(setup.network):
-            outputs, elapsed = PEERS[name](setup)
+        with _borrowed(setup.network), PEERS[name](setup) as generate:
+            generate(work.warmup)
+            start = setup.now()
+            outputs = generate(work)
+            elapsed = setup.now() - start
             attention = setup.network.config._attn_implementation
     except Exception as error:  # a peer that does not work here is a line of the table, not the end of the bench
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

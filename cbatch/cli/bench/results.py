@@ -17,6 +17,7 @@ from cbatch import __version__
 from cbatch.api import Engine
 from cbatch.cli.bench.gain import Gain
 from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.bench.peers import PeerMetrics
 from cbatch.cli.bench.recorder import RunRecord
 from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import Techniques
@@ -161,15 +162,6 @@ def compare_outputs(outputs: Outputs, reference: Outputs) -> OutputDifference:
     shorter = min(len(here), len(there))
     token = next((n for n in range(shorter) if here[n] != there[n]), shorter)
     return OutputDifference(share, TokenPosition(unequal[0], token))
-
-
-@dataclass(frozen=True, slots=True)
-class PeerMetrics:
-    """What is measured of a peer, named as in `--json`. `attention` is what transformers calls the backend it used."""
-
-    elapsed_s: float
-    output_tokens_per_s: float
-    attention: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
     floors = []
     for job in jobs:
         work = job.work
-        parts = roofline_bound(Workload(work.prompts, work.lengths, ""), cost, rates)
+        parts = roofline_bound(work.as_workload, cost, rates)
         if job.prefix_cache:
             computed = roofline_bound(Workload(work.distinct_prompts, work.lengths, ""), cost, rates)
             parts = replace(parts, compute_s=computed.compute_s)

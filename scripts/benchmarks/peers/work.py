@@ -14,7 +14,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from cbatch.cli.bench.workload import Workload
 
 PROMPT_LENGTHS, OUTPUT_LENGTHS = (16, 512), (8, 256)
 """Tokens, log-uniform; the high end is not reached."""
@@ -55,6 +58,13 @@ class PeerWork:
             return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
         return [first, *(prompt[common(prompt) :] for prompt in self.prompts[1:])]
+
+    @property
+    def as_workload(self) -> Workload:
+        """The same for `cbatch bench`."""
+        from cbatch.cli.bench.workload import Workload
+
+        return Workload(self.prompts, self.lengths, "")
 
     def warm_up(self) -> PeerWork:
         """As long prompts and the first tokens of each output, for what a system does only once: compile, touch memory.

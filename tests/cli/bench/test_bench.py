@@ -18,11 +18,11 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import compare, techniques
 from cbatch.cli.bench.options import MAX_SKEW
+from cbatch.cli.bench.peers import PeerMetrics
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.results import (
     MeasuredRun,
     OutputDifference,
-    PeerMetrics,
     TokenPosition,
     compare_outputs,
     median_run,

@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cbatch.cli.bench import units
+from cbatch.cli.bench.peers import PeerMetrics
 from cbatch.cli.bench.pictures import style
-from cbatch.cli.bench.results import PeerMetrics, StrategyResult
+from cbatch.cli.bench.results import StrategyResult
 from cbatch.cli.common.percentiles import Percentiles
 
 LEGEND = {
