@@ -24,8 +24,8 @@ from tests.support.tiny_models import loaded, make_engine, make_prompts
 
 HYBRID = "qwen3_5_text"
 """Gated delta nets and attention."""
-KINDS = [HYBRID, "bamba", "lfm2", "jamba"]
-"""With a scan of Mamba 2, with convolutions only, and with a scan that cannot go on from a state."""
+KINDS = [HYBRID, "jamba", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("bamba", "lfm2"))]
+"""With a scan that cannot go on from a state, with one of Mamba 2, and with convolutions only."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from cbatch.model.hf.self_check import _paged_logits
 from cbatch.model.load_plan import LoadPlan
 from cbatch.runtime.kv_cache import LayerShape
 from tests.support.gpu_machine import Gpu, Machine
+from tests.support.programs import saved_model
 from tests.support.tiny_models import make_network
 
 GPU = torch.device("cuda", 0)
@@ -123,3 +125,13 @@ def test_bfloat16_on_a_cpu(multiplies: bool, widens: bool, monkeypatch: pytest.M
     assert choose_dtype("auto", "bfloat16", cpu) == narrow[multiplies]
     assert choose_dtype("auto", "bfloat16", cpu, by_kernels=True) == narrow[multiplies or widens]
     assert choose_dtype("auto", "float16", cpu, by_kernels=True) == torch.float32
+
+
+@pytest.mark.kernels
+def test_end_tokens_of_the_text_model_are_enough(tmp_path: Path) -> None:
+    """Guards models of text with pictures whose end tokens stand in `text_config` only: transformers loaded them."""
+    saved_model("gemma4_unified").network.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "eos_token_id" not in config and "eos_token_id" in config["text_config"]
+    assert load_fast_model(LoadPlan(str(tmp_path), dtype="float32")).program.kind == "gemma4_unified"

@@ -12,9 +12,6 @@ from torch import Tensor
 from cbatch.model.config import ConfigReader, UnsupportedConfig
 from cbatch.model.programs.program import Rotary
 
-_SCALED = ("llama3", "yarn", "longrope")
-"""Kinds that need the length of the context a model was first trained for."""
-
 
 def read_rotary(
     config: ConfigReader,

@@ -23,7 +23,7 @@ from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT4_ZEROS, INT8, IQ4_NL, MXFP4, ON_CPU
 from cbatch.model.cpu import CpuModel
-from cbatch.model.formats import gguf_names, gguf_weights
+from cbatch.model.formats import gguf_config, gguf_weights
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.gguf_architectures import architecture, declared
 from cbatch.model.load_plan import LoadPlan
@@ -317,7 +317,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         architecture, "deinterleaved", lambda heads, dim, rotated: torch.arange(heads * dim)
     ),
     "norms keep their offset": lambda patch: patch.setattr(
-        gguf_names, "Source", lambda *args, **others: gguf_weights.Source(*args, **others | {"offset": 0.0})
+        gguf_config, "Source", lambda *args, **others: gguf_weights.Source(*args, **others | {"offset": 0.0})
     ),
     "heads of values stay in turns": lambda patch: patch.setattr(
         declared,
@@ -325,7 +325,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         lambda config, width: torch.arange(config["linear_num_value_heads"] * width),
     ),
     "gate and up change places": lambda patch: patch.setattr(
-        gguf_names, "Source", lambda tensors, *args, **others: gguf_weights.Source(tensors[::-1], *args, **others)
+        gguf_config, "Source", lambda tensors, *args, **others: gguf_weights.Source(tensors[::-1], *args, **others)
     ),
 }
 

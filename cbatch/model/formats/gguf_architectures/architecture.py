@@ -23,7 +23,7 @@ Order = Callable[[Config, int], Tensor | None]
 
 Shape = tuple[int, ...]
 
-_MAX_EXPERTS = 4096
+MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def read_experts(data: Metadata) -> tuple[int, int]:
     shapes = [tensor.shape for name, tensor in data.file.tensors.items() if name.endswith(".ffn_down_exps.weight")]
     if any(len(shape) != 3 or shape[0] != count for shape in shapes) or not shapes:
         raise data.refused(f"claims to have {count} experts, and its tensors differ")
-    if not 1 <= top_k <= count <= _MAX_EXPERTS:
+    if not 1 <= top_k <= count <= MAX_EXPERTS:
         raise data.refused(f"claims to have {count} experts, of which a token has {top_k}")
     return count, top_k
 
