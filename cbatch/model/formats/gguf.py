@@ -15,8 +15,9 @@ import torch
 from cbatch.base.errors import ModelError
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program
+from cbatch.model.formats.gguf_architectures.architecture import Config
 from cbatch.model.formats.gguf_blocks import BF16, F16, FLOATS, block_name
-from cbatch.model.formats.gguf_config import Config, read_config, sources_of
+from cbatch.model.formats.gguf_config import read_config, sources_of
 from cbatch.model.formats.gguf_file import GgufFile, read_gguf
 from cbatch.model.formats.gguf_weights import GgufMatrix
 from cbatch.model.load_plan import LoadPlan
