@@ -17,7 +17,7 @@ from cbatch.batch.row_options import RowOptions
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.results import MeasuredRun, ReplicaMetrics
 from cbatch.cli.bench.workload import Workload
-from cbatch.cli.common.replicas import open_replicas
+from cbatch.cli.common.loading import open_replicas
 from cbatch.cli.run.stats import RunStats
 
 if TYPE_CHECKING:

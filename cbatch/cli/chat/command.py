@@ -135,7 +135,7 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
         else:
             _run_full_screen(options, controller, store, background)
     finally:
-        controller.models.close()
+        controller.close_models()
         if store.save_error:
             notice(store.save_error)
     count = len(store.written)
@@ -193,7 +193,7 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
     finally:
         controller.end_all()
         store.close()
-        controller.models.close()
+        controller.close_models()
 
 
 def _open_store() -> SessionStore:
@@ -206,7 +206,7 @@ def _make_controller(
     options: ChatOptions, config: EngineConfig, store: SessionStore | None, trace: StepTracer | None
 ) -> ChatController:
     from cbatch.cli.chat.controller import ChatController
-    from cbatch.cli.chat.engine_client import EngineClient, ModelPool
+    from cbatch.cli.chat.engine_client import EngineClient
     from cbatch.cli.chat.toolbox import ToolBox
     from cbatch.tools.tool import load_tools
 
@@ -224,12 +224,10 @@ def _make_controller(
     open_own = partial(load, config, trace)
     client = EngineClient(open_own, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
 
-    def open_model(name: str) -> Engine:
-        return load(replace(config, model=name, revision=None, lora=None))
-
     return ChatController(
         client,
-        models=ModelPool(client, config.model or "", open_model),
+        model_name=config.model or "",
+        open_model=lambda name: load(replace(config, model=name, revision=None, lora=None)),
         tools=ToolBox(load_tools(map(Path, options.tools)), allows_all=options.allow_tools),
         system=sampling.system,
         params=sampling.params,

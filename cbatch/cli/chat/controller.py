@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.params import derive_seed
-from cbatch.cli.chat.engine_client import EngineClient, ModelPool, ReplyRequest
+from cbatch.cli.chat.engine_client import EngineClient, ReplyRequest
 from cbatch.cli.chat.session.session import CONTEXT_FULL, Notice, Reply, Session, Turn, pastes_in, round_messages
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.toolbox import ToolBox
@@ -18,6 +18,7 @@ from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
 
 if TYPE_CHECKING:
+    from cbatch.api import Engine
     from cbatch.base.outputs import ToolCall
     from cbatch.requests.output_processor import StreamEvent
 
@@ -69,7 +70,8 @@ class ChatController:
         self,
         client: EngineClient,
         *,
-        models: ModelPool | None = None,
+        model_name: str = "",
+        open_model: Callable[[str], Engine] | None = None,
         tools: ToolBox | None = None,
         system: str | None = None,
         params: dict[str, Any] | None = None,
@@ -80,14 +82,16 @@ class ChatController:
         """Starts with one empty session.
 
         client:         of the model that the chat begins with
-        models:         that model and others; None allows no other
+        model_name:     its hub id or folder; empty for the bundled one
+        open_model:     loads others by hub id or folder, with the chat's other options; None allows none
         tools:          what models may call
         system, params: defaults of new sessions
         auto_trim:      whether the oldest turns are dropped when the context is full
         store:          where sessions are saved; None saves nothing
         """
         self.client = client
-        self.models = models or ModelPool(client, "")
+        self._others: dict[str, EngineClient] = {}  # by the names of models that were loaded beside it
+        self._model_name, self._open_model = model_name, open_model
         self.tools = tools or ToolBox()
         self.store = store
         self._system, self.default_params, self._seed, self.auto_trim = system, params or {}, seed, auto_trim
@@ -109,7 +113,7 @@ class ChatController:
 
     def open_saved(self, session: Session) -> Session:
         """Adds a session from a file. It takes the place of the one that the chat began with, if nobody used that."""
-        if not self.models.has(session.model):
+        if not self.has_model(session.model):
             session.add_notice(f"Replies came from {session.model}; /model {session.model} loads it again.")
             session.model = ""
         initial, self._initial = self._initial, None
@@ -236,7 +240,7 @@ class ChatController:
         turn.fall_back_if_empty()
         for variant, reply in zip(variants, turn.add_replies(len(variants)), strict=True):
             reply.label = variant.label
-            client = self.client_of(session) if variant.model is None else self.models.client(variant.model)
+            client = self.client_of(session) if variant.model is None else self.client_for(variant.model)
             is_greedy = client.params(session.params).greedy
             params = {**session.params, **({"temperature": RETRY_TEMPERATURE} if is_greedy else {}), **variant.params}
             self._request_reply(session, turn, reply, params, model=variant.model)
@@ -246,9 +250,26 @@ class ChatController:
         """Whether it would give the same reply again."""
         return self.client_of(session).params(session.params).greedy
 
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Those of all models; the first is the chat's own."""
+        return [self.client, *self._others.values()]
+
+    @property
+    def model_names(self) -> list[str]:
+        """All models that are loaded or being loaded; the first is the chat's own."""
+        return [self._model_name, *self._others]
+
+    def has_model(self, name: str) -> bool:
+        return name == "" or name in self.model_names
+
+    def client_for(self, name: str) -> EngineClient:
+        """What replies with a model. An empty name, or that of a model that is gone, stands for the chat's own."""
+        return self._others.get(name, self.client)
+
     def client_of(self, session: Session) -> EngineClient:
         """What replies in a session."""
-        return self.models.client(session.model)
+        return self.client_for(session.model)
 
     def use_model(self, session: Session, name: str) -> None:
         """Has another model reply in a session from now on; it is loaded first if it is not there yet."""
@@ -257,31 +278,43 @@ class ChatController:
         self.save(session)
 
     def load_model(self, name: str, session: Session) -> None:
-        """Begins to load a model unless it is there. A session is told if that fails."""
-        if not self.models.has(name):
-            self.models.load(name, partial(self._on_model, session))
+        """Begins to load a model unless it is there; what is asked of it meanwhile waits. A session is told the end."""
+        if self.has_model(name):
+            return
+        if self._open_model is None:
+            raise UserError("Another model can be loaded in a terminal only.")
+
+        def on_open(error: BaseException | None) -> None:
+            if name not in self._others:  # it was closed meanwhile
+                return
+            told = session if session in self.sessions else self.current
+            if error is None:
+                told.add_notice(f"{name} is loaded", is_passing=True)
+            else:
+                del self._others[name]
+                self._leave_model(name, str(error) or repr(error), told)
+            told.is_unread = told is not self.current
+
+        self._others[name] = self.client.beside(partial(self._open_model, name), on_open)
 
     def unload_model(self, name: str) -> None:
-        """Closes a model; its sessions go back to the chat's own. Raises UserError if that is not possible."""
-        client = self.models.client(name)
-        if client is self.client:
-            self.models.unload(name)  # raises
+        """Closes a model; its sessions go back to the chat's own."""
+        client = self._others.get(name)
+        if client is None:
+            what = "is the chat's own model" if self.has_model(name) else "is not loaded"
+            raise UserError(f"{name or 'This'} {what}.")
         writing = {reply for reply, (other, _) in self._requests.items() if other is client}
         stopped = [each for each in self.sessions if each.last is not None and writing & {*each.last.replies}]
         for session in stopped:
             self._stop_replies(session)
-        self.models.unload(name)
+        self._others.pop(name).unload()
         self._leave_model(name, f"{name} is closed.")
         for session in stopped:
             self._after_replies(session)
 
-    def _on_model(self, asked_in: Session, name: str, error: BaseException | None) -> None:
-        told = asked_in if asked_in in self.sessions else self.current
-        if error is None:
-            told.add_notice(f"{name} is loaded", is_passing=True)
-        else:
-            self._leave_model(name, str(error) or repr(error), told)
-        told.is_unread = told is not self.current
+    def close_models(self) -> None:
+        for client in self.clients:
+            client.close()
 
     def _leave_model(self, name: str, why: str, *others: Session) -> None:
         """Has the sessions of a model that is gone go back to the chat's own, and tells them and others why."""
@@ -315,7 +348,7 @@ class ChatController:
             raise UserError("A reply is still coming; /stop ends it.")
         if reply is None or not reply.can_continue:
             raise UserError("The last reply is complete; there is nothing to continue.")
-        if not self.models.has(reply.model):
+        if not self.has_model(reply.model):
             raise UserError(f"This reply came from {reply.model}; /model {reply.model} loads it, /retry asks anew.")
         params = session.params
         if reply.generated:
@@ -435,7 +468,7 @@ class ChatController:
                 reply.seed = derive_seed(session.seed, "turn", str(session.attempts))
             else:
                 reply.seed = derive_seed(self._seed, "turn", f"{session.number}/{session.attempts}")
-        client = self.models.client(reply.model)
+        client = self.client_for(reply.model)
         reply.params = dict(params)
         reply.begin(time.monotonic())
         *earlier, last = session.message_groups(turn)

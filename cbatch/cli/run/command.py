@@ -103,7 +103,7 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
 def _open_driver(options: RunOptions, stats: RunStats, trace: StepTracer | None) -> Iterator[BatchDriver]:
     """What computes the rows: replicas, or an engine of this process."""
     if options.replicas.are_given:
-        from cbatch.cli.common.replicas import open_replicas
+        from cbatch.cli.common.loading import open_replicas
 
         started = time.monotonic()
         with open_replicas(options.replicas, options.engine, quiet=options.quiet, verbose=options.verbose) as driver:

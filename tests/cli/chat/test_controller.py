@@ -21,7 +21,6 @@ from cbatch.base.errors import EngineError
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController, Variant
-from cbatch.cli.chat.engine_client import ModelPool
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.session import Reply, Session, Turn
 from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
@@ -542,7 +541,7 @@ def test_a_model_that_is_closed_while_it_loads(harness: ChatHarness) -> None:
         opened.append(Engine(EngineConfig(dtype="float32", device="cpu")))
         return opened[0]
 
-    controller = harness.make(models=ModelPool(harness.client, "", open_model))
+    controller = harness.make(open_model=open_model)
     session = controller.current
     controller.use_model(session, "other")
     controller.send(session, "My name is Ada.")
@@ -567,7 +566,7 @@ def test_a_model_that_does_not_load(harness: ChatHarness) -> None:
     def open_model(name: str) -> Engine:
         raise UserError(f"There is no {name}.")
 
-    controller = harness.make(models=ModelPool(harness.client, "", open_model))
+    controller = harness.make(open_model=open_model)
     session = controller.current
     controller.use_model(session, "other")
     controller.send(session, "Hello.")

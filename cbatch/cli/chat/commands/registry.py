@@ -247,5 +247,5 @@ class CommandCompleter(Completer):
             return self._store.saved_names()
         if kind == "model":
             names = (model.name for model in local_models())
-            return list(dict.fromkeys([*self._controller.models.names[1:], *names]))
+            return list(dict.fromkeys([*self._controller.model_names[1:], *names]))
         return {"parameter": ["all", *SETTABLE], "command": [*COMMANDS, "keys"]}.get(kind, [])

@@ -149,18 +149,18 @@ def do_model(context: CommandContext, which: str) -> None:
     Examples: /model Qwen/Qwen3-0.6B
               /model close Qwen/Qwen3-0.6B
     """
-    models, session = context.controller.models, context.session
+    controller, session = context.controller, context.session
     action, _, name = which.partition(" ")
     if not which:
-        context.listed_models = _known_models(models.names)
+        context.listed_models = _known_models(controller.model_names)
         context.show(*_model_lines(context))
     elif action == "close":
         if not name:
             raise UserError("Type /model close NAME.")
-        context.controller.unload_model(_model_name(context, name))
+        controller.unload_model(_model_name(context, name))
     else:
         chosen = _model_name(context, which)
-        context.controller.use_model(session, "" if chosen == models.name else chosen)
+        controller.use_model(session, "" if chosen == controller.model_names[0] else chosen)
         is_ready = context.controller.client_of(session).engine is not None
         later = "" if is_ready else ", as soon as it is loaded"
         context.show(f"replies of this session come from {chosen or DEMO_NAME}{later}")
@@ -172,13 +172,13 @@ def _known_models(loaded: Sequence[str]) -> list[str]:
 
 
 def _model_lines(context: CommandContext) -> list[str]:
-    models, session = context.controller.models, context.session
-    used = session.model or models.name
+    controller, session = context.controller, context.session
+    used = session.model or controller.model_names[0]
     lines = []
     for number, name in enumerate(context.listed_models, start=1):
         state = ""
-        if name in models.names:
-            is_ready = models.client("" if name == models.name else name).engine is not None
+        if name in controller.model_names:
+            is_ready = controller.client_for(name).engine is not None
             state = "  used here" if name == used else "  loaded" if is_ready else "  loading"
         lines.append(f"{number:>2}  {name or DEMO_NAME}{state}")
     return lines
@@ -186,7 +186,7 @@ def _model_lines(context: CommandContext) -> list[str]:
 
 def _model_name(context: CommandContext, which: str) -> str:
     """The name that a number of the last list stands for, or the name itself."""
-    known = context.listed_models or _known_models(context.controller.models.names)
+    known = context.listed_models or _known_models(context.controller.model_names)
     if which.isdecimal() and 1 <= int(which) <= len(known):
         return known[int(which) - 1]
     return "" if which == DEMO_NAME else which
