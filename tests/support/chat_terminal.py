@@ -145,7 +145,7 @@ class Chat:
         before: list[str] = []
         while before != self.lines:
             before = self.lines
-            self.pump(0.7)
+            self.pump(0.5)
 
     def resize(self, columns: int, rows: int) -> None:
         self._columns, self._rows = columns, rows

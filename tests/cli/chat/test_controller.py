@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,21 +184,6 @@ def test_retries_and_trims_in_any_order(harness: ChatHarness) -> None:
             assert turn is None or 0 <= turn.chosen < len(turn.replies) > turn.fallback >= 0
             transcript.chunks(session, 80)
         controller.end_all()
-    harness.wait_idle()
-
-
-def test_a_refused_command_stops_nothing(harness: ChatHarness) -> None:
-    """Guards a streaming reply against commands that are refused."""
-    controller = harness.make(params=LONG)
-    controller.send(controller.current, "Tell me a story.")
-    session = controller.current
-    for action in (lambda: controller.continue_reply(session), lambda: controller.trim(session, None)):
-        with pytest.raises(UserError):
-            action()
-    with pytest.raises(UserError, match="only one reply"):
-        controller.pick(controller.current, 3)
-    assert controller.current.is_busy
-    controller.end_all()
     harness.wait_idle()
 
 
@@ -381,19 +367,13 @@ def test_sessions_are_kept_as_they_are(harness: ChatHarness, tmp_path: Path) -> 
     store.close()
     (path,) = (tmp_path / "sessions").glob("*.json")
     found = read_session(path)
-    assert found.turns[0].replies[0].text == reply_of_turn(session, 0).text != ""
+    assert found.turns[0].replies[0].text == session.turns[0].replies[0].text != ""
     assert found.turns[1].text == "And then?" and found.turns[1].replies[0].state == "stopped"
     assert found.params == LONG
 
 
-def reply_of_turn(session: Session, number: int) -> Reply:
-    reply = session.turns[number].reply
-    assert reply is not None
-    return reply
-
-
 def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards older sessions of the same name, and files that are not sessions."""
+    """Guards older sessions of the same name, files that are not sessions, and what another chat has written."""
     store = SessionStore(tmp_path)
     controller = harness.make(store=store)
     harness.ask(controller, "Hello.")
@@ -408,6 +388,9 @@ def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path:
     for name in ("", ".hidden", "a\nb"):
         with pytest.raises(UserError, match="cannot be a name"):
             store.save_as(other, name)
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(UserError, match="Another chat has changed"):
+        store.save_as(controller.sessions[0], "mine")
 
 
 @pytest.mark.parametrize(
@@ -440,7 +423,7 @@ def test_two_chats_do_not_overwrite_each_other(harness: ChatHarness, tmp_path: P
     stores[0].wait()
     (path,) = (tmp_path / "sessions").glob("*.json")
     stores[1]._run_id = "other"
-    stores[1].set_path(second.add(read_session(path)), path)
+    stores[1].set_path(second.open_saved(read_session(path)), path)
     harness.ask(first, "Hello.")
     stores[0].wait()
     harness.ask(second, "What is my name?")
@@ -454,21 +437,9 @@ def test_a_disk_that_fails_costs_no_conversation(harness: ChatHarness, tmp_path:
     """Guards a chat that cannot write: it goes on, and the user is told."""
     (tmp_path / "file").write_text("")
     store = SessionStore(tmp_path / "file")
-    controller = harness.make(store=store)
-    assert harness.ask(controller, "My name is Ada.")
+    assert harness.ask(harness.make(store=store), "My name is Ada.")
     store.close()
     assert "cannot be saved" in store.save_error and not store.written
-
-
-def test_another_chat_s_changes_are_not_overwritten_by_save(harness: ChatHarness, tmp_path: Path) -> None:
-    """Guards `/save NAME` on a file that another chat has written since."""
-    store = SessionStore(tmp_path)
-    controller = harness.make(store=store)
-    harness.ask(controller, "Hello.")
-    path = store.save_as(controller.current, "mine")
-    path.write_text(path.read_text() + "\n")
-    with pytest.raises(UserError, match="Another chat has changed"):
-        store.save_as(controller.current, "mine")
 
 
 def test_the_last_session_is_the_one_that_was_used_last(harness: ChatHarness, tmp_path: Path) -> None:
@@ -500,12 +471,17 @@ def test_a_text_that_cannot_be_counted_harms_nobody(harness: ChatHarness) -> Non
 
 
 def test_a_picked_reply_goes_on(harness: ChatHarness) -> None:
-    """Guards a reply that is picked while it streams: only the others are stopped."""
+    """Guards a reply that is picked while it streams: only the others are stopped. What is refused stops none."""
     controller = harness.make(params=LONG)
     session = controller.current
     harness.ask(controller, "Hello.")
     controller.retry(session, [Variant()] * 2)
-    assert session.last is not None
+    for refused in (partial(controller.continue_reply, session), partial(controller.trim, session, None)):
+        with pytest.raises(UserError):
+            refused()
+    with pytest.raises(UserError, match="replies 0 to 2"):
+        controller.pick(session, 3)
+    assert session.last is not None and session.is_busy, "what is refused stops nothing"
     first, second = session.last.replies[1:]
     harness.until(lambda: second.num_tokens > 3)
     controller.pick(session, 2)
@@ -528,8 +504,8 @@ def test_pastes_of_a_session_have_names_of_their_own(tmp_path: Path) -> None:
     client: Any = SimpleNamespace(engine=None)
     controller = ChatController(client)
     controller.open_saved(found)
-    assert found.attachments_of(controller.undo(found))[0].text == "old\n" * 20
-    assert found.attachments_of(found.draft)[0].text == "draft\n" * 20
+    assert found.unfold(controller.undo(found)) == "a " + "old\n" * 20
+    assert found.unfold(found.draft) == "draft\n" * 20
 
 
 def test_a_model_that_is_closed_while_it_loads(harness: ChatHarness) -> None:
@@ -589,6 +565,18 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 5000, b'{"cbatch_session": NaN}'])
+def test_what_is_no_session_is_refused(data: bytes, tmp_path: Path) -> None:
+    """Guards `/load` against files of other kinds."""
+    check_refused(data, tmp_path / "s.json")
+
+
+def check_refused(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"s\.json"):
+        read_session(path)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -611,15 +599,4 @@ def test_a_damaged_session_is_refused_with_a_reason(change: dict[str, Any], tmp_
     path = tmp_path / "s.json"
     path.write_text(json.dumps(GOOD))
     assert read_session(path).turns[0].text == "u"
-    path.write_text(json.dumps(GOOD | change))
-    with pytest.raises(UserError, match=r"s\.json"):
-        read_session(path)
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 5000, b'{"cbatch_session": NaN}'])
-def test_what_is_no_session_is_refused(data: bytes, tmp_path: Path) -> None:
-    """Guards `/load` against files of other kinds."""
-    path = tmp_path / "s.json"
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=r"s\.json"):
-        read_session(path)
+    check_refused(json.dumps(GOOD | change).encode(), path)

@@ -43,7 +43,9 @@ def harness(request: pytest.FixtureRequest) -> Iterator[ChatHarness]:
 
 
 def shown(controller: Any) -> list[str]:
-    lines = [line for chunk in Transcript(shows_reasoning=True).chunks(controller.current, 60) for line in chunk]
+    transcript = Transcript()
+    transcript.shows_reasoning = True
+    lines = [line for chunk in transcript.chunks(controller.current, 60) for line in chunk]
     return [f"{style}|{text}" for line in lines for style, text in line if text.strip()]
 
 

@@ -83,7 +83,7 @@ def test_a_call_is_asked_about_and_its_result_goes_back(client: ScriptedClient, 
     assert [tool["function"]["name"] for tool in client.asked[0].tools] == ["echo", "slow"]
     client.reply("Let me see.", ("echo", {"text": "hi"}))
     turn = session.turns[0]
-    assert session.is_busy and turn.asking is not None and str(turn.asking) == 'echo({"text": "hi"})'
+    assert session.is_busy and str(session.asking) == 'echo({"text": "hi"})'
     lines = ["".join(text for _, text in line) for line in Transcript().turn(turn, 60)]
     assert "Run it? y: yes, a: always, n: no" in " ".join(lines)
     controller.answer_call(session, is_allowed=True)
@@ -148,7 +148,7 @@ def test_another_model_goes_on_with_its_own_calls(client: ScriptedClient) -> Non
     """Guards `/retry model=A,B` with tools: the results go back to the model that has called them."""
     other = ScriptedClient()
     controller = make(client, allows_all=True)
-    controller.models._clients["other"] = other  # type: ignore[assignment]
+    controller._others["other"] = other  # type: ignore[assignment]
     client.engine = object()  # type: ignore[assignment]
     controller.context_share = lambda session: 0.0  # type: ignore[method-assign]
     session = controller.current
