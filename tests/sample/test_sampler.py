@@ -17,7 +17,7 @@ from cbatch.base.request import Request
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.runtime.batch import Logits, SampledOnDevice
-from cbatch.sample.output import PendingSample
+from cbatch.sample.output import PendingSample, sampling_params
 from cbatch.sample.processors import Processors
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import Sampler, gumbel_noise, pack_sampling_params
@@ -220,3 +220,27 @@ def test_tokens_of_a_recorded_step_are_taken_unless_logits_are_changed() -> None
     assert step.in_flight_tokens.tokens is sampled.tokens
     step = pending([plain, biased], Logits(logits, sampled=sampled))
     assert [sample.token_id for sample in step.get().samples] == [int(logits[0].argmax()), 30]
+
+
+def test_a_filter_that_no_kernel_has_is_applied_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards rare filters on every device: their rows take the path of torch, and the others stay with the kernel."""
+    logits, count = random_logits(1).expand(60, -1).contiguous(), 60
+    asked: list[dict[str, Any]] = [{"temperature": 1.5, "min_p": 0.3}, {"temperature": 1.5}, {"min_p": 0.3}]
+    sequences = [make_request(seed, **asked[seed % 3]) for seed in range(count)]
+    positions = [len(sequence.token_ids) for sequence in sequences]
+    expected = Sampler(CPU).sample(logits, sequences, positions).get()[0]
+    monkeypatch.setattr("cbatch.sample.sampler.TORCH_FILTERS", ("min_p",))
+    monkeypatch.setattr("cbatch.sample.output.TORCH_FILTERS", ("min_p",))
+    assert Sampler(CPU).sample(logits, sequences, positions).get()[0] == expected
+
+    def kernel(logits: Any, words: Any, tokens: torch.Tensor, largest: torch.Tensor, masks: Any) -> None:
+        tokens.fill_(7)
+        largest.copy_(logits.max(dim=-1).values)
+
+    sampler = Sampler(CPU)
+    sampler._kernel = kernel
+    found = sampler.sample(logits, sequences, positions).get()[0]
+    assert found[::3] == expected[::3] and {*found[1::3], *found[2::3]} == {7}
+    chunks = [ScheduledChunk(sequence, 4, 5, True, []) for sequence in sequences]
+    assert sampling_params(SchedulerOutput(chunks)) is None
+    assert sampling_params(SchedulerOutput(chunks[1::3])) is not None
