@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # the list of names, which `_homes` reads as well
     from cbatch.requests.completion import TokenLogprob as TokenLogprob
     from cbatch.requests.completion import Usage as Usage
     from cbatch.requests.output_processor import StreamEvent as StreamEvent
-    from cbatch.runtime.tracing.trace import StepTracer as StepTracer
+    from cbatch.runtime.tracing import StepTracer as StepTracer
 
 
 __version__ = "0.1.0"

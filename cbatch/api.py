@@ -46,7 +46,7 @@ from cbatch.requests.prompts import (
     read_prompt,
 )
 from cbatch.requests.rows import CHAT, set_defaults
-from cbatch.runtime.tracing.trace import StepTracer
+from cbatch.runtime.tracing import StepTracer
 from cbatch.schedule.limits import EngineLimits
 from cbatch.text.tokenizer import ChatTokenizer, Prompt
 from cbatch.validation.validation import CheckLike, Validation, as_checks

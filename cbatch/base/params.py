@@ -7,11 +7,31 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar
 
-from cbatch.base.converted import NO_ITEMS, NOTHING, Converted
 from cbatch.base.errors import RequestError
 from cbatch.base.spelling import similar_name
+
+Given = TypeVar("Given", contravariant=True)
+Held = TypeVar("Held", covariant=True)
+
+
+class Converted(Generic[Given, Held]):
+    """Annotates a field that may be given as one type and is converted to another in `__post_init__`.
+
+    Type checkers read a descriptor: `Given` is what the constructor takes, `Held` is what the attribute is. At run time
+    there is none, so the field is as quick as any other. Its default must be typed as Any (`NO_ITEMS`, `NOTHING`).
+    """
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: type) -> Held: ...
+
+        def __set__(self, instance: object, value: Given) -> None: ...
+
+
+NO_ITEMS: Any = ()
+NOTHING: Any = None
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing logits by them would overflow."""

@@ -20,7 +20,7 @@ from cbatch.engine.stats import StepRecord
 from cbatch.runtime.batch import BlockTables, Logits, RaggedBatch
 from cbatch.runtime.cpu import single_threaded
 from cbatch.runtime.device import pins_memory
-from cbatch.runtime.tracing.phases import span
+from cbatch.runtime.tracing import span
 from cbatch.runtime.transfer import synchronize, use_device
 from cbatch.sample.output import PendingSample, grammar_places, sampling_params
 from cbatch.sample.sampler import Sampler

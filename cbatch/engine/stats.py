@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from cbatch.schedule.output import SchedulerOutput
 
@@ -66,26 +67,14 @@ def total_stats(engines: Iterable[EngineStats], ended: Iterable[EngineStats] = (
     held_back: Counter[str] = Counter()
     for one in every:
         held_back.update(one.held_back)
-    return EngineStats(
-        num_running=sum(one.num_running for one in every),
-        num_waiting=sum(one.num_waiting for one in every),
-        used_blocks=sum(one.used_blocks for one in every),
-        cache_used=sum(one.cache_used for one in alive) / max(len(alive), 1),
-        num_steps=sum(one.num_steps for one in every),
-        num_preemptions=sum(one.num_preemptions for one in every),
-        num_prompt_tokens=sum(one.num_prompt_tokens for one in every),
-        num_cached_tokens=sum(one.num_cached_tokens for one in every),
-        held_back=dict(held_back),
-        fallback=" ".join(dict.fromkeys(one.fallback for one in every if one.fallback)),
-        num_snapshots=sum(one.num_snapshots for one in every),
-        num_drafted_tokens=sum(one.num_drafted_tokens for one in every),
-        num_accepted_tokens=sum(one.num_accepted_tokens for one in every),
-        num_tokens=sum(one.num_tokens for one in every),
-        num_retries=sum(one.num_retries for one in every),
-        num_shrinks=sum(one.num_shrinks for one in every),
-        last_error=next((one.last_error for one in reversed(every) if one.last_error), ""),
-        idle_s=sum(one.idle_s for one in every),
-    )
+    special: dict[str, Any] = {
+        "cache_used": sum(one.cache_used for one in alive) / max(len(alive), 1),
+        "held_back": dict(held_back),
+        "fallback": " ".join(dict.fromkeys(one.fallback for one in every if one.fallback)),
+        "last_error": next((one.last_error for one in reversed(every) if one.last_error), ""),
+    }
+    names = [field.name for field in fields(EngineStats) if field.name not in special]
+    return EngineStats(**{name: sum(getattr(one, name) for one in every) for name in names}, **special)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ class RequestGroup:
         self._submitted: set[Request] = set()
         self._failure: BaseException | None = None
         """What kept an event from being taken, after which its request may never end."""
+        self.num_unread = 0
+        """Requests whose completion was not read."""
 
     def submit(self, request: Request, on_event: Callable[[Received], None]) -> OutputProcessor:
         """Submits a request. `on_event` runs on the engine's thread, after the request's OutputProcessor."""
@@ -46,8 +48,20 @@ class RequestGroup:
                 raise
 
         self._submitted.add(request)
+        self.num_unread += 1
         self._thread.submit(request, take)
         return outputs
+
+    def read(self, received: Received) -> StreamEvent | None:
+        """The event that somebody reads; None if its request has failed before."""
+        outputs, event = received
+        if outputs.is_read:
+            return None
+        read = outputs.read(event)
+        if outputs.is_read:
+            self.num_unread -= 1
+            self.cancel(outputs.request)
+        return read
 
     def next_of(self, received: queue.SimpleQueue[T]) -> T:
         """Waits for what `on_event` puts into a queue. Raises EngineError if nothing can come any more."""
@@ -80,25 +94,6 @@ class RequestGroup:
         """Cancels what is unfinished. May be called twice."""
         for request in list(self._submitted):
             self.cancel(request)
-
-
-class _Reader:
-    """Turns what was received into events, and knows how many requests are unfinished."""
-
-    def __init__(self, group: RequestGroup, num_requests: int) -> None:
-        self._group = group
-        self.num_unfinished = num_requests
-
-    def read(self, received: Received) -> StreamEvent | None:
-        """The event that somebody reads; None if its request has failed before."""
-        outputs, event = received
-        if outputs.is_read:
-            return None
-        read = outputs.read(event)
-        if outputs.is_read:
-            self.num_unfinished -= 1
-            self._group.cancel(outputs.request)
-        return read
 
 
 class Mailbox:
@@ -166,7 +161,6 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         owner:    kept until the stream ends: an Engine that nobody holds is closed
         """
         self._group = RequestGroup(thread)
-        self._reader = _Reader(self._group, sum(isinstance(request, Request) for request in requests))
         self._refused = deque(refused_event(one) for one in requests if isinstance(one, Completion))
         self._received: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
         self._thread = thread
@@ -197,9 +191,9 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     def _next(self) -> StreamEvent | None:
         if self._refused and not self._is_closed:
             return self._refused.popleft()
-        while self._reader.num_unfinished and not self._is_closed:
+        while self._group.num_unread and not self._is_closed:
             received = self._group.next_of(self._received)
-            if received is not None and (event := self._reader.read(received)) is not None:
+            if received is not None and (event := self._group.read(received)) is not None:
                 return event
         return None
 
@@ -232,7 +226,6 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         self._group = RequestGroup(thread)
         self._encode = encode
         self._reading = asyncio.Lock()
-        self._reader: _Reader | None = None
         self._mailbox: Mailbox | None = None
         self._refused: deque[StreamEvent] = deque()
         self._is_closed = False
@@ -262,24 +255,24 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
             self._close()
 
     async def _next(self) -> StreamEvent | None:
-        if self._mailbox is None or self._reader is None:
-            self._mailbox, self._reader = await self._start()
+        if self._mailbox is None:
+            self._mailbox = await self._start()
         if self._refused and not self._is_closed:
             return self._refused.popleft()
-        while self._reader.num_unfinished and not self._is_closed:
+        while self._group.num_unread and not self._is_closed:
             received = await self._mailbox.get(self._group)
-            if received is not None and (event := self._reader.read(received)) is not None:
+            if received is not None and (event := self._group.read(received)) is not None:
                 return event
         return None
 
-    async def _start(self) -> tuple[Mailbox, _Reader]:
+    async def _start(self) -> Mailbox:
         requests = await asyncio.to_thread(self._encode)
-        encoded = [request for request in requests if isinstance(request, Request)]
         self._refused.extend(refused_event(one) for one in requests if isinstance(one, Completion))
-        mailbox, reader = Mailbox(), _Reader(self._group, len(encoded))
-        for request in encoded if not self._is_closed else ():
-            self._group.submit(request, mailbox.put)
-        return mailbox, reader
+        mailbox = Mailbox()
+        for request in requests if not self._is_closed else ():
+            if isinstance(request, Request):
+                self._group.submit(request, mailbox.put)
+        return mailbox
 
     def _close(self) -> None:
         self._is_closed = True

@@ -18,8 +18,7 @@ from cbatch.engine.stats import EngineStats
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.runtime.device import is_cuda
 from cbatch.runtime.memory import clear_frames, is_out_of_memory, kernel_too_large, release_memory
-from cbatch.runtime.tracing.phases import span
-from cbatch.runtime.tracing.trace import StepTracer
+from cbatch.runtime.tracing import StepTracer, span
 
 CLOSED = "The engine was closed before the request was finished."
 FORKED = (

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cbatch.runtime.tracing.phases import record_spans
-from cbatch.runtime.tracing.summary import TraceSummary
+from cbatch.runtime.tracing import TraceSummary, record_spans
 
 LAUNCHES = ("forward", "sample")
 """The spans of a step in which the host gives the device something to do; a step begins with the first."""

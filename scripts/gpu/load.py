@@ -22,7 +22,7 @@ from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.loader import LoadedModel
-from cbatch.runtime.tracing.trace import StepTracer
+from cbatch.runtime.tracing import StepTracer
 from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
 

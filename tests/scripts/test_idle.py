@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cbatch.runtime.tracing.phases import span
-from cbatch.runtime.tracing.summary import TraceSummary
+from cbatch.runtime.tracing import TraceSummary, span
 from scripts.gpu.idle import HostEvent, Idle, StepEvents, event_maker, gap_share
 
 

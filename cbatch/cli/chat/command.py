@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cbatch.cli.chat.controller import ChatController
     from cbatch.cli.chat.pipe import PipeMessage
     from cbatch.cli.chat.session.store import SessionStore
-    from cbatch.runtime.tracing.trace import StepTracer
+    from cbatch.runtime.tracing import StepTracer
 
 
 _session, _rows, _screen, _report = (

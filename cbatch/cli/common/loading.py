@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cbatch.base.config import EngineConfig
     from cbatch.replicas.connection import ReplicaLauncher
     from cbatch.replicas.driver import ReplicaDriver
-    from cbatch.runtime.tracing.trace import StepTracer
+    from cbatch.runtime.tracing import StepTracer
 
 DEMO_NOTICE = (
     "this is the bundled demo model, a toy of a few million parameters; "

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from cbatch.base.errors import ReaderGone
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.options import check_distinct_file
-from cbatch.runtime.tracing.trace import StepTracer
+from cbatch.runtime.tracing import StepTracer
 
 
 @contextmanager

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cbatch.batch.driver import BatchDriver
     from cbatch.batch.tables.row_input import RowInput
     from cbatch.cli.run.stats import RunStats
-    from cbatch.runtime.tracing.trace import StepTracer
+    from cbatch.runtime.tracing import StepTracer
 
 
 @click.command("run", cls=ConfiguredCommand)

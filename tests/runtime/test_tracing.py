@@ -31,9 +31,7 @@ from cbatch.cli.main import run_command
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.thread import EngineThread
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.tracing.phases import span
-from cbatch.runtime.tracing.summary import Interval, read_summary, union_length
-from cbatch.runtime.tracing.trace import StepTracer
+from cbatch.runtime.tracing import Interval, StepTracer, read_summary, span, union_length
 from tests.support.fork_server import ForkServer
 from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network

@@ -1,17 +1,21 @@
-"""Traces of an engine's steps by torch's profiler, for Perfetto or chrome://tracing."""
+"""Traces of an engine's steps by torch's profiler, for Perfetto or chrome://tracing, and how long the device was idle.
+
+Chrome's format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.base.errors import ConfigError, EngineError
-from cbatch.runtime.tracing.phases import record_spans, span
-from cbatch.runtime.tracing.summary import STEP, TraceSummary, read_summary
 
 if TYPE_CHECKING:
     import torch.profiler
@@ -24,6 +28,29 @@ MAX_STEPS = 64
 
 _profiler_is_taken = threading.Lock()
 """torch has one profiler for the process, and may crash if two are nested."""
+
+STEP, FORWARD, WAIT = "step", "forward", "wait"
+"""The spans that count: a call of `SteppingEngine.step`, the model in it, and waiting for requests."""
+
+_DEVICE = "device"
+_CATEGORIES = {"kernel": _DEVICE, "gpu_memcpy": _DEVICE, "gpu_memset": _DEVICE, "user_annotation": ""}
+"""The events that count, by their category in torch's profiler."""
+
+OpenSpan = Callable[[str], AbstractContextManager[object]]
+
+_NOTHING = nullcontext()
+_open: OpenSpan | None = None
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """A context that a trace shows under this name, on the current thread."""
+    return _NOTHING if _open is None else _open(name)
+
+
+def record_spans(open_span: OpenSpan | None) -> None:
+    """Makes `span` use `open_span` on all threads from now on; None turns spans off."""
+    global _open
+    _open = open_span
 
 
 class StepTracer:
@@ -138,3 +165,90 @@ class StepTracer:
             self._release_profiler()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.error = f"Cannot write the trace {self.path}: {reason or repr(error)}."
+
+
+class Interval(NamedTuple):
+    """From `begin` to `end`, in µs."""
+
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """Times of the steps in a trace.
+
+    num_steps:  calls of `SteppingEngine.step`
+    seconds:    on a GPU from the begin of its first to the end of its last work, on a CPU from the first to the last
+                step; without `waited_s`
+    waited_s:   seconds without a request
+    idle_share: share of `seconds` in which the GPU did nothing, or the CPU something other than the model; None if
+                their work is not in the trace
+    on_device:  whether the steps ran on a GPU
+    """
+
+    num_steps: int
+    seconds: float
+    waited_s: float
+    idle_share: float | None
+    on_device: bool
+
+    def __str__(self) -> str:
+        waited = f", and {self.waited_s:.2f} s without a request" if self.waited_s >= 0.005 else ""
+        if self.idle_share is None:
+            return f"{self.seconds:.2f} s{waited}, but nothing of what the device did in them"
+        if self.on_device:
+            return f"the device was idle {self.idle_share:.1%} of {self.seconds:.2f} s{waited}"
+        return f"{self.idle_share:.1%} of {self.seconds:.2f} s outside the model{waited}"
+
+
+def read_summary(path: Path, *, on_device: bool) -> TraceSummary:
+    """The summary of a trace written by torch's profiler.
+
+    on_device: whether the steps ran on a GPU
+
+    Raises OSError if the file cannot be read, and ValueError if it is incomplete.
+    """
+    with path.open(encoding="utf-8") as stream:
+        events: list[tuple[str, Interval] | None] = json.load(stream, object_hook=_kept)
+    found: dict[str, list[Interval]] = {name: [] for name in (STEP, FORWARD, WAIT, _DEVICE)}
+    for name, interval in filter(None, events):
+        if name in found:
+            found[name].append(interval)
+    work = found[_DEVICE if on_device else FORWARD]
+    whole = work if on_device and work else found[STEP]
+    first = min((interval.begin for interval in whole), default=0.0)
+    last = max((interval.end for interval in whole), default=0.0)
+    waits = [Interval(max(begin, first), min(end, last)) for begin, end in found[WAIT]]
+    busy = union_length(work)
+    waited = union_length([*work, *waits]) - busy
+    length = last - first - waited
+    return TraceSummary(
+        num_steps=len(found[STEP]),
+        seconds=length / 1e6,
+        waited_s=waited / 1e6,
+        idle_share=1 - busy / length if work and length > 0 else None,
+        on_device=on_device,
+    )
+
+
+def union_length(intervals: Iterable[Interval]) -> float:
+    """Length of the union of intervals: simultaneous work of several streams counts once."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _kept(fields: dict[str, Any]) -> Any:
+    """What to keep of a JSON object while a trace is read, which may have a million: name and interval of a span.
+
+    Work of the device has the name `device`.
+    """
+    if "traceEvents" in fields:
+        return fields["traceEvents"]
+    name = _CATEGORIES.get(fields.get("cat", "")) if fields.get("ph") == "X" else None
+    if name is None:
+        return None
+    return name or fields["name"], Interval(fields["ts"], fields["ts"] + fields["dur"])
