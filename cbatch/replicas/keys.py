@@ -10,7 +10,7 @@ from cbatch.base.errors import CbatchError, EngineError, RequestError
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
 from cbatch.replicas.dispatcher import MAX_DEATHS
-from cbatch.replicas.supervisor import IDLE_SECONDS, Life, SharedState
+from cbatch.replicas.supervisor import IDLE_SECONDS, Job, Life, SharedState
 
 PIECE_LINES, PIECE_BYTES = 256, 2**20
 """Lines of a piece, and the bytes after which it ends earlier."""
@@ -37,7 +37,7 @@ class _Piece:
         return f"the keys of lines {self.lines[0].index + 1} to {self.lines[-1].index + 1}"
 
 
-class KeyMaking:
+class KeyMaking(Job):
     """The job of the replicas while keys are made."""
 
     def __init__(self, shared: SharedState, options: RowOptions) -> None:
@@ -96,9 +96,6 @@ class KeyMaking:
 
     # The threads of the supervisors.
 
-    def begin(self, life: Life) -> None:
-        """Nothing to prepare."""
-
     def serve(self, life: Life) -> None:
         with self._shared.changed:
             if not self._waiting:
@@ -113,9 +110,6 @@ class KeyMaking:
         with self._shared.changed:
             del self._given[life.number]
             self._shared.changed.notify_all()
-
-    def end(self, life: Life) -> None:
-        """Nothing is left."""
 
     def leave(self, life: Life) -> None:
         with self._shared.changed:

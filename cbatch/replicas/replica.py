@@ -139,9 +139,7 @@ class EngineLauncher:
         self.num_replicas = self._num_others + 1
 
     def name(self, number: int) -> str:
-        if self._others is None or number == self._num_others:
-            return self._name
-        return self._others.name(number)
+        return self._others.name(number) if self._others is not None and number < self._num_others else self._name
 
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
         if self._others is None or number == self._num_others:

@@ -24,7 +24,7 @@ from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions
 from cbatch.replicas.connection import MAX_MESSAGE_BYTES, FinishedRow, linger_s
 from cbatch.replicas.dispatcher import MAX_DEATHS, Dispatcher, beginnings
-from cbatch.replicas.supervisor import IDLE_SECONDS, Life, SharedState
+from cbatch.replicas.supervisor import IDLE_SECONDS, Job, Life, SharedState
 
 WAIT_SECONDS, STARVING_WAIT_SECONDS = 0.2, 0.05
 """How long a replica waits for its rows before it answers; and if it has room for rows that may still be read."""
@@ -43,7 +43,7 @@ class Delivery:
     num_tokens: int
 
 
-class ReplicaStream(RowStream):
+class ReplicaStream(RowStream, Job):
     """Runs the rows of one input on replicas: a `RowStream`, and the job of the replicas meanwhile."""
 
     max_messages = 64
@@ -152,7 +152,7 @@ class ReplicaStream(RowStream):
             life.runs_alone = self._dispatcher.runs_alone(number)
             wait_s = 0.0 if work.failed else self._wait_s(number)
         if work.failed:
-            self._deliver(life, life.failed(work.failed, FAILED), self._num_tokens[number], are_counted=False)
+            self._deliver(life, life.call("failed", work.failed, FAILED), self._num_tokens[number], are_counted=False)
         reply = life.exchange(work.rows, work.cancelled, wait_s, self._linger_s)
         self._deliver(life, reply.finished, reply.num_tokens)
         with self._shared.lock:

@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError, ConfigError, EngineError, ModelError, in_short
@@ -15,7 +15,7 @@ from cbatch.batch.driver import ReplicaState, ReplicaStatus
 from cbatch.batch.lines import Line
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.isolate.worker import WorkerDied
-from cbatch.replicas.connection import FinishedRow, ReplicaConnection, ReplicaInfo, ReplicaLauncher, Reply
+from cbatch.replicas.connection import ReplicaConnection, ReplicaInfo, ReplicaLauncher, Reply
 
 START_TIMEOUT_S = 3600.0
 """How long a replica may load its model, which it may have to download first."""
@@ -32,24 +32,21 @@ ended while it ran a single row alone, which is then likely to be the reason.
 _log = logging.getLogger("cbatch")
 
 
-class Job(Protocol):
+class Job:
     """What replicas do together, such as the rows of a batch. Its methods are called on a thread for each replica."""
 
     def begin(self, life: Life) -> None:
         """A replica takes part from now on."""
-        ...
 
     def serve(self, life: Life) -> None:
         """One exchange with a replica. Waits at most IDLE_SECONDS if there is nothing to do."""
-        ...
+        raise NotImplementedError
 
     def end(self, life: Life) -> None:
         """The job is over for a replica that lives on."""
-        ...
 
     def leave(self, life: Life) -> None:
         """A replica that took part has died, or is told to end."""
-        ...
 
 
 @dataclass(slots=True)
@@ -142,11 +139,6 @@ class Life:
         self.stats = reply.stats
         return reply
 
-    def failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
-        """See `Replica.failed`."""
-        rows: list[FinishedRow] = self.call("failed", lines, message)
-        return rows
-
     def check(self, reply: Reply, num_held: int) -> None:
         """Raises WorkerDied if the replica will not finish the rows that it holds."""
         if reply.failure:
@@ -167,7 +159,10 @@ class Life:
 
 
 class Supervisor:
-    """Runs the lives of one replica, on a thread of its own."""
+    """Runs the lives of one replica, on a thread of its own.
+
+    past_stats: sums over the lives that have ended
+    """
 
     def __init__(
         self,
@@ -194,7 +189,7 @@ class Supervisor:
         self._connection: ReplicaConnection | None = None
         self._life: Life | None = None
         self._job: Job | None = None
-        self._past = total_stats(())
+        self.past_stats = total_stats(())
         self._rows = self._copies = self._deaths = 0
         self._futile_lives = self._lives_without_row = 0
         self._problem = ""
@@ -209,7 +204,7 @@ class Supervisor:
     def status(self) -> ReplicaStatus:
         life = self._life
         rows, copies = (life.num_rows, life.num_copies) if life is not None else (0, 0)
-        stats = total_stats(self.living_stats(), [self._past])
+        stats = total_stats(self.living_stats(), [self.past_stats])
         return ReplicaStatus(
             self.name, self._state, stats, self._rows + rows, self._copies + copies, self._deaths, self._problem
         )
@@ -217,11 +212,6 @@ class Supervisor:
     def living_stats(self) -> list[EngineStats]:
         """Figures of the life that goes on, if there is one."""
         return [life.stats] if (life := self._life) is not None else []
-
-    @property
-    def past_stats(self) -> EngineStats:
-        """Sums over the lives that have ended."""
-        return self._past
 
     def _run(self) -> None:
         try:
@@ -303,7 +293,7 @@ class Supervisor:
         if life is not None:
             if job is not None:
                 job.leave(life)
-            self._past, self._life, self._job = total_stats((), [self._past, life.stats]), None, None
+            self.past_stats, self._life, self._job = total_stats((), [self.past_stats, life.stats]), None, None
             self._rows += life.num_rows
             self._copies += life.num_copies
         if life is not None and life.num_rows:

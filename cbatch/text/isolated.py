@@ -137,8 +137,9 @@ class WorkerBackend:
             self._try("try_part", part, what=what)
         self._added = {number: AddedToken(content, special) for number, content, special in self.info["added"]}
         self.decoder = str(self.info["decoder"])
-        self.id_to_token = lru_cache(1 << 16)(self._id_to_token)
-        self.token_to_id = lru_cache(1 << 10)(self._token_to_id)
+        self.ask = partial(_ask, self.sandbox)
+        self.id_to_token = lru_cache(1 << 16)(partial(self.ask, "id_to_token"))
+        self.token_to_id = lru_cache(1 << 10)(partial(self.ask, "token_to_id"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
         return EncodedText(*self.ask("encoded", text, add_special_tokens))
@@ -149,28 +150,11 @@ class WorkerBackend:
     def stream(self, context: Sequence[int]) -> TextStream:
         return _WorkerStream(self, next(self._numbers), list(context))
 
-    def _id_to_token(self, token_id: int) -> str | None:
-        token: str | None = self.ask("id_to_token", token_id)
-        return token
-
-    def _token_to_id(self, token: str) -> int | None:
-        number: int | None = self.ask("token_to_id", token)
-        return number
-
     def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         return self._added
 
     def to_str(self) -> str:
         return str(self.ask("to_str"))
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of `TokenizerServer`. Raises TokenizerFailed if it cannot."""
-        try:
-            return self.sandbox.call(method, *arguments, max_bytes=MAX_ANSWER_BYTES)
-        except WorkerFailed as failed:
-            raise TokenizerFailed(str(failed)) from failed
-        except OSError as error:  # it was loaded before, so it is the machine
-            raise RequestError("internal_error", f"The model's tokenizer cannot be started: {error}.") from error
 
     def _try(self, method: str, *arguments: Any, what: str) -> Any:
         try:
@@ -183,6 +167,16 @@ class WorkerBackend:
                 f"The tokenizer of {self._source} cannot be used: {what} ({printable(str(failed))}); "
                 "take its files from the original model."
             ) from failed
+
+
+def _ask(sandbox: Sandbox, method: str, *arguments: Any) -> Any:
+    """Calls a method of `TokenizerServer`. Raises TokenizerFailed if it cannot."""
+    try:
+        return sandbox.call(method, *arguments, max_bytes=MAX_ANSWER_BYTES)
+    except WorkerFailed as failed:
+        raise TokenizerFailed(str(failed)) from failed
+    except OSError as error:  # it was loaded before, so it is the machine
+        raise RequestError("internal_error", f"The model's tokenizer cannot be started: {error}.") from error
 
 
 class _WorkerStream:

@@ -159,10 +159,8 @@ class ChatTokenizer:
     def ends_thinking(self, token_ids: Sequence[int]) -> bool:
         """Whether the closing think tag is among the last tokens of an output so far."""
         tags = self.output_parser.think_tags
-        return tags is not None and tags[1] in self._end_of(token_ids)
-
-    def _end_of(self, token_ids: Sequence[int]) -> str:
-        return self.decode(token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=False)
+        end = token_ids[-NUM_CONTEXT_TOKENS:]
+        return tags is not None and tags[1] in self.decode(end, skip_special_tokens=False)
 
     def _encode(self, text: str, context: int | None, *, add_special_tokens: bool = True) -> Encoded:
         """Encodes a text; first its beginning, if it is long for the context, since an encoding is large.

@@ -52,9 +52,7 @@ PLACES: list[tuple[type, str]] = [
     (Dispatcher, "_give_back"),
     (Dispatcher, "finish"),
     (Dispatcher, "num_held"),
-    (KeyMaking, "begin"),
     (KeyMaking, "serve"),
-    (KeyMaking, "end"),
     (KeyMaking, "leave"),
 ]
 
