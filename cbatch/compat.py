@@ -225,14 +225,14 @@ def _locked(path: str) -> int:
     return -1
 
 
-def new_callback(function: Callable[..., None], signature: Any) -> Any:
+def new_callback(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
     """A numba callback, not compiled yet; `compile` makes its `address`.
 
-    `numba.cfunc` compiles at once, before a cache can be set, and ignores NO_REFERENCE_COUNTS. Private as of
+    `numba.cfunc` compiles at once, before a cache can be set, and ignores most options. Private as of
     numba 0.68: the class `CFunc` and `sigutils.normalize_signature`.
     """
     from numba.core import sigutils
     from numba.core.ccallback import CFunc
 
     arguments, result = sigutils.normalize_signature(signature)
-    return CFunc(function, (arguments, result), locals={}, options={"nopython": True, **NO_REFERENCE_COUNTS})
+    return CFunc(function, (arguments, result), locals={}, options={"nopython": True, **options})

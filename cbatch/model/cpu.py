@@ -35,11 +35,11 @@ from cbatch.model.families import read_program, text_config
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
+from cbatch.model.ops.attention import Attend
+from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.packed_file import PackedFile
-from cbatch.model.packing import CpuProgram
 from cbatch.model.programs.named_tensors import check_weights, resolved
-from cbatch.model.programs.program import Attend
-from cbatch.model.programs.stored import StoredWeights
+from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.runtime.cpu import empty, num_threads
 from cbatch.runtime.kv_cache import KVCache
@@ -95,7 +95,7 @@ class CpuModel:
         self.num_parameters = check_weights(program, tensors)
         stored = tensors if isinstance(tensors, StoredWeights) else None
         try:
-            self._packed = packed = CpuProgram(program, dtype, quantize, stored)
+            self._packed = packed = CpuLayout(program, dtype, quantize, stored)
         except (TypeError, ValueError, OverflowError) as error:  # what unexpected values of a config.json cause
             raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
         self._weights = packed.load(tensors, shared)
@@ -112,11 +112,11 @@ class CpuModel:
             kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element)),
             new_linear_workspace(threads, packed.formats, packed.deepest, left_bytes=packed.left_bytes),
             new_attention_workspace(threads, group, key_dim, value_dim, self._element),
+            self._new_routing(0),
         )
-        self._routing = self._new_routing(0)
         self._paged_caches: WeakKeyDictionary[KVCache, PagedCaches] = WeakKeyDictionary()
         self._state_memories: WeakKeyDictionary[StatePool, tuple[NDArray[Any], NDArray[np.int64]]] = WeakKeyDictionary()
-        self._parts: dict[np.dtype[Any], kernels.Parts] = {}
+        self._programs: dict[np.dtype[Any], NDArray[np.int64]] = {}
         """By the type of recurrent states."""
         self._adapters: CpuAdapters | None = None
         self._logits = np.empty((0, 0), np.float32)
@@ -162,12 +162,12 @@ class CpuModel:
         """The same model with the same weights, to which these adapters add. Raises ModelError if one does not fit."""
         model = copy(self)
         model._adapters = CpuAdapters(sites_of(self.program, adapters), len(adapters), self._thread_pool.size)
-        model._packed = CpuProgram(
+        model._packed = CpuLayout(
             self.program, self.dtype, self.quantization, self.stored_weights, model._adapters.places
         )
         nothing = kernels.Arenas(np.empty(0, np.float32), np.empty(0, self._element))
         model._buffers = self._buffers._replace(arenas=nothing)
-        model._parts = {}
+        model._programs = {}
         model._warm_up()
         return model
 
@@ -197,17 +197,21 @@ class CpuModel:
         caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
         recurrence, state_type = self._recurrence_of(batch)
         lora = NO_LORA if self._adapters is None else self._adapters.step(batch.adapters)
-        given = self._packed.instructions, self._weights, caches, plan, inputs, buffers, self._routing, recurrence, lora
-        if state_type not in self._parts:
-            self._compile(given, outputs, state_type)
-        return *given, self._parts[state_type], outputs
+        step = kernels.Step(self._weights, caches, plan, inputs, buffers, recurrence, lora, outputs)
+        if state_type not in self._programs:
+            self._programs[state_type] = self._compile(step, state_type)
+        return self._programs[state_type], step
 
-    def _compile(self, given: tuple[Any, ...], outputs: kernels.StepOutputs, state_type: np.dtype[Any]) -> None:
-        """Compiles a step for such arguments and recurrent states of that type, or loads it from disk."""
-        parts = kernels.parts_of(state_type, *given)
+    def _compile(self, step: kernels.Step, state_type: np.dtype[Any]) -> NDArray[np.int64]:
+        """Compiles what such steps run with recurrent states of that type, or loads it from disk."""
+        records = self._packed.records(state_type)
+        parts = {kind: kind.part(array.dtype, step) for kind, array in records.items()}
         with built_beside(parts.values(), self._thread_pool.size - 1):
-            self._thread_pool.compile(kernels.run_step, *given, kernels.Parts(), outputs)
-            self._parts[state_type] = kernels.Parts(**{name: address_of(part) for name, part in parts.items()})
+            for part in reversed(parts.values()):  # other processes begin with the first
+                address_of(part)
+        program = self._packed.instructions(records, lambda kind: address_of(parts[kind]))
+        self._thread_pool.compile(kernels.run_step, program, step)
+        return program
 
     def _recurrence_of(self, batch: RaggedBatch) -> tuple[Recurrence, np.dtype[Any]]:
         """Where the kernels find the states of a step, and the type of their numbers; float32 if there are none.
@@ -233,8 +237,7 @@ class CpuModel:
                 empty(length * packed.float_columns, np.float32), empty(length * packed.element_columns, self._element)
             )
             linear = buffers.linear._replace(rows=empty(length * packed.prepared_bytes, np.uint8))
-            self._buffers = buffers._replace(arenas=arenas, linear=linear)
-            self._routing = self._new_routing(length)
+            self._buffers = buffers._replace(arenas=arenas, linear=linear, routing=self._new_routing(length))
         return self._buffers
 
     def _new_routing(self, length: int) -> kernels.RoutingMemory:

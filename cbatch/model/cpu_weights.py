@@ -14,8 +14,8 @@ from cbatch.kernels.cpu.matmul.formats import is_quantized, pack_integers, pack_
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.formats import quantized
-from cbatch.model.programs.program import Matrix, Weight
-from cbatch.model.programs.stored import StoredWeights
+from cbatch.model.stored import StoredWeights
+from cbatch.model.weight import Matrix, Weight
 
 
 def packed_columns(

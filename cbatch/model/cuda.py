@@ -17,18 +17,21 @@ from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED, Quantization
-from cbatch.kernels.layer_ops import Addend, LayerOps, Recurrence
+from cbatch.kernels.layer_ops import Addend, Recurrence
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.device_program import DeviceProgram
 from cbatch.model.dtypes import activations_in
 from cbatch.model.families import read_program, text_config
 from cbatch.model.float8 import Float8Use, float8_problem
 from cbatch.model.lora.device import DeviceAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
+from cbatch.model.ops.device_kernel import DeviceOps, by_triton
+from cbatch.model.ops.device_plan import DeviceHead, DevicePlan
+from cbatch.model.ops.products import finish_logits, logits
+from cbatch.model.ops.residual import select_and_norm
 from cbatch.model.programs.named_tensors import check_weights, resolved
-from cbatch.model.programs.stored import StoredWeights
+from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16
 from cbatch.runtime.kv_cache import KVCache, LayerShape
@@ -39,7 +42,7 @@ from cbatch.runtime.transfer import to_device
 class CudaModel:
     """A model with a program, ready to run ragged batches over a paged cache.
 
-    It needs a cache whose blocks are laid out as its `ops` write them (`LayerOps.heads_first`).
+    It needs a cache whose blocks are laid out as its `ops` write them (`DeviceOps.heads_first`).
     """
 
     has_own_threads = False
@@ -51,7 +54,7 @@ class CudaModel:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        ops: LayerOps | None = None,
+        ops: DeviceOps | None = None,
         *,
         quantize: Quantization | None = None,
     ) -> None:
@@ -91,14 +94,14 @@ class CudaModel:
             self.stored, quantize = tensors.description, quantize or Quantization(STORED)
         asks = quantize is not None and quantize.activations == "fp8"
         self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
-        self._on_device = DeviceProgram(program, tensors, dtype, device, quantize, self.float8)
+        self._on_device = DevicePlan(program, tensors, dtype, device, quantize, self.float8)
         self._adapters: DeviceAdapters | None = None
         self.quantization: Quantization | None = None
         if quantize is not None:
             activations = "fp8" if self.float8.rounded else activations_in(dtype)
             self.quantization = Quantization(quantize.weights, activations)
 
-    def with_ops(self, ops: LayerOps) -> CudaModel:
+    def with_ops(self, ops: DeviceOps) -> CudaModel:
         """The same model with the same weights, and other operations."""
         model = copy(self)
         model.ops = ops
@@ -112,11 +115,7 @@ class CudaModel:
 
     def as_batch_invariant(self) -> CudaModel:
         """The same model with operations that are batch-invariant, if Triton computes them."""
-        from cbatch.kernels.triton.layer import TritonLayerOps
-
-        if not isinstance(self.ops, TritonLayerOps):
-            return self
-        return self.with_ops(replace(self.ops, batch_invariant=True))
+        return self.with_ops(replace(self.ops, batch_invariant=True)) if self.ops.triton else self
 
     @property
     def batch_invariant(self) -> bool:
@@ -179,17 +178,27 @@ class CudaModel:
 
     def run_head(self, hidden: HiddenStates, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """See `CapturableModel`."""
-        residual, added = hidden
         if len(rows) == 0:  # chunks of prompts only: a kernel cannot be launched for no rows
-            return residual.new_empty(0, self.vocab_size)
-        head = self._on_device.head
+            return hidden.residual.new_empty(0, self.vocab_size)
+        return self.finished(logits(self.ops, self.head_input(hidden, rows), self.head.lm_head, out))
+
+    @property
+    def head(self) -> DeviceHead:
+        return self._on_device.head
+
+    def head_input(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
+        """What is multiplied with the matrix of the head, [R, hidden size]."""
+        (residual, added), head = hidden, self.head
         addends = () if head.added is None else (Addend(added, head.added),)
         chosen = added.new_empty(len(rows), self.program.hidden_size)
-        self.ops.select_and_norm(residual, addends, rows, head.norm, head.factor, chosen)
-        logits = self.ops.logits(chosen, head.lm_head, out)
-        if head.bias is not None or head.softcap:
-            self.ops.finish_logits(logits, head.bias, head.softcap)
-        return logits
+        select_and_norm(self.ops, residual, addends, rows, head.norm, head.factor, chosen)
+        return chosen
+
+    def finished(self, products: Tensor) -> Tensor:
+        """Logits, in place of products with the matrix of the head."""
+        if self.head.bias is not None or self.head.softcap:
+            finish_logits(self.ops, products, self.head.bias, self.head.softcap)
+        return products
 
 
 def _recurrence_of(batch: RaggedBatch) -> Recurrence:
@@ -203,12 +212,11 @@ def _recurrence_of(batch: RaggedBatch) -> Recurrence:
     return Recurrence(starts, slots, snapshot_counts, snapshot_slots, int(counts.max()))
 
 
-def _triton_ops(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> LayerOps:
+def _triton_ops(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> DeviceOps:
     """Raises UnsupportedConfig if the kernels do not serve such layers, and ImportError without Triton."""
     from cbatch.attention.triton import fits
-    from cbatch.kernels.triton.layer import TritonLayerOps
 
     if not fits(layers, dtype, device):
         largest = max(max(layer.key_dim, layer.value_dim) for layer in layers)
         raise UnsupportedConfig(f"the kernels do not support heads of {largest}, or do not compute in {dtype}")
-    return TritonLayerOps.for_device(device)
+    return by_triton(device)

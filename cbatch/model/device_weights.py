@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.float8_matrix import Float8Matrix
 from cbatch.kernels.formats import FP8, INT4, INT8, ON_GPU, quantized
-from cbatch.kernels.layer_ops import ActivationSettings, ExpertWeights, NormWeights
+from cbatch.kernels.layer_ops import ExpertWeights, NormWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.float8 import Float8Use
-from cbatch.model.programs.program import Activation, Matrix, Norm, Weight
-from cbatch.model.programs.stored import Packing, StoredWeights
+from cbatch.model.stored import Packing, StoredWeights
+from cbatch.model.weight import Activation, Matrix, Norm, Weight
 from cbatch.runtime.cpu import num_threads
 
 _NO_NORM = NormWeights("none")
@@ -157,13 +158,12 @@ class DeviceWeights:
         """-exp of a weight, in float32."""
         return self.vector(log).exp_().neg_()
 
-    def activation(self, activation: Activation) -> ActivationSettings:
+    def activation(self, activation: Activation) -> Activation:
+        """With numbers as its parameters."""
         params = [
             float(one.read(self._tensor(one.name))) if isinstance(one, Weight) else one for one in activation.params
         ]
-        return ActivationSettings(
-            activation.name, activation.gated, tuple(params), activation.limit, activation.slope, activation.up_offset
-        )
+        return replace(activation, params=tuple(params))
 
     def indices(self, columns: Tensor) -> Tensor:
         return columns.to(self._device)

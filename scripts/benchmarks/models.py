@@ -18,7 +18,7 @@ from cbatch.model.base import LinearCost, Model
 from cbatch.model.families import read_program
 from cbatch.model.loader import LoadedModel
 from cbatch.model.lora_files import Adapter
-from cbatch.model.programs.stored import Packing, Rows, StoredMatrix, StoredWeights
+from cbatch.model.stored import Packing, Rows, StoredMatrix, StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 from cbatch.runtime.state_pool import StateShape

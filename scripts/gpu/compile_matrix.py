@@ -151,7 +151,8 @@ def launch_attention(case: Case, dtype: Any) -> None:
     """A mixed step and its rotation, for heads of one size."""
     import torch
 
-    from cbatch.kernels.layer_ops import Heads, NormWeights, Positions
+    from cbatch.kernels.layer_ops import NormWeights, Positions
+    from scripts.gpu.bound_kernels import Heads
 
     heads, dim = KV_HEADS * case.group, case.head_size
     attend(case, dtype, heads, KV_HEADS, dim)
@@ -206,7 +207,8 @@ def launch_rest(case: Case, dtype: Any) -> None:
     """What does not depend on heads: norms, the gate, and sampling, also from the logits of a transformers model."""
     import torch
 
-    from cbatch.kernels.layer_ops import ActivationSettings, Addend, Embedding, NormWeights
+    from cbatch.kernels.layer_ops import Addend, Embedding, NormWeights
+    from cbatch.model.weight import Activation
     from cbatch.sample.sampler import PARAM_WORDS, Sampler
 
     residual, added, ids = (
@@ -219,7 +221,7 @@ def launch_rest(case: Case, dtype: Any) -> None:
     ops.add_and_norm(residual, addends, norm, added)
     ops.select_and_norm(residual, addends, ids, norm, 1.0, added)
     up, out = torch.empty(3, 2 * INNER, dtype=dtype), torch.empty(3, INNER, dtype=dtype)
-    ops.activate(up, ActivationSettings("silu"), out)
+    ops.activate(up, Activation("silu"), out)
     sampler = Sampler(torch.device("cpu"), kernel=True)
     for kind in (torch.float32, dtype):
         logits = torch.empty(3, VOCABULARY, dtype=kind)
@@ -230,16 +232,9 @@ def launch_families(case: Case, dtype: Any) -> None:
     """What only some models need: norms of every kind, heads that are rotated in part, gates, mixtures of experts."""
     import torch
 
-    from cbatch.kernels.layer_ops import (
-        ActivationSettings,
-        Addend,
-        Embedding,
-        ExpertWeights,
-        Heads,
-        NormWeights,
-        Positions,
-        Router,
-    )
+    from cbatch.kernels.layer_ops import Addend, Embedding, ExpertWeights, NormWeights, Positions
+    from cbatch.model.weight import Activation
+    from scripts.gpu.bound_kernels import Heads, router
 
     ops = layer_ops(case)
     residual, added, ids = torch.empty(3, 4608), torch.empty(3, 4608, dtype=dtype), torch.zeros(3, dtype=torch.int64)
@@ -251,10 +246,8 @@ def launch_families(case: Case, dtype: Any) -> None:
     ops.finish_logits(torch.empty(3, 256000), torch.empty(256000), 30.0)
     for name in ("gelu", "gelu_tanh", "relu2", "xielu"):
         params = (0.8, 0.3, 0.5, -1e-6) if name == "xielu" else ()
-        ops.activate(added, ActivationSettings(name, gated=False, params=params), added)
-    ops.activate(
-        torch.empty(3, 5760, dtype=dtype), ActivationSettings("silu", True, (), 7.0, 1.702, 1.0), added[:, :2880]
-    )
+        ops.activate(added, Activation(name, gated=False, params=params), added)
+    ops.activate(torch.empty(3, 5760, dtype=dtype), Activation("silu", True, (), 7.0, 1.702, 1.0), added[:, :2880])
     for heads, kv_heads, dim, value_dim, rotary in ((32, 32, 80, 80, 32), (16, 16, 192, 128, 64), (8, 4, 256, 256, 0)):
         head_norm = NormWeights("layer", 1e-5, torch.empty(heads * dim))
         sizes = Heads(heads, kv_heads, dim, value_dim, head_norm, norm_last=True, clip=30.0)
@@ -268,8 +261,10 @@ def launch_families(case: Case, dtype: Any) -> None:
         (512, 32, 4, 2880, 2880),
         (4096, 16, 2, 2048, 1024),
     ):
-        router = Router(top_k, "sigmoid", torch.empty(experts), 8, 4, "two_highest", True, 1e-20, 0.0, 2.5)
-        routing = ops.route(torch.empty(tokens, experts), router)
+        routing = ops.route(
+            torch.empty(tokens, experts),
+            router(top_k, "sigmoid", torch.empty(experts), 8, 4, "two_highest", True, 1e-20, 0.0, 2.5),
+        )
         up = ExpertWeights(
             torch.empty(experts, 2 * inner, hidden, dtype=dtype), torch.empty(experts, 2 * inner, dtype=dtype)
         )
@@ -285,7 +280,8 @@ def launch_recurrence(case: Case, dtype: Any) -> None:
     """Recurrent layers of Qwen3-Next, Mamba 2 and LFM2, and of odd sizes; a step that decodes, and one with chunks."""
     import torch
 
-    from cbatch.kernels.layer_ops import Convolution, DeltaHeads, NormWeights, Recurrence, ScanHeads
+    from cbatch.kernels.layer_ops import NormWeights, Recurrence
+    from scripts.gpu import bound_kernels
 
     ops, numbers = layer_ops(case), torch.empty(128)
     for longest in (1, 100):
@@ -293,16 +289,20 @@ def launch_recurrence(case: Case, dtype: Any) -> None:
         recurrence, tokens = Recurrence(starts, slots, slots, slots, longest), 2 * longest
         wide, out = torch.empty(tokens, 16384, dtype=dtype), torch.empty(tokens, 8192, dtype=dtype)
         for kernel, gate, activation in ((4, None, "silu"), (3, out, "none")):
-            convolution = Convolution(torch.empty(8192, kernel), None if gate is None else numbers, activation)
+            weight, bias = torch.empty(8192, kernel), None if gate is None else numbers
+            one = bound_kernels.convolution(weight, bias, activation)
             states = torch.empty(1, 8192, kernel - 1, dtype=dtype)
-            ops.convolve(wide[:, :8192], convolution, states, recurrence, out, gate, gate)
+            ops.convolve(wide[:, :8192], one, states, recurrence, out, gate, gate)
         exact = torch.float32
         for key_dim, value_dim, kind in ((128, 128, exact), (64, 128, dtype), (256, 256, dtype), (96, 80, dtype)):
-            delta, columns = DeltaHeads(4, 8, key_dim, value_dim, numbers, numbers), 8 * (key_dim + value_dim)
+            delta, columns = (
+                bound_kernels.delta_rule(4, 8, key_dim, value_dim, numbers, numbers),
+                8 * (key_dim + value_dim),
+            )
             states = torch.empty(1, 8, key_dim, value_dim, dtype=kind)
             ops.gated_delta(wide[:, :columns], wide[:, 8192:8208], delta, states, recurrence, out[:, : 8 * value_dim])
         for head_dim, groups, size, kind in ((64, 1, 128, exact), (64, 1, 256, dtype), (80, 2, 16, dtype)):
-            scan = ScanHeads(16, head_dim, groups, size, numbers, numbers, numbers)
+            scan = bound_kernels.scan(16, head_dim, groups, size, numbers, numbers, numbers)
             columns = 16 * head_dim + 2 * groups * size
             states = torch.empty(1, 16, head_dim, size, dtype=kind)
             ops.selective_scan(wide[:, :columns], wide, scan, states, recurrence, out[:, : 16 * head_dim])
@@ -353,12 +353,13 @@ def multiply(case: Case, dtype: Any, kind: int, columns: int, depth: int) -> Non
 def multiply_experts(case: Case, dtype: Any, kind: int, tokens: int) -> None:
     import torch
 
-    from cbatch.kernels.layer_ops import ExpertWeights, Router
+    from cbatch.kernels.layer_ops import ExpertWeights
     from cbatch.kernels.quantized_matrix import QuantizedMatrix
+    from scripts.gpu.bound_kernels import router
 
     ops, matrix = layer_ops(case), QuantizedMatrix.empty(kind, 1440, 720, torch.device("cpu"), 32)
     weights = ExpertWeights(matrix, torch.empty(32, 1440, dtype=dtype))
-    routing = ops.route(torch.empty(tokens, 32), Router(4, "softmax"))
+    routing = ops.route(torch.empty(tokens, 32), router(4, "softmax"))
     source, out = torch.empty(tokens, 720, dtype=dtype), torch.empty(tokens * 4, 1440, dtype=dtype)
     ops.expert_linear(source, routing, weights, out, gathers=True, weighs=False)
 
@@ -367,9 +368,10 @@ def launch_deterministic(case: Case, dtype: Any) -> None:
     """Products in tiles of one size, also with float32, and the one kernel that attention has then."""
     import torch
 
-    from cbatch.kernels.triton.layer import TritonLayerOps
+    from cbatch.model.ops.device_kernel import DeviceOps
+    from scripts.gpu.bound_kernels import BoundKernels
 
-    ops = TritonLayerOps(case.capability, batch_invariant=True)
+    ops = BoundKernels(DeviceOps(True, True, True, case.capability))
     for columns, depth in ((HIDDEN, HIDDEN), (1000, 2880)):
         source, matrix = torch.empty(3, depth, dtype=dtype), torch.empty(columns, depth, dtype=dtype)
         ops.linear(source, matrix, matrix[:, 0].contiguous(), torch.empty(3, columns, dtype=dtype))
@@ -381,9 +383,10 @@ def launch_deterministic(case: Case, dtype: Any) -> None:
 
 
 def layer_ops(case: Case) -> Any:
-    from cbatch.kernels.triton.layer import TritonLayerOps
+    from cbatch.model.ops.device_kernel import DeviceOps
+    from scripts.gpu.bound_kernels import BoundKernels
 
-    return TritonLayerOps(case.capability)
+    return BoundKernels(DeviceOps(True, True, capability=case.capability))
 
 
 def compile_all(cases: Sequence[Case], jobs: int) -> Iterator[list[Kernel]]:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.gpu.bound_kernels import BoundKernels, Heads
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
@@ -22,13 +24,12 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.layer_ops import Heads, Positions
-from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.kernels.layer_ops import Positions
 from cbatch.kernels.triton.attention_decode import DecodeTuning
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.kernels.triton.attention_tile import from_fp8, to_fp8
-from cbatch.kernels.triton.layer import TritonLayerOps
 from cbatch.model.loader import LoadedModel
+from cbatch.model.ops.device_kernel import by_torch, by_triton
 from cbatch.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_bytes, as_stored
 from tests.attention.test_triton_attention import CASES, CPU, DEVICE, Sequences
 from tests.support import triton_interpreter as interpreter
@@ -125,7 +126,7 @@ def test_layers_write_it_as_the_reference_does() -> None:
     angles = torch.rand(tokens, dim // 2, generator=generator)
     positions = Positions(angles.cos(), angles.sin(), torch.tensor([5, -1, 9]))
     caches = []
-    for ops in (TritonLayerOps.for_device(DEVICE), TorchLayerOps(heads_first=True)):
+    for ops in map(BoundKernels, (by_triton(DEVICE), by_torch(heads_first=True))):
         keys, values = (torch.full((3, kv_heads, 4, dim), torch.nan).to(FP8).to(DEVICE) for _ in range(2))
         query = torch.empty(tokens, heads, dim, device=DEVICE)
         moved = Positions(*(part.to(DEVICE) for part in positions[:3]))

@@ -109,7 +109,7 @@ def test_numba_makes_callbacks_that_can_be_kept(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
     reported: list[Any] = []
     for _ in range(2):
-        callback = new_callback(do_nothing, types.void(types.int64, types.int64))
+        callback = new_callback(do_nothing, types.void(types.int64, types.int64), NO_REFERENCE_COUNTS)
         keep_compiled(
             callback, do_nothing, "1", on_miss=lambda: reported.append("miss"), on_error=lambda e: reported.append(e)
         )

@@ -36,10 +36,10 @@ from cbatch.engine.cuda_graphs import (
 )
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.cuda import CudaModel
 from cbatch.model.float8 import float8_problem
 from cbatch.model.hf.adapter import TransformersModel
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.kv_cache import FP8, KVCache
 from cbatch.sample.sampler import PARAM_WORDS, Sampler
 from cbatch.schedule.limits import StepLimits
@@ -205,7 +205,7 @@ def test_networks_that_are_more_than_decoder_and_head_are_not_captured(monkeypat
 def test_an_fp8_cache_gives_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards FP8 in all steps of an engine: kernels round and read a cache as plain torch does."""
     model, capture = model_of(network_of("mistral, window")), capturer()
-    plain = engine_around(monkeypatch, model.with_ops(TorchLayerOps()), ReferenceAttention(FP8), max_batch_tokens=6)
+    plain = engine_around(monkeypatch, model.with_ops(by_torch()), ReferenceAttention(FP8), max_batch_tokens=6)
     expected = run(plain)
     attention = TritonAttention(DEVICE, kv_dtype=FP8)
     engine = engine_with_graphs(monkeypatch, model, capture, attention=attention)

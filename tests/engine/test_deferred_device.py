@@ -33,7 +33,7 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.kernels.triton import attention_metadata
 from tests.support import queued_kernels
 from tests.support import triton_interpreter as interpreter
-from tests.support.queued_kernels import QueuedAttention, QueuedLayerOps
+from tests.support.queued_kernels import QueuedAttention, QueuedOps
 
 interpreter.patch_loops()
 
@@ -78,7 +78,7 @@ def network(family: str) -> Any:
 def make(family: str = "llama", ops: Any = None, **config: Any) -> SteppingEngine:
     """An engine on the device that is entered, with the CudaModel of a tiny network."""
     weights = network(family).config.to_dict(), network(family).state_dict()
-    model = CudaModel(*weights, torch.float32, CUDA, ops or QueuedLayerOps())
+    model = CudaModel(*weights, torch.float32, CUDA, ops or QueuedOps())
     fast = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     settings: dict[str, Any] = {"max_seqs": 4, "block_size": 4, "kv_blocks": 40, "max_batch_tokens": 24} | config
     return SteppingEngine(EngineConfig(device="cuda", **settings), fast)
@@ -170,7 +170,7 @@ def test_all_features_are_those_of_a_cpu(kernels: pytest.MonkeyPatch) -> None:
     with DeferredDevice() as device:
         fast = load_model(LoadPlan(device=CUDA, dtype="float32"))
         assert isinstance(fast.fast_model, CudaModel)
-        fast.fast_model.ops = QueuedLayerOps()
+        fast.fast_model.ops = QueuedOps()
         engine = SteppingEngine(EngineConfig(device="cuda", max_seqs=9, max_batch_tokens=100), fast)
         with device.no_waits():
             found = overlap.run(engine, shaken=True)
@@ -209,11 +209,11 @@ def test_checks_of_kernels_pass(device: DeferredDevice, kernels: pytest.MonkeyPa
 @pytest.mark.kernels
 def test_kernels_give_the_tokens_of_a_cpu(device: DeferredDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the real kernels with their buffers, captured and replayed."""
-    from cbatch.kernels.triton.layer import TritonLayerOps
+    from cbatch.model.ops.device_kernel import DeviceOps
 
     without_measuring(monkeypatch)
     monkeypatch.setattr(fallback, "is_checked", lambda _: False)
-    engine = make("qwen3", ops=TritonLayerOps(90), max_seqs=2, max_batch_tokens=8)
+    engine = make("qwen3", ops=DeviceOps(True, True, capability=90), max_seqs=2, max_batch_tokens=8)
     with device.no_waits():
         assert run(engine, every=3) == expected("qwen3")[::3]
     assert {"_decode_kernel", "_prefill_kernel", "_scan_kernel", "_norm_kernel"} <= device.launches.keys()

@@ -17,7 +17,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.deterministic import check_batch_invariant
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.requests.completion import Completion
 from tests.support.cuda_model import DEVICE, engine_around, model_of, network_of
 from tests.support.generation import generate
@@ -60,7 +60,7 @@ def test_a_token_has_the_same_bits_in_any_chunks(kind: str) -> None:
     model = CudaModel(saved.config, saved.tensors, torch.float32, DEVICE).as_batch_invariant()
     first, *others = (logits_in_chunks(model, invariant_attention(), PROMPT[:26], chunks) for chunks in WAYS)
     assert first.isfinite().all() and all(torch.equal(first, other) for other in others)
-    plain = logits_in_chunks(model.with_ops(TorchLayerOps()), ReferenceAttention(), PROMPT[:26], WAYS[0])
+    plain = logits_in_chunks(model.with_ops(by_torch()), ReferenceAttention(), PROMPT[:26], WAYS[0])
     torch.testing.assert_close(first, plain, atol=2e-3, rtol=2e-3)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,17 +21,17 @@ from cbatch.engine.kernel_checks import whole_step as step_checks
 from cbatch.engine.kernel_checks.gpu import GpuChecks
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.sample.sampler import Sampler
 from tests.support.cuda_model import DEVICE, engine_around, model_of
 from tests.support.generation import generate
+from tests.support.kernel_faults import replace_kernel
 from tests.support.tiny_models import generate_alone, make_engine, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.attention import triton as triton_attention
 from cbatch.attention.triton import TritonAttention
-from cbatch.kernels.triton.layer import TritonLayerOps
 
 pytestmark = pytest.mark.kernels
 LENGTHS, OUTPUT = [5, 3], 3
@@ -88,18 +87,13 @@ def check_text(engine: SteppingEngine) -> None:
 
 def rung_of(engine: SteppingEngine) -> str:
     attention, ops = engine.attention, engine.model.ops  # type: ignore[attr-defined]
-    return attention if isinstance(ops, TritonLayerOps) else f"{attention}, torch"
+    return attention if ops.triton else f"{attention}, torch"
 
 
-def doubled(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """The function, whose argument at a place is twice as large afterwards."""
-
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        result = function(*arguments, **options)
-        arguments[place].mul_(2)
-        return result
-
-    return wrong
+def doubled(right: Any, *arguments: Any) -> None:
+    """A kernel that gives twice what it should."""
+    right(*arguments)
+    arguments[-1].mul_(2)
 
 
 @pytest.mark.slow
@@ -107,7 +101,7 @@ def doubled(function: Callable[..., Any], place: int) -> Callable[..., Any]:
     ("module", "name", "replacement", "rung", "sentence"),
     [
         (None, "", None, "triton", ""),
-        (TritonLayerOps, "activate", doubled(TritonLayerOps.activate, -1), "triton, torch",
+        ("kernel", "activate", doubled, "triton, torch",
          "The layers run by operations of torch on {device}: activate differs from torch by 1; rounding "
          "explains 0.0001."),
         (triton_attention, "attend_decode", does_not_fit, "reference, torch",
@@ -120,7 +114,9 @@ def test_each_rung_gives_the_right_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Guards the text of an engine whose kernel is wrong or does not fit, and that it says so once."""
-    if module is not None:
+    if module == "kernel":
+        replace_kernel(monkeypatch, name, replacement)
+    elif module is not None:
         monkeypatch.setattr(module, name, replacement)
     engine = kernel_engine(monkeypatch)
     sentence = sentence.format(device=DEVICE)
@@ -171,11 +167,11 @@ def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkey
         return
     chosen = choose_execution(config, model)
     ops = chosen.model.ops  # type: ignore[attr-defined]
-    told = [chosen.attention.name, "kernels" if isinstance(ops, TritonLayerOps) else "torch"]
+    told = [chosen.attention.name, "kernels" if ops.triton else "torch"]
     reason = chosen.fallback.partition(f"{DEVICE}: ")[2].partition(" differs")[0]
     assert " ".join(["graphs"] * chosen.graphs + told) + (f": {reason}" if reason else "") == found
-    if not isinstance(ops, TritonLayerOps):
-        assert ops == TorchLayerOps(heads_first=chosen.attention.name == "triton")
+    if not ops.triton:
+        assert ops == by_torch(heads_first=chosen.attention.name == "triton")
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])
@@ -219,7 +215,7 @@ def test_a_model_that_runs_nowhere(checked: None, monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise RuntimeError("CUDA error: no kernel image is available")
 
-    monkeypatch.setattr(TorchLayerOps, "embed_and_norm", fail)
+    replace_kernel(monkeypatch, "embed_and_norm", fail, of_torch=True)
     with pytest.raises(ModelError, match=r"even by operations of torch alone .*no kernel image is available"):
         kernel_engine(monkeypatch)
 

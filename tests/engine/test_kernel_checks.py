@@ -30,21 +30,21 @@ from cbatch.engine.kernel_checks.attention import AttentionCall, AttentionChecks
 from cbatch.engine.kernel_checks.captured_step import check_captured
 from cbatch.engine.kernel_checks.comparison import product_tolerance
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, run_check
-from cbatch.engine.kernel_checks.layer import LayerChecks
-from cbatch.engine.kernel_checks.recurrent_calls import StateChunk
+from cbatch.engine.kernel_checks.layer import LayerChecks, StateChunk
 from cbatch.engine.kernel_checks.sampling import check_sampling
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS
 from cbatch.kernels.formats import FLOAT32
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.float8 import float8_problem
+from cbatch.model.ops.device_kernel import KERNELS, by_torch
 from cbatch.runtime.kv_cache import FP8, LayerShape, as_bytes
 from cbatch.sample.sampler import Sampler
 from scripts.benchmarks.models import in_float8
 from tests.support.cuda_model import DEVICE, model_of
+from tests.support.kernel_faults import replace_kernel
 from tests.support.programs import saved_model
 from tests.support.tiny_models import make_fast_engine, make_network
 
@@ -53,7 +53,6 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.attention import triton as triton_attention
 from cbatch.attention.triton import TritonAttention
 from cbatch.kernels.triton.attention_decode import DecodeTuning
-from cbatch.kernels.triton.layer import TritonLayerOps
 from cbatch.kernels.triton.sampling import sample_rows
 
 pytestmark = pytest.mark.kernels
@@ -153,7 +152,6 @@ def more(keys: Tensor, by: int, places: int | None = 1) -> None:
 def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards right kernels that round the middle of two numbers elsewhere, and sees each of the wrong ones."""
     model = model_of(make_network("qwen3", num_hidden_layers=1), dtype)
-    right = TritonLayerOps.prepare_heads
     damages: list[tuple[Callable[[Tensor], None], bool]] = [
         (lambda keys: None, True),
         (lambda keys: more(keys, 1), True),
@@ -164,12 +162,13 @@ def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytes
     ]
     for damage, agrees in damages:
 
-        def wrong(*arguments: Any, damage: Callable[[Tensor], None] = damage) -> None:
+        def wrong(right: Any, *arguments: Any, damage: Callable[[Tensor], None] = damage) -> None:
             right(*arguments)
             damage(arguments[-2])
 
-        monkeypatch.setattr(TritonLayerOps, "prepare_heads", wrong)
-        assert layer_check(model, "prepare_heads").agrees is agrees
+        with monkeypatch.context() as patch:
+            replace_kernel(patch, "prepare_heads", wrong)
+            assert layer_check(model, "prepare_heads").agrees is agrees
 
 
 def lose_split(split: int) -> Callable[..., None]:
@@ -220,14 +219,13 @@ def test_small_faults_behind_long_pasts_are_seen(monkeypatch: pytest.MonkeyPatch
         assert error() > 1
 
 
-OPERATIONS = {name for name, value in vars(TorchLayerOps).items() if callable(value) and not name.startswith("_")}
 WRITTEN = {
-    "embed_and_norm": (3, 5), "add_and_norm": (0, 3), "select_and_norm": (5,), "normalize": (4,),
-    "prepare_heads": (3, 4, 5), "activate": (2,), "gate": (4,), "finish_logits": (0,), "expert_linear": (3,),
-    "combine": (3,), "convolve": (2, 4), "gated_delta": (3, 5), "selective_scan": (3, 5), "gated_norm": (4,),
-    "linear": (3,), "quantized_linear": (3,), "float8_linear": (3,), "look_up": (2,), "logits": (), "route": (),
+    "prepare_heads": ("query", "keys", "values"), "gate": ("target",), "finish_logits": ("logits",), "route": (None,),
+    "embed_and_norm": ("residual", "out"), "add_and_norm": ("residual", "out"), "convolve": ("state", "out"),
+    "gated_delta": ("state", "out"), "selective_scan": ("state", "out"),
 }  # fmt: skip
-"""The arguments that each operation writes; the last two return what they have computed."""
+"""The arguments that each kernel writes, if not only `out`; one returns what it has computed."""
+CHECKED = {name: kernel for name, kernel in KERNELS.items() if kernel.triton}
 QUANTIZED = ("quantized_linear", "look_up")
 NO_FLOAT8 = float8_problem(DEVICE, torch.float16)
 """Why there is no `float8_linear` here; empty if there is."""
@@ -293,38 +291,36 @@ def test_right_layer_kernels_agree(model: Any) -> None:
         checks = list(LayerChecks(each, 16).run())
         assert wrong_of(checks) == []
         seen |= {check.name for check in checks}
-    missing = {"logits", *(["float8_linear"] if NO_FLOAT8 else [])}
-    assert seen >= OPERATIONS - missing | {"output head"} and WRITTEN.keys() == OPERATIONS
+    missing = {"float8_linear"} if NO_FLOAT8 else set()
+    assert seen >= CHECKED.keys() - missing | {"output head"}
 
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [(name, argument) for name, places in WRITTEN.items() for argument in (places or (None,))],
+    [(name, argument) for name in CHECKED for argument in WRITTEN.get(name, ("out",))],
 )
 def test_wrong_layer_kernels_are_seen(
-    name: str, argument: int | None, model: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, argument: str | None, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards each operation: one wrong number in any tensor that it writes."""
     if name == "float8_linear" and NO_FLOAT8:
         pytest.skip(NO_FLOAT8)
-    right = getattr(TritonLayerOps, name)
 
-    def wrong(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        result = right(self, *arguments, **keywords)
-        tensor = arguments[argument] if argument is not None else result.weights if name == "route" else result
+    def wrong(right: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = right(*arguments, **keywords)
+        tensor = result.weights if argument is None else arguments[KERNELS[name].parameters.index(argument)]
         if tensor is not None:
             tensor[tensor.isfinite().nonzero()[-1].unbind()] += 0.5
         return result
 
-    monkeypatch.setattr(TritonLayerOps, name, wrong)
-    seen = " ".join(wrong_of(LayerChecks(models_of(name, model), 16).run()))
-    assert ("output head" if name == "logits" else name) in seen
+    replace_kernel(monkeypatch, name, wrong)
+    assert name in " ".join(wrong_of(LayerChecks(models_of(name, model), 16).run()))
 
 
 @pytest.mark.slow
 def test_a_whole_step(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a model that calls right kernels wrongly, and one that is right."""
-    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
+    expected = ExpectedSteps.of(model.with_ops(by_torch()), 16)
     assert expected.calls == (AttentionCall(4, LayerShape(2, 16, 16), 0.25),)
     assert expected.check("a whole step", model, TritonAttention(DEVICE), 16).agrees
     attend = TritonAttention.attend
@@ -358,9 +354,9 @@ def not_allowed(run: Run) -> Run:
 )
 def test_captured_steps(capture: Callable[[Run], Run], reason: str, model: Any) -> None:
     """Guards replays: one that does not read its new inputs is seen, and so is a capture that fails."""
-    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
-    by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
-    check = check_captured(expected, by_torch, TritonAttention(DEVICE), sampler, 16, capture)
+    expected = ExpectedSteps.of(model.with_ops(by_torch()), 16)
+    plain, sampler = model.with_ops(by_torch(heads_first=True)), Sampler(DEVICE, kernel=True)
+    check = check_captured(expected, plain, TritonAttention(DEVICE), sampler, 16, capture)
     assert check.agrees is (capture is at_once) and check.reason.startswith(reason)
 
 
@@ -411,10 +407,10 @@ def test_tf32_is_no_fault() -> None:
 @pytest.mark.slow
 def test_captured_samples(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tokens that a captured step samples: parameters that do not reach it are seen."""
-    expected = ExpectedSteps.of(model.with_ops(TorchLayerOps()), 16)
-    by_torch, sampler = model.with_ops(TorchLayerOps(heads_first=True)), Sampler(DEVICE, kernel=True)
+    expected = ExpectedSteps.of(model.with_ops(by_torch()), 16)
+    plain, sampler = model.with_ops(by_torch(heads_first=True)), Sampler(DEVICE, kernel=True)
     monkeypatch.setattr("cbatch.engine.cuda_graphs._Shared.fill_words", lambda *_: None)
-    assert not check_captured(expected, by_torch, TritonAttention(DEVICE), sampler, 16, at_once).agrees
+    assert not check_captured(expected, plain, TritonAttention(DEVICE), sampler, 16, at_once).agrees
 
 
 def test_right_sampling_agrees() -> None:

@@ -20,9 +20,11 @@ from cbatch.kernels.cpu.recurrent.states import Recurrence
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import ThreadPool
 from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
-from cbatch.kernels.reference.layer import TorchLayerOps
+from cbatch.model.ops.device_kernel import by_torch
+from scripts.gpu import bound_kernels
 from tests.support.kernels import callable_kernel
 
+TORCH = bound_kernels.BoundKernels(by_torch())
 pytestmark = pytest.mark.kernels
 
 Array = NDArray[Any]
@@ -75,7 +77,7 @@ def blocks_of(state: Tensor) -> Tensor:
 
 def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
     weight, bias = draw(channels, kernel, seed=1), draw(channels, seed=2)
-    settings = layer_ops.Convolution(weight, None if gates else bias, "none" if gates else "silu")
+    settings = bound_kernels.convolution(weight, None if gates else bias, "none" if gates else "silu")
     places = (2 * channels, 0, channels) if gates else (5, -1, -1)
     params = convolution.ConvolutionParams(
         weight.T.contiguous().numpy(), NOTHING if gates else bias.numpy(), int(not gates), *places
@@ -84,7 +86,7 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
     def reference(source: Tensor, state: Tensor, recurrence: layer_ops.Recurrence, out: Tensor) -> None:
         part, *factors = (source[:, at : at + channels] if at >= 0 else None for at in places)
         assert part is not None
-        TorchLayerOps().convolve(part, settings, state, recurrence, out, *factors)
+        TORCH.convolve(part, settings, state, recurrence, out, *factors)
 
     def run(worker: Worker, recurrence: Recurrence, source: Array, out: Array) -> None:
         convolve(worker, 0, recurrence, 0, params, source, out, out)
@@ -95,12 +97,12 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
 
 def a_delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Operation:
     decay, bias = -draw(value_heads, seed=1).sub(3).exp(), draw(value_heads, seed=2)
-    heads = layer_ops.DeltaHeads(key_heads, value_heads, key_dim, value_dim, decay, bias)
+    heads = bound_kernels.delta_rule(key_heads, value_heads, key_dim, value_dim, decay, bias)
     params = delta_rule.DeltaParams(key_heads, value_heads, key_dim, value_dim, decay.numpy(), bias.numpy())
     inner = 2 * key_heads * key_dim + value_heads * value_dim
 
     def reference(source: Tensor, state: Tensor, recurrence: layer_ops.Recurrence, out: Tensor) -> None:
-        TorchLayerOps().gated_delta(source[:, :inner], source[:, inner:], heads, state, recurrence, out)
+        TORCH.gated_delta(source[:, :inner], source[:, inner:], heads, state, recurrence, out)
 
     def run(worker: Worker, recurrence: Recurrence, source: Array, out: Array) -> None:
         controls = np.ascontiguousarray(source[:, inner:])
@@ -113,7 +115,7 @@ def a_delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int)
 def a_scan(heads: int, head_dim: int, groups: int, state_size: int) -> Operation:
     decay, bias, skip = -draw(heads, seed=1).sub(3).exp(), draw(heads, seed=2), draw(heads, seed=3)
     limits = 0.1, 1.5
-    settings = layer_ops.ScanHeads(heads, head_dim, groups, state_size, decay, bias, skip, *limits)
+    settings = bound_kernels.scan(heads, head_dim, groups, state_size, decay, bias, skip, *limits)
     params = selective_scan.ScanParams(
         heads, head_dim, groups, state_size, decay.numpy(), bias.numpy(), skip.numpy(), *limits
     )
@@ -121,7 +123,7 @@ def a_scan(heads: int, head_dim: int, groups: int, state_size: int) -> Operation
 
     def reference(source: Tensor, state: Tensor, recurrence: layer_ops.Recurrence, out: Tensor) -> None:
         steps = source[:, inner + 3 : inner + 3 + heads]
-        TorchLayerOps().selective_scan(source[:, :inner], steps, settings, state, recurrence, out)
+        TORCH.selective_scan(source[:, :inner], steps, settings, state, recurrence, out)
 
     def run(worker: Worker, recurrence: Recurrence, source: Array, out: Array) -> None:
         scan(worker, 0, recurrence, 0, params, source, source, inner + 3, out)
@@ -260,5 +262,5 @@ def test_gated_norm_equals_torch(kind: int, gate_first: bool) -> None:
     worker = Worker(new_work_queue(), 0)
     norm_and_gate(worker, 0, source.numpy().copy(), gates.numpy(), 9, 48, norm, 3, int(gate_first), out)
     settings = layer_ops.NormWeights("rms" if kind else "none", 1e-5, weight if kind else None)
-    TorchLayerOps().gated_norm(source[:, :48], gates[:, 9:57], settings, 3, expected, gate_first=gate_first)
+    TORCH.gated_norm(source[:, :48], gates[:, 9:57], settings, 3, expected, gate_first=gate_first)
     np.testing.assert_allclose(out, expected.numpy(), rtol=1e-5, atol=1e-5)

@@ -16,19 +16,18 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.float8_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.formats import Integers
-from cbatch.kernels.layer_ops import LayerOps
-from cbatch.kernels.reference.layer import TorchLayerOps
-from cbatch.kernels.triton.layer import TritonLayerOps
 from cbatch.kernels.triton.products import float8
 from cbatch.kernels.triton.products.float8 import round_rows
 from cbatch.model.float8 import float8_problem
+from cbatch.model.ops.device_kernel import by_torch, by_triton
+from scripts.gpu.bound_kernels import BoundKernels
 
 pytestmark = pytest.mark.kernels
 
 PROBLEM = float8_problem(DEVICE, torch.float16)
 needs_float8 = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "products of FP8 work")
 
-OPS: dict[str, LayerOps] = {"triton": TritonLayerOps.for_device(DEVICE), "torch": TorchLayerOps(heads_first=True)}
+OPS = {"triton": BoundKernels(by_triton(DEVICE)), "torch": BoundKernels(by_torch(heads_first=True))}
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 1e-2}  # some matrix units for FP8 sum in few bits
 LEVELS = np.array([code % 8 * 2.0**-9 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10) for code in range(127)])
 """The numbers of e4m3 from 0 to 448, by their codes, as the format's description has them."""

@@ -9,35 +9,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cbatch.model.ops.device_kernel import by_torch, by_triton
+from cbatch.model.weight import Activation
+from scripts.gpu.bound_kernels import BoundKernels, Heads, router
 from tests.support.cuda_model import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.layer_ops import (
-    ActivationSettings,
-    Addend,
-    Embedding,
-    ExpertWeights,
-    Heads,
-    LayerOps,
-    NormWeights,
-    Positions,
-    Router,
-)
-from cbatch.kernels.reference.layer import TorchLayerOps
-from cbatch.kernels.triton.layer import TritonLayerOps
+from cbatch.kernels.layer_ops import Addend, Embedding, ExpertWeights, NormWeights, Positions
 
 pytestmark = pytest.mark.kernels
-OPS: dict[str, LayerOps] = {
-    "triton": TritonLayerOps.for_device(DEVICE),
-    "torch": TorchLayerOps(heads_first=True),
-    "torch, tokens first": TorchLayerOps(),
+OPS = {
+    "triton": BoundKernels(by_triton(DEVICE)),
+    "torch": BoundKernels(by_torch(heads_first=True)),
+    "torch, tokens first": BoundKernels(by_torch()),
 }
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(params=OPS)
-def ops(request: pytest.FixtureRequest) -> LayerOps:
+def ops(request: pytest.FixtureRequest) -> BoundKernels:
     return OPS[request.param]
 
 
@@ -74,7 +65,7 @@ def check_product(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "kind"), [(64, "rms"), (90, "layer"), (1000, "rms")])
-def test_norms(ops: LayerOps, hidden: int, kind: str, dtype: torch.dtype) -> None:
+def test_norms(ops: BoundKernels, hidden: int, kind: str, dtype: torch.dtype) -> None:
     """Guards the stream: begun from embeddings, added to, and ended with the wanted rows only."""
     embedding, norm = draw(7, hidden, dtype=dtype), norm_of(kind, hidden)
     ids, stream = torch.tensor([3, 0, 6, 3], device=DEVICE), draw(4, hidden)
@@ -96,7 +87,7 @@ def test_norms(ops: LayerOps, hidden: int, kind: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_added(ops: LayerOps, dtype: torch.dtype) -> None:
+def test_what_is_added(ops: BoundKernels, dtype: torch.dtype) -> None:
     """Guards learned positions, multipliers, post-norms, two addends at once, and a stream that is added to alone."""
     table, places = draw(7, 48, dtype=dtype), draw(9, 48, dtype=dtype, seed=1)
     ids, positions = torch.tensor([3, 0, 6], device=DEVICE), torch.tensor([0, 5, 2], device=DEVICE)
@@ -117,7 +108,7 @@ def test_what_is_added(ops: LayerOps, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_columns(ops: LayerOps, dtype: torch.dtype) -> None:
+def test_norms_of_columns(ops: BoundKernels, dtype: torch.dtype) -> None:
     """Guards norms of a part of a row, of several parts by themselves, in place, and added to what is there."""
     wide, norm = draw(3, 40, dtype=dtype), norm_of("layer", 8)
     before, total = wide.clone(), draw(3, 24, seed=3)
@@ -173,7 +164,7 @@ def expected_heads(qkv: Tensor, sizes: Heads, angles: Tensor | None) -> tuple[Te
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(("block_size", "dtype"), [(1, torch.float32), *((5, dtype) for dtype in DTYPES)])
-def test_prepare_heads(ops: LayerOps, name: str, block_size: int, dtype: torch.dtype) -> None:
+def test_prepare_heads(ops: BoundKernels, name: str, block_size: int, dtype: torch.dtype) -> None:
     """Guards queries, and the places of keys and values in the cache, of which nothing else may change."""
     sizes, rotated = HEADS[name], ROTATED.get(name, HEADS[name].key_dim)
     slots = torch.tensor([7, -1, 0, 11], device=DEVICE)
@@ -190,7 +181,7 @@ def test_prepare_heads(ops: LayerOps, name: str, block_size: int, dtype: torch.d
     )
     query = torch.empty(4, sizes.heads, sizes.key_dim, dtype=dtype, device=DEVICE)
     cosines, sines = (None, None) if angles is None else (angles.cos().float(), angles.sin().float())
-    places = [cache if ops.heads_first else cache.transpose(1, 2) for cache in (keys, values)]
+    places = [cache if ops.ops.heads_first else cache.transpose(1, 2) for cache in (keys, values)]
     given = (places[0], places[1]) if sizes.stores else (None, None)
     ops.prepare_heads(qkv.clone(), sizes, Positions(cosines, sines, slots, scales), query, *given)
 
@@ -204,7 +195,7 @@ def test_prepare_heads(ops: LayerOps, name: str, block_size: int, dtype: torch.d
         torch.testing.assert_close(cache, expected, equal_nan=True)
 
 
-def test_nothing_is_stored_without_slots(ops: LayerOps) -> None:
+def test_nothing_is_stored_without_slots(ops: BoundKernels) -> None:
     """Guards a step of padding only, as graphs are captured with: not a single slot changes."""
     cache = torch.full((2, 3, 2, 2, 8), torch.nan, device=DEVICE)
     cache[:, 0] = 1.0
@@ -230,23 +221,23 @@ ACTIVATIONS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter, for a gate that is shut
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(ops: LayerOps, name: str, dtype: torch.dtype) -> None:
+def test_activations(ops: BoundKernels, name: str, dtype: torch.dtype) -> None:
     """Guards activations with a gate and without, also where they are shut or wide open."""
     inner = 1100 if name == "silu" else 64
     both = draw(3, 2 * inner, dtype=dtype)
     both[0, 0], both[1, 1], both[2, inner - 1] = (-100, 100, -20) if dtype != torch.float16 else (-15, 15, -9)
     out = torch.empty(3, inner, dtype=dtype, device=DEVICE)
     params = XIELU if name == "xielu" else ()
-    ops.activate(both, ActivationSettings(name, True, params), out)
+    ops.activate(both, Activation(name, True, params), out)
     check(out, ACTIVATIONS[name](both[:, :inner].double()) * both[:, inner:].double())
-    ops.activate(both[:, :inner].contiguous(), ActivationSettings(name, False, params), out)
+    ops.activate(both[:, :inner].contiguous(), Activation(name, False, params), out)
     check(out, ACTIVATIONS[name](both[:, :inner].double()))
 
 
-def test_clipped_activation(ops: LayerOps) -> None:
+def test_clipped_activation(ops: BoundKernels) -> None:
     """Guards GPT-OSS: gate and up are clipped, and up is one more."""
     both, out = 6 * draw(3, 40), torch.empty(3, 20, device=DEVICE)
-    ops.activate(both, ActivationSettings("silu", True, (), 7.0, 1.7, 1.0), out)
+    ops.activate(both, Activation("silu", True, (), 7.0, 1.7, 1.0), out)
     gate, up = both.double().chunk(2, 1)
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     check(out, gate * torch.sigmoid(1.7 * gate) * (up + 1))
@@ -254,7 +245,7 @@ def test_clipped_activation(ops: LayerOps) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", ["sigmoid", "softplus", "identity"])
-def test_gates(ops: LayerOps, function: str, dtype: torch.dtype) -> None:
+def test_gates(ops: BoundKernels, function: str, dtype: torch.dtype) -> None:
     """Guards gates for several numbers each, from the middle of a wider buffer."""
     gates, target = draw(3, 12, dtype=dtype), draw(3, 24, dtype=dtype, seed=1)
     given = gates[:, 2:8].double()
@@ -264,7 +255,7 @@ def test_gates(ops: LayerOps, function: str, dtype: torch.dtype) -> None:
     check(target, expected)
 
 
-def test_finished_logits(ops: LayerOps) -> None:
+def test_finished_logits(ops: BoundKernels) -> None:
     """Guards biases and the softcap, each alone and both."""
     logits, bias = 20 * draw(3, 5000), draw(5000, seed=1)
     for given, softcap in ((None, 30.0), (bias, 0.0), (bias, 5.0)):
@@ -276,18 +267,18 @@ def test_finished_logits(ops: LayerOps) -> None:
 
 
 ROUTERS = {
-    "softmax": Router(2, "softmax"),
-    "normalised, with a factor": Router(3, "softmax", normalize=True, factor=2.5),
-    "softmax of chosen": Router(4, "softmax_of_chosen"),
-    "sigmoid of chosen": Router(1, "sigmoid_of_chosen"),
-    "biases": Router(3, "sigmoid", draw(12, seed=4), normalize=True, epsilon=0.1),
-    "least sum": Router(2, "softmax", normalize=True, least_sum=0.9, expert_scales=draw(12, seed=5)),
-    "groups": Router(2, "softmax", groups=4, top_groups=2),
-    "groups by two": Router(3, "sigmoid", draw(12, seed=6), 4, 2, "two_highest"),
+    "softmax": router(2, "softmax"),
+    "normalised, with a factor": router(3, "softmax", normalize=True, factor=2.5),
+    "softmax of chosen": router(4, "softmax_of_chosen"),
+    "sigmoid of chosen": router(1, "sigmoid_of_chosen"),
+    "biases": router(3, "sigmoid", draw(12, seed=4), normalize=True, epsilon=0.1),
+    "least sum": router(2, "softmax", normalize=True, least_sum=0.9, expert_scales=draw(12, seed=5)),
+    "groups": router(2, "softmax", groups=4, top_groups=2),
+    "groups by two": router(3, "sigmoid", draw(12, seed=6), 4, 2, "two_highest"),
 }
 
 
-def routed(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+def routed(scores: Tensor, router: Any) -> tuple[Tensor, Tensor]:
     """Experts and weights [T, top_k], written out in float64."""
     x = scores.double()
     x = {"softmax": x.softmax(1), "sigmoid": x.sigmoid()}.get(router.scores, x)
@@ -311,11 +302,11 @@ def routed(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_routing(ops: LayerOps, name: str) -> None:
+def test_routing(ops: BoundKernels, name: str) -> None:
     """Guards which experts are chosen, their weights, and that pairs are sorted by expert."""
-    scores, router = draw(9, 12, seed=3), ROUTERS[name]
-    routing = ops.route(scores, router)
-    experts, weights = routed(scores, router)
+    scores, one = draw(9, 12, seed=3), ROUTERS[name]
+    routing = ops.route(scores, one)
+    experts, weights = routed(scores, one)
     torch.testing.assert_close(routing.weights.double(), weights, rtol=1e-5, atol=1e-6)
     assert torch.equal(routing.counts.cpu().long(), experts.flatten().bincount(minlength=12).cpu())
     assert torch.equal(routing.order.long().sort().values.cpu(), torch.arange(experts.numel()))
@@ -327,11 +318,11 @@ def test_routing(ops: LayerOps, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # Triton's interpreter cannot multiply bfloat16
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (40, 3)])
-def test_experts(ops: LayerOps, tokens: int, top_k: int, dtype: torch.dtype) -> None:
+def test_experts(ops: BoundKernels, tokens: int, top_k: int, dtype: torch.dtype) -> None:
     """Guards the products of few rows of an expert and of several tiles, experts without rows, and the weighted sum."""
     scores = draw(tokens, 6, seed=3)
     scores[:, 2], scores[:, 4] = 3.0, -30.0  # everybody's first choice, and nobody's
-    routing = ops.route(scores, Router(top_k, "softmax"))
+    routing = ops.route(scores, router(top_k, "softmax"))
     matrices, bias = draw(6, 50, 40, dtype=dtype, seed=1) / 6, draw(6, 50, dtype=dtype, seed=2)
     source, rows = draw(tokens, 40, dtype=dtype), torch.empty(tokens * top_k, 50, dtype=dtype, device=DEVICE)
     chosen, weights = scores.softmax(1).topk(top_k, 1).indices, routing.weights.double()

@@ -8,20 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.model.ops.device_kernel import DeviceOps
+from scripts.gpu.bound_kernels import BoundKernels, router
 from tests.support.device import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.formats import INT4, Integers
-from cbatch.kernels.layer_ops import ExpertWeights, Router
+from cbatch.kernels.layer_ops import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.triton.layer import TritonLayerOps
 from cbatch.kernels.triton.products import linear
 from cbatch.kernels.triton.products.linear import LinearTile
 
 pytestmark = pytest.mark.kernels
 
-OPS = {"triton": TritonLayerOps(90, True), "triton, without matrix units": TritonLayerOps(75, True)}
+
+def ops_for(capability: int) -> BoundKernels:
+    return BoundKernels(DeviceOps(True, True, True, capability))
+
+
+OPS = {
+    "triton": ops_for(90),
+    "triton, without matrix units": BoundKernels(DeviceOps(True, True, True, 75)),
+}
 DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
 
 
@@ -29,7 +38,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def product(ops: TritonLayerOps, source: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(ops: BoundKernels, source: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.full((len(source), len(matrix)), torch.nan, device=DEVICE)
     ops.linear(source, matrix, bias, out)
     return out
@@ -37,7 +46,7 @@ def product(ops: TritonLayerOps, source: Tensor, matrix: Tensor, bias: Tensor | 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
-def test_linear(ops: TritonLayerOps, dtype: torch.dtype) -> None:
+def test_linear(ops: BoundKernels, dtype: torch.dtype) -> None:
     """Guards tiles that are not full, depths that end within one, biases, both types of results, and logits."""
     for rows, columns, depth in [(1, 40, 64), (3, 33, 100), (70, 130, 160)]:
         source, matrix = draw(rows, depth, dtype=dtype), draw(columns, depth, dtype=dtype, seed=1)
@@ -62,7 +71,11 @@ def differing(multiply: Callable[[Tensor], Tensor], source: Tensor) -> int:
 @pytest.mark.parametrize("kind", ["numbers", "int4", "experts"])
 def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
     """Guards `--deterministic`: numbers of rows for which there would be other tiles otherwise."""
-    ops, source, router = TritonLayerOps(90, True), draw(70, 160, dtype=torch.float16), Router(2, "softmax")
+    ops, source, chooser = (
+        ops_for(90),
+        draw(70, 160, dtype=torch.float16),
+        router(2, "softmax"),
+    )
     matrix, scores = draw(70, 160, dtype=torch.float16, seed=1), draw(160, 6, seed=2)
     packed = QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
     numbers = torch.randint(0, 16, (70, 160), dtype=torch.uint8).to(DEVICE)
@@ -74,7 +87,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
             return product(ops, rows, matrix)
         if kind == "int4":
             return ops.logits(rows, packed)
-        routing = ops.route(rows.float() @ scores, router)
+        routing = ops.route(rows.float() @ scores, chooser)
         each = torch.empty(2 * len(rows), 70, dtype=torch.float16, device=DEVICE)
         ops.expert_linear(rows, routing, experts, each, gathers=True, weighs=False)
         out = torch.empty(len(rows), 70, device=DEVICE)
@@ -88,7 +101,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
 @pytest.mark.usefixtures("placeless_products")
 def test_a_tile_that_depends_on_the_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the worth of the test above: it notices sums that are cut elsewhere with few rows."""
-    ops, source, matrix = TritonLayerOps(90, True), draw(70, 160), draw(33, 160, seed=1)
+    ops, source, matrix = ops_for(90), draw(70, 160), draw(33, 160, seed=1)
     assert differing(lambda rows: product(ops, rows, matrix), source) == 0
 
     def by_rows(rows: Tensor) -> Tensor:

@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.gpu.bound_kernels import BoundKernels, router
 from tests.support.device import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.formats import FORMATS, FP8, INT4, INT4_ZEROS, INT8, MXFP4, ON_GPU, Integers
-from cbatch.kernels.layer_ops import ExpertWeights, LayerOps, Router
+from cbatch.kernels.layer_ops import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.reference.layer import TorchLayerOps
-from cbatch.kernels.triton.layer import TritonLayerOps
+from cbatch.model.ops.device_kernel import DeviceOps, by_torch, by_triton
 
 pytestmark = pytest.mark.kernels
 
-OPS: dict[str, LayerOps] = {
-    "triton": TritonLayerOps.for_device(DEVICE),
-    "triton, without matrix units": TritonLayerOps(75),
-    "torch": TorchLayerOps(heads_first=True),
+OPS = {
+    "triton": BoundKernels(by_triton(DEVICE)),
+    "triton, without matrix units": BoundKernels(DeviceOps(True, True, capability=75)),
+    "torch": BoundKernels(by_torch(heads_first=True)),
 }
 LEVELS = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
@@ -31,7 +31,7 @@ SIZES = [(1, 40, 64), (3, 33, 100), (20, 130, 288), (70, 70, 32)]
 
 
 @pytest.fixture(params=OPS)
-def ops(request: pytest.FixtureRequest) -> LayerOps:
+def ops(request: pytest.FixtureRequest) -> BoundKernels:
     return OPS[request.param]
 
 
@@ -77,7 +77,7 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])
-def test_linear(ops: LayerOps, kind: int, dtype: torch.dtype) -> None:
+def test_linear(ops: BoundKernels, kind: int, dtype: torch.dtype) -> None:
     """Guards every format, tiles that are not full, depths that end within a part, biases, and logits."""
     for rows, columns, depth in SIZES:
         matrix = QuantizedMatrix.empty(kind, columns, depth, DEVICE)
@@ -96,7 +96,7 @@ def test_linear(ops: LayerOps, kind: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])
-def test_look_up(ops: LayerOps, kind: int) -> None:
+def test_look_up(ops: BoundKernels, kind: int) -> None:
     """Guards embeddings: rows by their ids, exactly, whichever stand beside them."""
     matrix = QuantizedMatrix.empty(kind, 50, 1100, DEVICE)
     exact = drawn_matrix(kind, 50, 1100, matrix)
@@ -107,11 +107,11 @@ def test_look_up(ops: LayerOps, kind: int) -> None:
 
 @pytest.mark.parametrize("kind", ON_GPU, ids=lambda kind: FORMATS[kind])
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (40, 3)])
-def test_experts(ops: LayerOps, tokens: int, top_k: int, kind: int) -> None:
+def test_experts(ops: BoundKernels, tokens: int, top_k: int, kind: int) -> None:
     """Guards the matrices of experts, also of those without rows."""
     matrices = QuantizedMatrix.empty(kind, 50, 72, DEVICE, experts=6)
     exact = torch.stack([drawn_matrix(kind, 50, 72, matrices.expert(number), number) for number in range(6)])
-    routing = ops.route(draw(tokens, 6, seed=3), Router(top_k, "softmax"))
+    routing = ops.route(draw(tokens, 6, seed=3), router(top_k, "softmax"))
     source, bias = draw(tokens, 72), draw(6, 50, seed=2)
     rows = torch.full((tokens * top_k, 50), torch.nan, device=DEVICE)
     pairs = routing.order.long()
@@ -126,7 +126,7 @@ def test_experts(ops: LayerOps, tokens: int, top_k: int, kind: int) -> None:
 
 def test_rows_do_not_depend_on_each_other() -> None:
     """Guards a row's bits: the same alone, and among as many others as share its tile."""
-    ops, matrix = TritonLayerOps.for_device(DEVICE), QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
+    ops, matrix = by_triton(DEVICE), QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
     drawn_matrix(INT4, 70, 160, matrix)
     source = draw(16, 160, dtype=torch.float16)
     whole, alone = torch.empty(16, 70, device=DEVICE), torch.empty(1, 70, device=DEVICE)
@@ -136,7 +136,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 
 
 @pytest.mark.parametrize("group", [64, 128, 320])
-def test_float8(ops: LayerOps, group: int) -> None:
+def test_float8(ops: BoundKernels, group: int) -> None:
     """Guards FP8 with a scale for a block, and for a row, of a depth that is no multiple of either."""
     matrix = QuantizedMatrix.empty(FP8, 70, 290, DEVICE, group=group)
     exact = drawn_matrix(FP8, 70, 290, matrix)

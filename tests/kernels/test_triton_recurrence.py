@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cbatch.model.ops.device_kernel import by_torch, by_triton
+from cbatch.model.ops.gated_delta import GatedDelta
+from cbatch.model.ops.selective_scan import SelectiveScan
+from scripts.gpu.bound_kernels import BoundKernels, convolution, delta_rule, scan
 from tests.support.cuda_model import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.layer_ops import Convolution, DeltaHeads, LayerOps, NormWeights, Recurrence, ScanHeads
-from cbatch.kernels.reference.layer import TorchLayerOps
-from cbatch.kernels.triton.layer import TritonLayerOps
+from cbatch.kernels.layer_ops import NormWeights, Recurrence
 
 pytestmark = pytest.mark.kernels
 SLOTS = 9
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3}
 DTYPES = list(TOLERANCES)  # Triton's interpreter cannot multiply bfloat16
 
-Run = Callable[[LayerOps, Recurrence, Tensor, Tensor], None]
+Run = Callable[[BoundKernels, Recurrence, Tensor, Tensor], None]
 """Runs an operation over chunks, on states [slots, ...], into rows of `out`."""
 
 
@@ -67,7 +70,7 @@ def rows_of(chunks: list[Chunk]) -> int:
     return sum(chunk.tokens for chunk in chunks)
 
 
-def results(run: Run, ops: LayerOps, chunks: list[Chunk], state: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def results(run: Run, ops: BoundKernels, chunks: list[Chunk], state: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that are no padding, and all states after a step."""
     state, out = state.clone(), out.clone()
     run(ops, recurrence_of(chunks), state, out)
@@ -77,7 +80,7 @@ def results(run: Run, ops: LayerOps, chunks: list[Chunk], state: Tensor, out: Te
 
 def check(run: Run, chunks: list[Chunk], state: Tensor, out: Tensor) -> None:
     """Compares an operation with torch's."""
-    triton, torchs = TritonLayerOps.for_device(DEVICE), TorchLayerOps()
+    triton, torchs = BoundKernels(by_triton(DEVICE)), BoundKernels(by_torch())
     tolerance = max(TOLERANCES[state.dtype], TOLERANCES[out.dtype])
     for found, expected in zip(
         results(run, triton, chunks, state, out), results(run, torchs, chunks, state, out), strict=True
@@ -96,24 +99,24 @@ def blank(tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
     return torch.full((tokens, columns), torch.nan, dtype=dtype, device=DEVICE)
 
 
-def delta_case(heads: DeltaHeads, tokens: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Run, Tensor]:
+def delta_case(heads: GatedDelta, tokens: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Run, Tensor]:
     """The rule over random numbers, and states."""
     columns = 2 * heads.key_heads * heads.key_dim + heads.value_heads * heads.value_dim
     qkv, controls = wide(tokens, columns, dtype), wide(tokens, 2 * heads.value_heads, dtype, seed=1)
     state = draw(SLOTS, heads.value_heads, heads.key_dim, heads.value_dim, dtype=state_dtype, seed=2)
 
-    def run(ops: LayerOps, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
+    def run(ops: BoundKernels, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
         ops.gated_delta(qkv, controls, heads, state, recurrence, out)
 
     return run, state
 
 
-def scan_case(heads: ScanHeads, tokens: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Run, Tensor]:
+def scan_case(heads: SelectiveScan, tokens: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Run, Tensor]:
     columns = heads.heads * heads.head_dim + 2 * heads.groups * heads.state_size
     xbc, steps = wide(tokens, columns, dtype), wide(tokens, heads.heads, dtype, seed=1)
     state = draw(SLOTS, heads.heads, heads.head_dim, heads.state_size, dtype=state_dtype, seed=2)
 
-    def run(ops: LayerOps, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
+    def run(ops: BoundKernels, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
         ops.selective_scan(xbc, steps, heads, state, recurrence, out)
 
     return run, state
@@ -123,26 +126,26 @@ def convolution_case(
     channels: int, kernel: int, tokens: int, dtype: torch.dtype, state_dtype: torch.dtype, *, plain: bool = False
 ) -> tuple[Run, Tensor]:
     """plain: without gates, a bias and an activation"""
-    convolution = Convolution(draw(channels, kernel), draw(channels, seed=1), "silu")
+    weight, bias = draw(channels, kernel), draw(channels, seed=1)
     source, before, after = (wide(tokens, channels, dtype, seed) for seed in (2, 3, 4))
     gates = (None, None) if plain else (before, after)
-    convolution = Convolution(convolution.weight) if plain else convolution
+    one = convolution(weight) if plain else convolution(weight, bias, "silu")
     state = draw(SLOTS, channels, kernel - 1, dtype=state_dtype, seed=5)
 
-    def run(ops: LayerOps, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
-        ops.convolve(source, convolution, state, recurrence, out, *gates)
+    def run(ops: BoundKernels, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
+        ops.convolve(source, one, state, recurrence, out, *gates)
 
     return run, state
 
 
-def delta_heads(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> DeltaHeads:
+def delta_heads(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> GatedDelta:
     decay, bias = -draw(value_heads, seed=7).exp(), draw(value_heads, seed=8)
-    return DeltaHeads(key_heads, value_heads, key_dim, value_dim, decay, bias)
+    return delta_rule(key_heads, value_heads, key_dim, value_dim, decay, bias)
 
 
-def scan_heads(heads: int, head_dim: int, groups: int, state_size: int, **limits: float) -> ScanHeads:
+def scan_heads(heads: int, head_dim: int, groups: int, state_size: int, **limits: float) -> SelectiveScan:
     decay, bias, skip = -draw(heads, seed=7).exp(), draw(heads, seed=8), draw(heads, seed=9)
-    return ScanHeads(heads, head_dim, groups, state_size, decay, bias, skip, **limits)
+    return scan(heads, head_dim, groups, state_size, decay, bias, skip, **limits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -203,11 +206,12 @@ def test_states_of_another_type() -> None:
 
 def test_small_steps_are_exact() -> None:
     """Guards steps of 0.001 and less, as of many trained models: log(1 + x) loses the digits of a small x."""
-    heads = scan_heads(2, 4, 1, 8)._replace(step_bias=torch.tensor([-7.0, -15.0], device=DEVICE))
+    step_bias: Any = torch.tensor([-7.0, -15.0], device=DEVICE)
+    heads = replace(scan_heads(2, 4, 1, 8), step_bias=step_bias)
     run, state = scan_case(heads, 3, torch.float32, torch.float32)
     found, expected = (
         results(run, ops, [Chunk(3, 0)], 0 * state, blank(3, 8, torch.float32))[1][0]
-        for ops in (TritonLayerOps.for_device(DEVICE), TorchLayerOps())
+        for ops in (BoundKernels(by_triton(DEVICE)), BoundKernels(by_torch()))
     )
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
 
@@ -220,7 +224,7 @@ def test_gated_norm(groups: int, size: int, gate_first: bool, dtype: torch.dtype
     source, gate = (wide(5, groups * size, dtype, seed) for seed in (0, 1))
     norm = NormWeights("rms", 0.01, 1 + draw(groups * size, seed=2))
     found, expected = blank(5, groups * size, dtype), blank(5, groups * size, dtype)
-    for ops, out in ((TritonLayerOps.for_device(DEVICE), found), (TorchLayerOps(), expected)):
+    for ops, out in ((BoundKernels(by_triton(DEVICE)), found), (BoundKernels(by_torch()), expected)):
         ops.gated_norm(source, gate, norm, groups, out, gate_first=gate_first)
     torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
@@ -238,7 +242,7 @@ def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     """Guards rows and states of a chunk against its place in a step, and against what else is in it."""
     chunks = [Chunk(3, 2), Chunk(1, 0), Chunk(37, 5, (7, 6))]
     run, state = CASES[name](rows_of(chunks), dtype)
-    ops, out = TritonLayerOps.for_device(DEVICE), blank(rows_of(chunks), 40, dtype)
+    ops, out = BoundKernels(by_triton(DEVICE)), blank(rows_of(chunks), 40, dtype)
     together, after = results(run, ops, chunks, state, out)
     for number, chunk in enumerate(chunks):
         alone = [Chunk(one.tokens, one.slot if one is chunk else -1, one.snapshot) for one in chunks]
@@ -254,7 +258,7 @@ def test_a_decoded_token_beside_chunks_has_the_same_bits(name: str) -> None:
     """Guards steps that only decode, which launch fewer kernels, or others."""
     chunks = [Chunk(1, 2), Chunk(1, 0), Chunk(20, 5)]
     run, state = CASES[name](rows_of(chunks), torch.float16)
-    ops, out = TritonLayerOps.for_device(DEVICE), blank(rows_of(chunks), 40, torch.float16)
+    ops, out = BoundKernels(by_triton(DEVICE)), blank(rows_of(chunks), 40, torch.float16)
     rows, states = results(run, ops, chunks, state, out)
     decoded, after = results(run, ops, [*chunks[:2], *[Chunk(1, -1)] * 20], state, out)
     assert torch.equal(decoded, rows[:2]) and torch.equal(after[[0, 2]], states[[0, 2]])
@@ -264,7 +268,7 @@ def test_a_decoded_token_beside_chunks_has_the_same_bits(name: str) -> None:
 def test_cutting_a_prompt_changes_no_bit(name: str) -> None:
     """Guards prompts that are cut at a multiple of 64 tokens, where the engine cuts them."""
     run, state = CASES[name](75, torch.float16)
-    ops, out = TritonLayerOps.for_device(DEVICE), blank(75, 40, torch.float16)
+    ops, out = BoundKernels(by_triton(DEVICE)), blank(75, 40, torch.float16)
     whole, expected = results(run, ops, [Chunk(75, 3)], state, out)
     first, between = results(run, ops, [Chunk(64, 3), Chunk(11, -1)], state, out)
     last, found = results(run, ops, [Chunk(64, -1), Chunk(11, 3)], between, out)
@@ -281,12 +285,13 @@ def test_tiles_are_exact(name: str) -> None:
 
 def test_tiles_of_equal_keys() -> None:
     """Guards prompts that repeat a token: the systems of tiles are then as far from 1 as they can be."""
-    heads = delta_heads(1, 2, 16, 16)._replace(decay=torch.full((2,), -1e-4, device=DEVICE))
+    decay: Any = torch.full((2,), -1e-4, device=DEVICE)
+    heads = replace(delta_heads(1, 2, 16, 16), decay_log=decay)
     qkv = draw(1, 64, dtype=torch.float16).repeat(64, 1)
     qkv[:, 32:] = draw(64, 32, dtype=torch.float16, seed=1)
     controls = torch.full((64, 4), 3.0, dtype=torch.float16, device=DEVICE)
 
-    def run(ops: LayerOps, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
+    def run(ops: BoundKernels, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
         ops.gated_delta(qkv, controls, heads, state, recurrence, out)
 
     check(run, [Chunk(64, 0)], draw(1, 2, 16, 16, seed=2), blank(64, 32, torch.float32))
@@ -307,8 +312,8 @@ def test_faults_are_noticed(name: str, fault: str) -> None:
     chunks = [Chunk(3, 2), Chunk(2, 1, (2, 4)), Chunk(19, 5, (3, 7))]
     run, state = CASES[name](rows_of(chunks), torch.float16)
 
-    def broken(ops: LayerOps, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
-        run(ops, FAULTS[fault](recurrence) if isinstance(ops, TritonLayerOps) else recurrence, state, out)
+    def broken(ops: BoundKernels, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
+        run(ops, FAULTS[fault](recurrence) if ops.ops.triton else recurrence, state, out)
 
     checked = partial(check, chunks=chunks, state=state, out=blank(rows_of(chunks), 40, torch.float16))
     checked(run)

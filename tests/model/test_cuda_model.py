@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.attention.reference import ReferenceAttention
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import DeviceInputs
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.kv_cache import KVCache
 from tests.support.cuda_model import (
     DEVICE,
@@ -31,12 +31,12 @@ from tests.support.cuda_model import (
     network_of,
     run,
 )
+from tests.support.kernel_faults import replace_kernel
 from tests.support.tiny_models import draw_weights, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.attention.triton import TritonAttention
-from cbatch.kernels.triton.layer import TritonLayerOps
 from cbatch.model.cuda import CudaModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
@@ -52,14 +52,14 @@ def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_torch_alone_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the model without a kernel of ours, which is what is left where all of them fail."""
-    model = model_of(network_of(name)).with_ops(TorchLayerOps())
+    model = model_of(network_of(name)).with_ops(by_torch())
     engine = engine_around(monkeypatch, model, ReferenceAttention(), max_batch_tokens=8)
     assert run(engine) == expected_of(name)
 
 
 def test_torch_operations_with_triton_attention_equal_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards torch's operations over blocks as Triton's attention lays them out."""
-    model = model_of(network_of("qwen3, norms")).with_ops(TorchLayerOps(heads_first=True))
+    model = model_of(network_of("qwen3, norms")).with_ops(by_torch(heads_first=True))
     assert run(engine_around(monkeypatch, model, max_batch_tokens=8)) == expected_of("qwen3, norms")
 
 
@@ -159,7 +159,7 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the time of a decode step: four products and four kernels for a layer, and no waiting for the device."""
     launches: list[str] = []
     for name in ("embed_and_norm", "add_and_norm", "prepare_heads", "activate", "select_and_norm"):
-        monkeypatch.setattr(TritonLayerOps, name, lambda *_, name=name: launches.append(name))
+        replace_kernel(monkeypatch, name, lambda *_, name=name: launches.append(name))
     of_two = operations_of(2)
     assert Counter(launches) == {
         "embed_and_norm": 1,

@@ -19,15 +19,15 @@ from cbatch.base.quantization import Quantization
 from cbatch.engine.kernel_checks.layer import LayerChecks
 from cbatch.kernels.formats import FORMATS, INT4, INT8, Integers, quantized
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.reference.layer import TorchLayerOps
-from cbatch.model import checkpoint, device_weights, load_plan
+from cbatch.model import checkpoint, device_weights, load_plan, stored
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.programs import stored
+from cbatch.model.ops.device_kernel import by_torch
 from tests.support.cuda_model import engine_around
 from tests.support.device import DEVICE
 from tests.support.generation import generate
 from tests.support.gguf_files import gguf_model, write_model
+from tests.support.kernel_faults import replace_kernel
 from tests.support.model_checks import PROMPTS, is_greedy_output, reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, saved_model, typical_error
 from tests.support.quantized_folders import (
@@ -49,7 +49,6 @@ from tests.support.samples import sampled
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.attention.triton import TritonAttention
-from cbatch.kernels.triton.layer import TritonLayerOps
 from cbatch.model.cuda import CudaModel
 
 pytestmark = pytest.mark.kernels
@@ -81,7 +80,7 @@ def logits_of(model: CudaModel) -> Tensor:
 
 
 def logits_by_torch(model: CudaModel) -> Tensor:
-    return logits_in_chunks(model.with_ops(TorchLayerOps()), ReferenceAttention(), TOKENS, CHUNKS)
+    return logits_in_chunks(model.with_ops(by_torch()), ReferenceAttention(), TOKENS, CHUNKS)
 
 
 def expected_of(network: Any) -> Tensor:
@@ -197,12 +196,12 @@ def test_quantize(kind: str, weights: str) -> None:
         return torch.stack(parts) if tensor.dim() == 3 else parts[0]
 
     tensors = {name: rounded(name, tensor) for name, tensor in saved.tensors.items()}
-    plain = CudaModel(saved.config, tensors, torch.float32, DEVICE, TorchLayerOps())
+    plain = CudaModel(saved.config, tensors, torch.float32, DEVICE, by_torch())
     assert error_of(logits_of(model), logits_by_torch(plain)) < 2e-4
     assert model.weight_bytes < plain.weight_bytes
 
 
-def test_kernels_check_themselves() -> None:
+def test_kernels_check_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what an engine does when it starts on a GPU: each product is compared with torch's, also the head's."""
     for kind in ("qwen3", "mixtral"):
         saved = saved_model(kind)
@@ -211,15 +210,9 @@ def test_kernels_check_themselves() -> None:
         checks = list(LayerChecks(model, 16).run())
         assert not [check.name for check in checks if not check.agrees]
         assert {"quantized_linear", "output head"} <= {check.name for check in checks}
-        wrong = model.with_ops(_Wrong(90))
-        assert "quantized_linear" in {check.name for check in LayerChecks(wrong, 16).run() if not check.agrees}
-
-
-class _Wrong(TritonLayerOps):
-    """Products that are twice what they should be."""
-
-    def quantized_linear(self, source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
-        super().quantized_linear(2 * source, matrix, bias, out)
+        with monkeypatch.context() as patch:
+            replace_kernel(patch, "quantized_linear", lambda right, source, *others: right(2 * source, *others))
+            assert "quantized_linear" in {check.name for check in LayerChecks(model, 16).run() if not check.agrees}
 
 
 def test_quantize_rounds_files_anew(tmp_path: Path) -> None:

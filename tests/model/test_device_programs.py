@@ -5,7 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from torch import Tensor
 from cbatch.attention.cpu import CpuAttention
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.params import SamplingParams
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import DeviceInputs
 from cbatch.model.cpu import CpuModel
 from cbatch.model.families import read_program
 from cbatch.model.families.registry import declared_kinds
+from cbatch.model.ops.device_kernel import DeviceOps, by_torch
 from cbatch.runtime.batch import RaggedBatch
 from tests.support.architectures import CLASSES
 from tests.support.cuda_model import engine_around, kv_cache_of, logits_of
@@ -53,7 +53,7 @@ def device_model(kind: str, ops: Any = None, dtype: torch.dtype = torch.float32)
 
 
 def logits_by_torch(kind: str) -> Tensor:
-    return logits_in_chunks(device_model(kind, TorchLayerOps()), ReferenceAttention())
+    return logits_in_chunks(device_model(kind, by_torch()), ReferenceAttention())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +90,7 @@ def test_torch_equals_the_kernels_of_a_cpu(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gemma3_text", "starcoder2", "gpt_oss", "deepseek_v2", "olmo2"])
 def test_half_precision_is_near_float32(kind: str) -> None:
     """Guards float16, with rounding as all that it may differ by."""
-    found = logits_in_chunks(device_model(kind, TorchLayerOps(), torch.float16), ReferenceAttention())
+    found = logits_in_chunks(device_model(kind, by_torch(), torch.float16), ReferenceAttention())
     assert typical_error(found, expected_logits(kind)) < 0.05
 
 
@@ -137,12 +137,11 @@ def test_what_is_added_waits_for_a_norm() -> None:
     """Guards the launches of a step: products of parallel blocks and post-norms are added by the norm that follows."""
     counted: dict[str, int] = {}
 
-    class Counting:
-        heads_first = False
-
-        def __getattr__(self, name: str) -> Any:
-            counted[name] = counted.get(name, 0) + 1
-            return getattr(TorchLayerOps(), name)
+    @dataclass(frozen=True)
+    class Counting(DeviceOps):
+        def call(self, kernel: Any, arguments: Any, keywords: Any) -> Any:
+            counted[kernel.name] = counted.get(kernel.name, 0) + 1
+            return super().call(kernel, arguments, keywords)
 
     for kind, norms, left in (("phi", 1, 1), ("gemma2", 2, 1), ("olmo2", 2, 1), ("llama", 2, 0)):
         counted.clear()
@@ -156,7 +155,7 @@ def test_what_is_added_waits_for_a_norm() -> None:
 
 def test_experts_are_counted_as_they_are_used() -> None:
     """Guards estimates of speed: a token is multiplied with the experts that it chooses."""
-    model = device_model("mixtral", TorchLayerOps())
+    model = device_model("mixtral", by_torch())
     config, hidden = model.config, model.program.hidden_size
     experts, chosen, inner = config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]
     cost, layers = model.linear_cost, len(model.program.caches)

@@ -20,13 +20,13 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.cpu.program import run_step
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import read_program
 from cbatch.model.families.registry import declared_kinds
 from cbatch.model.loader import LoadedModel
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.model.programs.program import Program
 from tests.support.architectures import CLASSES
 from tests.support.cuda_model import engine_around
@@ -222,7 +222,7 @@ def test_longrope_beyond_its_switch(interpreter: str, monkeypatch: pytest.Monkey
         loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
         engine = SteppingEngine(EngineConfig(block_size=BLOCK_SIZE, kv_blocks=40, device="cpu"), loaded)
     else:
-        model = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), TorchLayerOps())
+        model = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), by_torch())
         engine = engine_around(monkeypatch, model, ReferenceAttention(), block_size=BLOCK_SIZE, kv_blocks=40)
     assert model.max_model_len == 160 and model.short_context == 40
     long, short, later = TRUNK + PROMPTS[2], TRUNK[:33], TRUNK + PROMPTS[2][:30]

@@ -25,13 +25,12 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.float8_matrix import Float8Matrix
 from cbatch.kernels.formats import FORMATS
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.kernels.triton.occupancy import CHIPS
-from cbatch.model import checkpoint, float8, load_plan
+from cbatch.model import checkpoint, float8, load_plan, stored
 from cbatch.model.float8 import float8_problem, tell_float8
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.programs import stored
+from cbatch.model.ops.device_kernel import by_torch
 from tests.support.device import DEVICE, HAS_GPU
 from tests.support.model_checks import reference_logits
 from tests.support.programs import PROMPT, logits_in_chunks, saved_model, typical_error
@@ -143,9 +142,9 @@ def test_a_whole_model_in_float32(
     with rounded_inputs(network):
         expected = reference_logits(network, [TOKENS])[0]
     exact, found = reference_logits(network, [TOKENS])[0], logits_of(model)
-    by_torch = logits_in_chunks(model.with_ops(TorchLayerOps()), ReferenceAttention(), TOKENS, CHUNKS)
+    plain = logits_in_chunks(model.with_ops(by_torch()), ReferenceAttention(), TOKENS, CHUNKS)
     assert typical_error(found, expected) < 0.01 < typical_error(found, exact)
-    assert typical_error(by_torch, expected) < 0.01
+    assert typical_error(plain, expected) < 0.01
 
 
 @needs_float8
@@ -157,8 +156,8 @@ def test_a_whole_model(tmp_path: Path) -> None:
     assert set(kinds_of(other)) == {"fp8"} and str(other.quantization) == "stored with float16 activations"
     assert str(model.quantization) == "stored with fp8 activations"
     assert model.weight_bytes == other.weight_bytes
-    by_torch = logits_in_chunks(model.with_ops(TorchLayerOps()), ReferenceAttention(), TOKENS, CHUNKS)
-    assert typical_error(logits_of(model), by_torch) < 0.1  # a number that is rounded the other way changes others
+    plain = logits_in_chunks(model.with_ops(by_torch()), ReferenceAttention(), TOKENS, CHUNKS)
+    assert typical_error(logits_of(model), plain) < 0.1  # a number that is rounded the other way changes others
     assert 0.01 < typical_error(logits_of(model), logits_of(other)) < 0.2
 
 

@@ -10,11 +10,11 @@ import torch
 
 from cbatch.attention.cpu import CpuAttention
 from cbatch.attention.reference import ReferenceAttention
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import read_program
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.model.programs.named_tensors import check_weights, resolved
 from tests.support.model_checks import is_greedy_output, reference_logits
 from tests.support.programs import PROMPT, error_of, expected_logits, reconfigured, saved_model, typical_error
@@ -100,7 +100,7 @@ def test_states_of_others_are_seen(kind: str, fault: str | None) -> None:
 def test_torch_has_the_same_snapshots(kind: str) -> None:
     """Guards snapshots of programs that run operation by operation, and the way from a batch to their arguments."""
     saved, cut = saved_model(kind), 24
-    model = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), TorchLayerOps())
+    model = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), by_torch())
     run = Runner(model, ReferenceAttention(), 2)
     run.step([Chunk(1, PROMPT[3:30]), Chunk(0, PROMPT[: cut + 2], (cut, 2))])
     run.lengths[0], run.slots[0] = cut, 2

@@ -5,7 +5,8 @@ Like a kernel, each reads all its tensors when its turn comes. The interpreter w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch.utils import _pytree as pytree
 from cbatch.attention import reference
 from cbatch.attention.base import AttendOptions
 from cbatch.attention.triton import TritonAttention
-from cbatch.kernels.reference.layer import TorchLayerOps, store_in_blocks
 from cbatch.kernels.triton.attention_metadata import AttentionMetadata
+from cbatch.model.ops.attention import store_in_blocks
+from cbatch.model.ops.device_kernel import DeviceKernel, DeviceOps
 from cbatch.sample import sampler
 from cbatch.sample.sampler import SamplingMetadata
 from tests.support.fake_cuda import DeviceTensor, mapped_numbers
@@ -31,21 +33,18 @@ def launch(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     tensors[0].memory.device.enqueue(lambda: function(*values, **named))  # type: ignore[attr-defined]
 
 
-class QueuedLayerOps:
-    """`LayerOps`, for blocks of the layout [kv_heads, block_size, head_dim]."""
+@dataclass(frozen=True, slots=True)
+class QueuedOps(DeviceOps):
+    """Operations of torch that wait in the queue, for blocks of the layout [kv_heads, block_size, head_dim]."""
 
-    heads_first = True
-    batch_invariant = False
+    heads_first: bool = True
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        function = getattr(TorchLayerOps(heads_first=True), name)
-        return lambda *args, **kwargs: launch(function, *args, **kwargs)
-
-    def logits(self, hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = hidden.new_empty(len(hidden), len(lm_head), dtype=torch.float32)
-        launch(TorchLayerOps().logits, hidden, lm_head, out)
-        return out
+    def call(self, kernel: DeviceKernel[Any, Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        if kernel.name == "multiply_logits" and arguments[-1] is None:
+            hidden, lm_head, _ = arguments
+            arguments = hidden, lm_head, hidden.new_empty(len(hidden), len(lm_head), dtype=torch.float32)
+        launch(kernel.function_for(self), *arguments, **keywords)
+        return arguments[-1]
 
 
 class QueuedAttention(TritonAttention):

@@ -17,7 +17,7 @@ from cbatch.engine.cuda_graphs import GraphCapturer, Run
 from cbatch.engine.kernel_checks.comparison import TOLERANCES, error_of_cache, largest_error
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.engine.kernel_checks.made_up_steps import empty_cache, num_blocks, ragged_batch
-from cbatch.kernels.reference.layer import store_in_blocks
+from cbatch.model.ops.attention import store_in_blocks
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.kv_cache import U8, U8_SCALE_BYTES, LayerShape, as_numbers, as_stored

@@ -26,11 +26,12 @@ from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.kernels.formats import FORMATS, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, Integers, quantized
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import Model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.programs.program import Attend, Linear
+from cbatch.model.ops.attention import Attend
+from cbatch.model.ops.device_kernel import by_torch
+from cbatch.model.ops.linear import Linear
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import device_memory
 
@@ -81,7 +82,7 @@ class CpuChecks:
         """Against transformers, which needs the weights a second time; against plain torch for formats of files."""
         stored, make_plain, judge = self.model.stored_weights, self.make_plain, "transformers"
         if stored is not None:
-            config, plain_ops, judge = self.model.config, TorchLayerOps(), "plain torch"
+            config, plain_ops, judge = self.model.config, by_torch(), "plain torch"
             make_plain = partial(CudaModel, config, stored, self.model.dtype, self.model.device, plain_ops)
         name = f"a whole step, against {judge}"
         needed, free = self.model.num_parameters * self.model.dtype.itemsize, device_memory(self.model.device).free()

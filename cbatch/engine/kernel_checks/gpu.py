@@ -12,15 +12,15 @@ from cbatch.engine.kernel_checks.captured_step import check_captured
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.kernel_checks.layer import LayerChecks
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import Model
 from cbatch.model.cuda import CudaModel
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.sample.sampler import Sampler
 
 
 def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
-    """The model by operations of torch alone. heads_first: see `LayerOps`"""
-    return model.with_ops(TorchLayerOps(heads_first)) if isinstance(model, CudaModel) else model
+    """The model by operations of torch alone. heads_first: see `DeviceOps`"""
+    return model.with_ops(by_torch(heads_first=heads_first)) if isinstance(model, CudaModel) else model
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from cbatch.attention.base import AttendOptions
+from cbatch.attention.reference import ReferenceAttention, ReferenceMetadata
 from cbatch.engine.kernel_checks.comparison import (
     TOLERANCES,
     error_of_cache,
@@ -20,21 +24,24 @@ from cbatch.engine.kernel_checks.comparison import (
     product_tolerance,
 )
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
-from cbatch.engine.kernel_checks.layer_calls import CHUNKS, LayerCall, noted_calls
-from cbatch.engine.kernel_checks.recurrent_calls import (
-    STATES,
-    STEPS,
-    StateChunk,
-    bytes_per_sequence,
-    over_chunks,
+from cbatch.engine.kernel_checks.made_up_steps import (
+    empty_cache,
+    empty_states,
+    made_up_states,
+    num_blocks,
+    ragged_batch,
 )
-from cbatch.kernels.layer_ops import Addend, Embedding, Positions, Router, Routing
+from cbatch.kernels.layer_ops import Addend, Embedding, Positions, Recurrence, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.base import HiddenStates
 from cbatch.model.cuda import CudaModel
-from cbatch.model.programs.program import Linear
-from cbatch.runtime.kv_cache import FP8
+from cbatch.model.ops.device_kernel import DeviceKernel, DeviceOps, by_torch
+from cbatch.model.ops.linear import Linear
+from cbatch.model.ops.operation import constants
+from cbatch.runtime.kv_cache import FP8, LayerShape, Shape
+
+CHUNKS = [(0, 3), (0, 2)]
+"""Of the step whose calls are noted."""
 
 _TOKENS = 5
 _PRODUCT_TOKENS = 2048
@@ -45,15 +52,176 @@ _HEAD_PIECE = 4096
 # CUDA's, logits are rounded too, by up to 0.0005 in float16 and 0.004 in bfloat16.
 _HEAD_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
-_PRODUCTS = ("linear", "expert_linear", "quantized_linear", "float8_linear")
 
-_READ_AND_WRITTEN = {"add_and_norm": 0, "gate": 4, "finish_logits": 0}
-"""Which argument of an operation is both."""
+class StateChunk(NamedTuple):
+    """tokens: of a chunk; snapshot: after how many of them its state is copied, 0 for never"""
+
+    tokens: int
+    snapshot: int = 0
+
+
+STEPS = {
+    "decode": [StateChunk(1), StateChunk(1, 1), StateChunk(1)],
+    "chunks": [StateChunk(1), StateChunk(2), StateChunk(75, 37), StateChunk(1), StateChunk(40, 32), StateChunk(21, 21)],
+}
+"""Of recurrent layers: chunks shorter than a convolution, of several tiles, and of some tiles and a few tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One call of a kernel, with its arguments as they were before it."""
+
+    kernel: DeviceKernel[Any, Any]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> KernelCall:
+        """With every tensor of the step changed; weights stay."""
+        pairs = zip(self.kernel.parameters, self.arguments, strict=False)
+        changed = (one if name == "weights" else _changed(one, change) for name, one in pairs)
+        return replace(self, arguments=tuple(changed))
+
+    def run(self, ops: DeviceOps) -> Any:
+        return self.kernel(ops, *self.arguments, **self.keywords)
+
+    def results(self, ops: DeviceOps) -> list[Tensor]:
+        """Makes the call again, with copies. Returns what its tensors hold then, and its result."""
+        mine = self.with_tensors(torch.clone)
+        result = mine.run(ops)
+        found = [one for one in mine.arguments if isinstance(one, Tensor)]
+        if isinstance(result, Routing):
+            found += [result.weights, _experts_of(result), result.counts[:, None].float()]
+        return [one for one in found if one.dim() > 1]
+
+    @property
+    def state(self) -> int | None:
+        """Which argument holds the states of a recurrent layer; the next is the `Recurrence`, and then comes `out`."""
+        names = self.kernel.parameters
+        return names.index("state") if "state" in names else None
+
+    def bytes_per_token(self) -> int:
+        """What it reads and writes for each token, without weights and small numbers."""
+        total = 0
+        for name, one in zip(self.kernel.parameters, self.arguments, strict=False):
+            match one:
+                case Tensor() if one.is_floating_point():
+                    row = one[0, :, 0] if one.dim() == 4 else one[0]  # of a cache, the place of one token
+                    total += (1 + (name == self.kernel.updates)) * row.numel() * one.element_size()
+                case Embedding():
+                    total += one.table[0].nbytes * (1 if one.positions is None else 2)
+                case Positions():
+                    total += sum(each[0].nbytes for each in one if each is not None)
+                case tuple() if type(one) is tuple:
+                    total += sum(each.value[0].nbytes for each in one if isinstance(each, Addend))
+        return total
+
+    def bytes_per_sequence(self) -> int:
+        """What a decoding sequence reads and writes in a recurrent layer."""
+        assert self.state is not None
+        rows = [one[0].nbytes for one in self.arguments if isinstance(one, Tensor) and one.dim() == 2]
+        state: Tensor = self.arguments[self.state]
+        return 2 * state[0].nbytes + sum(rows)
+
+    def over_chunks(self, chunks: Sequence[StateChunk], draw: Callable[..., Tensor]) -> KernelCall:
+        """The call over a step of such chunks, with random states and numbers, which are columns of wider tensors.
+
+        Slots lie in no order. Each chunk has one for a snapshot, too, which is NaN before one is made.
+
+        draw: random numbers, of a seed and a shape
+        """
+        place, count = self.state, len(chunks)
+        assert place is not None
+        noted: Tensor = self.arguments[place]
+        state = noted.new_full((2 * count, *noted.shape[1:]), math.nan)
+        state[count:] = draw(0, count, *noted.shape[1:])
+        tokens, out = sum(chunk.tokens for chunk in chunks), self.arguments[place + 2]
+        arguments = [
+            draw(number + 1, tokens, one.shape[1] + 16).to(one.dtype)[:, 8:-8] if isinstance(one, Tensor) else one
+            for number, one in enumerate(self.arguments)
+        ]
+        arguments[place : place + 3] = [
+            state, _recurrence_of(chunks, state.device), out.new_zeros(tokens, out.shape[1])
+        ]  # fmt: skip
+        return replace(self, arguments=tuple(arguments))
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    match value:
+        case Tensor():
+            return change(value)
+        case Addend():
+            return value._replace(value=change(value.value))
+        case Positions() | Routing():
+            return value._replace(**{name: change(one) for name, one in value._asdict().items() if one is not None})
+        case tuple() if type(value) is tuple:
+            return tuple(_changed(one, change) for one in value)
+    return value
+
+
+def _experts_of(routing: Routing) -> Tensor:
+    """[T, top_k] the experts that were chosen. Where a pair stands among those of its expert does not matter."""
+    return torch.searchsorted(routing.counts.cumsum(0), routing.places.long(), right=True).float()
+
+
+def _recurrence_of(chunks: Sequence[StateChunk], device: torch.device) -> Recurrence:
+    count, snapshots = len(chunks), [chunk.snapshot for chunk in chunks]
+    starts = [0, *accumulate(chunk.tokens for chunk in chunks)]
+    targets = [number if snapshot else -1 for number, snapshot in enumerate(snapshots)]
+    columns = starts, range(2 * count - 1, count - 1, -1), snapshots, targets
+    tensors = [torch.tensor(list(column), dtype=torch.int32, device=device) for column in columns]
+    return Recurrence(tensors[0], tensors[1], tensors[2], tensors[3], max(chunk.tokens for chunk in chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class _NotingOps(DeviceOps):
+    """Operations by torch, each call of which is noted if there was none like it."""
+
+    calls: dict[Any, KernelCall] = field(default_factory=dict)
+
+    def call(self, kernel: DeviceKernel[Any, Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        key = kernel.name, constants(arguments), constants(tuple(sorted(keywords.items())))
+        if key not in self.calls:
+            self.calls[key] = KernelCall(kernel, arguments, keywords).with_tensors(torch.clone)
+        return kernel.function_for(self)(*arguments, **keywords)
+
+
+class _HeadsFirstReference(ReferenceAttention):
+    """The reference, over blocks as Triton's attention lays them out."""
+
+    def block_shapes(self, layer: LayerShape, block_size: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+        keys, values = super().block_shapes(layer, block_size, dtype)
+        return (keys[1], keys[0], keys[2]), (values[1], values[0], values[2])
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: ReferenceMetadata, **options: Unpack[AttendOptions]
+    ) -> Tensor:
+        return super().attend(query, keys.transpose(1, 2), values.transpose(1, 2), metadata, **options)
+
+
+def noted_calls(model: CudaModel, block_size: int, kv_dtype: torch.dtype | None) -> list[KernelCall]:
+    """The different calls of a step of the model, by operations of torch. Keys go to two blocks, and one token has no
+    slot."""
+    noting = _NotingOps(heads_first=model.ops.heads_first)
+    attention = _HeadsFirstReference(kv_dtype) if noting.heads_first else ReferenceAttention(kv_dtype)
+    batch = ragged_batch(CHUNKS, block_size, model.device, model.vocab_size)
+    kv_cache = empty_cache(
+        attention, model.layers, num_blocks(CHUNKS, block_size), block_size, model.dtype, model.device
+    )
+    if model.states:
+        batch = replace(batch, states=made_up_states(empty_states(model, len(CHUNKS)), batch))
+    model.with_ops(noting).forward(batch, kv_cache, attention)
+    slots = torch.arange(len(batch.ids), device=model.device) + block_size - 2
+    slots[len(slots) // 2] = -1
+    for call in noting.calls.values():
+        for one in call.arguments:
+            if isinstance(one, Positions):
+                one.slots.copy_(slots)
+    return list(noting.calls.values())
 
 
 @dataclass(frozen=True, slots=True)
 class LayerChecks:
-    """The checks of a model's operations.
+    """The checks of a model's kernels.
 
     kv_dtype:       type of the KV cache; None: that of the model
     workload_bytes: what a workload reads and writes: more than the L2 cache of any GPU holds
@@ -65,22 +233,20 @@ class LayerChecks:
     workload_bytes: int = 2**29
 
     def run(self) -> Iterator[KernelCheck]:
-        """One check for each way in which the model calls an operation, and one of the output head."""
+        """One check for each way in which the model calls a kernel, and one of the output head."""
         model, seen = self.model, Counter[str]()
         with torch.inference_mode():
             calls = noted_calls(model, self.block_size, self.kv_dtype)
         for call in calls:
-            if call.name == "linear" and not model.ops.batch_invariant:
-                continue  # the library's: nothing could take its place
-            seen[call.name] += 1
-            name = call.name + (f" ({seen[call.name]})" if seen[call.name] > 1 else "")
+            kernel = call.kernel
+            if not kernel.triton or (kernel.name == "linear" and not model.ops.batch_invariant):
+                continue  # torch's or the library's: nothing could take its place
+            seen[kernel.name] += 1
+            name = kernel.name + (f" ({seen[kernel.name]})" if seen[kernel.name] > 1 else "")
             tolerance = TOLERANCES[model.dtype]
-            if call.name in _PRODUCTS:
+            if kernel.is_product:
                 tolerance = product_tolerance(model.dtype, tolerance)
-            error, workload = self._error, self._workload
-            if call.name in STATES:
-                error, workload = self._recurrent_error, self._recurrent_workload
-            yield run_check(name, model.device, tolerance, partial(error, call), partial(workload, call))
+            yield run_check(name, model.device, tolerance, partial(self._error, call), partial(self._workload, call))
         tolerance = product_tolerance(model.dtype, _HEAD_TOLERANCES[model.dtype])
         yield run_check("output head", model.device, tolerance, self._head_error, self._head_workload)
 
@@ -101,57 +267,61 @@ class LayerChecks:
         tolerance = product_tolerance(model.dtype, TOLERANCES[model.dtype])
         return run_check("linear", model.device, tolerance, measure, workload)
 
-    def _error(self, call: LayerCall) -> float:
-        results = zip(call(self.model.ops), call(TorchLayerOps(self.model.ops.heads_first)), strict=True)
-        return max(_error_of_result(found, expected) for found, expected in results)
+    def _error(self, call: KernelCall) -> float:
+        if call.state is not None:
+            return max(self._difference(call.over_chunks(chunks, self._draw)) for chunks in STEPS.values())
+        return self._difference(call)
 
-    def _recurrent_error(self, call: LayerCall) -> float:
-        return max(self._error(over_chunks(call, chunks, self._draw)) for chunks in STEPS.values())
-
-    def _recurrent_workload(self, call: LayerCall) -> Workload:
-        """A step in which so many sequences decode that the device's memory limits it."""
-        sequences = max(self.workload_bytes // bytes_per_sequence(call), 1)
-        grown = over_chunks(call, [StateChunk(1)] * sequences, self._draw)
-        run = partial(getattr(self.model.ops, call.name), *grown.arguments, **call.keywords)
-        return Workload(run, bytes_read=bytes_per_sequence(call) * sequences)
+    def _difference(self, call: KernelCall) -> float:
+        plain = by_torch(heads_first=self.model.ops.heads_first)
+        pairs = zip(call.results(self.model.ops), call.results(plain), strict=True)
+        return max((error_of_fp8_cache if one.dtype == FP8 else error_of_cache)(one, other) for one, other in pairs)
 
     def _head_error(self) -> float:
         """With the model's own matrix, compared with a product in float64."""
         residual, added = (self._draw(seed, _TOKENS, self.model.program.hidden_size) for seed in (0, 1))
         hidden, rows = HiddenStates(residual.float(), added), torch.tensor([3, 0], device=self.model.device)
-        plain = self.model.with_ops(_WideHead(self.model.ops.heads_first))
-        return largest_error(self.model.run_head(hidden, rows), plain.run_head(hidden, rows))
+        plain = self.model.with_ops(by_torch(heads_first=self.model.ops.heads_first))
+        wide = plain.head_input(hidden, rows).double()
+        products = torch.cat([linear(wide, piece.double()) for piece in _pieces(plain.head.lm_head)], 1)
+        return largest_error(self.model.run_head(hidden, rows), plain.finished(products))
 
     def _head_workload(self) -> Workload:
         tokens, program = 256, self.model.program
         hidden = HiddenStates(*(self._draw(seed, tokens, program.hidden_size) for seed in (0, 1)))
         hidden = hidden._replace(residual=hidden.residual.float())
         rows = torch.arange(tokens, device=self.model.device)
-        return Workload(partial(self.model.run_head, hidden, rows), flops=2 * tokens * program.head.matrix.size)
+        return Workload(partial(self.model.run_head, hidden, rows), flops=2 * tokens * program.head.size)
 
-    def _workload(self, call: LayerCall) -> Workload:
-        """The call with so many tokens that the device's memory limits it, or the products of experts."""
-        token_bytes = _bytes_per_token(call)
-        tokens = _PRODUCT_TOKENS if call.name in _PRODUCTS else max(self.workload_bytes // token_bytes, 1)
+    def _workload(self, call: KernelCall) -> Workload:
+        """The call with so many tokens, or decoding sequences, that the device's memory limits it; or a product."""
+        ops = self.model.ops
+        if call.state is not None:
+            size = call.bytes_per_sequence()
+            sequences = max(self.workload_bytes // size, 1)
+            grown = call.over_chunks([StateChunk(1)] * sequences, self._draw)
+            return Workload(partial(grown.run, ops), bytes_read=size * sequences)
+        size = call.bytes_per_token()
+        tokens = _PRODUCT_TOKENS if call.kernel.is_product else max(self.workload_bytes // size, 1)
         grown = self._grown(call, tokens)
-        run = partial(getattr(self.model.ops, call.name), *grown.arguments, **call.keywords)
-        if call.name not in _PRODUCTS:
-            return Workload(run, bytes_read=token_bytes * tokens)
-        # Both end with the rows of the result, which are as long as a matrix has columns.
+        if not call.kernel.is_product:
+            return Workload(partial(grown.run, ops), bytes_read=size * tokens)
+        # All products end with the rows of the result, which are as long as a matrix has columns.
         out = next(one for one in reversed(grown.arguments) if isinstance(one, Tensor))
-        return Workload(run, flops=2.0 * out.numel() * grown.arguments[0].shape[1])
+        return Workload(partial(grown.run, ops), flops=2.0 * out.numel() * grown.arguments[0].shape[1])
 
-    def _grown(self, call: LayerCall, tokens: int) -> LayerCall:
+    def _grown(self, call: KernelCall, tokens: int) -> KernelCall:
         """The call with so many tokens instead of the few that were noted, of random numbers."""
         noted = sum(stop - start for start, stop in CHUNKS)
         sequences, count = len(CHUNKS), 0
-        scale = next((one.weights.shape[1] for one in call.arguments if isinstance(one, Routing)), 1)
+        routing = next((one for one in call.arguments if isinstance(one, Routing)), None)
+        scale = 1 if routing is None else routing.weights.shape[1]
 
         def grow(tensor: Tensor) -> Tensor:
             nonlocal count
             count += 1
             rows = {noted: tokens, sequences: tokens, noted * scale: tokens * scale}.get(len(tensor))
-            if rows is None or (tensor.dim() == 4 and call.name == "prepare_heads"):  # a cache of all tokens
+            if rows is None or (tensor.dim() == 4 and call.kernel.name == "prepare_heads"):  # a cache of all tokens
                 blocks = -(-tokens // self.block_size)
                 return tensor.new_empty(blocks, *tensor.shape[1:]) if tensor.dim() == 4 else tensor
             if tensor.is_floating_point():
@@ -159,51 +329,25 @@ class LayerChecks:
             numbers = torch.arange(rows, device=tensor.device) % self.model.vocab_size  # each is read from memory
             return numbers.to(tensor.dtype)
 
-        routing = None
-        if any(isinstance(one, Routing) for one in call.arguments):
-            routing = self._routing(call, tokens)
-        arguments = tuple(routing if isinstance(one, Routing) else one for one in call.with_tensors(grow).arguments)
-        return LayerCall(call.name, arguments, call.keywords)
-
-    def _routing(self, call: LayerCall, tokens: int) -> Routing:
-        """Of random scores: every expert has about as many tokens."""
-        noted = next(one for one in call.arguments if isinstance(one, Routing))
-        scores = self._draw(9, tokens, len(noted.counts)).float()
-        return self.model.ops.route(scores, Router(noted.weights.shape[1], "softmax"))
+        grown = call.with_tensors(grow)
+        if routing is None:
+            return grown
+        spread = _spread_routing(tokens, routing.weights.shape[1], len(routing.counts), self.model.device)
+        arguments = tuple(spread if isinstance(one, Routing) else one for one in grown.arguments)
+        return replace(grown, arguments=arguments)
 
     def _draw(self, seed: int, *shape: int) -> Tensor:
         generator: Any = torch.Generator(self.model.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.model.device).to(self.model.dtype)
 
 
-def _bytes_per_token(call: LayerCall) -> int:
-    """What an operation reads and writes for each token, without weights and small numbers."""
-    total = 0
-    for number, one in enumerate(call.arguments):
-        match one:
-            case Tensor() if one.is_floating_point():
-                row = one[0, :, 0] if one.dim() == 4 else one[0]  # of a cache, the place of one token
-                times = 2 if _READ_AND_WRITTEN.get(call.name) == number else 1
-                total += times * row.numel() * one.element_size()
-            case Embedding():
-                total += one.table[0].nbytes * (1 if one.positions is None else 2)
-            case Positions():
-                total += sum(each[0].nbytes for each in one if each is not None)
-            case tuple() if type(one) is tuple:
-                total += sum(each.value[0].nbytes for each in one if isinstance(each, Addend))
-    return total
-
-
-def _error_of_result(found: Tensor, expected: Tensor) -> float:
-    return (error_of_fp8_cache if found.dtype == FP8 else error_of_cache)(found, expected)
-
-
-class _WideHead(TorchLayerOps):
-    """Logits are summed and written in float64."""
-
-    def logits(self, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:
-        wide = hidden.double()
-        return torch.cat([linear(wide, piece.double()) for piece in _pieces(lm_head)], 1)
+def _spread_routing(tokens: int, top_k: int, experts: int, device: torch.device) -> Routing:
+    """Every expert has about as many tokens."""
+    chosen = torch.arange(tokens * top_k, device=device) % experts
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=experts).int()
+    weights = torch.full((tokens, top_k), 1 / top_k, device=device)
+    return Routing(weights, order.argsort().view(tokens, top_k).int(), order.int(), counts)
 
 
 def _pieces(matrix: Tensor | QuantizedMatrix) -> Iterator[Tensor]:

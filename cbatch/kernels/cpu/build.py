@@ -54,4 +54,5 @@ class Builder:
 
     def compile(self, parts: list[tuple[str, str, Any]]) -> None:
         for module, name, signature in parts:
-            address_of(Part(getattr(import_module(module), name), signature))
+            found = getattr(import_module(module), name)
+            address_of(Part(getattr(found, "function", found), signature))

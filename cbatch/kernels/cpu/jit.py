@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import platform
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
+from numba.np.arrayobj import populate_array
 
 from cbatch import compat
 from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
@@ -94,7 +96,7 @@ def address_of(part: Part) -> int:
 @cache
 def _callback(part: Part) -> Any:
     """Not compiled yet. Its machine code lives as long as it does."""
-    compiled = new_callback(part.function, part.signature)
+    compiled = new_callback(part.function, part.signature, OPTIONS)
     _keep(compiled, part.function)
     return compiled
 
@@ -115,11 +117,40 @@ def call_address(context: Any, address: Any, arguments: Any) -> Any:
     return types.int64(address, arguments), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def as_pointer(context: Any, address: Any) -> Any:
+    """An address as functions take it that were compiled for a record."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def view_as(context: Any, memory: Any, like: Any) -> Any:
+    """Flat bytes as numbers of the type of `like`, a number."""
+    kind = types.Array(like, 1, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, found = (
+            context.make_array(memory)(context, builder, args[0]),
+            context.make_array(kind)(context, builder),
+        )
+        number = context.get_data_type(like)
+        size = ir.Constant(ir.IntType(64), context.get_abi_sizeof(number))
+        data = builder.bitcast(source.data, number.as_pointer())
+        populate_array(found, data, [builder.sdiv(source.nitems, size)], [size], size, None, None)
+        return found._getvalue()
+
+    return kind(memory, like), generate
+
+
 def _keep(compiled: Any, function: Callable[..., Any]) -> None:
     keep_compiled(
         compiled,
         function,
-        _sources(),
+        _sources(Path(inspect.getfile(function))),
         why_not_trusted=_why_not_trusted,
         on_miss=_warn_of_compilation,
         on_error=lambda error: _warn_of_cache(str(error)),
@@ -132,11 +163,14 @@ def _why_not_trusted(folder: Path) -> str | None:
 
 
 @cache
-def _sources() -> str:
-    """A hash of all kernels, each of which consists of functions from several files, and of what compiles them."""
+def _sources(own: Path) -> str:
+    """A hash of all kernels, each of which consists of functions from several files, and of what compiles them.
+
+    own: the file of a function, which need not stand among the kernels
+    """
     folder = Path(__file__).parent
-    files = [*sorted(folder.rglob("*.py")), folder.parent / "formats.py", Path(compat.__file__)]
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
+    files = {*folder.rglob("*.py"), folder.parent / "formats.py", Path(compat.__file__), own}
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in sorted(files)), digest_size=16).hexdigest()
 
 
 @cache

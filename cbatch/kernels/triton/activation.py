@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import ActivationSettings
 from cbatch.kernels.triton.attention_tile import power_of_2
 from cbatch.kernels.triton.launch import launch_options
 
@@ -68,8 +67,8 @@ def _activate_kernel(
     tl.store(out + row * INNER + column, x.to(out.dtype.element_ty), mask=inside)
 
 
-def activate(up: Tensor, activation: ActivationSettings, out: Tensor) -> None:
-    """See `LayerOps.activate`."""
+def activate(up: Tensor, activation: Any, out: Tensor) -> None:
+    """See `model/ops/linear.py`."""
     rows, inner = out.shape
     block = min(power_of_2(inner), 1024)
     numbers = (*activation.params, 0.0, 0.0, 0.0, 0.0)[:4]
@@ -101,7 +100,7 @@ def _gate_kernel(
 
 
 def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
-    """See `LayerOps.gate`."""
+    """See `model/ops/gate.py`."""
     rows, columns = target.shape
     block = min(power_of_2(columns), 1024)
     _gate_kernel[(rows, -(-columns // block))](
@@ -128,7 +127,7 @@ def _finish_logits_kernel(
 
 
 def finish_logits(logits: Tensor, bias: Tensor | None, softcap: float) -> None:
-    """See `LayerOps.finish_logits`."""
+    """See `model/ops/products.py`."""
     rows, vocabulary = logits.shape
     block = 4096
     _finish_logits_kernel[(rows, -(-vocabulary // block))](

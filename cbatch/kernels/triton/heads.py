@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Heads, NormWeights, Positions
+from cbatch.kernels.layer_ops import NormWeights, Positions
 from cbatch.kernels.triton.attention_tile import power_of_2, to_fp8
 from cbatch.kernels.triton.launch import launch_options
 from cbatch.kernels.triton.norm import norm_constants, norm_tensors, normed
@@ -190,24 +190,25 @@ def _store_value(
 
 
 def prepare_heads(
-    qkv: Tensor, heads: Heads, positions: Positions, query: Tensor, keys: Tensor | None, values: Tensor | None
-) -> None:
-    """See `LayerOps.prepare_heads`. keys, values: [num_blocks, kv_heads, block_size, dim]"""
+    qkv: Tensor, one: Any, norms: tuple[NormWeights, ...], positions: Positions, query: Tensor, keys: Tensor | None,
+    values: Tensor | None,
+) -> None:  # fmt: skip
+    """See `model/ops/attention.py`. keys, values: [num_blocks, kv_heads, block_size, dim]"""
+    kv_heads, key_dim, value_dim = one.shape.heads, one.shape.key_dim, one.shape.value_dim
     cosines, sines = positions.cosines, positions.sines
-    half = heads.key_dim // 2 if cosines is None else cosines.shape[1]
-    group = heads.heads // heads.kv_heads
+    half = key_dim // 2 if cosines is None else cosines.shape[1]
+    group = one.heads // kv_heads
     tile, half_tile = power_of_2(group), power_of_2(half)
-    norms = heads.query_norm, heads.key_norm, heads.value_norm
     keys = query if keys is None else as_bytes(keys)
     values = query if values is None else as_bytes(values)
-    _prepare_heads_kernel[(query.shape[0], heads.kv_heads)](
+    _prepare_heads_kernel[(query.shape[0], kv_heads)](
         qkv, qkv if cosines is None else cosines, qkv if sines is None else sines,
         qkv if positions.query_scales is None else positions.query_scales, positions.slots,
         *(part for norm in norms for part in norm_tensors(norm, qkv)), query, keys, values,
-        qkv.stride(0), heads.kv_heads, group, heads.key_dim, heads.value_dim, half, keys.shape[2], tile, half_tile,
-        power_of_2(max(heads.key_dim - 2 * half, 1)), power_of_2(heads.value_dim), cosines is not None,
-        positions.query_scales is not None, heads.stores, heads.norm_last, heads.clip,
-        *(_step(norm, dim) for norm, dim in zip(norms, (heads.key_dim, heads.key_dim, heads.value_dim), strict=True)),
+        qkv.stride(0), kv_heads, group, key_dim, value_dim, half, keys.shape[2], tile, half_tile,
+        power_of_2(max(key_dim - 2 * half, 1)), power_of_2(value_dim), cosines is not None,
+        positions.query_scales is not None, one.stores, one.norms.last, one.clip,
+        *(_step(norm, dim) for norm, dim in zip(norms, (key_dim, key_dim, value_dim), strict=True)),
         **norm_constants(norms[0], "QUERY_"), **norm_constants(norms[1], "KEY_"), **norm_constants(norms[2], "VALUE_"),
         **launch_options(tile * half_tile // 8),
     )  # fmt: skip

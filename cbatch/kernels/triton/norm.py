@@ -105,7 +105,7 @@ def _norm_kernel(
 def embed_and_norm(
     embedding: Embedding, ids: Tensor, positions: Tensor, residual: Tensor, norm: NormWeights | None, out: Tensor | None
 ) -> None:
-    """See `LayerOps.embed_and_norm`."""
+    """See `model/ops/residual.py`."""
     addends = [Addend(embedding.table, embedding.scale)]
     if embedding.positions is not None:
         addends.append(Addend(embedding.positions))
@@ -115,14 +115,14 @@ def embed_and_norm(
 
 
 def add_and_norm(residual: Tensor, addends: tuple[Addend, ...], norm: NormWeights | None, out: Tensor | None) -> None:
-    """See `LayerOps.add_and_norm`."""
+    """See `model/ops/residual.py`."""
     _launch(residual, addends, residual, norm, out)
 
 
 def select_and_norm(
     residual: Tensor, addends: tuple[Addend, ...], rows: Tensor, norm: NormWeights, factor: float, out: Tensor
 ) -> None:
-    """See `LayerOps.select_and_norm`."""
+    """See `model/ops/residual.py`."""
     _launch(residual, addends, rows, norm, out, factor=factor, selects=True)
 
 
@@ -172,7 +172,7 @@ def _normalize_kernel(
 
 
 def normalize(source: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, *, add: bool = False) -> None:
-    """See `LayerOps.normalize`."""
+    """See `model/ops/residual.py`."""
     size = source.shape[1] // groups
     block = power_of_2(size)
     _normalize_kernel[(len(source), groups)](

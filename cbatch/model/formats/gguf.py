@@ -22,7 +22,7 @@ from cbatch.model.formats.gguf_file import GgufFile, read_gguf
 from cbatch.model.formats.gguf_weights import GgufMatrix
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.programs.named_tensors import check_weights
-from cbatch.model.programs.stored import StoredWeights
+from cbatch.model.stored import StoredWeights
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of, with_tokens

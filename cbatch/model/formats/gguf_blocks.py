@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cbatch.kernels import formats as packed
 from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, Integers
-from cbatch.model.programs.stored import Packing
+from cbatch.model.stored import Packing
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, IQ4_NL, IQ4_XS, BF16, MXFP4 = 0, 1, 2, 3, 6, 8, 12, 20, 23, 30, 39
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.kernels.formats import GROUP, Integers
 from cbatch.model.formats.gguf_blocks import block_name, integers_of, is_exact, packing_of, values_of
 from cbatch.model.formats.gguf_file import GgufFile
-from cbatch.model.programs.stored import Packing, Rows, StoredMatrix, common_packing, rounded
+from cbatch.model.stored import Packing, Rows, StoredMatrix, common_packing, rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, Integers
-from cbatch.model.programs.stored import Packing, Rows, StoredMatrix
+from cbatch.model.stored import Packing, Rows, StoredMatrix
 from cbatch.model.tensor_files import Tensors
 
 

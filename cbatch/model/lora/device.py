@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cbatch.model.lora.sites import Sites
 from cbatch.model.lora_files import LowRank
-from cbatch.model.programs.program import Linear
+from cbatch.model.ops.linear import Linear
 
 ROWS_AT_ONCE = 512
 """Rows whose products are in memory beside the step's own, which the size of the KV cache has room for."""

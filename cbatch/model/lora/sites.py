@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cbatch.model.lora_files import Adapter, LowRank
-from cbatch.model.programs.program import Experts, Head, Linear, Program, Route, Weight, weights_of
+from cbatch.model.ops.experts import Experts, Route
+from cbatch.model.ops.head import Head
+from cbatch.model.ops.linear import Linear
+from cbatch.model.ops.program import Program
+from cbatch.model.weight import Weight, weights_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -151,6 +151,11 @@ class Builder:
     def add(self, operation: Operation) -> None:
         self._operations.append(operation)
 
+    @property
+    def top_k(self) -> int:
+        """Experts of a token, by the last router."""
+        return next(one.top_k for one in reversed(self._operations) if isinstance(one, Route))
+
     def program(self) -> Program:
         architectures = self.config.get("architectures") or [self.config.kind]
         if min(self.num_layers, self.hidden_size, self.vocab_size, self.max_model_len) < 1:
@@ -165,6 +170,8 @@ class Builder:
             caches=tuple(self._caches),
             windows=tuple(self._windows),
             rotaries=tuple(self._rotaries),
+            embedding=self._embedding,
+            head=self._head,
             is_tied=self.is_tied,
             replaced_ids=self.replaced_ids,
             layouts=self.layouts,
@@ -263,6 +270,7 @@ class Builder:
         weight = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
         biases = (Weight(f"{name}.bias", (self.vocab_size,)),) if bias else ()
         matrix = Matrix((self._embedding if self.is_tied else weight,), biases)
+        self._head = matrix
         self.add(Head(norm, matrix, factor, softcap or 0.0))
 
     def new_cache(self, shape: LayerShape, window: int) -> int:
@@ -503,9 +511,7 @@ class Layer:
             columns = [(1 + activation.gated) * size // len(first)] * len(first)
             up.append(self.matrix(first, columns, hidden, bias=False))
             down.append(self.matrix(last, hidden, size, bias=False))
-        self.model.add(
-            Experts(source, target, tuple(up), tuple(down), activation, target == RESIDUAL, factor, weigh_input)
-        )
+        self._add_experts(source, target, tuple(up), tuple(down), activation, factor, weigh_input)
 
     def stacked_experts(
         self,
@@ -543,9 +549,14 @@ class Layer:
             down_biases = Weight(f"{self.prefix}{down}_bias", (num_experts, hidden), number)
             ups.append(Matrix((one,), (biases,) if bias else ()))
             downs.append(Matrix((other,), (down_biases,) if bias else ()))
-        self.model.add(
-            Experts(source, target, tuple(ups), tuple(downs), activation, target == RESIDUAL, factor, weigh_input)
-        )
+        self._add_experts(source, target, tuple(ups), tuple(downs), activation, factor, weigh_input)
+
+    def _add_experts(
+        self, source: str, target: str, up: tuple[Matrix, ...], down: tuple[Matrix, ...], activation: Activation,
+        factor: float, weigh_input: bool,
+    ) -> None:  # fmt: skip
+        add, top_k = target == RESIDUAL, self.model.top_k
+        self.model.add(Experts(source, target, up, down, activation, top_k, add, factor, weigh_input))
 
     def route(self, source: str, num_experts: int, name: str = "mlp.gate", *, bias: bool = False, **how: Any) -> None:
         """The router. how: the other fields of `Route`"""

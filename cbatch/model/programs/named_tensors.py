@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.programs.program import Layout, Program
-from cbatch.model.programs.stored import StoredWeights
+from cbatch.model.ops.program import Layout, Program
+from cbatch.model.stored import StoredWeights
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -21,7 +21,7 @@ _NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors of the files by the names that the program has for them."""
-    table = program.embed.table.name
+    table = program.embedding.name
     for layout in program.layouts:
         if table not in tensors and _named(table, layout) in tensors:
             tensors = _Renamed(tensors, layout)
@@ -95,7 +95,7 @@ def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
     tensors: by the program's names, see `resolved`
     """
     shapes = program.shapes
-    head, table = "lm_head.weight", program.embed.table.name
+    head, table = "lm_head.weight", program.embedding.name
     spare = re.compile("|".join(program.spare))
     odd = {name for name in tensors if not spare.fullmatch(name)} ^ shapes.keys()
     if program.is_tied:

@@ -85,7 +85,7 @@ def expert_shares(program: Any) -> tuple[float, float]:
 
     if program is None:  # the layers of transformers
         return 0.0, 1.0
-    in_experts, others, top_k, chosen = 0, program.head.matrix.size, 0, 1.0
+    in_experts, others, top_k, chosen = 0, program.head.size, 0, 1.0
     for operation in program.operations:
         match operation:
             case Linear():

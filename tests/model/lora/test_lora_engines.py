@@ -20,10 +20,10 @@ from cbatch.base.errors import ConfigError, ModelError
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.reference.layer import TorchLayerOps
 from cbatch.model.cpu import CpuModel
 from cbatch.model.loader import LoadedModel
 from cbatch.model.lora import cpu as lora_on_cpu
+from cbatch.model.ops.device_kernel import by_torch
 from cbatch.schedule.sequence import TokenSequence
 from tests.support.adapters import LINEARS, draw_adapter, merged_by_peft, save_adapter
 from tests.support.generation import generate
@@ -126,7 +126,7 @@ def test_steps_by_torch_equal_peft(kind: str, folder: Path, monkeypatch: pytest.
     from tests.support.cuda_model import engine_around
 
     case = make_case(kind, folder)
-    model = CudaModel(case.config, case.tensors, torch.float32, torch.device("cpu"), TorchLayerOps())
+    model = CudaModel(case.config, case.tensors, torch.float32, torch.device("cpu"), by_torch())
     settings: dict[str, Any] = {"block_size": 16, "kv_blocks": 60, "max_seqs": 8, "device": "cpu"}
     engine = engine_around(monkeypatch, model, ReferenceAttention(), lora=case.lora, **settings)
     assert tokens_of(run(engine)) == case.expected

@@ -7,14 +7,14 @@ has chosen nothing is read. Which pair of an expert comes first is left to chanc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import ExpertWeights, Router, Routing
+from cbatch.kernels.layer_ops import ExpertWeights, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, power_of_2
 from cbatch.kernels.triton.launch import launch_options
@@ -124,20 +124,20 @@ def _place_kernel(
     tl.store(order + place, pair, mask=inside)
 
 
-def route(scores: Tensor, router: Router) -> Routing:
-    """See `LayerOps.route`."""
-    tokens, experts = scores.shape
+def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None]) -> Routing:
+    """See `model/ops/experts.py`."""
+    (tokens, experts), (choice_bias, expert_scales) = scores.shape, given
     top_k, device = router.top_k, scores.device
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
     chosen, ranks, places, order = torch.empty(4, tokens, top_k, dtype=torch.int32, device=device)
     counts = torch.zeros(experts, dtype=torch.int32, device=device)
     tile = power_of_2(experts)
     _route_kernel[(tokens,)](
-        scores, scores if router.choice_bias is None else router.choice_bias,
-        scores if router.expert_scales is None else router.expert_scales, weights, chosen, ranks, counts, experts,
+        scores, scores if choice_bias is None else choice_bias,
+        scores if expert_scales is None else expert_scales, weights, chosen, ranks, counts, experts,
         tile, top_k, power_of_2(top_k), _SCORES.index(router.scores), router.groups, router.top_groups,
         router.group_score == "two_highest", router.normalize, router.epsilon, router.least_sum, router.factor,
-        router.choice_bias is not None, router.expert_scales is not None, num_warps=1, **LAUNCH,
+        choice_bias is not None, expert_scales is not None, num_warps=1, **LAUNCH,
     )  # fmt: skip
     pairs, block = tokens * top_k, 32
     _place_kernel[(-(-pairs // block),)](
@@ -223,7 +223,7 @@ def expert_linear(
     source: Tensor, routing: Routing, experts: ExpertWeights, out: Tensor, capability: int, *, gathers: bool,
     weighs: bool, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
-    """See `LayerOps.expert_linear`. capability: of the chip, 90 for 9.0"""
+    """See `model/ops/experts.py`. capability: of the chip, 90 for 9.0"""
     weight, number, pairs = experts.weight, len(routing.counts), len(routing.order)
     columns, mean = out.shape[1], FIXED_ROWS if batch_invariant else pairs / number
     if isinstance(weight, QuantizedMatrix):
@@ -266,7 +266,7 @@ def _combine_experts_kernel(
 
 
 def combine(rows: Tensor, routing: Routing, factor: float, out: Tensor, *, weighs: bool, add: bool) -> None:
-    """See `LayerOps.combine`."""
+    """See `model/ops/experts.py`."""
     tokens, columns = out.shape
     block = min(power_of_2(columns), 1024)
     _combine_experts_kernel[(tokens, -(-columns // block))](

@@ -51,5 +51,5 @@ def round_rows(source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def float8_linear(source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
-    """See `LayerOps.float8_linear`."""
+    """See `model/ops/products.py`."""
     matrix.multiply(*round_rows(source), bias, out)

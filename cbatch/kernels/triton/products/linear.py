@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.kernels.layer_ops import multiply
 from cbatch.kernels.triton.attention_tile import LAUNCH
 
 FIXED_ROWS = 64
@@ -80,8 +81,18 @@ def _linear_kernel(
     tl.store(to, total.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
+def linear(
+    source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, capability: int, batch_invariant: bool
+) -> None:
+    """See `model/ops/products.py`: the library's product, unless the bits of a row may not depend on other rows."""
+    if batch_invariant:
+        tiled_linear(source, matrix, bias, out, capability)
+    else:
+        multiply(source, matrix, bias, out)
+
+
 def tiled_linear(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, capability: int) -> None:
-    """See `LayerOps.linear`.  capability: of the chip, 90 for 9.0"""
+    """See `linear`.  capability: of the chip, 90 for 9.0"""
     (rows, depth), columns = source.shape, len(matrix)
     tile = LinearTile.of(source.dtype, capability)
     _linear_kernel[(-(-rows // tile.rows), -(-columns // tile.columns))](

@@ -150,7 +150,7 @@ def quantized_linear(
     *,
     batch_invariant: bool = False,
 ) -> None:
-    """See `LayerOps.quantized_linear`. capability: of the chip, 90 for 9.0"""
+    """See `model/ops/products.py`. capability: of the chip, 90 for 9.0"""
     rows = len(source)
     tile = QuantizedTile.for_rows(FIXED_ROWS if batch_invariant else rows, source.dtype, capability)
     _quantized_linear_kernel[(-(-rows // tile.rows), -(-matrix.columns // tile.columns))](
@@ -190,7 +190,7 @@ def _look_up_kernel(
 
 
 def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
-    """See `LayerOps.look_up`."""
+    """See `model/ops/products.py`."""
     parts = matrix.numbers.shape[0]
     block = min(power_of_2(parts), 32)
     _look_up_kernel[(len(ids), -(-parts // block))](

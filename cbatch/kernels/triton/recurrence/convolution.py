@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Convolution, Recurrence
+from cbatch.kernels.layer_ops import Recurrence
 from cbatch.kernels.triton.attention_tile import power_of_2
 from cbatch.kernels.triton.launch import launch_options
 from cbatch.kernels.triton.recurrence.chunk import CHUNK_TENSORS, chunk_tensors, read_chunk
@@ -186,26 +186,28 @@ def _keep_window_kernel(
 
 def convolve(
     source: Tensor,
-    convolution: Convolution,
+    weights: tuple[Tensor, Tensor | None],
+    activation: str,
     state: Tensor,
     recurrence: Recurrence,
     out: Tensor,
     input_gate: Tensor | None,
     output_gate: Tensor | None,
 ) -> None:
-    """See `LayerOps.convolve`."""
-    channels, kernel = convolution.weight.shape
+    """See `model/ops/convolution.py`."""
+    weight, bias = weights
+    channels, kernel = weight.shape
     kept: dict[str, Any] = {
         "SOURCE_ROW": source.stride(0), "INPUT_ROW": 0 if input_gate is None else input_gate.stride(0),
         "CHANNELS": channels, "KERNEL": kernel, "HAS_INPUT_GATE": input_gate is not None,
     }  # fmt: skip
     constants = kept | {
         "OUTPUT_ROW": 0 if output_gate is None else output_gate.stride(0), "OUT_ROW": out.stride(0),
-        "HAS_OUTPUT_GATE": output_gate is not None, "HAS_BIAS": convolution.bias is not None,
-        "SILU": convolution.activation == "silu",
+        "HAS_OUTPUT_GATE": output_gate is not None, "HAS_BIAS": bias is not None,
+        "SILU": activation == "silu",
     }  # fmt: skip
-    into, bias = source if input_gate is None else input_gate, convolution.bias
-    given = into, source if output_gate is None else output_gate, convolution.weight, source if bias is None else bias
+    into = source if input_gate is None else input_gate
+    given = into, source if output_gate is None else output_gate, weight, source if bias is None else bias
     chunks, taps, wide = len(recurrence.slots), power_of_2(kernel - 1), 2 * _CHANNELS
     by_chunk = (chunks, -(-channels // wide))
     if recurrence.longest == 1:

@@ -6,12 +6,14 @@ States may be of any type; what is computed is float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import DeltaHeads, Recurrence
+from cbatch.kernels.layer_ops import Recurrence
 from cbatch.kernels.triton.attention_tile import LAUNCH
 from cbatch.kernels.triton.recurrence.chunk import (
     CHUNK_TENSORS,
@@ -202,14 +204,16 @@ def _gated_delta_tile_kernel(
 def gated_delta(
     qkv: Tensor,
     controls: Tensor,
-    heads: DeltaHeads,
+    heads: Any,
+    weights: tuple[Tensor, Tensor],
     state: Tensor,
     recurrence: Recurrence,
     out: Tensor,
+    *,
     capability: int,
 ) -> None:
-    """See `LayerOps.gated_delta`.  capability: of the chip, 90 for 9.0"""
-    given, ints = (qkv, controls, heads.decay, heads.decay_bias), chunk_tensors(recurrence)
+    """See `model/ops/gated_delta.py`.  capability: of the chip, 90 for 9.0"""
+    given, ints = (qkv, controls, *weights), chunk_tensors(recurrence)
     rows, chunks = (qkv.stride(0), controls.stride(0)), len(recurrence.slots)
     sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
     tiles = takes_tiles(qkv.dtype, capability) and heads.key_dim <= _LONGEST_TILE

@@ -34,7 +34,7 @@ def _gated_norm_kernel(
 
 
 def gated_norm(source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool) -> None:
-    """See `LayerOps.gated_norm`."""
+    """See `model/ops/gated_norm.py`."""
     size = source.shape[1] // groups
     block = power_of_2(size)
     _gated_norm_kernel[(len(source), groups)](

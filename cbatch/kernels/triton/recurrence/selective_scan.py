@@ -6,11 +6,13 @@ float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Recurrence, ScanHeads
+from cbatch.kernels.layer_ops import Recurrence
 from cbatch.kernels.triton.recurrence.chunk import (
     CHUNK_TENSORS,
     chunk_tensors,
@@ -118,11 +120,12 @@ def _selective_scan_tile_kernel(
 
 
 def selective_scan(
-    xbc: Tensor, steps: Tensor, heads: ScanHeads, state: Tensor, recurrence: Recurrence, out: Tensor, capability: int
-) -> None:
-    """See `LayerOps.selective_scan`.  capability: of the chip, 90 for 9.0"""
+    xbc: Tensor, steps: Tensor, heads: Any, weights: tuple[Tensor, Tensor, Tensor], state: Tensor,
+    recurrence: Recurrence, out: Tensor, *, capability: int,
+) -> None:  # fmt: skip
+    """See `model/ops/selective_scan.py`.  capability: of the chip, 90 for 9.0"""
     arguments = (
-        xbc, steps, heads.decay, heads.step_bias, heads.skip, state, *chunk_tensors(recurrence), out, xbc.stride(0),
+        xbc, steps, *weights, state, *chunk_tensors(recurrence), out, xbc.stride(0),
         steps.stride(0), out.stride(0), heads.heads, heads.head_dim, heads.groups, heads.state_size, heads.step_min,
         heads.step_max,
     )  # fmt: skip

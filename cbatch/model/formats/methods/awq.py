@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cbatch.model.formats.matrices import ColumnMatrix, unpacked, unpacked_rows
 from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
-from cbatch.model.programs.stored import Rows
+from cbatch.model.stored import Rows
 
 _ORDER = np.array((0, 2, 4, 6, 1, 3, 5, 7))
 """Which of eight rows the bits of a word are, the lowest first."""

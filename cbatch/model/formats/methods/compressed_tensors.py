@@ -30,7 +30,7 @@ from cbatch.model.formats.matrices import (
     unpacked_rows,
 )
 from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
-from cbatch.model.programs.stored import Rows
+from cbatch.model.stored import Rows
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cbatch.model.formats.matrices import ColumnMatrix, unpacked, unpacked_rows
 from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
-from cbatch.model.programs.stored import Rows
+from cbatch.model.stored import Rows
 
 _OF_MAKERS = (
     "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path", "tokenizer",

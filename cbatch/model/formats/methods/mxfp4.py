@@ -15,7 +15,7 @@ from torch import Tensor
 from cbatch.kernels.formats import GROUP, MXFP4
 from cbatch.model.formats.matrices import GroupedMatrix, unpacked
 from cbatch.model.formats.settings import Headers, Matrices, Method, Reader, Settings
-from cbatch.model.programs.stored import Packing, Rows
+from cbatch.model.stored import Packing, Rows
 
 
 def _read(settings: Settings) -> Reader:

@@ -15,7 +15,7 @@ from torch import Tensor
 from cbatch.base.quantization import Quantization
 from cbatch.base.units import format_bytes
 from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, ON_CPU, ON_GPU, Integers, quantized
-from cbatch.model.programs.program import Weight
+from cbatch.model.weight import Weight
 from cbatch.runtime.device import is_accelerator
 
 _log = logging.getLogger("cbatch")

@@ -1,0 +1,273 @@
+"""Lays out a program for a device that runs it operation by operation: weights, buffers, and calls of kernels.
+
+What is added to the residual waits for the norm that comes next, so that both are one kernel: a linear leaves its
+product in a buffer, or a post-norm its source, until the residual is read. So does the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cbatch.attention.base import AttentionBackend
+from cbatch.base.quantization import Quantization
+from cbatch.kernels.layer_ops import Addend, Embedding, NormWeights, Positions, Recurrence, Routing
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.model.base import DeviceInputs, HiddenStates
+from cbatch.model.device_weights import DeviceWeights
+from cbatch.model.float8 import Float8Use
+from cbatch.model.ops.device_kernel import DeviceOps
+from cbatch.model.ops.operation import Operation, with_role
+from cbatch.model.ops.program import Program
+from cbatch.model.ops.residual import add_and_norm, embed_and_norm
+from cbatch.model.weight import RESIDUAL
+from cbatch.runtime.kv_cache import KVCache
+
+_MOST_ADDENDS = 2
+
+
+class Buffer(NamedTuple):
+    """A tensor [T, width] of a step.  is_float: of float32, because it is added to; else of the model's type"""
+
+    name: str
+    width: int
+    is_float: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """What the operations of a step share.
+
+    ids:       [T] the tokens that are embedded
+    hidden:    the residual [T, hidden] float32. In a decode step it stays in the device's cache. For 2,000 tokens of an
+               8B model, half the bytes would save 67 MB of memory traffic beside 0.9 TFLOP, by calculation a hundredth
+               of a layer's time; and rounding it in every layer is much of what a model loses in bfloat16.
+    positions: for each rotary setting, and last for none
+    routing:   of the last router
+    """
+
+    ops: DeviceOps
+    ids: Tensor
+    inputs: DeviceInputs
+    metadata: Any
+    kv_cache: KVCache
+    attention: AttentionBackend
+    hidden: HiddenStates
+    positions: list[Positions]
+    buffers: dict[Buffer, Tensor] = field(default_factory=dict)
+    routing: Routing | None = None
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Where the chunks have their states, of a model that has recurrent layers."""
+        assert self.inputs.recurrence is not None
+        return self.inputs.recurrence
+
+    def adapt(self, linear: Operation, source: Buffer, out: Tensor) -> None:
+        """Adds to a linear's product what adapters add to it, for tokens that have one."""
+        if self.inputs.adapters is not None:
+            self.inputs.adapters.add_to(linear, self[source], out)
+
+    def __getitem__(self, buffer: Buffer) -> Tensor:
+        """The memory of a buffer, which every layer uses again."""
+        if buffer.name == RESIDUAL:
+            return self.hidden.residual
+        if buffer not in self.buffers:
+            added = self.hidden.added
+            dtype = torch.float32 if buffer.is_float else added.dtype
+            self.buffers[buffer] = added.new_empty(len(added), buffer.width, dtype=dtype)
+        return self.buffers[buffer]
+
+
+Run = Callable[[Step], None]
+"""Runs an operation in a step."""
+
+Begin = Callable[[Step], tuple[Embedding, Tensor]]
+"""The embedding of a step, and which of its rows are taken."""
+
+
+class Pending(NamedTuple):
+    """What is still to be added to the residual.  buffer: None for `HiddenStates.added`"""
+
+    buffer: Buffer | None
+    factor: float
+    norm: NormWeights | None = None
+
+    def addend(self, step: Step) -> Addend:
+        value = step.hidden.added if self.buffer is None else step[self.buffer]
+        return Addend(value, self.factor, self.norm)
+
+
+class DeviceHead(NamedTuple):
+    """The output head (see `Head`).
+
+    added:   factor of `HiddenStates.added`, which the head adds to the residual; None if it does not
+    lm_head: [vocabulary, hidden]
+    bias:    [vocabulary] float32
+    """
+
+    added: float | None
+    norm: NormWeights
+    lm_head: Tensor | QuantizedMatrix
+    bias: Tensor | None
+    factor: float
+    softcap: float
+
+
+class DevicePlan:
+    """A program with its weights on a device.
+
+    calls:   all operations but the head, in their order
+    head:    set by the operation `Head`
+    pending: what is still to be added to the residual
+    begins:  with what the residual begins, until it does
+    """
+
+    head: DeviceHead
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: Quantization | None = None,
+        float8: Float8Use | None = None,
+    ) -> None:
+        """tensors:  by their names in the program; each is read when it is copied
+        quantize, float8: see `DeviceWeights`
+
+        Raises UnsupportedConfig for what operations on a device do not support.
+        """
+        self.program = program
+        self.calls: list[Run] = []
+        is_tied = program.head.parts == (program.embedding,)
+        self.weights = DeviceWeights(tensors, dtype, device, quantize, program.head if is_tied else None, float8)
+        self.begins: Begin | None = None
+        self.pending: list[Pending] = []
+        self._floats = {
+            name for one in program.operations if one.keeps_sum for _, name in with_role(one, "writes", "updates")
+        }
+        self.buffers = {RESIDUAL: Buffer(RESIDUAL, program.hidden_size, True)}
+        self._inv_freqs = [
+            tuple(torch.tensor(inv_freq, device=device) for inv_freq in (rotary.inv_freq, rotary.long_inv_freq))
+            for rotary in program.rotaries
+        ]
+        for operation in program.operations:
+            run = operation.on_device(self)
+            if run is not None:
+                self.calls.append(run)
+        self.weights.forget()
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.loaded)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the weights that every step reads."""
+        return sum(matrix.nbytes for matrix in self.weights.matrices)
+
+    def new_step(
+        self,
+        ops: DeviceOps,
+        inputs: DeviceInputs,
+        metadata: Any,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+        hidden: HiddenStates,
+    ) -> Step:
+        """metadata: what `attention.prepare` returned for the step; hidden: memory for its result"""
+        ids = inputs.input_ids
+        for replaced, instead in self.program.replaced_ids.items():
+            ids = torch.where(ids == replaced, instead, ids)
+        is_long = None
+        if self.program.short_context is not None:
+            longest = self.program.max_model_len
+            is_long = inputs.position_ids >= longest
+            position_ids = torch.where(is_long, inputs.position_ids - longest, inputs.position_ids)
+            inputs = inputs._replace(position_ids=position_ids)
+        positions = self._positions(inputs, is_long)
+        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, positions)
+
+    def _positions(self, inputs: DeviceInputs, is_long: Tensor | None) -> list[Positions]:
+        """By torch's own functions, which are exact for large angles too; a kernel's may not be.
+
+        is_long: [T] whether each token's sequence is encoded as a long one; None if none is
+        """
+        found = []
+        for rotary, (inv_freq, long_inv_freq) in zip(self.program.rotaries, self._inv_freqs, strict=True):
+            cosines = sines = scales = None
+            if len(inv_freq):
+                if is_long is not None and len(long_inv_freq):
+                    inv_freq = torch.where(is_long[:, None], long_inv_freq, inv_freq)
+                cosines, sines = rotary.tables(inputs.position_ids, inv_freq)
+            if rotary.scale_beta:
+                scales = rotary.query_scales(inputs.position_ids)
+            found.append(Positions(cosines, sines, inputs.slot_mapping, scales))
+        return [*found, Positions(None, None, inputs.slot_mapping)]
+
+    def read(self, name: str) -> Buffer:
+        """The buffer of that name as it was written last."""
+        if name == RESIDUAL:
+            self.flush()
+        return self.buffers[name]
+
+    def written(self, name: str, width: int) -> Buffer:
+        """The buffer of that name, which is written next. What the residual holds stays there."""
+        if name == RESIDUAL:
+            return self.read(name)
+        buffer = Buffer(name, width, name in self._floats)
+        if any(pending.buffer == buffer for pending in self.pending):
+            self.flush()
+        self.buffers[name] = buffer
+        return buffer
+
+    def bound(self, operation: Operation) -> Run:
+        """Runs an operation with its weights, and the buffers that its fields name."""
+        given: dict[str, Buffer | tuple[Buffer, ...]] = {}
+        for field_name, name in with_role(operation, "reads"):
+            given[field_name] = tuple(map(self.read, name)) if isinstance(name, tuple) else self.read(name)
+        for field_name, name in with_role(operation, "updates"):
+            given[field_name] = self.written(name, self.buffers[name].width)
+        for field_name, name in with_role(operation, "writes"):
+            given[field_name] = self.written(name, operation.target_width(lambda source: self.buffers[source].width))
+        weights = operation.load(self.weights)
+
+        def run(step: Step) -> None:
+            buffers = {
+                name: step[one] if isinstance(one, Buffer) else tuple(step[each] for each in one)
+                for name, one in given.items()
+            }
+            operation.run(step, weights, **buffers)
+
+        return run
+
+    def flush(self) -> None:
+        """Adds to the residual what is still to be added."""
+        if self.begins is not None or self.pending:
+            self.norm_residual(None, None)
+
+    def norm_residual(self, norm: NormWeights | None, target: Buffer | None) -> None:
+        """Adds to the residual what is still to be added, and norms it."""
+        begins, pending = self.begins, tuple(self.pending)
+        self.begins, self.pending = None, []
+
+        def run(step: Step) -> None:
+            out, residual = None if target is None else step[target], step.hidden.residual
+            if begins is not None:
+                embed_and_norm(step.ops, *begins(step), step.inputs.position_ids, residual, norm, out)
+            else:
+                add_and_norm(step.ops, residual, tuple(one.addend(step) for one in pending), norm, out)
+
+        self.calls.append(run)
+
+    def make_room(self, *, for_norm: bool = False) -> None:
+        """For one more thing to be added to the residual. Only the first of several may have a norm."""
+        is_full = len(self.pending) == _MOST_ADDENDS or (bool(self.pending) and for_norm)
+        if self.begins is not None or is_full:
+            self.flush()

@@ -1,0 +1,110 @@
+"""The embedding of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.kernels.cpu.fast_math import to_float32
+from cbatch.kernels.cpu.matmul.formats import unpack_column
+from cbatch.kernels.cpu.matmul.microkernel import pad_columns
+from cbatch.kernels.cpu.program import BUFFER, MATRIX, ROWS_PER_TASK, floats_of, instruction
+from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.formats import ON_CPU
+from cbatch.kernels.layer_ops import Embedding
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.model.ops.cpu_layout import CpuLayout, MatrixPlace
+from cbatch.model.ops.device_plan import Begin, Buffer, DevicePlan, Run, Step
+from cbatch.model.ops.operation import Operation, operation, writes
+from cbatch.model.ops.products import look_up
+from cbatch.model.ops.residual import embed_and_norm
+from cbatch.model.weight import RESIDUAL, Matrix, Weight
+
+
+@operation
+class Embed(Operation):
+    """target = scale * table[token ids] + positions[position + position_offset]."""
+
+    table: Weight
+    scale: float = 1.0
+    positions: Weight | None = None
+    position_offset: int = 0
+    target: str = writes(default=RESIDUAL)
+
+    @property
+    def keeps_sum(self) -> bool:
+        return True
+
+    def on_cpu(self, layout: CpuLayout) -> None:
+        width, matrix, is_first = self.table.size[1], None, self.table is layout.program.embedding
+        if is_first and layout.head is not None:
+            matrix = layout.head
+        elif is_first and layout.stored is not None and layout.stored.packing([self.table], ON_CPU) is not None:
+            matrix = layout.matrix(Matrix((self.table,)), pad_columns(width))
+        layout.add(
+            embed, self, target=layout.floats(self.target, width), width=width, factor=self.scale,
+            matrix=matrix or MatrixPlace(-1, 0), table=layout.table(self.table) if matrix is None else -1,
+            positions=None if self.positions is None else layout.table(self.positions),
+        )  # fmt: skip
+
+    def on_device(self, plan: DevicePlan) -> Run | None:
+        found = self._looked_up(plan)
+        if self.target == RESIDUAL:
+            plan.begins = found
+            return None
+        target = plan.written(self.target, self.table.size[1])
+
+        def run(step: Step) -> None:
+            embed_and_norm(step.ops, *found(step), step.inputs.position_ids, step[target], None, None)
+
+        return run
+
+    def _looked_up(self, plan: DevicePlan) -> Begin:
+        """The embedding of a step and the rows that are taken of it; of a quantized one these become numbers first."""
+        weights = plan.weights
+        table, positions = (
+            weights.embedding(self.table),
+            None if self.positions is None else weights.table(self.positions),
+        )
+        if not isinstance(table, QuantizedMatrix):
+            embedding = Embedding(table, self.scale, positions, self.position_offset)
+            return lambda step: (embedding, step.ids)
+        matrix, buffer = table, Buffer("(embedded)", table.depth, True)
+
+        def unpack(step: Step) -> tuple[Embedding, Tensor]:
+            look_up(step.ops, matrix, step.ids, step[buffer])
+            rows = torch.arange(len(step.ids), device=step.ids.device)
+            return Embedding(step[buffer], self.scale, positions, self.position_offset), rows
+
+        return unpack
+
+
+@instruction("width table positions position_offset", "factor", target=BUFFER, matrix=MATRIX)
+def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    """table: where the embedding begins among the tables; -1 if it is a packed matrix"""
+    weights, ids, out = step.weights, step.inputs.ids, floats_of(step, op.target)
+    matrix, hidden = op.matrix, out.shape[1]
+    num_tasks = -(-len(ids) // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * ROWS_PER_TASK, min(len(ids), (task + 1) * ROWS_PER_TASK)):
+            factor = op.factor
+            if op.table < 0:
+                if matrix.scale >= 0:
+                    factor = factor * weights.scales[matrix.scale + ids[row]]
+                unpack_column(weights.matrices, matrix.start, matrix.format, ids[row], factor, out[row])
+            else:
+                base = op.table + ids[row] * op.width
+                for i in range(op.width):
+                    out[row, i] = factor * to_float32(weights.tables[base + i])
+                for i in range(op.width, hidden):
+                    out[row, i] = np.float32(0)
+            if op.positions >= 0:
+                base = op.positions + (step.inputs.positions[row] + op.position_offset) * op.width
+                for i in range(op.width):
+                    out[row, i] += to_float32(weights.tables[base + i])
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1

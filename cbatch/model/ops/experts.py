@@ -1,0 +1,327 @@
+"""Mixtures of experts: a router chooses some for each token, and their results are added by its weights."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from cbatch.kernels.cpu.jit import inlined
+from cbatch.kernels.cpu.matmul.experts import (
+    ExpertMatrix,
+    RouterParams,
+    Routing,
+    combine_rows,
+    expert_matmul,
+    gather_rows,
+)
+from cbatch.kernels.cpu.matmul.experts import route as route_rows
+from cbatch.kernels.cpu.matmul.linear import ACTIVATED, GATED, WRITE
+from cbatch.kernels.cpu.matmul.microkernel import pad_columns
+from cbatch.kernels.cpu.program import (
+    ACTIVATION,
+    BUFFER,
+    MATRIX,
+    RoutingMemory,
+    activation_of,
+    elements_of,
+    floats_of,
+    instruction,
+    matrix_of,
+    vector_of,
+)
+from cbatch.kernels.cpu.work_queue import Worker
+from cbatch.kernels.layer_ops import ExpertWeights
+from cbatch.kernels.layer_ops import Routing as DeviceRouting
+from cbatch.model.base import ALL_EXPERTS_READ
+from cbatch.model.device_weights import DeviceWeights
+from cbatch.model.ops.cpu_layout import CpuLayout
+from cbatch.model.ops.device_kernel import device_kernel
+from cbatch.model.ops.device_plan import Buffer, DevicePlan, Run, Step
+from cbatch.model.ops.linear import ACTIVATED_PRODUCT, PRODUCT, activate, activated_width
+from cbatch.model.ops.operation import Operation, operation, reads, writes
+from cbatch.model.ops.products import linear
+from cbatch.model.weight import Activation, Matrix, Weight
+
+_SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
+_GROUP_SCORES = ("highest", "two_highest")
+
+
+@operation
+class Route(Operation):
+    """Chooses `top_k` experts for each token by its scores source times matrix + biases, in float32.
+
+    scores:      function of the scores: over all experts, or softmax over those that were chosen
+    choice_bias: added to the scores for the choice only
+    groups:      experts lie in so many groups, of which the `top_groups` with the highest score are used: the score
+                 of a group is its highest, or the sum of its two highest
+    normalize:   the weights of a token are divided by their sum + epsilon, or by least_sum if that is more
+    factor:      of the weights
+    expert_scales: [experts] factors of the weights
+    """
+
+    source: str = reads()
+    matrix: Matrix
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"]
+    choice_bias: Weight | None = None
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["highest", "two_highest"] = "highest"
+    normalize: bool = False
+    epsilon: float = 0.0
+    least_sum: float = 0.0
+    factor: float = 1.0
+    expert_scales: Weight | None = None
+    is_product = True
+
+    @property
+    def multiplied(self) -> int:
+        return self.matrix.size
+
+    def on_cpu(self, layout: CpuLayout) -> None:
+        matrix, experts = self.matrix, self.matrix.columns
+        layout.add(
+            choose_experts, self, source=layout.read(self.source), depth=matrix.depth, num_experts=experts,
+            weight=layout.vector(*matrix.parts), bias=layout.vector(matrix.biases[0]) if matrix.biases else None,
+            choice_bias=None if self.choice_bias is None else layout.vector(self.choice_bias),
+            expert_scales=None if self.expert_scales is None else layout.vector(self.expert_scales),
+            scores=_SCORES.index(self.scores), group_score=_GROUP_SCORES.index(self.group_score),
+        )  # fmt: skip
+        layout.routing_columns = max(layout.routing_columns, self.top_k)
+        layout.num_experts = max(layout.num_experts, experts)
+
+    def load(self, weights: DeviceWeights) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        choice_bias, scales = (
+            None if weight is None else weights.vector(weight) for weight in (self.choice_bias, self.expert_scales)
+        )
+        return *weights.router(self.matrix), choice_bias, scales
+
+    def run(  # type: ignore[override]
+        self, step: Step, weights: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], *, source: Tensor
+    ) -> None:
+        matrix, bias, choice_bias, scales = weights
+        rows = source.float()
+        scores = rows.new_empty(len(rows), len(matrix))
+        linear(step.ops, rows, matrix, bias, scores)
+        step.routing = route(step.ops, scores, self, (choice_bias, scales))
+
+
+@operation
+class Experts(Operation):
+    """target = sum over the experts of the last `Route` of weight * down(activation(up(source))).
+
+    top_k:       of that `Route`
+    weigh_input: the weight multiplies the source, and not the result
+    """
+
+    source: str = reads()
+    target: str = writes()
+    up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    activation: Activation
+    top_k: int
+    add: bool = False
+    factor: float = 1.0
+    weigh_input: bool = False
+    is_product = True
+    assumed: ClassVar[str] = ALL_EXPERTS_READ
+
+    @property
+    def keeps_sum(self) -> bool:
+        return True
+
+    @property
+    def multiplied(self) -> int:
+        return self.top_k * (self.up[0].size + self.down[0].size)
+
+    def on_cpu(self, layout: CpuLayout) -> None:
+        """Gathers the source of each pair of a token and an expert, then the linears, then the weighted sums."""
+        top_k, is_gated = self.top_k, self.activation.gated
+        source, depth = layout.read(self.source)
+        hidden, inner = self.down[0].columns, activated_width(self.down[0].depth, is_gated=is_gated)
+        given = layout.elements("expert_input", top_k * depth)
+        activated = layout.elements("expert_intermediate", top_k * inner)
+        result = layout.floats("expert_output", top_k * pad_columns(hidden))
+        target = layout.read(self.target) if self.add else layout.floats(self.target, hidden)
+        shared: dict[str, Any] = {"top_k": top_k, "num_experts": len(self.up), "weigh_input": self.weigh_input}
+        layout.add(gather_for_experts, source=(source, depth), target=given, **shared)
+        activation = layout.activation(self.activation)
+        matrix, stride, columns = layout.expert_matrices(self.up, depth, top_k, is_gated=is_gated)
+        layout.add(
+            expert_product, source=given, target=activated, matrix=matrix, stride=stride, columns=columns,
+            activation=activation, mode=GATED if is_gated else ACTIVATED, **shared,
+        )  # fmt: skip
+        matrix, stride, columns = layout.expert_matrices(self.down, inner, top_k, is_gated=False)
+        layout.add(
+            expert_product, source=activated, target=result, matrix=matrix, stride=stride, columns=columns,
+            activation=layout.activation(None), mode=WRITE, **shared,
+        )  # fmt: skip
+        layout.add(combine_experts, source=result, target=target, factor=self.factor, add=self.add, **shared)
+
+    def on_device(self, plan: DevicePlan) -> Run:
+        weights, top_k, source = plan.weights, self.top_k, plan.read(self.source)
+        up, down, activation = weights.experts(self.up), weights.experts(self.down), weights.activation(self.activation)
+        inner, hidden = self.down[0].depth, self.down[0].columns
+        target = plan.written(self.target, hidden)
+        product, activated, rows = (
+            Buffer(name, top_k * width)
+            for name, width in (
+                (PRODUCT, self.up[0].columns),
+                (ACTIVATED_PRODUCT, inner),
+                ("(rows of experts)", hidden),
+            )
+        )
+
+        def run(step: Step) -> None:
+            routing, ops = step.routing, step.ops
+            assert routing is not None
+            first, second, last = (step[one].view(-1, one.width // top_k) for one in (product, activated, rows))
+            expert_linear(ops, step[source], routing, up, first, gathers=True, weighs=self.weigh_input)
+            activate(ops, first, activation, second)
+            expert_linear(ops, second, routing, down, last, gathers=False, weighs=False)
+            combine(ops, last, routing, self.factor, step[target], weighs=not self.weigh_input, add=self.add)
+
+        return run
+
+
+@device_kernel("products.experts:route")
+def route(scores: Tensor, router: Route, weights: tuple[Tensor | None, Tensor | None]) -> DeviceRouting:
+    """Chooses experts by what the router's matrix gives for each token, [T, experts] float32.
+
+    weights: choice_bias and expert_scales
+    """
+    choice_bias, expert_scales = weights
+    num_experts = scores.shape[1]
+    if router.scores in ("softmax", "sigmoid"):
+        scores = torch.softmax(scores, 1) if router.scores == "softmax" else torch.sigmoid(scores)
+    wanted = scores if choice_bias is None else scores + choice_bias
+    if router.groups > router.top_groups:
+        wanted = _without_groups(wanted, router)
+    chosen = wanted.argsort(dim=1, descending=True, stable=True)[:, : router.top_k]
+    found = scores.gather(1, chosen)
+    if router.scores.endswith("_of_chosen"):
+        found = torch.softmax(found, 1) if router.scores.startswith("softmax") else torch.sigmoid(found)
+    factors = torch.full_like(found, router.factor)
+    if router.normalize:
+        factors = factors / (found.sum(1, keepdim=True) + router.epsilon).clamp(min=router.least_sum)
+    if expert_scales is not None:
+        factors = factors * expert_scales[chosen]
+    order = chosen.flatten().argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    return DeviceRouting(found * factors, places.view_as(chosen).int(), order.int(), counts.int())
+
+
+def _without_groups(wanted: Tensor, router: Route) -> Tensor:
+    """The wanted scores [T, experts], with those of all groups but the best ones replaced."""
+    grouped = wanted.view(len(wanted), router.groups, -1)
+    best = grouped.topk(1 if router.group_score == "highest" else 2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool)
+    kept.scatter_(1, best.argsort(dim=1, descending=True, stable=True)[:, : router.top_groups], True)
+    dropped = 0.0 if router.group_score == "highest" else float("-inf")
+    return grouped.masked_fill(~kept[:, :, None], dropped).flatten(1)
+
+
+@device_kernel("products.experts:expert_linear", is_product=True)
+def expert_linear(
+    source: Tensor, routing: DeviceRouting, experts: ExpertWeights, out: Tensor, *, gathers: bool, weighs: bool
+) -> None:
+    """out [T * top_k, columns] = each sorted row times the matrix of its expert, plus its bias.
+
+    source:  [T, depth] if it `gathers` the rows of the pairs' tokens; else [T * top_k, depth], sorted
+    weighs:  the product is multiplied by the weight of the pair, before the bias
+    """
+    weight, top_k, start = experts.weight, routing.weights.shape[1], 0
+    for expert, count in enumerate(routing.counts.tolist()):
+        if count == 0:
+            continue
+        pairs = routing.order[start : start + count]
+        rows = source[pairs // top_k] if gathers else source[start : start + count]
+        matrix: Tensor = weight[expert] if isinstance(weight, Tensor) else weight.expert(expert).values(slice(None))
+        product = rows @ matrix.to(rows.dtype).T
+        if weighs:
+            product = product * routing.weights.flatten()[pairs, None]
+        if experts.bias is not None:
+            product = product + experts.bias[expert]
+        out[start : start + count] = product
+        start += count
+
+
+@device_kernel("products.experts:combine")
+def combine(rows: Tensor, routing: DeviceRouting, factor: float, out: Tensor, *, weighs: bool, add: bool) -> None:
+    """out [T, columns] = factor * the sum of each token's rows [T * top_k, columns], by their weights if `weighs`.
+
+    add: to what `out` holds
+    """
+    total = torch.zeros_like(out, dtype=torch.float32)
+    for place, weight in zip(routing.places.T, routing.weights.T, strict=True):
+        total += rows[place] * weight[:, None] if weighs else rows[place]
+    out.copy_(out + factor * total if add else factor * total)
+
+
+@inlined
+def routing_of(op: Any, tokens: int, memory: RoutingMemory) -> Routing:
+    """The memory of the step's routing, as long as it is needed."""
+    pairs, numbers = tokens * op.top_k, memory.numbers
+    chosen, places = numbers[:pairs].reshape(tokens, op.top_k), numbers[pairs : 2 * pairs].reshape(tokens, op.top_k)
+    rest = numbers[3 * pairs :]
+    return Routing(
+        chosen,
+        memory.weights[:pairs].reshape(tokens, op.top_k),
+        places,
+        numbers[2 * pairs : 3 * pairs],
+        rest[: op.num_experts + 1],
+        rest[op.num_experts + 1 : 2 * op.num_experts + 2],
+    )
+
+
+@instruction(
+    "depth num_experts weight bias choice_bias expert_scales top_k scores groups top_groups group_score normalize",
+    "epsilon least_sum factor", source=BUFFER,
+)  # fmt: skip
+def choose_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    weights, experts = step.weights, op.num_experts
+    source, memory = elements_of(step, op.source), step.buffers.routing
+    router = RouterParams(
+        weights.vectors[op.weight : op.weight + experts * op.depth].reshape(experts, op.depth),
+        vector_of(weights, op.bias, experts), vector_of(weights, op.choice_bias, experts),
+        vector_of(weights, op.expert_scales, experts), op.top_k, op.scores, op.groups, op.top_groups, op.group_score,
+        op.normalize, op.epsilon, op.least_sum, op.factor,
+    )  # fmt: skip
+    return route_rows(worker, phase, source, router, routing_of(op, len(source), memory), memory.scratch)
+
+
+@instruction("top_k num_experts weigh_input", source=BUFFER, target=BUFFER)
+def gather_for_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    """The source of each pair of a token and an expert."""
+    source, rows = elements_of(step, op.source), elements_of(step, op.target)
+    tokens, routing = len(source), routing_of(op, len(source), step.buffers.routing)
+    return gather_rows(worker, phase, source, routing, op.weigh_input, rows.reshape(tokens * op.top_k, op.source.width))
+
+
+@instruction(
+    "stride columns mode top_k num_experts", source=BUFFER, target=BUFFER, matrix=MATRIX, activation=ACTIVATION
+)
+def expert_product(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    """stride, columns: how far apart the matrices of experts are, in bytes, and their biases"""
+    tokens, workspace = len(step.inputs.ids), step.buffers.linear
+    pairs, width, columns = tokens * op.top_k, op.source.width // op.top_k, op.target.width // op.top_k
+    source = elements_of(step, op.source).reshape(pairs, width)
+    matrix = ExpertMatrix(matrix_of(step.weights, op.matrix), op.stride, op.columns)
+    activation, routing = activation_of(step.weights, op.activation), routing_of(op, tokens, step.buffers.routing)
+    if op.mode == WRITE:
+        out = floats_of(step, op.target).reshape(pairs, columns)
+        return expert_matmul(worker, phase, source, routing, matrix, out, op.mode, activation, workspace)
+    activated = elements_of(step, op.target).reshape(pairs, columns)
+    return expert_matmul(worker, phase, source, routing, matrix, activated, op.mode, activation, workspace)
+
+
+@instruction("top_k num_experts weigh_input add", "factor", source=BUFFER, target=BUFFER)
+def combine_experts(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    tokens = len(step.inputs.ids)
+    rows = floats_of(step, op.source).reshape(tokens * op.top_k, op.source.width // op.top_k)
+    routing, out = routing_of(op, tokens, step.buffers.routing), floats_of(step, op.target)
+    return combine_rows(worker, phase, rows, routing, 1 - op.weigh_input, op.factor, op.add, out)

@@ -1,0 +1,137 @@
+"""Norms of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cbatch.kernels.cpu.fast_math import from_float32
+from cbatch.kernels.cpu.jit import kernel
+from cbatch.kernels.cpu.matmul.microkernel import pad_columns
+from cbatch.kernels.cpu.norm import RMS_NORM, inverse_rms
+from cbatch.kernels.cpu.norm import normalize as normalize_row
+from cbatch.kernels.cpu.program import BUFFER, NORM, ROWS_PER_TASK, elements_of, floats_of, instruction, norm_of
+from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.model.ops.cpu_layout import CpuLayout
+from cbatch.model.ops.device_plan import DevicePlan, Pending, Run, Step
+from cbatch.model.ops.operation import Operation, operation, reads, writes
+from cbatch.model.ops.residual import normalize
+from cbatch.model.weight import RESIDUAL, Norm
+
+
+@operation
+class Normalize(Operation):
+    """target = factor * norm(source[:, start : start + width]); added to the target if `add`.
+
+    width:  0 for the rest of the row
+    groups: so many parts of `width` numbers are normed, each by itself
+    factor: of the result
+    """
+
+    source: str = reads()
+    target: str = writes()
+    norm: Norm
+    add: bool = False
+    start: int = 0
+    width: int = 0
+    groups: int = 1
+    factor: float = 1.0
+
+    def _width(self, width: Callable[[str], int]) -> int:
+        """Of a group."""
+        return self.width or width(self.source) - self.start
+
+    def on_cpu(self, layout: CpuLayout) -> None:
+        source, width = layout.read(self.source), self._width(layout.used.__getitem__)
+        if self.add or self.target in (RESIDUAL, self.source):
+            layout.add(
+                add_norm, self, source=source, target=layout.read(self.target), width=width,
+                norm=layout.norm(self.norm),
+            )  # fmt: skip
+        else:
+            target = layout.elements(self.target, width, pad_columns(width))
+            layout.add(
+                norm_rows, self, source=source, target=target, width=width, wanted=False, norm=layout.norm(self.norm)
+            )  # fmt: skip
+
+    def on_device(self, plan: DevicePlan) -> Run | None:
+        width = self._width(lambda name: plan.buffers[name].width)
+        norm, columns = plan.weights.norm(self.norm), width * self.groups
+        is_whole = self.groups == 1 and width == plan.program.hidden_size
+        if self.source == RESIDUAL != self.target and is_whole and not self.add and self.factor == 1:
+            plan.norm_residual(norm, plan.written(self.target, width))
+            return None
+        source = plan.read(self.source)
+        if self.target == RESIDUAL and self.add and is_whole and self.source != RESIDUAL:
+            plan.make_room(for_norm=True)
+            plan.pending.append(Pending(source, self.factor, norm))
+            return None
+        target = plan.written(self.target, columns)
+
+        def run(step: Step) -> None:
+            part = step[source][:, self.start : self.start + columns]
+            normalize(step.ops, part, norm, self.groups, self.factor, step[target], add=self.add)
+
+        return run
+
+
+@kernel
+def _rms_norm_rows(worker: Worker, phase: int, x: Any, rows: Any, weight: Any, eps: float, out: Any) -> int:
+    """out [R, width] = RMSNorm of those rows of x [T, width]. What most models need, as simple as it can be."""
+    num_tasks = -(-len(rows) // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for i in range(task * ROWS_PER_TASK, min(len(rows), (task + 1) * ROWS_PER_TASK)):
+            row = x[rows[i]]
+            factor = inverse_rms(row, eps)
+            for j in range(len(row)):
+                out[i, j] = from_float32(row[j] * factor * weight[j], out)
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@instruction("start width wanted", source=BUFFER, target=BUFFER, norm=NORM)
+def norm_rows(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    """target [R, width] = the norm of columns of rows of the source, as products take it; its padding is 0.
+
+    wanted: of the rows whose logits are wanted; else of every one
+    """
+    source, out = floats_of(step, op.source), elements_of(step, op.target)
+    rows = step.inputs.rows if op.wanted else step.inputs.every
+    if len(rows) == 0:  # chunks of prompts only; a phase must have a task
+        return phase
+    norm = norm_of(step.weights, op.norm, op.width)
+    if norm.kind == RMS_NORM and len(norm.weight) == source.shape[1] == out.shape[1]:
+        return _rms_norm_rows(worker, phase, source, rows, norm.weight, norm.eps, out)
+    num_tasks = -(-len(rows) // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for i in range(task * ROWS_PER_TASK, min(len(rows), (task + 1) * ROWS_PER_TASK)):
+            normalize_row(source[rows[i], op.start : op.start + op.width], norm, out[i])
+            for j in range(op.width, out.shape[1]):  # padding, which is multiplied with zeros
+                out[i, j] = 0
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
+
+
+@instruction("start width groups add", "factor", source=BUFFER, target=BUFFER, norm=NORM)
+def add_norm(worker: Worker, phase: int, op: Any, step: Any) -> int:
+    """Norms groups of columns of the source, in place, and puts them into the target of float32 or adds them to it."""
+    source, target = floats_of(step, op.source), floats_of(step, op.target)
+    norm, tokens = norm_of(step.weights, op.norm, op.width), len(target)
+    num_tasks = -(-tokens // ROWS_PER_TASK)
+    task = claim(worker, phase, num_tasks)
+    while task >= 0:
+        for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
+            for group in range(op.groups):
+                first = op.start + group * op.width
+                part, sums = source[row, first : first + op.width], target[row, group * op.width :]
+                normalize_row(part, norm, part)
+                if op.add:
+                    for i in range(len(part)):
+                        sums[i] += op.factor * part[i]
+                else:
+                    for i in range(len(part)):
+                        sums[i] = op.factor * part[i]
+        task = next_task(worker, phase, num_tasks)
+    return phase + 1
