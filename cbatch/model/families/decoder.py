@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.program import Activation, Norm
+from cbatch.model.programs.program import Activation, HeadNorms, Norm, Weight
 from cbatch.model.programs.rotary import read_rotary
 
 Part = Callable[[Layer, str], object]
 """A part of a layer, given the buffer that it reads, whose result is added to the residual."""
+
+
+MakeNorms = Callable[[Layer], HeadNorms]
+"""Makes the norms of queries and keys of a layer."""
 
 
 def read_common(
@@ -36,9 +40,25 @@ def read_common(
     return norm, heads, rotary, model.activation("hidden_act", default=activation, gated=gated)
 
 
-def attention(sizes: HeadSizes, **options: Any) -> Part:
-    """The same attention in every layer; see `Layer.attention`."""
-    return lambda layer, source: layer.attention(source, sizes, **options)
+def attention(
+    sizes: HeadSizes, *, bias: bool = False, after: tuple[NormKind, str] | None = None, **options: Any
+) -> Part:
+    """Attention in every layer; see `Layer.attention`.
+
+    bias:    of all its linears
+    after:   the norm of its result
+    options: each may be a list with one value for each layer, or a function that makes it of the layer
+    """
+    options = {"qkv_bias": bias, "out_bias": bias} | options
+
+    def own(layer: Layer, value: Any) -> Any:
+        return value[layer.number] if isinstance(value, list) else value(layer) if callable(value) else value
+
+    def add(layer: Layer, source: str) -> None:
+        given = {name: own(layer, value) for name, value in options.items()}
+        layer.attention(source, sizes, post_norm=None if after is None else norm_after(layer, *after), **given)
+
+    return add
 
 
 def feed_forward(activation: Activation, *, after: tuple[NormKind, str] | None = None, **options: Any) -> Part:
@@ -49,6 +69,21 @@ def feed_forward(activation: Activation, *, after: tuple[NormKind, str] | None =
         layer.feed_forward(source, layer.model.config["intermediate_size"], activation, post_norm=post_norm, **options)
 
     return add
+
+
+def head_norms(norm: NormKind, sizes: HeadSizes, *names: tuple[str, str], last: bool = False) -> MakeNorms:
+    """See `Layer.head_norms`."""
+    return lambda layer: layer.head_norms(norm, sizes, *names, last=last)
+
+
+def row_norms(norm: NormKind, sizes: HeadSizes) -> MakeNorms:
+    """See `Layer.row_norms`."""
+    return lambda layer: layer.row_norms(norm, sizes)
+
+
+def sinks(sizes: HeadSizes) -> Callable[[Layer], Weight]:
+    """A score of each head that carries no value."""
+    return lambda layer: layer.weight("self_attn.sinks", sizes.heads)
 
 
 def norm_after(layer: Layer, norm: NormKind, name: str) -> Norm | None:

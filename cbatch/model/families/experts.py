@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
-from cbatch.model.families.decoder import Part, attention, decoder, every, feed_forward, read_common, sparse_by_type
+from cbatch.model.families.decoder import (
+    Part,
+    attention,
+    decoder,
+    every,
+    feed_forward,
+    head_norms,
+    read_common,
+    row_norms,
+    sinks,
+    sparse_by_type,
+)
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.llama import hunyuan_attention
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.program import RESIDUAL, Activation, Gate, HeadNorms, Linear
+from cbatch.model.programs.program import RESIDUAL, Activation, Gate, Linear
 from cbatch.model.programs.rotary import read_rotary
 
 
@@ -52,10 +63,8 @@ def mixtral(model: Builder) -> None:
     activation, experts = model.activation("hidden_act", default="silu"), num_experts(config)
     window = int(config.get("sliding_window") or 0) if is_mixtral else 0
     prefix, names = "block_sparse_moe.", ("w1", "w3", "w2")
-
-    def attend(layer: Layer, source: str) -> None:
-        norms = None if is_mixtral else layer.row_norms(norm, sizes)
-        layer.attention(source, sizes, rotary=rotary, window=window, norms=norms)
+    norms = None if is_mixtral else row_norms(norm, sizes)
+    attend = attention(sizes, rotary=rotary, window=window, norms=norms)
 
     def feed(layer: Layer, source: str) -> None:
         bias = None if is_mixtral else layer.weight(prefix + "e_score_correction_bias", experts)
@@ -87,13 +96,12 @@ def qwen_moe(model: Builder) -> None:
         config.ignore("num_mtp_layers", "num_nextn_predict_layers")
     clip, mlp = float(config.get("clip_qkv") or 0.0) if kind == "olmoe" else 0.0, feed_forward(activation)
 
-    def attend(layer: Layer, source: str) -> None:
-        norms = layer.row_norms(norm, sizes) if is_olmo else layer.head_norms(norm, sizes)
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias and not is_qwen2, rotary=rotaries[layer.number],
-            window=windows[layer.number], norms=HeadNorms() if is_qwen2 else norms, clip=clip,
-            post_norm=layer.post_norm(norm, "post_attention_layernorm") if is_post else None,
-        )  # fmt: skip
+    norms = row_norms(norm, sizes) if is_olmo else head_norms(norm, sizes)
+    attend = attention(
+        sizes, qkv_bias=bias, out_bias=bias and not is_qwen2, rotary=rotaries, window=windows,
+        norms=None if is_qwen2 else norms, clip=clip,
+        after=(norm, "post_attention_layernorm" if is_post else ""),
+    )  # fmt: skip
 
     def feed(layer: Layer, source: str) -> None:
         if not is_sparse[layer.number]:
@@ -161,10 +169,7 @@ def gpt_oss(model: Builder) -> None:
     experts, inner = num_experts(config), config.whole("intermediate_size")
     limit, slope = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
     activation, bias = Activation("silu", limit=limit, slope=slope, up_offset=1.0), config.flag("attention_bias", True)
-
-    def attend(layer: Layer, source: str) -> None:
-        sinks, window = layer.weight("self_attn.sinks", sizes.heads), windows[layer.number]
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window, sinks=sinks)
+    attend = attention(sizes, bias=bias, rotary=rotary, window=windows, sinks=sinks(sizes))
 
     def feed(layer: Layer, source: str) -> None:
         top_k = config.whole("num_experts_per_tok")
@@ -202,7 +207,7 @@ def ernie_moe(model: Builder) -> None:
         if shared:
             layer.feed_forward(source, shared * size, activation, prefix="mlp.shared_experts.", bias=bias)
 
-    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary)
+    attend = attention(sizes, bias=bias, rotary=rotary)
     decoder(model, norm, attend, feed, tied_by_default=True)
 
 
@@ -224,13 +229,11 @@ def biased_moe(model: Builder) -> None:
                   "intermediate_size")  # fmt: skip
     model.spare += [rf"model\.layers\.{model.num_layers}\..*", r"mtp\..*"]
     mlp = feed_forward(activation)
-
-    def attend(layer: Layer, source: str) -> None:
-        window, norms = windows[layer.number], layer.head_norms(norm, sizes) if has_norms else None
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias and kind == "dots1", window=window, norms=norms,
-            rotary=rotary if not is_exaone or window or not any(windows) else None,
-        )  # fmt: skip
+    attend = attention(
+        sizes, qkv_bias=bias, out_bias=bias and kind == "dots1", window=windows,
+        rotary=[rotary if not is_exaone or window or not any(windows) else None for window in windows],
+        norms=head_norms(norm, sizes) if has_norms else None,
+    )  # fmt: skip
 
     def feed(layer: Layer, source: str) -> None:
         if is_sparse[layer.number]:
@@ -296,11 +299,7 @@ def hy_v3(model: Builder) -> None:
     bias, mlp_bias, kinds = config.flag("attention_bias"), config.flag("mlp_bias"), config.get("mlp_layer_types")
     sparse = sparse_by_type(kinds) if kinds else [i >= 1 for i in model.numbers]
     shared, factor = config.whole("num_shared_experts", 1), config.number("router_scaling_factor", 2.826)
-
-    def attend(layer: Layer, source: str) -> None:
-        norms = layer.head_norms(norm, sizes)
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
-
+    attend = attention(sizes, bias=bias, rotary=rotary, norms=head_norms(norm, sizes))
     feed = _sigmoid_experts(model, activation, sparse, shared, factor, "mlp.shared_mlp.", bias=mlp_bias)
     decoder(model, norm, attend, feed)
 
@@ -383,14 +382,12 @@ def llama4(model: Builder) -> None:
     config.ignore("for_llm_compressor", "intermediate_size_mlp")
     model.layouts = WITH_PICTURES
     model.spare.append(r"(model\.)?(vision_model|multi_modal_projector)\..*")
-
-    def attend(layer: Layer, source: str) -> None:
-        is_rotated, is_chunked = bool(has_rope[layer.number]), kinds[layer.number] == "chunked_attention"
-        norms = layer.head_norms(head_norm, sizes, last=True) if has_norms and is_rotated else None
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary if is_rotated else scaled,
-            chunk=chunk if is_chunked else 0, norms=norms,
-        )  # fmt: skip
+    norms = head_norms(head_norm, sizes, last=True)
+    attend = attention(
+        sizes, bias=bias, chunk=[chunk if kind == "chunked_attention" else 0 for kind in kinds],
+        rotary=[rotary if has_rope[i] else scaled for i in model.numbers],
+        norms=lambda layer: norms(layer) if has_norms and has_rope[layer.number] else None,
+    )  # fmt: skip
 
     def feed(layer: Layer, source: str) -> None:
         if layer.number not in sparse:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cbatch.model.families.decoder import attention, decoder, every, feed_forward, norm_after
+from cbatch.model.families.decoder import attention, decoder, every, feed_forward, head_norms
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, Layer, NormKind
+from cbatch.model.programs.builder import Builder, NormKind
 from cbatch.model.programs.rotary import read_rotary
 
 WITH_PICTURES = (
@@ -24,7 +24,7 @@ def gemma(model: Builder) -> None:
     config.ignore("hidden_activation")
     config.expect("use_bidirectional_attention", None, False)
     feed, bias = feed_forward(model.activation(default="gelu_pytorch_tanh")), config.flag("attention_bias")
-    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary)
+    attend = attention(sizes, bias=bias, rotary=rotary)
     decoder(model, norm, attend, feed, scale=model.hidden_size**0.5, tied_by_default=True)
 
 
@@ -53,15 +53,11 @@ def gemma2(model: Builder) -> None:
         model.replaced_ids = {int(image): 0} if image is not None and int(image) >= model.vocab_size else {}
         model.spare.append(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
         final_softcap = None
-
-    def attend(layer: Layer, source: str) -> None:
-        window = windows[layer.number]
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotaries[bool(window)], scale=scale, window=window,
-            softcap=None if is_third else softcap, post_norm=norm_after(layer, norm, after[0]),
-            norms=layer.head_norms(norm, sizes) if is_third else None,
-        )  # fmt: skip
-
+    attend = attention(
+        sizes, bias=bias, rotary=[rotaries[bool(window)] for window in windows], scale=scale,
+        window=windows, softcap=None if is_third else softcap, norms=head_norms(norm, sizes) if is_third else None,
+        after=(norm, after[0]),
+    )  # fmt: skip
     decoder(
         model, norm, attend, feed_forward(activation, after=(norm, after[1])), scale=model.hidden_size**0.5,
         norms=("input_layernorm", "pre_feedforward_layernorm"), tied_by_default=True, softcap=final_softcap,

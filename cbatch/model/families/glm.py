@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cbatch.model.families.decoder import decoder, feed_forward, norm_after
+from cbatch.model.families.decoder import attention, decoder, feed_forward
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, Layer, NormKind
+from cbatch.model.programs.program import Matrix
 from cbatch.model.programs.rotary import read_rotary
 
 _NAMES = ("gate_up_proj", "down_proj")
@@ -18,10 +19,10 @@ def phi3(model: Builder) -> None:
     rotary = model.rotary(read_rotary(config, sizes.head_dim, part=1.0, aliases={"su": "longrope", "yarn": "longrope"}))
     activation, window = model.activation("hidden_act", default="silu"), int(config.get("sliding_window") or 0)
 
-    def attend(layer: Layer, source: str) -> None:
-        qkv = layer.matrix("self_attn.qkv_proj", sum(sizes.columns), model.hidden_size)
-        layer.attention(source, sizes, qkv=qkv, rotary=rotary, window=window)
+    def qkv(layer: Layer) -> Matrix:
+        return layer.matrix("self_attn.qkv_proj", sum(sizes.columns), model.hidden_size)
 
+    attend = attention(sizes, qkv=qkv, rotary=rotary, window=window)
     decoder(model, norm, attend, feed_forward(activation, names=_NAMES))
 
 
@@ -36,8 +37,5 @@ def glm(model: Builder) -> None:
     index, bias = model.rotary(rotary), config.flag("attention_bias", True)
     activation = model.activation("hidden_act", default="silu")
     after = ("post_self_attn_layernorm", "post_mlp_layernorm") if is_fourth else ("", "")
-
-    def attend(layer: Layer, source: str) -> None:
-        layer.attention(source, sizes, qkv_bias=bias, rotary=index, post_norm=norm_after(layer, norm, after[0]))
-
+    attend = attention(sizes, qkv_bias=bias, rotary=index, after=(norm, after[0]))
     decoder(model, norm, attend, feed_forward(activation, names=_NAMES, after=(norm, after[1])))

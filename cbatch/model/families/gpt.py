@@ -138,7 +138,7 @@ def starcoder2(model: Builder) -> None:
         bias, mlp_bias = (config.flag(key, kind == "jais2") for key in ("attention_bias", "mlp_bias"))
         window = 0
     names = ("c_fc", "c_proj") if is_coder else ("up_proj", "down_proj")
-    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+    attend = attention(sizes, bias=bias, rotary=rotary, window=window)
     decoder(model, norm, attend, feed_forward(activation, names=names, bias=mlp_bias), tied_by_default=is_coder)
 
 

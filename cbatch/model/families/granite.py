@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.decoder import decoder, every, feed_forward, norm_after, read_common
+from cbatch.model.families.decoder import attention, decoder, every, feed_forward, read_common, sinks
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, Layer, NormKind
 from cbatch.model.programs.mixers import ScanSizes, mamba2
@@ -35,12 +35,10 @@ def granite(model: Builder) -> None:
     shared = config.whole("shared_intermediate_size", 0) if kind in ("granitemoeshared", "granitemoe_swa") else 0
     names = ("experts.gate_up_proj", "experts.down_proj", "router") if has_windows else _NAMES
 
-    def attend(layer: Layer, source: str) -> None:
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotaries[layer.number], window=windows[layer.number],
-            factor=factor, scale=config.number("attention_multiplier", 1.0),
-            sinks=layer.weight("self_attn.sinks", sizes.heads) if has_windows else None,
-        )  # fmt: skip
+    attend = attention(
+        sizes, bias=bias, rotary=rotaries, window=windows, factor=factor,
+        scale=config.number("attention_multiplier", 1.0), sinks=sinks(sizes) if has_windows else None,
+    )  # fmt: skip
 
     def feed(layer: Layer, source: str) -> None:
         if not has_experts:
@@ -149,13 +147,9 @@ def hyperclovax(model: Builder) -> None:
     bias, mlp_bias, scale = config.flag("attention_bias"), config.flag("mlp_bias"), config.get("attention_multiplier")
     after = ("post_norm1", "post_norm2") if config.flag("use_post_norm", True) else ("", "")
     factor = config.number("residual_multiplier", 1.0)
-
-    def attend(layer: Layer, source: str) -> None:
-        last = norm_after(layer, norm, after[0])
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, scale=scale, factor=factor, post_norm=last
-        )
-
+    attend = attention(
+        sizes, bias=bias, rotary=rotary, scale=scale, factor=factor, after=(norm, after[0])
+    )  # fmt: skip
     feed = feed_forward(activation, bias=mlp_bias, factor=factor, after=(norm, after[1]))
     embedding, logits = config.number("embedding_multiplier", 1.0), config.number("logits_scaling", 1.0)
     decoder(model, norm, attend, feed, scale=embedding, factor=logits)

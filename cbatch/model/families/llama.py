@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.decoder import Part, attention, decoder, feed_forward, read_common
+from cbatch.model.families.decoder import Part, attention, decoder, feed_forward, head_norms, read_common
 from cbatch.model.families.registry import family
 from cbatch.model.programs.builder import Builder, Layer, NormKind
 from cbatch.model.programs.program import Activation, Rotary
@@ -35,13 +35,10 @@ def llama(model: Builder) -> None:
     out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and kind != "qwen2"
     mlp_bias = config.flag("mlp_bias", config.get("bias", False))
     config.expect("clip_qkv", None)
-    windows = _windows(model)
-
-    def attend(layer: Layer, source: str) -> None:
-        norms = layer.head_norms(norm, sizes) if kind == "qwen3" else None
-        window = windows[layer.number]
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=window, norms=norms)
-
+    norms = head_norms(norm, sizes) if kind == "qwen3" else None
+    attend = attention(
+        sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=_windows(model), norms=norms
+    )  # fmt: skip
     decoder(model, norm, attend, feed_forward(activation, bias=mlp_bias))
 
 
@@ -78,11 +75,8 @@ def smollm3(model: Builder) -> None:
         "sliding_attention" if is_windowed and not has_rope[layer] else "full_attention" for layer in model.numbers
     ]
     bias, windows = config.flag("attention_bias"), model.windows(kinds)
-
-    def attend(layer: Layer, source: str) -> None:
-        positions, window = rotary if has_rope[layer.number] else None, windows[layer.number]
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=positions, window=window)
-
+    positions = [rotary if has_rope[layer] else None for layer in model.numbers]
+    attend = attention(sizes, bias=bias, rotary=positions, window=windows)
     decoder(model, norm, attend, feed_forward(activation, bias=config.flag("mlp_bias")), tied_by_default=True)
 
 
@@ -122,10 +116,7 @@ def apertus(model: Builder) -> None:
     rotary = model.rotary(read_rotary(config, sizes.head_dim))
     config.expect("hidden_act", "xielu")
     bias = config.flag("attention_bias")
-
-    def attend(layer: Layer, source: str) -> None:
-        norms = layer.head_norms(norm, sizes)
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
+    attend = attention(sizes, bias=bias, rotary=rotary, norms=head_norms(norm, sizes))
 
     def feed(layer: Layer, source: str) -> None:
         alphas = [replace(layer.weight(f"mlp.act_fn.alpha_{sign}", 1), function="softplus") for sign in "pn"]
@@ -147,12 +138,8 @@ def hunyuan_attention(model: Builder, norm: NormKind) -> Part:
     """Attention of HunYuan, with and without experts."""
     sizes, names = model.head_sizes(), ("self_attn.query_layernorm", "self_attn.key_layernorm")
     rotary, bias = model.rotary(_hunyuan_rotary(model, sizes.head_dim)), model.config.flag("attention_bias")
-
-    def attend(layer: Layer, source: str) -> None:
-        norms = layer.head_norms(norm, sizes, names, last=True)
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
-
-    return attend
+    norms = head_norms(norm, sizes, names, last=True)
+    return attention(sizes, bias=bias, rotary=rotary, norms=norms)
 
 
 def _hunyuan_rotary(model: Builder, head_dim: int) -> Rotary:
@@ -178,10 +165,7 @@ def nanochat(model: Builder) -> None:
     rotary = model.rotary(replace(forward, inv_freq=tuple(-step for step in forward.inv_freq)))
     activation = model.activation("hidden_act", default="relu2", gated=False)
     bias = config.flag("attention_bias")
-
-    def attend(layer: Layer, source: str) -> None:
-        norms = layer.head_norms(norm, sizes, last=True)
-        layer.attention(source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, norms=norms)
-
+    norms = head_norms(norm, sizes, last=True)
+    attend = attention(sizes, bias=bias, rotary=rotary, norms=norms)
     softcap = config.get("final_logit_softcapping", 15.0)
     decoder(model, norm, attend, feed_forward(activation, names=("fc1", "fc2")), norm_embedding=True, softcap=softcap)

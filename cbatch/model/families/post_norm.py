@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cbatch.model.families.decoder import attention, decoder, every, feed_forward
+from cbatch.model.families.decoder import attention, decoder, every, feed_forward, head_norms, row_norms
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, Layer, NormKind
+from cbatch.model.programs.builder import Builder, NormKind
 from cbatch.model.programs.rotary import read_rotary
 
 
@@ -15,7 +15,7 @@ def olmo(model: Builder) -> None:
     norm, sizes = NormKind(1e-5, "layer", has_weight=False), model.head_sizes()
     rotary, bias = model.rotary(read_rotary(config, sizes.head_dim)), config.flag("attention_bias")
     activation, clip = model.activation("hidden_act", default="silu"), float(config.get("clip_qkv") or 0.0)
-    attend = attention(sizes, qkv_bias=bias, out_bias=bias, rotary=rotary, clip=clip)
+    attend = attention(sizes, bias=bias, rotary=rotary, clip=clip)
     decoder(model, norm, attend, feed_forward(activation))
 
 
@@ -35,16 +35,13 @@ def olmo2(model: Builder) -> None:
         rotaries = [model.rotary(read_rotary(config, sizes.head_dim, layer_type=name, theta=5e5)) for name in names]
     else:
         rotaries = [model.rotary(read_rotary(config, sizes.head_dim))] * model.num_layers
-
-    def attend(layer: Layer, source: str) -> None:
-        window = windows[layer.number]
-        is_rotated = kind != "exaone4" or window or not any(windows)
-        layer.attention(
-            source, sizes, qkv_bias=bias, out_bias=bias, rotary=rotaries[layer.number] if is_rotated else None,
-            window=window, post_norm=layer.post_norm(norm, "post_attention_layernorm"),
-            norms=layer.head_norms(norm, sizes) if kind == "exaone4" else layer.row_norms(norm, sizes),
-        )  # fmt: skip
-
+    is_rotated = [kind != "exaone4" or bool(window) or not any(windows) for window in windows]
+    attend = attention(
+        sizes, bias=bias, window=windows,
+        rotary=[one if rotated else None for one, rotated in zip(rotaries, is_rotated, strict=True)],
+        norms=head_norms(norm, sizes) if kind == "exaone4" else row_norms(norm, sizes),
+        after=(norm, "post_attention_layernorm"),
+    )  # fmt: skip
     feed = feed_forward(activation, after=(norm, "post_feedforward_layernorm"))
     decoder(model, norm, attend, feed, norms=("", ""))
 
