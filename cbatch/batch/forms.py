@@ -135,22 +135,7 @@ def _zstd_reader(stream: IO[bytes]) -> IO[bytes]:
         return cast(IO[bytes], own.ZstdFile(stream, "rb"))
     pyarrow = import_pyarrow("zstd")
     source = pyarrow.CompressedInputStream(pyarrow.PythonFile(_Unclosed(stream), "r"), "zstd")
-    return io.BufferedReader(_RawReader(source), CHUNK)
-
-
-class _RawReader(io.RawIOBase):
-    """Lets a stream of pyarrow, which knows no lines, be read through a buffer of Python."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        data = self._source.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    return io.BufferedReader(source, CHUNK)  # pyarrow's stream knows no lines
 
 
 class _Unclosed(io.RawIOBase):

@@ -22,7 +22,7 @@ from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.requests.completion import Completion
 from cbatch.tools.tool import load_tools
 from cbatch.validation.validation import Validation
-from tests.batch.test_tool_loop import TOOLS
+from tests.batch.test_rounds import TOOLS
 from tests.cli.run.test_output_formats import ROUNDS
 from tests.support.model_folder import save_model
 from tests.support.shared_engine import ROWS

@@ -1,15 +1,26 @@
-"""Reading lines: physical lines, in bounded memory, and a second time."""
+"""Lines: read from a stream, turned into rows, and back; and the window that bounds them."""
 
 from __future__ import annotations
 
 import io
+import json
+import tracemalloc
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cbatch.base.errors import RequestError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.batch import lines
+from cbatch.batch.driver import Window, default_window, weight_of
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.lines import Line, LineSpool, read_lines
+from cbatch.batch.row import format_row
+from cbatch.batch.row_options import RowOptions
+from cbatch.requests import rows
 
 
 def test_lines_are_physical_and_blank_ones_skipped() -> None:
@@ -57,3 +68,232 @@ def test_lines_without_a_stream_can_be_taken_twice() -> None:
         assert (again.index, again.data, again.source) == (line.index, line.data, line.source)
         assert repr(again.error) == repr(line.error)
     assert len({line.source for line in [*lines, Line(2, b"{}"), Line(2, b"{}", error=RequestError("code", "x"))]}) == 6
+
+
+def parse(text: str | bytes, **options: bool) -> Request:
+    return parse_line(Line(0, text.encode() if isinstance(text, str) else text), RowOptions(**options))
+
+
+def code(row: Request) -> str | None:
+    return row.error.code if row.error else None
+
+
+def test_the_three_forms() -> None:
+    """Guards the three forms of a row, with parameters, aliases and extra columns."""
+    row = parse('{"id": 7, "prompt": "hi", "max_new_tokens": 3, "stop": ["x"], "priority": 2, "note": {"a": 1}}')
+    assert (row.id, row.text, row.given, row.priority) == (7, "hi", {"max_tokens": 3, "stop": ["x"]}, 2)
+    assert row.extra == {"note": {"a": 1}} and row.error is None
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    row = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    assert row.messages == [{"role": "user", "content": "ab"}]
+    assert parse('{"prompt_token_ids": [1, 2]}').prompt_ids == [1, 2]
+    assert parse("not json at all", is_text=True).text == "not json at all"
+
+
+TOOL = '{"type": "function", "function": {"name": "look"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "message"),
+    [
+        ('{"prompt": }', "invalid_json", "line 1, column 12"),
+        ('{"prompt": NaN}', "invalid_json", "NaN"),
+        ('{"prompt": "a", "top_p": 1e999}', "invalid_json", "too large"),
+        ("[" * 100_000, "invalid_json", "nested too deeply"),
+        ('{"prompt": "a", "k": ' + "[" * 300 + "]" * 300 + "}", "invalid_json", "nested too deeply"),
+        ('{"prompt": "\\ud800", "k": ' + '{"a":' * 700 + "1" + "}" * 701, "invalid_json", "nested too deeply"),
+        ("1" * 5000, "invalid_json", "too many digits"),
+        ('{"prompt": "a", "k": [' + "[]," * 100_000 + "[]]}", "invalid_row", "more than 100,000 lists and objects"),
+        ('{"prompt": "a", "k": [' + "{}," * 200_000, "invalid_row", "more than 100,000 lists and objects"),
+        ('{"prompt": "a", "k": [' + "1," * 2_000_000 + "1]}", "invalid_row", "more than 2,000,000 values"),
+        ('{"prompt": "a", "k": {' + '"a":1,' * 300_000 + '"a":1}}', "invalid_row", "more than 300,000 names"),
+        (b'{"prompt": "\xff"}', "invalid_utf8", "byte 13"),
+        ("[1]", "invalid_row", "not a list"),
+        ("{}", "invalid_row", "has none of messages"),
+        ('{"prompt": "a", "messages": []}', "invalid_row", "has both messages and prompt"),
+        ('{"prompt": ""}', "invalid_row", "empty"),
+        ('{"prompt": 3}', "invalid_row", "not a number"),
+        ('{"prompt": "a", "id": [1]}', "invalid_row", "id must be"),
+        ('{"prompt": "a", "priority": 1.5}', "invalid_row", "priority must be a whole number"),
+        ('{"prompt": "a", "raw": 1}', "invalid_row", "raw must be true or false"),
+        ('{"prompt_token_ids": [1], "raw": true}', "invalid_row", "raw works only with prompt"),
+        ('{"messages": []}', "invalid_row", "at least one message"),
+        ('{"messages": [{"content": "a"}]}', "invalid_row", "message 1"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_row", "not text"),
+        ('{"prompt_token_ids": [true]}', "invalid_row", "whole number"),
+        ('{"prompt": "a", "temperatur": 1}', "unknown_parameter", "'temperature'"),
+        ('{"prompt": "a", "max-tokens": 1}', "unknown_parameter", "'max_tokens'"),
+        ('{"prompt": "a", "tempreature": 1}', "unknown_parameter", "'temperature'"),
+        ('{"promt": "a"}', "unknown_parameter", "'prompt'"),
+        ('{"prompt": "a", "tools": {}}', "invalid_row", "line 1: tools must be a list"),
+        ('{"prompt": "a", "tools": [{"type": "function"}]}', "invalid_row", "line 1: Tool 1"),
+        ('{"prompt": "a", "tool_choice": "required"}', "invalid_row", "there are no tools"),
+        (f'{{"prompt": "a", "raw": true, "tools": [{TOOL}]}}', "invalid_row", "not raw"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str | bytes, expected: str, message: str) -> None:
+    """Guards the error codes, and that each message says what is wrong, and in which line."""
+    row = parse(text)
+    assert code(row) == expected and message in str(row.error)
+
+
+def test_unknown_keys_are_carried_unless_they_look_misspelt() -> None:
+    """Guards the user's own columns; --allow-unknown carries near misses too."""
+    assert parse('{"prompt": "a", "label": 1, "seeds": 2}').extra == {"label": 1, "seeds": 2}
+    assert parse('{"prompt": "a", "temperatur": 1}', allow_unknown=True).extra == {"temperatur": 1}
+
+
+def test_parameters_that_ask_for_nothing_are_fine() -> None:
+    """Guards files made for other programs, which spell out every default."""
+    row = parse('{"prompt": "a", "logprobs": null, "response_format": null, "tools": [], "tool_choice": "none"}')
+    assert row.error is None and row.extra == {} and row.given == {} and not row.tools
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"logit_bias": {" 1_0 ": 1}}, "logit_bias must be"),
+        ({"logit_bias": {str(n): 1 for n in range(2000)}}, "up to 1,024 token ids"),
+        ({"bad_words": ["x"] * 2000}, "bad_words has 2,000 strings"),
+        ({"stop": ["x"] * 2000}, "stop has 2,000 strings"),
+        ({"stop_token_ids": [10**4000]}, "stop_token_ids must be"),
+        ({"logprobs": 21}, "from 0 to 20"),
+        ({"n": 2, "max_tokens": 0, "echo": True}, "n must be 1"),
+        ({"choice": "yes"}, "choice must be a list"),
+        ({"regex": "a", "choice": ["b"]}, "cannot be combined"),
+        ({"response_format": "json"}, "response_format must be"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty must be"),
+    ],
+)
+def test_parameters_out_of_range_are_named(asked: dict[str, Any], message: str) -> None:
+    """Guards that each message is short, whatever the row holds."""
+    with pytest.raises(RequestError) as caught:
+        SamplingParams().merged(asked)
+    assert message in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_tools_and_calls_are_taken() -> None:
+    """Guards tools, `tool_choice: none`, and an earlier call without content."""
+    assert parse(f'{{"prompt": "a", "tools": [{TOOL}]}}').tools == [json.loads(TOOL)]
+    assert not parse(f'{{"prompt": "a", "tools": [{TOOL}], "tool_choice": "none"}}').tools
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    row = parse(json.dumps({"messages": [call, {"role": "tool", "content": "4"}]}))
+    assert row.messages == [call | {"content": ""}, {"role": "tool", "content": "4"}]
+    assert parse('{"messages": [{"role": "assistant", "content": null}]}').error is not None
+
+
+def test_duplicate_keys_and_surrogates() -> None:
+    """Guards two corners of JSON: the last of duplicate keys wins, and a lone surrogate becomes U+FFFD."""
+    assert parse('{"prompt": "a", "prompt": "b"}').prompt == "b"
+    row = parse('{"prompt": "x\\ud800y", "k": ["\\udc00"], "pair": "\\ud83d\\ude00"}')
+    assert row.text == "x\ufffdy" and row.extra == {"k": ["\ufffd"], "pair": "😀"}
+
+
+@pytest.mark.parametrize("wrong", ['"raw": 1', '"id": []', '"temperatur": 1', '"priority": "x"'])
+def test_error_rows_carry_all_columns(wrong: str) -> None:
+    """Guards the user's own columns in error rows, whatever the order of keys."""
+    for text in (f'{{"note": 1, {wrong}, "prompt": "a"}}', f'{{{wrong}, "prompt": "a", "note": 1}}'):
+        row = parse(text)
+        assert row.error is not None and row.extra["note"] == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+rows = st.dictionaries(st.sampled_from([*sorted(rows.KNOWN), "note"]), json_values, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60) | json_values.map(json.dumps).map(str.encode) | rows.map(json.dumps).map(str.encode))
+def test_any_line_has_one_outcome(data: bytes) -> None:
+    """Guards against a traceback: whatever the line, it is a row with one prompt, or a row with an error."""
+    row = parse(data)
+    forms = [form for form in (row.messages, row.text, row.prompt_ids) if form]
+    assert row.error is not None or len(forms) == 1
+    fields: dict[str, Any] = {"id": row.id, "extra": row.extra, "error": str(row.error)}
+    assert json.loads(format_row(fields)) is not None
+
+
+def test_strings_of_brackets_and_commas_are_no_values() -> None:
+    """Guards long prompts of code, whose signs are no lists, objects and values; also behind escaped quotes."""
+    prompt = '{[,:"\\' * 600_000
+    row = parse(json.dumps({"prompt": prompt, "k": [[]] * 90_000}))
+    assert row.error is None and row.text == prompt
+
+
+def test_a_row_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    """Guards memory against a short line that becomes a hundred times as many bytes of objects."""
+    line = Line(0, b'{"prompt": "a", "k": [' + b"{}," * 1_000_000 + b"{}]}")
+    tracemalloc.start()
+    assert code(parse_line(line)) == "invalid_row"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert line.data is not None and peak < 3 * len(line.data)
+
+
+def test_the_default_window() -> None:
+    """Guards the order of the last rows, which needs many of them, and the memory of engines with many slots."""
+    assert [default_window(slots) for slots in (1, 32, 128, 256, 1000)] == [16, 512, 2048, 2048, 4000]
+
+
+def test_the_window_bounds_bytes_as_well_as_rows() -> None:
+    """Guards memory against a window full of large rows; a row larger than the window goes alone."""
+    window = Window(3, size=100)
+    window.acquire(0, 500)
+    window.release([0])
+    window.acquire(1, 60)
+    window.release([1])
+    window.acquire(2, 60)
+    window.acquire(3, 40)
+    assert window.waited_s < 1 and window._bytes_left == 0 and window._rows_left == 1
+
+
+def test_a_row_that_takes_less_than_it_could_makes_room() -> None:
+    """Guards the number of rows in flight: what a row could have taken at most is given back once it is read."""
+    window = Window(3, size=100)
+    window.acquire(0, 90)
+    window.settle(0, 20)
+    window.acquire(1, 80)
+    window.release([0])
+    window.acquire(2, 20)
+    assert window.waited_s < 1 and window._bytes_left == 0
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"k": [[]] * 20_000},
+        {"k": [{}] * 20_000},
+        {"k": [{"a": 1}] * 20_000},
+        {"k": [[300]] * 20_000},
+        {"k": [300.5] * 20_000},
+        {"k": {f"n{number}": number for number in range(20_000)}},
+        {"k": [f"t{number}" for number in range(20_000)]},
+        {"messages": [{"role": "user", "content": "a"}] * 10_000},
+        {"k": "é" * 200_000},
+        {"k": "a" * 500_000 + "\U0001f600"},
+    ],
+    ids=[
+        "lists",
+        "objects",
+        "filled objects",
+        "filled lists",
+        "numbers",
+        "names",
+        "texts",
+        "messages",
+        "wide",
+        "wider",
+    ],
+)
+def test_a_row_takes_no_more_memory_than_its_weight(columns: dict[str, Any]) -> None:
+    """Guards the bound on memory: rows in flight are counted by the weight of their lines."""
+    fields = columns if "messages" in columns else {"prompt": "a"} | columns
+    line = Line(0, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode())
+    tracemalloc.start()
+    row = parse_line(line)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert row.error is None and taken < weight_of(line.data)

@@ -98,7 +98,7 @@ line = (
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(line, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
 def test_every_line_has_exactly_one_outcome(engine: Engine, many: list[bytes], end: bytes, closed: bool) -> None:
     """Guards against lost, doubled and broken rows, and a row that ends the run, whatever the bytes."""
@@ -210,7 +210,7 @@ def test_other_rows_change_no_text(texts: dict[str, str], model_folder: Path, tm
     assert len(set(texts.values())) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_input() -> None:
     """Guards flat memory: a million rows may take 200 MiB, and 60,000 their share of that."""
     few, many = measure_apart(1_000, 61_000, 64)

@@ -164,8 +164,8 @@ def test_cells_are_fields_without_a_template() -> None:
     first, second = [parse_line(line, RowOptions(has_columns=True, unit="row")) for line in lines]
     assert first.error is None and second.error is None
     assert (first.id, first.prompt, first.raw, second.id, second.prompt) == ("a", "12", True, None, "13")
-    assert first.params == {"max_tokens": 5, "temperature": 0.5, "stop": ["x", "y"], "regex": "[0-9]"}
-    assert second.params == {"max_tokens": 12, "stop": "end"}
+    assert first.given == {"max_tokens": 5, "temperature": 0.5, "stop": ["x", "y"], "regex": "[0-9]"}
+    assert second.given == {"max_tokens": 12, "stop": "end"}
     assert first.extra["label"] == "" and first.extra["max_tokens"] == "5" and second.extra["prompt"] == "13"
 
 

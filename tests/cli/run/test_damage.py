@@ -19,7 +19,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize(("kind", "count"), [("rows", 90), ("table", 30), ("tokens", 20), ("cache", 5), ("tries", 5)])
+SAMPLE = {"rows": 40, "table": 14, "tokens": 6, "cache": 3, "tries": 3}
+ALL = {"rows": 90, "table": 30, "tokens": 20, "cache": 5, "tries": 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [*SAMPLE.items(), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ALL.items())]
+)
 def test_damaged_outputs_become_whole(engine: Engine, tmp_path: Path, kind: str, count: int) -> None:
     """Guards every byte of rows, journals, tokens and cached answers against flips, cuts, doublings and insertions."""
     counts = DamageTest(engine, tmp_path, kind).damage_many(count)

@@ -129,8 +129,8 @@ def test_parquet_keeps_its_types(run: Command, tmp_path: Path) -> None:
 
 def test_a_killed_run_of_tables_is_resumed(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
     """Guards CSV in and out against SIGKILL, also while the table is made: at last the bytes of an undisturbed run."""
-    source, whole, out = write_csv(tmp_path / "in.csv", 60), tmp_path / "whole.csv", tmp_path / "out.csv"
-    command = ["run", source, "-m", model_folder, "--dtype", "float32", "--max-seqs", "2", "--max-tokens", "30", "-q"]
+    source, whole, out = write_csv(tmp_path / "in.csv", 30), tmp_path / "whole.csv", tmp_path / "out.csv"
+    command = ["run", source, "-m", model_folder, "--dtype", "float32", "--max-seqs", "2", "--max-tokens", "15", "-q"]
     command += ["--template", "Say: {text}", "--ignore-eos"]
     assert runs.start(*command, "-o", whole).code() == 0
     journal = tmp_path / "out.csv.journal.jsonl"
@@ -142,7 +142,7 @@ def test_a_killed_run_of_tables_is_resumed(runs: ForkServer, model_folder: Path,
     assert run.code() == -signal.SIGKILL and not out.exists()
     with journal.open("ab") as file:
         file.write(b'{"index": 3')  # as if torn
-    points: list[KillPoint] = [KillPoint("pread", 20), KillPoint("replace"), KillPoint("after replace")]
+    points: list[KillPoint] = [KillPoint("pread", 20), KillPoint("after replace")]
     for point in points:
         assert runs.start(*command, "-o", out, "--resume", kill=point).code() == -signal.SIGKILL
         assert journal.exists() and out.exists() == (point.name == "after replace")

@@ -1,4 +1,4 @@
-"""Tries of rows: compared with runs of each try alone; what happened stands in the row, whatever disturbs the run."""
+"""What follows on an answer: results of tools, and further tries."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from cbatch.batch import rounds
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
+from cbatch.batch.rounds import ToolLoop
 from cbatch.batch.row_options import RowOptions
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
@@ -31,6 +32,30 @@ from cbatch.requests.input_processor import InputProcessor
 from cbatch.validation.validation import Validation
 from tests.cli.run.test_output_formats import ROUNDS
 from tests.support.model_folder import save_model
+
+TOOLS = 'def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n'
+
+
+def test_a_round_that_breaks_ends_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the run against waiting for ever for a row whose thread has raised."""
+
+    def breaks(self: ToolLoop, call: Any) -> Any:
+        raise ZeroDivisionError("as planted")
+
+    monkeypatch.setattr(ToolLoop, "_result", breaks)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    model = save_model(tmp_path / "model", context=1500)
+    (model / "chat_template.jinja").write_text(ROUNDS)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    rows = [{"prompt": "a", "choice": [call]}, {"prompt": "b", "max_tokens": 2}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", str(source), "-o", str(out), "-m", str(model), "--tools", str(tmp_path / "tools.py"), "-q"]
+    assert run_command(command) == 1
+    broken, whole = map(json.loads, out.read_text().splitlines())
+    assert broken["error"]["code"] == "internal_error" and "as planted" in broken["error"]["message"]
+    assert "error" not in whole
+
 
 ROWS: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": f"row {number}", "max_tokens": 4} for number in range(12)]
 ROWS[3]["seed"] = 5
