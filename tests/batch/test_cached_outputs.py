@@ -83,6 +83,7 @@ def test_other_settings_get_other_answers(engine: Engine, tmp_path: Path) -> Non
     assert wrong_hits(engine, tmp_path) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_cache_that_ignores_the_temperature_would_be_seen(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def test_another_limit_goes_on(batch: Batch, caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
+@pytest.mark.exhaustive
 def test_wrong_keys_would_be_seen(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tests above: plants a key that ignores what decides the tokens."""
     monkeypatch.setattr(journaled_outputs, "continuation_key", lambda model, request: b"the same")

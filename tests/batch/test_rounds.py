@@ -119,6 +119,7 @@ def test_tries_are_those_of_rows_alone(engine: Engine) -> None:
     assert set(tries) == {1, 2, 3}, "the rows try all sorts"
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_in_each_try_would_be_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above: plants tries that repeat the first one."""
     right = rounds.nth_try

@@ -37,7 +37,7 @@ from cbatch.cli.bench.workload import (
     read_workload,
     synthetic_workload,
 )
-from cbatch.cli.common import replicas
+from cbatch.cli.common import loading
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.cli.main import run_command
 from tests.support.in_process_replicas import InProcessLauncher
@@ -216,7 +216,7 @@ def test_replicas_do_the_same_work(
     options = ["--requests", "9", "--input-len", "4:9", "--output-len", "3:9", "--rounds", "1", "-m", str(model_folder)]
     options += ["--strategies", "continuous", "--replicas", "2"]
     with Engine(EngineConfig(model=str(model_folder), max_seqs=2)) as engine:
-        monkeypatch.setattr(replicas, "make_launcher", lambda options, config: InProcessLauncher(engine, 2))
+        monkeypatch.setattr(loading, "make_launcher", lambda options, config: InProcessLauncher(engine, 2))
         assert run_command(["bench", "--json", *options]) == 0
         data = json.loads(capsys.readouterr().out)
         assert run_command(["bench", "-q", *options]) == 0

@@ -35,6 +35,7 @@ def test_damaged_outputs_become_whole(engine: Engine, tmp_path: Path, kind: str,
         assert counts.resumed == count if kind == "tokens" else counts.refused > count / 2
 
 
+@pytest.mark.exhaustive
 def test_the_damage_is_such_that_checks_are_needed(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

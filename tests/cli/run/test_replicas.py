@@ -18,8 +18,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.cli.common import console
-from cbatch.cli.common import replicas as replicas_module
+from cbatch.cli.common import console, loading
 from cbatch.cli.main import run_command
 from cbatch.replicas import ray_cluster
 from tests.support.fake_replicas import wait_until
@@ -48,7 +47,7 @@ def launchers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[InProcess
         made.append(InProcessLauncher(engine, options.wanted, deaths={1: 1}))
         return made[-1]
 
-    monkeypatch.setattr(replicas_module, "make_launcher", make)
+    monkeypatch.setattr(loading, "make_launcher", make)
     return made
 
 
@@ -138,7 +137,7 @@ def test_what_cannot_be_loaded_is_said_at_once(
             raise ConfigError("There is no such device.")
 
     launcher = Refusing(engine, 2)
-    monkeypatch.setattr(replicas_module, "make_launcher", lambda options, config: launcher)
+    monkeypatch.setattr(loading, "make_launcher", lambda options, config: launcher)
     source, out = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     out.write_text("earlier\n")
     assert run_command(["run", str(source), "-o", str(out), "--overwrite", "--replicas", "2"]) == 2

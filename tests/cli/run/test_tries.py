@@ -13,7 +13,7 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.batch import rounds
 from cbatch.batch.resume import ResumePlan
-from cbatch.cli.common import replicas as replicas_module
+from cbatch.cli.common import loading
 from cbatch.cli.main import run_command
 from tests.cli.run.test_resume import Case
 from tests.support.in_process_replicas import InProcessLauncher
@@ -92,7 +92,7 @@ def replicas(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs with --replicas use several front ends on one engine; the second of them dies once."""
     with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=4)) as engine:
         monkeypatch.setattr(
-            replicas_module,
+            loading,
             "make_launcher",
             lambda options, config: InProcessLauncher(engine, options.wanted, deaths={1: 1}),
         )
@@ -144,6 +144,7 @@ def test_options_that_cannot_be_met_are_refused_before_a_model_is_loaded(
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_planted_faults_would_be_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tests above: plants tries that depend on what ran before, and a resumed run that forgets tries."""
     count = itertools.count(2)

@@ -10,7 +10,7 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.cli.common import replicas as replicas_module
+from cbatch.cli.common import loading
 from cbatch.cli.main import run_command
 from tests.cli.run.test_resume import Case
 from tests.support.in_process_replicas import InProcessLauncher
@@ -176,7 +176,7 @@ def test_truncated_answers_go_on_on_replicas(
     assert case.run("--max-tokens", "6", "--token-ids", "--overwrite") == 1
     with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=4)) as engine:
         monkeypatch.setattr(
-            replicas_module,
+            loading,
             "make_launcher",
             lambda options, config: InProcessLauncher(engine, options.wanted, deaths={1: 1}),
         )
