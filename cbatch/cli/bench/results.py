@@ -41,7 +41,7 @@ class Machine:
     @classmethod
     def of(cls, engine: Engine) -> Machine:
         module = torch.get_device_module(engine.device)
-        device = module.get_device_name(engine.device) if hasattr(module, "get_device_name") else _processor()
+        device = module.get_device_name(engine.device) if hasattr(module, "get_device_name") else processor()
         return cls(
             device=device,
             threads=torch.get_num_threads(),
@@ -59,7 +59,7 @@ def describe_model(engine: Engine) -> str:
     return f"{shown['model']}, {parameters}, {shown['dtype']}, attention {shown['attention']}"
 
 
-def _processor() -> str:
+def processor() -> str:
     """The name of the processor, if the system tells it."""
     with suppress(OSError):
         if found := re.search(r"^model name\s*:\s*(\S.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import threading
@@ -172,12 +171,9 @@ def machine_facts(threads: int) -> dict[str, Any]:
     """What the work runs on."""
     import psutil
 
-    name = platform.processor() or platform.machine()
-    file = Path("/proc/cpuinfo")
-    for line in file.read_text().splitlines() if file.exists() else ():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-    return {"cpu": name, "cores": psutil.cpu_count(logical=False) or os.cpu_count(), "threads": threads}
+    from cbatch.cli.bench.results import processor
+
+    return {"cpu": processor(), "cores": psutil.cpu_count(logical=False) or os.cpu_count(), "threads": threads}
 
 
 def default_threads() -> int:

@@ -65,9 +65,9 @@ FIGURES = {
 }
 FIGURES |= {"ablations": FIGURES["strategies"], "peers": FIGURES["strategies"], "capacity": FIGURES["load"]}
 LINES = {
-    "strategies": ["continuous", "6.00 s", "1.00", "1.3 ×", "12%", "2.00 s / 5.92 s", "2.00 s / 2.00 s", "100%"],
+    "strategies": ["continuous", "6.00 s", "1.00", "1.3 ×", "2.00 s / 5.92 s", "2.00 s / 2.00 s", "12%", "100%"],
     "ablations": ["without KV cache", "15.7 min", "0.006", "0.01 ×"],
-    "peers": ["transformers-generate", "55.0 s", "0.109", "0.1 ×", "12%", "–", "–", "100%"],
+    "peers": ["transformers-generate", "55.0 s", "0.109", "0.1 ×", "–", "–", "12%", "100%"],
     "replicas": ["2 replicas", "3.00 s", "2.00", "2.7 ×"],
     "load": ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"],
     "capacity": ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"],

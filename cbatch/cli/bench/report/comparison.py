@@ -171,9 +171,9 @@ def strategy_table(results: Sequence[AnyResult], subject: StrategyResult) -> Tab
                 "time": units.duration(metrics.elapsed_s),
                 "output tokens/s": units.per_second(metrics.output_tokens_per_s),
                 "speedup": units.times(first_s / max(metrics.elapsed_s, 1e-9)),
-                "of roofline": units.share(result.floor_share),
                 "first token p50 / p99": pair(_times(result, "ttft_s")),
                 "per token p50 / p99": pair(_times(result, "tpot_s")),
+                "of roofline": units.share(result.floor_share),
                 "equal outputs": _agreement(result.difference),
             }
         )
