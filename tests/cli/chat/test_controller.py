@@ -29,7 +29,6 @@ from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.screen import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
-from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.chat_harness import ChatHarness, reply_of
 
 PATIENCE = 60
@@ -75,27 +74,6 @@ def test_a_stopped_and_continued_reply_is_the_whole_reply(harness: ChatHarness, 
     assert reply_of(controller.current).text == whole
     with pytest.raises(UserError, match="complete"):
         controller.continue_reply(controller.current)
-
-
-def test_a_text_that_cannot_be_made_ends_its_reply_only(harness: ChatHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the chat's thread, on which text is made: the reply ends with its error, and its request with it."""
-    push, broken = IncrementalDetokenizer.push_all, list[IncrementalDetokenizer]()
-
-    def failing(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
-        if not broken:
-            broken.append(self)
-        if self is broken[0]:
-            raise RuntimeError("no such byte")
-        return push(self, token_ids)
-
-    monkeypatch.setattr(IncrementalDetokenizer, "push_all", failing)
-    controller = harness.make(params=LONG)
-    controller.send(controller.current, "Tell me a story about a cat named Tom.")
-    harness.settle(controller)
-    reply = reply_of(controller.current)
-    assert reply.state == "error" and reply.code == "internal_error" and "no such byte" in reply.error
-    assert harness.ask(harness.make(), "My name is Ada.") == "Nice to meet you, Ada!"
-    harness.wait_idle()
 
 
 def test_500_cancelled_replies_leave_nothing_behind(harness: ChatHarness) -> None:

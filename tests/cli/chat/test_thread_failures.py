@@ -52,4 +52,6 @@ def test_a_message_that_breaks_something_is_told(
     assert "boom" in reply_of(controller.current).error
     chat.ask(controller, "hello")
     failure = chat.client.failure
+    if failure is None:
+        chat.wait_idle()
     assert reply_of(controller.current).error == (f"The engine failed: {failure}" if failure is not None else "")

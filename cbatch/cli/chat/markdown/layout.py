@@ -98,7 +98,9 @@ class MarkdownLayout:
         unfinished = source.pop() if not is_whole and _ONLY_MARKERS.fullmatch(source[-1]) else ""
         tokens: list[Token] = []
         PARSER.block.parse("\n".join(source), PARSER, {}, tokens)
-        blocks = list(_groups(tokens))
+        blocks: list[list[Token]] = []
+        for block in _groups(tokens):  # items of a list are finished one by one
+            blocks += _groups(block[1:-1]) if block[0].type.endswith("_list_open") else [block]
         starts = [_start(block) for block in blocks]
         num_done = sum(start < len(source) - 1 for start in starts[1:])
         self._done += self._lines(source, blocks[:num_done])
