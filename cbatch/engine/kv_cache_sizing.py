@@ -21,6 +21,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.base.units import format_bytes, parse_memory
 from cbatch.engine.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, StepGraphs
+from cbatch.engine.fallback import Execution
 from cbatch.engine.model_runner import ModelRunner, step_parts, stored_states
 from cbatch.model.base import Model
 from cbatch.runtime.batch import Logits, RaggedBatch
@@ -28,7 +29,6 @@ from cbatch.runtime.memory import DeviceMemory, device_memory, is_out_of_memory,
 from cbatch.runtime.transfer import use_device
 from cbatch.sample.output import PendingSample
 from cbatch.sample.processors import counts_for
-from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.masks import TokenMasks
 from cbatch.sample.structured.token_bitmask import full_bitmask
 from cbatch.schedule.limits import StepLimits
@@ -139,14 +139,17 @@ class CacheSizeRequest:
         return self.num_blocks is None and "%" in self.memory
 
 
-def make_runner(
-    config: EngineConfig, model: Model, attention: AttentionBackend, sampler: Sampler, limits: StepLimits
-) -> ModelRunner:
+def make_runner(config: EngineConfig, execution: Execution, limits: StepLimits) -> ModelRunner:
     """A model runner with a KV cache as large as the config requests, or as the scarcest device allows.
 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
-    size, state_dtype = config.block_size, state_dtype_of(config)
+    model, attention, size, state_dtype = (
+        execution.model,
+        execution.attention,
+        config.block_size,
+        state_dtype_of(config),
+    )
     block_bytes, slot_bytes = bytes_per_device(model, attention, size, state_dtype)
     wanted = -(-model.max_model_len // size)
     blocks_wanted = (
@@ -160,7 +163,7 @@ def make_runner(
             config.kv_cache_memory or one.share, config.kv_blocks, block, blocks_wanted, (block + slot) / total,
             SlotRequest(slot, slots_wanted, config.state_slots),
         )  # fmt: skip
-        found.append((*choose_cache_size(cache_size, model, attention, sampler, size, limits, one), one))
+        found.append((*choose_cache_size(cache_size, execution, size, limits, one), one))
     num_blocks = min(cache_size.num_blocks for cache_size, _, _ in found)
     num_slots = min((cache_size.num_slots for cache_size, _, _ in found if cache_size.num_slots), default=0)
     _, step_bytes, memory = min(found, key=lambda one: one[0])
@@ -170,7 +173,7 @@ def make_runner(
         if not is_out_of_memory(error):
             raise
     else:
-        runner.capture_graphs(sampler, limits, lambda: memory.free() >= step_bytes + GRAPH_BYTES)
+        runner.capture_graphs(execution.sampler, limits, lambda: memory.free() >= step_bytes + GRAPH_BYTES)
         return runner
     # After the except block, since its traceback held the part of the cache that was made.
     cache_bytes = num_blocks * sum(block_bytes.values()) + num_slots * sum(slot_bytes.values())
@@ -199,13 +202,7 @@ def bytes_per_device(
 
 
 def choose_cache_size(
-    cache_size: CacheSizeRequest,
-    model: Model,
-    attention: AttentionBackend,
-    sampler: Sampler,
-    block_size: int,
-    limits: StepLimits,
-    memory: DeviceMemory,
+    cache_size: CacheSizeRequest, execution: Execution, block_size: int, limits: StepLimits, memory: DeviceMemory
 ) -> tuple[CacheSize, int]:
     """Size of the cache, and bytes that steps take beside it; call it after loading the weights.
 
@@ -221,7 +218,7 @@ def choose_cache_size(
     if memory.measure_peak is not None:
         cache_tokens = free // max(cache_size.block_bytes // block_size, 1)
         cache_tokens = min(cache_tokens, cache_size.blocks_wanted * block_size)
-        peak, kept = MemoryProfiler(model, attention, sampler, block_size, limits, cache_tokens).measure(memory)
+        peak, kept = MemoryProfiler(execution, block_size, limits, cache_tokens).measure(memory)
         step_bytes = peak + RESERVED_BYTES
         room = memory.free() - step_bytes  # kernels loaded meanwhile have taken memory
         # Steps can do without graphs.
@@ -253,24 +250,16 @@ class MemoryProfiler:
     are left out, since few steps have them; if such a step does not fit, `EngineThread` makes it smaller.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        attention: AttentionBackend,
-        sampler: Sampler,
-        block_size: int,
-        limits: StepLimits,
-        cache_tokens: int,
-    ) -> None:
+    def __init__(self, execution: Execution, block_size: int, limits: StepLimits, cache_tokens: int) -> None:
         """cache_tokens: tokens that the largest possible cache holds"""
-        self._model = model
-        self._sampler = sampler
+        self._model = model = execution.model
+        self._sampler = execution.sampler
         self._limits = limits
         self._rows = min(limits.max_seqs, limits.max_batch_tokens)
         self._cache_tokens = cache_tokens
         self._longest = max(min(model.max_model_len, cache_tokens), 1)
         self._ids = [0] * self._longest
-        self._runner = ModelRunner(model, attention, 1, block_size, num_slots=1)
+        self._runner = ModelRunner(model, execution.attention, 1, block_size, num_slots=1)
         for layer in (*self._runner.kv_cache.keys, *self._runner.kv_cache.values):
             layer.zero_()  # NaN would take another path through the sampler
         if self._runner.state_pool is not None:

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.base.config import EngineConfig
@@ -83,7 +84,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         self._adapter_parameters = sum(adapter.num_parameters for adapter in adapters)
         seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
-        runner = make_runner(config, model, execution.attention, execution.sampler, limits)
+        runner = make_runner(config, replace(execution, model=model), limits)
         self._fallback = " ".join(filter(None, (execution.fallback, runner.graph_problem)))
         self._kv_bytes_per_token = sum(layer.bytes_per_token(runner.kv_dtype) for layer in model.layers)
         pool, state_pool = BlockPool(runner.num_blocks, config.block_size), runner.state_pool

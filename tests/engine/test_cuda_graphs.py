@@ -34,6 +34,7 @@ from cbatch.engine.cuda_graphs import (
     graph_size_for,
     graph_tokens_for,
 )
+from cbatch.engine.fallback import Execution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.cuda import CudaModel
@@ -424,8 +425,8 @@ def test_the_memory_of_graphs_is_measured(monkeypatch: pytest.MonkeyPatch) -> No
         made.append(step())
         return 1000
 
-    limits = StepLimits(4, 6, graphs=True)
-    profiler = sizing.MemoryProfiler(model, attention, Sampler(DEVICE), 16, limits, cache_tokens=70)
+    limits, execution = StepLimits(4, 6, graphs=True), Execution(model, attention, Sampler(DEVICE), graphs=True)
+    profiler = sizing.MemoryProfiler(execution, 16, limits, cache_tokens=70)
     assert profiler._measure_graphs(measure_peak) == 2 * 1000 + WORKSPACE_BYTES + 4 * GRAPH_BYTES
     assert [(sorted(one._decode), sorted(one._mixed)) for one in made] == [([4], []), ([], [6])]
     assert not any(one.problem for one in made)

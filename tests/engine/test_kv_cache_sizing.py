@@ -20,6 +20,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
 from cbatch.engine import kv_cache_sizing as sizing
 from cbatch.engine.cuda_graphs import GRAPH_BYTES
+from cbatch.engine.fallback import Execution
 from cbatch.engine.kv_cache_sizing import (
     RESERVED_BYTES,
     CacheSizeRequest,
@@ -89,6 +90,10 @@ def make(**config: Any) -> SteppingEngine:
     return SteppingEngine(EngineConfig(**settings), loaded(make_network("llama")))
 
 
+def by_torch(model: TransformersModel) -> Execution:
+    return Execution(model, ReferenceAttention(), Sampler(model.device), graphs=False)
+
+
 def choose(
     memory: str | None = None, num_blocks: int | None = None, limits: StepLimits | None = None, **gpu: int
 ) -> int:
@@ -103,8 +108,7 @@ def choose(
 
     model.forward = seen  # type: ignore[method-assign]
     cache_size = CacheSizeRequest(memory or "90%", num_blocks, MIB, 100_000)
-    limits, sampler = limits or StepLimits(2, 64), Sampler(model.device)
-    return choose_cache_size(cache_size, model, ReferenceAttention(), sampler, 4, limits, device.memory)[0].num_blocks
+    return choose_cache_size(cache_size, by_torch(model), 4, limits or StepLimits(2, 64), device.memory)[0].num_blocks
 
 
 STEP = 64 * BYTES_PER_TOKEN + RESERVED_BYTES
@@ -193,7 +197,7 @@ def test_budgets_beyond_the_context_are_profiled_in_several_prompts() -> None:
     model = checked_model(make_network("llama"))
 
     def bounds(limits: StepLimits, cache_tokens: int) -> list[list[tuple[int, int]]]:
-        trial = MemoryProfiler(model, ReferenceAttention(), Sampler(model.device), 4, limits, cache_tokens)
+        trial = MemoryProfiler(by_torch(model), 4, limits, cache_tokens)
         plans = [*trial.prompt_steps(), trial.decode_step()]
         return [[(one.start, one.stop) for one in scheduled.chunks] for scheduled in plans]
 
@@ -217,7 +221,7 @@ def test_every_profiled_request_uses_all_features(gpu: Gpu, monkeypatch: pytest.
     make()
     (scheduled, logits, _, _, masks), done = seen[1]
     assert logits.values.shape == (6, VOCABULARY) and masks.bitmasks.shape == (6, -(-VOCABULARY // 32))
-    params = scheduled.to_sample[0].request.params
+    params = scheduled.to_sample[0].sequence.request.params
     assert not params.greedy and params.top_k and params.top_p < 1 and params.min_p and params.presence_penalty
     assert all(sample.error is None and len(sample.logprobs.top) == 20 for sample in done.get().samples)
 
@@ -323,15 +327,8 @@ def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
 def host(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
     model = checked_model(make_network("llama"))
     cache_size = CacheSizeRequest(memory or "25%", num_blocks, per_block, 50)
-    return choose_cache_size(
-        cache_size,
-        model,
-        ReferenceAttention(),
-        Sampler(model.device),
-        4,
-        StepLimits(2, 64),
-        DeviceMemory("cpu", "25%", lambda: 10 * GIB),
-    )[0].num_blocks
+    memory = DeviceMemory("cpu", "25%", lambda: 10 * GIB)
+    return choose_cache_size(cache_size, by_torch(model), 4, StepLimits(2, 64), memory)[0].num_blocks
 
 
 def test_the_cache_takes_no_more_than_it_can_use() -> None:

@@ -17,6 +17,7 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine import fallback, kv_cache_sizing
+from cbatch.engine.fallback import Execution
 from cbatch.engine.kv_cache_sizing import make_runner
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.hf.placement import placement_of
@@ -188,11 +189,12 @@ def test_the_scarcest_device_sizes_the_cache(monkeypatch: pytest.MonkeyPatch) ->
         layers=layers, layer_devices=[host, other, host], dtype=torch.float32, device=host, max_model_len=10_000,
         states=[], state_devices=[],
     )  # fmt: skip
+    sampler: Any = None
 
     def blocks(**config: Any) -> int:
         options: Any = {"block_size": 4} | config
-        limits = StepLimits(8, 64, graphs=False)
-        runner = make_runner(EngineConfig(**options), model, ReferenceAttention(), None, limits)  # type: ignore[arg-type]
+        limits, execution = StepLimits(8, 64, graphs=False), Execution(model, ReferenceAttention(), sampler, False)
+        runner = make_runner(EngineConfig(**options), execution, limits)
         assert [keys.device for keys in runner.kv_cache.keys] == model.layer_devices
         return runner.num_blocks
 
