@@ -274,7 +274,7 @@ class SamplingParams:
 
     max_tokens: int | None = _param(
         512,
-        _optional(_whole(0)),
+        lambda name, value: value,  # `__post_init__` checks it
         "most tokens to generate; None: up to the end of the context; 0: none, to score or echo the prompt",
     )
     min_tokens: int = _param(
@@ -363,10 +363,10 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
+        scores = self.prompt_logprobs is not None or self.echo is True
+        _optional(_whole(0 if scores else 1))("max_tokens", self.max_tokens)
         for name, info in PARAMS.items():
             object.__setattr__(self, name, info.check(name, getattr(self, name)))
-        if self.max_tokens == 0 and self.prompt_logprobs is None and not self.echo:
-            raise _invalid("max_tokens", "a whole number of at least 1", 0)
         if self.max_tokens == 0 and self.n != 1:
             raise RequestError("invalid_row", "n must be 1 if max_tokens is 0: nothing is generated.")
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]

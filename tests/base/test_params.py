@@ -13,6 +13,8 @@ from typing import Any, assert_type, get_type_hints
 import pytest
 
 from cbatch import RequestError, SamplingParams
+from cbatch.base.params import PARAMS
+from cbatch.sample.sampler import FILTERS
 
 
 class Words(Sequence[str]):
@@ -125,3 +127,27 @@ def test_an_unknown_name_is_refused(name: Any, advice: str) -> None:
 def test_the_types_can_be_read_at_run_time() -> None:
     """Guards tools that resolve the annotations of a dataclass."""
     assert get_type_hints(SamplingParams).keys() >= {"stop", "logit_bias", "max_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1, not 0."),
+        ({"max_tokens": -1, "echo": True}, "max_tokens must be a whole number of at least 0, not -1."),
+        ({"max_tokens": 0, "echo": True, "n": 2}, "n must be 1 if max_tokens is 0: nothing is generated."),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1, not 0."),
+        ({"choice": ["a"], "regex": "b"}, "regex and choice cannot be combined."),
+    ],
+)
+def test_sentences(given: dict[str, Any], sentence: str) -> None:
+    """Guards what users read, also where a parameter's range depends on others."""
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    assert str(caught.value) == sentence
+
+
+def test_each_parameter_says_what_it_does() -> None:
+    """Guards help and the documentation of the class, which are made of the fields; filters act where they say."""
+    for name, info in PARAMS.items():
+        assert info.help and f"    {name}: {info.help}" in str(SamplingParams.__doc__)
+    assert {name for name, info in PARAMS.items() if info.filters} == {*FILTERS}
