@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
 from cbatch.kernels.cpu.jit import FEATURES, Part, address_of
-from cbatch.kernels.cpu.matmul.microkernel import LANES
+from cbatch.kernels.cpu.matmul.microkernel import LANES, emit_prefetch
 
 ROWS_AT_ONCE = 2 * LANES
 
@@ -37,7 +37,7 @@ MAX_ROWS = 4 * ROWS_AT_ONCE
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """Numbers of Linux: the system call, what is asked, and for which registers."""
 
-_INT8, _INT16, _INT32, _INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_INT8, _INT16, _INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(64)
 _PAIRS = LANES
 """Pairs of numbers along the depth that are multiplied at once."""
 _TILE_BYTES = 4 * LANES
@@ -77,11 +77,8 @@ class _Emitter:
 
     def prefetch(self, address: Any) -> None:
         """Asks for the columns of a block, both panels of which lie side by side."""
-        kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
-        fetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         for line in range(2 * _PAIRS):
-            there = self.pointer(self.builder.add(address, _INT64(64 * line)))
-            self.builder.call(fetch, [there, _INT32(0), _INT32(3), _INT32(1)])
+            emit_prefetch(self.builder, self.builder.add(address, _INT64(64 * line)))
 
     def configure(self, rows: list[Any], pairs: Any) -> None:
         """Sets the sizes of all tiles: these rows, and so many pairs along the depth. It clears the tiles."""

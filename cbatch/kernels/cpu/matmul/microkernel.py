@@ -12,6 +12,8 @@ last bit, in every batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -153,6 +155,48 @@ class VectorEmitter:
     def fma(self, one: Any, other: Any, total: Any) -> Any:
         return self.call(f"fma.v{LANES}f32", one, other, total)
 
+    def address(self, start: Any, offset: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(self.builder.add(start, offset), kind.as_pointer())
+
+    @contextmanager
+    def sums(self, outs: list[Any], add: Any) -> Iterator[dict[tuple[int, int], Any]]:
+        """The sums of rows and panels, which are written to these rows at the end; they begin there if `add` is 1."""
+        builder, places = self.builder, [(row, panel) for row in range(len(outs)) for panel in (0, 1)]
+        sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_SUMS, None)) for place in places}
+        targets = {(row, panel): self.address(outs[row], _INT64(panel * LANES * 4), _SUMS) for row, panel in places}
+        with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
+            for place in places:
+                builder.store(builder.load(targets[place], align=4), sums[place])
+        yield sums
+        for place in places:
+            builder.store(builder.load(sums[place]), targets[place], align=4)
+
+
+def emit_for_rows(builder: Any, count: Any, row_counts: tuple[int, ...], emit: Callable[[int], None]) -> None:
+    """Code for each number of rows that there is code for, and the choice among them: the least that suffices."""
+    end = builder.append_basic_block("end")
+    blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in row_counts}
+    switch = builder.switch(count, end)
+    for number in range(1, max(row_counts) + 1):
+        switch.add_case(_INT64(number), blocks[min(num_rows for num_rows in row_counts if num_rows >= number)])
+    for num_rows, block in blocks.items():
+        with builder.goto_block(block):
+            emit(num_rows)
+            builder.branch(end)
+    builder.position_at_end(end)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_loop(context: Any, address: Any, arguments: Any) -> Any:
+    """Calls a loop by its address. arguments: a tuple, of exactly the types that it was compiled for"""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [context.get_value_type(each) for each in arguments])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), cgutils.unpack_tuple(builder, args[1]))
+        return context.get_dummy_value()
+
+    return types.void(address, arguments), generate
+
 
 class _TileEmitter(VectorEmitter):
     """Emits the loop for one element type and one number of rows."""
@@ -163,9 +207,6 @@ class _TileEmitter(VectorEmitter):
         self.num_rows = num_rows
         self.step_bytes = 8 if element != types.float32 and not HAS_BFLOAT16 else 4
         """Of a left-hand row: what is multiplied with one vector of a panel."""
-
-    def address(self, start: Any, offset: Any, kind: Any) -> Any:
-        return self.builder.inttoptr(self.builder.add(start, offset), kind.as_pointer())
 
     def weights(self, at: Any, offset: Any) -> Any:
         """One vector of a panel, as `multiply_add` takes it."""
@@ -212,20 +253,15 @@ class _TileEmitter(VectorEmitter):
         ]
         outs = [builder.add(out_address, builder.mul(out_stride, number)) for number in numbers]
         rows = [builder.add(left_address, builder.mul(left_stride, number)) for number in numbers]
-        places = [(row, panel) for row in range(self.num_rows) for panel in (0, 1)]
-        sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_SUMS, None)) for place in places}
-        targets = {(row, panel): self.address(outs[row], _INT64(panel * LANES * 4), _SUMS) for row, panel in places}
-        with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
-            for place in places:
-                builder.store(builder.load(targets[place], align=4), sums[place])
-        with cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, number):
+        with (
+            self.sums(outs, add) as sums,
+            cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, number),
+        ):
             rest = builder.sub(depth, first)
             steps = builder.select(builder.icmp_signed("<", rest, run), rest, run)
             at = builder.mul(number, _INT64(32))
             where = [builder.load(self.address(table, builder.add(at, _INT64(8 * i)), _INT64)) for i in range(4)]
             self.emit_run(rows, where, builder.mul(first, _INT64(self.step_bytes)), steps, (stride, ahead), sums)
-        for place in places:
-            builder.store(builder.load(sums[place]), targets[place], align=4)
 
     def emit_prefetches(self, both: list[Any]) -> None:
         """What comes next of both panels; of the first only if products take longer than reading."""
@@ -261,16 +297,11 @@ def _emit_tile(context: Any, like: Any, left: Any, panels: Any, out: Any, count:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, *records, count, add = args
         left, panels, out = (cgutils.unpack_tuple(builder, record) for record in records)
-        end = builder.append_basic_block("end")
-        blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in ROW_COUNTS}
-        switch = builder.switch(count, end)
-        for number in range(1, MAX_ROWS + 1):
-            switch.add_case(_INT64(number), blocks[min(num_rows for num_rows in ROW_COUNTS if num_rows >= number)])
-        for num_rows, block in blocks.items():
-            with builder.goto_block(block):
-                _TileEmitter(builder, like, num_rows).emit(left, panels, out, count, add)
-                builder.branch(end)
-        builder.position_at_end(end)
+
+        def emit(num_rows: int) -> None:
+            _TileEmitter(builder, like, num_rows).emit(left, panels, out, count, add)
+
+        emit_for_rows(builder, count, ROW_COUNTS, emit)
         return context.get_dummy_value()
 
     return types.void(like, left, panels, out, types.int64, types.int64), generate
@@ -293,19 +324,6 @@ def microkernel_address(dtype: np.dtype[Any]) -> int:
     return address_of(Part(_tile_loop, types.void(from_dtype(dtype), *[types.int64] * _NUM_ARGUMENTS)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _call_tile(context: Any, microkernel: Any, like: Any, arguments: Any) -> Any:
-    """Calls the loop at an address. `like`: an element of the right-hand matrix."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, element, rest = args
-        kind = ir.FunctionType(ir.VoidType(), [element.type, *[_INT64] * _NUM_ARGUMENTS])
-        builder.call(builder.inttoptr(address, kind.as_pointer()), [element, *cgutils.unpack_tuple(builder, rest)])
-        return context.get_dummy_value()
-
-    return types.void(microkernel, like, arguments), generate
-
-
 @kernel
 def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: Rows, count: int, add: int) -> None:
     """out [count, 32] float32 = left [count, depth] times two panels; added to `out` if `add` is 1.
@@ -316,7 +334,7 @@ def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: 
     count:       rows, 1 to MAX_ROWS
     """
     where = left.address, left.stride, panels.table, panels.run, panels.stride, panels.depth, panels.ahead
-    _call_tile(microkernel, like, (*where, out.address, out.stride, count, add))
+    call_loop(microkernel, (like, *where, out.address, out.stride, count, add))
 
 
 def emit_prefetch(builder: Any, address: Any, *, near: int = FIRST_CACHE, writes: bool = False) -> None:

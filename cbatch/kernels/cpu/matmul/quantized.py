@@ -23,7 +23,16 @@ from numba.extending import intrinsic
 
 from cbatch.kernels.cpu.jit import FEATURES, HAS_AVX512, HAS_VNNI, HAS_VNNI_256, Part, address_of, kernel
 from cbatch.kernels.cpu.matmul.formats import OFFSETS, group_bytes, number_bytes
-from cbatch.kernels.cpu.matmul.microkernel import LANES, SECOND_CACHE, Ahead, Rows, VectorEmitter, emit_prefetch
+from cbatch.kernels.cpu.matmul.microkernel import (
+    LANES,
+    SECOND_CACHE,
+    Ahead,
+    Rows,
+    VectorEmitter,
+    call_loop,
+    emit_for_rows,
+    emit_prefetch,
+)
 from cbatch.kernels.cpu.matmul.quantized_rows import left_group_bytes
 from cbatch.kernels.formats import GROUP, INT4_ZEROS, INT8, LEVELS, MXFP4
 
@@ -67,9 +76,6 @@ class _QuantizedEmitter(VectorEmitter):
 
     def constant(self, number: int) -> Any:
         return ir.Constant(_WORDS, [number] * LANES)
-
-    def address(self, start: Any, offset: Any, kind: Any) -> Any:
-        return self.builder.inttoptr(self.builder.add(start, offset), kind.as_pointer())
 
     def load(self, start: Any, offset: int, kind: Any) -> Any:
         return self.builder.load(self.address(start, _INT64(offset), kind), align=1)
@@ -200,22 +206,13 @@ class _QuantizedEmitter(VectorEmitter):
             [builder.add(address, builder.mul(stride, _INT64(row))) for row in numbers]
             for address, stride in (left, out)
         )
-        targets = {
-            (row, panel): self.address(outs[row], _INT64(panel * _VECTOR_BYTES), _SUMS) for row, panel in self.places
-        }
-        sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_SUMS, None)) for place in self.places}
-        with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
-            for place in self.places:
-                builder.store(builder.load(targets[place], align=4), sums[place])
         coming, stride = builder.add(weights, ahead[0]), ahead[1]
         part = builder.udiv(stride, _INT64(number_bytes(self.format) // (2 * _VECTOR_BYTES)))
-        with cgutils.for_range(builder, groups) as loop:
+        with self.sums(outs, add) as sums, cgutils.for_range(builder, groups) as loop:
             self.coming = builder.add(coming, builder.mul(loop.index, stride)), part
             start = builder.add(weights, builder.mul(loop.index, _INT64(group_bytes(self.format))))
             first = builder.mul(loop.index, _INT64(left_group_bytes(self.left_bytes)))
             self.emit_group(sums, start, [builder.add(row, first) for row in rows])
-        for place in self.places:
-            builder.store(builder.load(sums[place]), targets[place], align=4)
 
     def emit_group(self, sums: dict[tuple[int, int], Any], start: Any, rows: list[Any]) -> None:
         """A group, which begins at `start` in the weights and at these addresses in the rows."""
@@ -253,15 +250,11 @@ def _emit_loop(
         *_, left, place, groups, ahead, out, count, add = args
         left, ahead, out = (cgutils.unpack_tuple(builder, record) for record in (left, ahead, out))
         kind = weights.literal_value, left_bytes.literal_value
-        end = builder.append_basic_block("end")
-        switch = builder.switch(count, end)
-        for num_rows in ROW_COUNTS:
-            block = builder.append_basic_block(f"rows.{num_rows}")
-            switch.add_case(_INT64(num_rows), block)
-            with builder.goto_block(block):
-                _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, groups, ahead, out, add)
-                builder.branch(end)
-        builder.position_at_end(end)
+
+        def emit(num_rows: int) -> None:
+            _QuantizedEmitter(builder, *kind, num_rows).emit(left, place, groups, ahead, out, add)
+
+        emit_for_rows(builder, count, ROW_COUNTS, emit)
         return context.get_dummy_value()
 
     if not isinstance(weights, types.IntegerLiteral):
@@ -287,16 +280,6 @@ def quantized_address(weights: int, left_bytes: int) -> int:
     return address_of(Part(loop, types.void(*[types.int64] * _NUM_ARGUMENTS)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _call_loop(context: Any, address: Any, arguments: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_INT64] * _NUM_ARGUMENTS)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), cgutils.unpack_tuple(builder, args[1]))
-        return context.get_dummy_value()
-
-    return types.void(address, arguments), generate
-
-
 @kernel
 def multiply_quantized(
     address: int, left: Rows, place: int, groups: int, ahead: Ahead, out: Rows, count: int, add: int
@@ -308,7 +291,7 @@ def multiply_quantized(
     place:   the address of the tile
     count:   rows, 1 to MAX_ROWS
     """
-    _call_loop(
+    call_loop(
         address,
         (left.address, left.stride, place, groups, ahead.start, ahead.stride, out.address, out.stride, count, add),
     )
