@@ -31,7 +31,7 @@ RECURRENCE = {
 }  # fmt: skip
 
 
-QUANTIZED = {"_look_up_kernel", "_quantized_linear_kernel", "_round_rows_kernel"}
+QUANTIZED = {"_look_up_kernel", "_linear_kernel", "_round_rows_kernel"}
 EXPERTS = {"_expert_linear_kernel", "_place_kernel", "_route_kernel"}
 
 

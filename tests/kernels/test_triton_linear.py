@@ -18,7 +18,7 @@ from cbatch.kernels.formats import INT4, Integers
 from cbatch.kernels.layer_ops import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.products import linear
-from cbatch.kernels.triton.products.linear import LinearTile
+from cbatch.kernels.triton.products.linear import Tile
 
 pytestmark = pytest.mark.kernels
 
@@ -105,8 +105,8 @@ def test_a_tile_that_depends_on_the_rows_is_found(monkeypatch: pytest.MonkeyPatc
     assert differing(lambda rows: product(ops, rows, matrix), source) == 0
 
     def by_rows(rows: Tensor) -> Tensor:
-        tile = LinearTile(32, 32, 16 if len(rows) == 1 else 64, 4, 2)
-        monkeypatch.setattr(linear.LinearTile, "of", lambda *_: tile)
+        tile = Tile(32, 32, 16 if len(rows) == 1 else 64, 4, 2)
+        monkeypatch.setattr(linear.Tile, "of_numbers", lambda *_: tile)
         return product(ops, rows, matrix)
 
     assert differing(by_rows, source) > 20

@@ -126,7 +126,7 @@ def test_experts(ops: BoundKernels, tokens: int, top_k: int, kind: int) -> None:
 
 def test_rows_do_not_depend_on_each_other() -> None:
     """Guards a row's bits: the same alone, and among as many others as share its tile."""
-    ops, matrix = by_triton(DEVICE), QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
+    ops, matrix = BoundKernels(by_triton(DEVICE)), QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
     drawn_matrix(INT4, 70, 160, matrix)
     source = draw(16, 160, dtype=torch.float16)
     whole, alone = torch.empty(16, 70, device=DEVICE), torch.empty(1, 70, device=DEVICE)

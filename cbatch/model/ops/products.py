@@ -24,7 +24,7 @@ def linear(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> 
     layer_ops.multiply(source, matrix, bias, out)
 
 
-@device_kernel("products.quantized:quantized_linear", is_product=True)
+@device_kernel("products.linear:quantized_linear", is_product=True)
 def quantized_linear(source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
     """The same with a quantized matrix."""
     for first in range(0, matrix.columns, _COLUMNS_AT_ONCE):
@@ -56,7 +56,7 @@ def multiply(
         linear(ops, source, matrix, bias, out)
 
 
-@device_kernel("products.quantized:look_up")
+@device_kernel("products.linear:look_up")
 def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
     """out [T, depth] float32 = the columns ids [T] of a matrix, which are the rows of an embedding."""
     out.copy_(matrix.values(ids))

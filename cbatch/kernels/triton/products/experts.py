@@ -7,7 +7,7 @@ has chosen nothing is read. Which pair of an expert comes first is left to chanc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,8 +18,7 @@ from cbatch.kernels.layer_ops import ExpertWeights, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, power_of_2
 from cbatch.kernels.triton.launch import launch_options
-from cbatch.kernels.triton.products.linear import FIXED_ROWS, multiply_numbers
-from cbatch.kernels.triton.products.quantized import QuantizedTile, arguments, multiply
+from cbatch.kernels.triton.products.linear import FIXED_ROWS, Tile, multiply, operands
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 
@@ -146,40 +145,17 @@ def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None
     return Routing(weights, places, order.flatten(), counts)
 
 
-class ExpertTile(NamedTuple):
-    """Rows of an expert, columns of its matrix, and the depth that a program multiplies at once."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-    @classmethod
-    def for_rows(cls, rows: float, dtype: torch.dtype, capability: int) -> ExpertTile:
-        """For so many rows of an expert, on average. With few, a tile is a long piece of the matrix, which is read
-        once; with many, it is a square that reuses what it has read.
-        """
-        if dtype == torch.float32 or capability < 80:  # without matrix units
-            return cls(16, 32, 32, 4, 2) if rows <= 32 else cls(32, 32, 32, 4, 2)
-        if rows <= 16:
-            return cls(16, 64, 128, 4, 3)
-        if rows <= 64:
-            return cls(64, 64, 64, 4, 4)
-        return cls(128, 128, 64, 8, 3)
-
-
 @triton.jit
 def _expert_linear_kernel(
     source: tl.tensor, matrices: tl.tensor, scales: tl.tensor, zeros: tl.tensor, biases: tl.tensor,
     weights: tl.tensor, order: tl.tensor, counts: tl.tensor, out: tl.tensor, matrix_size: tl.constexpr,
     scales_size: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GATHERS: tl.constexpr, WEIGHS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr,    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per tile of one expert's rows, and of the columns of its matrix.
 
-    KIND, GROUP: of a quantized matrix, whose parts of a round STEP is then; KIND is -1 for numbers
+    KIND, GROUP, STEP: see `multiply`
     """
     tile = tl.program_id(0)
     number = tl.arange(0, TILE)
@@ -201,15 +177,10 @@ def _expert_linear_kernel(
     inside = column < COLUMNS
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     begin = expert.to(tl.int64)
-    if KIND >= 0:
-        total = multiply(
-            source + row * DEPTH, there, matrices + begin * matrix_size, scales + begin * scales_size,
-            zeros + begin * scales_size, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP,
-        )  # fmt: skip
-    else:
-        total = multiply_numbers(
-            source + row * DEPTH, there, matrices + (begin * COLUMNS + column) * DEPTH, inside, total, DEPTH, STEP
-        )
+    total = multiply(
+        source + row * DEPTH, there, matrices + begin * matrix_size, scales + begin * scales_size,
+        zeros + begin * scales_size, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP,
+    )  # fmt: skip
     if WEIGHS:
         total *= tl.load(weights + pair, mask=there, other=0.0)[:, None]
     if HAS_BIAS:
@@ -226,18 +197,18 @@ def expert_linear(
     """See `model/ops/experts.py`. capability: of the chip, 90 for 9.0"""
     weight, number, pairs = experts.weight, len(routing.counts), len(routing.order)
     columns, mean = out.shape[1], FIXED_ROWS if batch_invariant else pairs / number
+    tensors, kind, group = operands(weight)
     if isinstance(weight, QuantizedMatrix):
-        rows, width, step, warps, stages = QuantizedTile.for_rows(mean, source.dtype, capability)
-        matrices, sizes, depth = arguments(weight), weight.sizes, weight.depth
-        kind = weight.format, weight.group
+        tile, sizes, depth = Tile.of_packed(mean, source.dtype, capability), weight.sizes, weight.depth
     else:
-        rows, width, step, warps, stages = ExpertTile.for_rows(mean, source.dtype, capability)
-        matrices, sizes, depth, kind = (weight, weight, weight), (0, 0), weight.shape[2], (-1, 0)
-    tiles = min(pairs, number) + pairs // rows  # at most: each expert may have one that is not full
-    _expert_linear_kernel[(tiles, -(-columns // width))](
-        source, *matrices, source if experts.bias is None else experts.bias, routing.weights, routing.order,
+        tile, depth = Tile.of_experts(mean, source.dtype, capability), weight.shape[2]
+        sizes = columns * depth, 0
+    tiles = min(pairs, number) + pairs // tile.rows  # at most: each expert may have one that is not full
+    _expert_linear_kernel[(tiles, -(-columns // tile.columns))](
+        source, *tensors, source if experts.bias is None else experts.bias, routing.weights, routing.order,
         routing.counts, out, *sizes, number, power_of_2(number), routing.weights.shape[1], columns, depth, gathers,
-        weighs, experts.bias is not None, *kind, rows, width, step, num_warps=warps, num_stages=stages, **LAUNCH,
+        weighs, experts.bias is not None, kind, group, *tile[:3], num_warps=tile.warps, num_stages=tile.stages,
+        **LAUNCH,
     )  # fmt: skip
 
 

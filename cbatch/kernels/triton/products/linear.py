@@ -1,8 +1,12 @@
-"""Products of numbers in tiles of one size, whatever the number of rows: a row's result depends on nothing but the row.
+"""Products of rows with matrices: of numbers, or packed ones that become numbers of the rows' type in registers.
 
-The library's products take another kernel, and may split the depth, for another number of rows. Here a program goes
-along the whole depth for a tile of rows and columns, in one order. It has the place of the library's products if steps
-are to be batch-invariant; one size of tiles cannot be the best both for decoding and for prompts.
+A program reads a part of a packed matrix's columns at a time, which lies in one piece of memory (see
+`kernels/quantized_matrix.py`; 32 is the `GROUP` there), and some of them ahead. What it multiplies is rounded once,
+from float32; sums are float32.
+
+A program goes along the whole depth for a tile of rows and columns, in one order. So a row's result depends on nothing
+but the row, as long as tiles have one size. For numbers, this has the place of the library's products if steps are to
+be batch-invariant: those take another kernel, and may split the depth, for another number of rows.
 """
 
 from __future__ import annotations
@@ -14,40 +18,103 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import multiply
-from cbatch.kernels.triton.attention_tile import LAUNCH
+from cbatch.kernels import layer_ops
+from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, power_of_2
+from cbatch.kernels.triton.launch import launch_options
 
 FIXED_ROWS = 64
-"""Products of other kinds get the tile that they have for so many rows."""
+"""If steps are to be batch-invariant, packed matrices and experts get the tile that they have for so many rows."""
+
+_INT8, _INT4, _INT4_ZEROS, _MXFP4, _FP8 = map(tl.constexpr, (INT8, INT4, INT4_ZEROS, MXFP4, FP8))
 
 
-class LinearTile(NamedTuple):
-    """Rows and columns that a program multiplies, and the depth that it multiplies at once."""
+class Tile(NamedTuple):
+    """Rows and columns that a program multiplies, and how much of the depth at once: numbers, or parts if packed."""
 
     rows: int
     columns: int
-    depth: int
+    step: int
     warps: int
     stages: int
 
     @classmethod
-    def of(cls, dtype: torch.dtype, capability: int) -> LinearTile:
+    def of_numbers(cls, dtype: torch.dtype, capability: int) -> Tile:
         """It depends on the type and the chip alone.  capability: of the chip, 90 for 9.0"""
-        if dtype == torch.float32 or capability < 80:  # without matrix units
-            return cls(32, 32, 32, 4, 2)
-        return cls(64, 64, 64, 4, 4)
+        return cls(32, 32, 32, 4, 2) if _has_no_units(dtype, capability) else cls(64, 64, 64, 4, 4)
+
+    @classmethod
+    def of_packed(cls, rows: float, dtype: torch.dtype, capability: int) -> Tile:
+        """With few rows, there are as many programs as possible, each of which reads much ahead."""
+        if _has_no_units(dtype, capability):
+            return cls(16, 32, 1, 4, 2) if rows <= 32 else cls(32, 32, 1, 4, 2)
+        if rows <= 16:
+            return cls(16, 32, 4, 4, 3)
+        if rows <= 64:
+            return cls(64, 64, 2, 4, 3)
+        # Before 9.0, matrix units take both sides from registers, of which wider tiles need too many.
+        return cls(128, 128 if capability in (90, 100) else 64, 1, 8, 3)
+
+    @classmethod
+    def of_experts(cls, rows: float, dtype: torch.dtype, capability: int) -> Tile:
+        """For numbers, and so many rows of an expert on average. With few, a tile is a long piece of the matrix, which
+        is read once; with many, it is a square that reuses what it has read.
+        """
+        if _has_no_units(dtype, capability):
+            return cls(16, 32, 32, 4, 2) if rows <= 32 else cls(32, 32, 32, 4, 2)
+        if rows <= 16:
+            return cls(16, 64, 128, 4, 3)
+        return cls(64, 64, 64, 4, 4) if rows <= 64 else cls(128, 128, 64, 8, 3)
+
+
+def _has_no_units(dtype: torch.dtype, capability: int) -> bool:
+    """Whether no matrix units multiply numbers of a type."""
+    return dtype == torch.float32 or capability < 80
 
 
 @triton.jit
-def multiply_numbers(
+def _scaled(
+    code: tl.tensor, place: tl.tensor, kept: tl.tensor, scales: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr
+) -> tl.tensor:
+    """Numbers [columns, 32] float32 of a group of each column. place: of its scales and zero points"""
+    if KIND == _MXFP4:
+        # Sign, two bits of exponent and one of mantissa at the places of float16, whose exponents begin 14 lower.
+        bits = ((code & 7).to(tl.int16) << 9) | ((code & 8).to(tl.int16) << 12)
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
+    elif KIND == _FP8:
+        number = from_fp8(code, tl.float32)
+    else:
+        number = code.to(tl.float32)
+    if KIND == _INT4:
+        number -= 8.0
+    if KIND == _INT4_ZEROS:
+        number -= tl.load(zeros + place, mask=kept, other=0.0).to(tl.float32)[:, None]
+    return number * tl.load(scales + place, mask=kept, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _add_group(
+    total: tl.tensor, left: tl.tensor, there: tl.tensor, code: tl.tensor, group: tl.tensor, column: tl.tensor,
+    kept: tl.tensor, scales: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, IS_WHOLE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """total [rows, columns] plus the products of 32 numbers of the depth."""
+    depth = group * 32 + tl.arange(0, 32)
+    if IS_WHOLE:
+        a = tl.load(left[:, None] + depth[None, :], mask=there[:, None], other=0.0)
+    else:
+        a = tl.load(left[:, None] + depth[None, :], mask=there[:, None] & (depth < DEPTH)[None, :], other=0.0)
+    b = _scaled(code, (group * 32 // GROUP) * COLUMNS + column, kept, scales, zeros, KIND).to(a.dtype)
+    return tl.dot(a, tl.trans(b), total, input_precision="ieee")
+
+
+@triton.jit
+def _multiply_numbers(
     left: tl.tensor, there: tl.tensor, right: tl.tensor, inside: tl.tensor, total: tl.tensor, DEPTH: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """total [rows, columns] plus rows times columns.
-
-    left:  [rows] where each row begins; there: which rows exist
-    right: [columns] where each column begins; inside: which of them exist
-    """
+    """See `multiply`. right: [columns] where each column begins"""
     step = tl.arange(0, STEP)
     first, second = left[:, None] + step[None, :], right[:, None] + step[None, :]
     for start in range(0, DEPTH, STEP):
@@ -62,18 +129,76 @@ def multiply_numbers(
     return total
 
 
+@triton.jit
+def _multiply_packed(
+    left: tl.tensor, there: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, column: tl.tensor,
+    inside: tl.tensor, total: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """See `multiply`. PARTS: of the depth, in a round"""
+    SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
+    COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
+    IS_WHOLE: tl.constexpr = DEPTH % (SIZE * PARTS) == 0
+    step = tl.arange(0, 32)
+    for first in range(0, COUNT, PARTS):
+        for more in tl.static_range(PARTS):
+            part = first + more
+            place = part * COLUMNS + column
+            kept = inside
+            if not IS_WHOLE:
+                kept = inside & (place < COUNT * COLUMNS)
+            code = tl.load(numbers + place.to(tl.int64)[:, None] * 32 + step[None, :], mask=kept[:, None], other=0)
+            if SIZE == 32:
+                total = _add_group(
+                    total, left, there, code, part, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP, IS_WHOLE
+                )
+            else:
+                total = _add_group(
+                    total, left, there, code & 15, 2 * part, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP,
+                    IS_WHOLE,
+                )  # fmt: skip
+                total = _add_group(
+                    total, left, there, code >> 4, 2 * part + 1, column, kept, scales, zeros, KIND, COLUMNS, DEPTH,
+                    GROUP, IS_WHOLE,
+                )  # fmt: skip
+    return total
+
+
+@triton.jit
+def multiply(
+    left: tl.tensor, there: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, column: tl.tensor,
+    inside: tl.tensor, total: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, STEP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """total [rows, columns] plus rows times columns of a matrix.
+
+    left:   [rows] where each row begins; there: which rows exist
+    column: [columns]; inside: which of them exist
+    KIND:   format of a packed matrix; -1 for numbers
+    GROUP:  numbers of a column that share a scale
+    """
+    if KIND >= 0:
+        total = _multiply_packed(
+            left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP
+        )
+    else:
+        total = _multiply_numbers(left, there, numbers + column.to(tl.int64) * DEPTH, inside, total, DEPTH, STEP)
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    source: tl.tensor, matrix: tl.tensor, biases: tl.tensor, out: tl.tensor, rows: tl.tensor, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+    source: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, biases: tl.tensor, out: tl.tensor,
+    rows: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per tile of rows and columns. Those of the same columns follow each other."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there, inside = row < rows, column < COLUMNS
-    total = multiply_numbers(
-        source + row.to(tl.int64) * DEPTH, there, matrix + column.to(tl.int64) * DEPTH, inside,
-        tl.zeros([ROWS, WIDTH], tl.float32), DEPTH, STEP,
+    total = multiply(
+        source + row.to(tl.int64) * DEPTH, there, numbers, scales, zeros, column, inside,
+        tl.zeros([ROWS, WIDTH], tl.float32), KIND, COLUMNS, DEPTH, GROUP, STEP,
     )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(biases + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -84,18 +209,70 @@ def _linear_kernel(
 def linear(
     source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, *, capability: int, batch_invariant: bool
 ) -> None:
-    """See `model/ops/products.py`: the library's product, unless the bits of a row may not depend on other rows."""
+    """See `model/ops/products.py`: the library's product, unless the bits of a row may not depend on other rows.
+
+    capability: of the chip, 90 for 9.0
+    """
     if batch_invariant:
-        tiled_linear(source, matrix, bias, out, capability)
+        _launch(Tile.of_numbers(source.dtype, capability), source, matrix, bias, out)
     else:
-        multiply(source, matrix, bias, out)
+        layer_ops.multiply(source, matrix, bias, out)
 
 
-def tiled_linear(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, capability: int) -> None:
-    """See `linear`.  capability: of the chip, 90 for 9.0"""
-    (rows, depth), columns = source.shape, len(matrix)
-    tile = LinearTile.of(source.dtype, capability)
+def quantized_linear(
+    source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *, capability: int, batch_invariant: bool
+) -> None:
+    """See `model/ops/products.py`, and `linear`."""
+    rows = FIXED_ROWS if batch_invariant else len(source)
+    _launch(Tile.of_packed(rows, source.dtype, capability), source, matrix, bias, out)
+
+
+def _launch(tile: Tile, source: Tensor, matrix: Tensor | QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
+    (rows, depth), (tensors, kind, group) = source.shape, operands(matrix)
+    columns = len(matrix) if isinstance(matrix, Tensor) else matrix.columns
     _linear_kernel[(-(-rows // tile.rows), -(-columns // tile.columns))](
-        source, matrix, source if bias is None else bias, out, rows, columns, depth, bias is not None, tile.rows,
-        tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
+        source, *tensors, source if bias is None else bias, out, rows, kind, columns, depth, group, bias is not None,
+        *tile[:3], num_warps=tile.warps, num_stages=tile.stages, **LAUNCH,
+    )  # fmt: skip
+
+
+def operands(matrix: Tensor | QuantizedMatrix) -> tuple[tuple[Tensor, ...], int, int]:
+    """Numbers, scales and zero points, or a tensor that is not read in their place; KIND and GROUP of `multiply`."""
+    if isinstance(matrix, Tensor):
+        return (matrix, matrix, matrix), -1, 0
+    zeros = matrix.scales if matrix.zeros is None else matrix.zeros
+    return (matrix.numbers, matrix.scales, zeros), matrix.format, matrix.group
+
+
+@triton.jit
+def _look_up_kernel(
+    numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, ids: tl.tensor, out: tl.tensor, KIND: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row of `out`, and some parts of it."""
+    SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
+    COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.load(ids + row).to(tl.int64)
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    kept, step = part < COUNT, tl.arange(0, 32)
+    place = (part.to(tl.int64) * COLUMNS + column)[:, None] * 32 + step[None, :]
+    code = tl.load(numbers + place, mask=kept[:, None], other=0)
+    for half in tl.static_range(SIZE // 32):
+        group = part * (SIZE // 32) + half
+        mine = code
+        if SIZE == 64:
+            mine = (code >> (4 * half)) & 15
+        found = _scaled(mine, (group * 32 // GROUP).to(tl.int64) * COLUMNS + column, kept, scales, zeros, KIND)
+        depth = group[:, None] * 32 + step[None, :]
+        tl.store(out + row * DEPTH + depth, found, mask=kept[:, None] & (depth < DEPTH))
+
+
+def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
+    """See `model/ops/products.py`."""
+    parts = matrix.numbers.shape[0]
+    block, (tensors, kind, group) = min(power_of_2(parts), 32), operands(matrix)
+    _look_up_kernel[(len(ids), -(-parts // block))](
+        *tensors, ids, out, kind, matrix.columns, matrix.depth, group,
+        block, **launch_options(block * GROUP // 8),
     )  # fmt: skip
