@@ -221,6 +221,23 @@ def test_some_matrices_stay_numbers(tmp_path: Path) -> None:
     assert typical_error(logits_in_chunks(model, CpuAttention()), expected) < 0.04
 
 
+def test_experts_in_one_tensor_are_not_read_beside_quantized_matrices(tmp_path: Path) -> None:
+    """Guards the reason that is told, where matrices of the others were looked up in a name."""
+    written(CASES["awq, groups of 32"], tmp_path / "model", "qwen3_moe")
+
+    def stack(tensors: dict[str, Tensor]) -> None:
+        experts = {name for name in tensors if ".mlp.experts." in name}
+        for layer in {name.partition(".experts.")[0] for name in experts}:
+            tensors[f"{layer}.experts.gate_up_proj"] = torch.zeros(4, 512, 256)
+            tensors[f"{layer}.experts.down_proj"] = torch.zeros(4, 256, 256)
+        for name in experts:
+            del tensors[name]
+
+    change_tensors(tmp_path / "model", stack)
+    with pytest.raises(NoFastPath, match="its experts lie in one tensor beside quantized weights"):
+        load(tmp_path / "model")
+
+
 def test_quantize_rounds_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Guards `--quantize int8` on weights of 4 bits, and what is said of float32."""
     written(CASES["awq, symmetric"], tmp_path / "model")
