@@ -127,7 +127,7 @@ class LoadPlan:
 
             return CudaModel(config, tensors, dtype, self.device, quantize=quantize)
         from cbatch.model.cpu import CpuModel
-        from cbatch.model.packing import packed_weights
+        from cbatch.model.ops.cpu_layout import packed_weights
 
         cache = self.weight_cache
         shared = None if cache is None else packed_weights(cache, fingerprint(), files, dtype, quantize)

@@ -301,7 +301,7 @@ def test_weights_that_do_not_fit_are_a_clear_error(monkeypatch: pytest.MonkeyPat
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has none.")
 
-    monkeypatch.setattr("cbatch.model.packing.CpuProgram.load", full)
+    monkeypatch.setattr("cbatch.model.ops.cpu_layout.CpuLayout.load", full)
     with pytest.raises(ModelError, match=r"its weights do not fit into the memory of cpu \(CUDA out of memory\)\."):
         Engine(device="cpu")
 

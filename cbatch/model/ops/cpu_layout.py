@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,10 +31,14 @@ from cbatch.model.ops.program import Program
 from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
 from cbatch.model.stored import StoredWeights
 from cbatch.model.weight import RESIDUAL, Activation, Matrix, Norm, Weight
+from cbatch.model.weight_cache import WeightCache
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import check_room
 
 _log = logging.getLogger("cbatch")
+
+PACKING = {"version": 4, "lanes": LANES, "columns": COLUMNS}
+"""The order of packed numbers. It is the same for every processor; whoever changes it raises the version."""
 
 _NORMS = {"none": norm.NO_NORM, "rms": norm.RMS_NORM, "layer": norm.LAYER_NORM}
 
@@ -391,3 +396,15 @@ class CpuLayout:
 
         self._fills.append(fill)
         return start
+
+
+def packed_weights(
+    cache: WeightCache, fingerprint: str, files: Sequence[Path], dtype: torch.dtype, quantize: Quantization | None
+) -> PackedFile:
+    """The file that keeps a model's packed weights.
+
+    fingerprint: of the model's files, by samples; sizes and times notice any other change
+    """
+    times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
+    content = {"packing": PACKING, "model": fingerprint, "files": times, "dtype": str(dtype)}
+    return PackedFile(cache, content | {"quantize": None if quantize is None else quantize.weights})

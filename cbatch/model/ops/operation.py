@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from torch import Tensor
 
-from cbatch.model.weight import RESIDUAL, Matrix, Weight
+from cbatch.model.weight import Matrix, Weight
 
 Kind = TypeVar("Kind", bound="type[Operation]")
 
@@ -110,7 +110,3 @@ def constants(value: Any) -> Any:
         own = (each.name for each in fields(value) if "role" not in each.metadata)
         return type(value), *(constants(getattr(value, name)) for name in own)
     return value
-
-
-def is_residual(name: str) -> bool:
-    return name == RESIDUAL
