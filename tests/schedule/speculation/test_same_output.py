@@ -14,6 +14,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import Sample, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
+from cbatch.base.request import Request
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cpu import CpuModel
@@ -81,8 +82,8 @@ def test_the_decision_changes_no_output(settings: dict[str, Any], ahead: bool, m
 def test_reasoning_before_a_form_is_drafted(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards constrained requests that begin with reasoning: drafts of it, and beyond its end into the form."""
 
-    def thinking(self: SteppingEngine, grammar: Any, sequence: Any, stop_ids: frozenset[int]) -> GrammarState | None:
-        return None if grammar is None else GrammarState(grammar, stop_ids, lambda ids: len(ids) >= 9)
+    def thinking(self: SteppingEngine, request: Request) -> GrammarState | None:
+        return GrammarState(request.grammar, request.stop_ids, lambda ids: len(ids) >= 9) if request.grammar else None
 
     plain = expected()  # before the patch, since it is kept for other tests
     monkeypatch.setattr(SteppingEngine, "_grammar_state", thinking)
