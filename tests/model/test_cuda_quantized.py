@@ -89,7 +89,7 @@ def expected_of(network: Any) -> Tensor:
 
 def kinds_of(model: CudaModel) -> set[str]:
     """The formats of its matrices; routers are always numbers."""
-    matrices = model._on_device._loader.matrices
+    matrices = model._on_device.weights.matrices
     return {FORMATS[matrix.format] for matrix in matrices if isinstance(matrix, QuantizedMatrix)}
 
 

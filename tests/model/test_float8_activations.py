@@ -99,7 +99,7 @@ def line_of(model: Any, caplog: pytest.LogCaptureFixture) -> str:
 def kinds_of(model: CudaModel) -> list[str]:
     """What the matrices of its linears are kept as, if they are not numbers."""
     names = []
-    for matrix in model._on_device._loader.matrices:
+    for matrix in model._on_device.weights.matrices:
         if isinstance(matrix, QuantizedMatrix | Float8Matrix):
             names.append("float8" if isinstance(matrix, Float8Matrix) else FORMATS[matrix.format])
     return names
