@@ -73,7 +73,7 @@ class RowOutcome(NamedTuple):
         )
 
 
-SUCCESS = RowOutcome()
+SUCCESS, NO_TOKENS = RowOutcome(), Usage()
 
 
 @dataclass(eq=False, slots=True)
@@ -108,8 +108,8 @@ class Row:
     limit: int = field(init=False)
     tokens: int = field(init=False)
     beginning: int | None = field(init=False)
-    usage: Usage = field(default_factory=Usage)
-    reused: Usage = field(default_factory=Usage)
+    usage: Usage = NO_TOKENS
+    reused: Usage = NO_TOKENS
 
     @property
     def has_failed(self) -> bool:

@@ -182,13 +182,7 @@ def _inferred(kinds: Kinds) -> Any:
 
 def _is_restorable(kind: Any) -> bool:
     """Whether pyarrow makes this type again of values that were JSON in between."""
-    from pyarrow import types
-
-    if is_written_as_text(kind):
-        return True
-    if types.is_list(kind) or types.is_large_list(kind):
-        return _is_native(kind.value_type)
-    return _is_native(kind)
+    return is_written_as_text(kind) or _is_native(kind)
 
 
 def _is_native(kind: Any) -> bool:
