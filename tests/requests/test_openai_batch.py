@@ -228,8 +228,8 @@ def test_bodies_become_rows() -> None:
     assert parse(chat(verbosity="medium", whim="low", model=5) | {"note": 1}).extra == {"note": 1, "whim": "low"}
     assert row.extra == {}, "bookkeeping of the API is no column"
     assert row.given_template == {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True}}
-    assert parse(chat(max_tokens=None, max_completion_tokens=3)).params == {"max_tokens": 3}
-    assert parse(chat(max_completion_tokens=3, max_tokens=None)).params == {"max_tokens": 3}
+    assert parse(chat(max_tokens=None, max_completion_tokens=3)).given == {"max_tokens": 3}
+    assert parse(chat(max_completion_tokens=3, max_tokens=None)).given == {"max_tokens": 3}
 
 
 @pytest.mark.parametrize(

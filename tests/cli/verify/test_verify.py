@@ -1,4 +1,4 @@
-"""`cbatch verify` from the outside: changed files, other options, and a model whose results depend on company."""
+"""`cbatch verify`: which rows are run again, what differs, and what is told of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,103 @@ from typing import Any, NamedTuple
 import pytest
 
 from cbatch.cli.main import run_command
+from cbatch.cli.verify.options import Sample
+from cbatch.cli.verify.report import Difference, first_difference
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.batch import Logits
 from tests.support.model_folder import make_tokenizer, save_model
 from tests.support.rows import read_rows, write_results, write_rows
 from tests.support.tiny_models import make_network
+
+
+def test_sizes() -> None:
+    """Guards shares that give less than a row, and numbers above that of the rows."""
+    assert [Sample.parse("5%").size(total) for total in (1, 20, 21, 1000)] == [1, 1, 2, 50]
+    assert [Sample.parse("100").size(total) for total in (1, 99, 5000)] == [1, 99, 100]
+    assert Sample.parse("100%").size(7) == 7 and Sample.parse("0.1%").size(5000) == 5
+
+
+def test_the_same_seed_takes_the_same_rows() -> None:
+    """Guards a report that somebody else repeats."""
+    sample = Sample.parse("10")
+    assert sample.choose(1000, 0) == sample.choose(1000, 0) != sample.choose(1000, 1)
+    assert sample.choose(1000, 0) == sorted(set(sample.choose(1000, 0))) and len(sample.choose(1000, 0)) == 10
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "0%", "101%", "nan%", "inf%", "%", "", "many"])
+def test_what_is_no_sample_is_refused(text: str) -> None:
+    """Guards against a typing error that verifies nothing."""
+    with pytest.raises(ValueError, match="neither a number of rows"):
+        Sample.parse(text)
+
+
+ROW: dict[str, Any] = {
+    "index": 0,
+    "id": "a",
+    "text": "The cat sat.",
+    "finish_reason": "stop",
+    "token_ids": [5, 6, 7, 2],
+    "choices": [{"index": 0, "text": "The cat sat."}, {"index": 1, "text": "A dog ran.", "token_ids": [8, 9]}],
+    "usage": {"completion_tokens": 4},
+}
+
+
+def test_equal_rows_have_no_difference() -> None:
+    """Guards rows of --timings: seconds and cached tokens differ from run to run."""
+    assert first_difference(ROW, dict(ROW)) is None
+    timed = ROW | {"cached_tokens": 3, "ttft_s": 0.1, "elapsed_s": 0.2, "from_cache": True}
+    assert first_difference(timed, ROW) is None and first_difference(ROW, timed) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"text": "The cow sat.", "token_ids": [5, 8, 7, 2]},
+         Difference("text", 0, 5, "character", 1, '"The cat sat."', '"The cow sat."')),
+        ({"text": "The cat sat. It"}, Difference("text", 0, 12, "character", 4, '"The cat sat."', '"The cat sat. It"')),
+        ({"text": None}, Difference("text", 0, None, None, None, '"The cat sat."', "null")),
+        ({"token_ids": [5, 6, 8, 2]}, Difference("token_ids[2]", 0, 2, "token", None, "7", "8")),
+        ({"token_ids": [5, 6]}, Difference("token_ids[2]", 0, 2, "token", None, "7", "null")),
+        ({"choices": [ROW["choices"][0], {"index": 1, "text": "A dog.", "token_ids": [8, 3]}]},
+         Difference("choices[1].text", 1, 5, "character", 1, '"A dog ran."', '"A dog."')),
+        ({"usage": {"completion_tokens": 5}}, Difference("usage.completion_tokens", None, None, None, None, "4", "5")),
+        ({"stop_reason": "END"}, Difference("stop_reason", 0, None, None, None, "null", '"END"')),
+        ({"finish_reason": True}, Difference("finish_reason", 0, None, None, None, '"stop"', "true")),
+    ],
+)  # fmt: skip
+def test_the_first_difference(changed: dict[str, Any], expected: Difference) -> None:
+    """Guards offsets of characters and tokens, outputs after the first, fields that come and go, and other types."""
+    assert first_difference(ROW, ROW | changed) == expected
+
+
+def test_numbers_are_not_truth_values() -> None:
+    """Guards columns: in Python 1 equals true, in JSON it does not."""
+    assert first_difference({"extra": {"a": 1}}, {"extra": {"a": True}}) is not None
+    assert first_difference({"extra": {"a": 1}}, {"extra": {"a": 1}}) is None
+
+
+def test_an_openai_body_has_its_outputs_and_tokens_inside() -> None:
+    """Guards OpenAI rows, whose text stands two levels below the token ids of its choice."""
+
+    def row(text: str, ids: list[int]) -> dict[str, Any]:
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "token_ids": ids}
+        return {"custom_id": "c", "response": {"body": {"choices": [choice]}}}
+
+    found = first_difference(row("abc", [1, 2]), row("abd", [1, 3]))
+    assert found == Difference(
+        "response.body.choices[0].message.content", 0, 2, "character", 1, '"abc"', '"abd"'
+    )  # fmt: skip
+
+
+def test_long_texts_are_cropped_around_the_difference() -> None:
+    """Guards reports of long answers: a line each, with the place that differs in it."""
+    found = first_difference({"text": "a" * 500 + "b" + "c" * 500}, {"text": "a" * 500 + "d" + "c" * 500})
+    assert found is not None and found.offset == 500
+    assert found.in_file == '"…' + "a" * 40 + "b" + "c" * 39 + '…"'
+    assert str(found).startswith('text differs from character 500 on: "…aaa') and " in the file, " in str(found)
+    listed = first_difference({"extra": list(range(100))}, {"extra": None})
+    assert listed is not None and len(listed.in_file) == 81 and listed.now == "null"
+
 
 USER = {"role": "user", "content": "hi"}
 BODY = {"model": "m", "messages": [USER], "max_tokens": 6}
