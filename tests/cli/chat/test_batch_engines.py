@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -138,18 +136,6 @@ def test_replicas_that_could_not_be_started_are_tried_again(
     wait_until(lambda: all(one.state == "running" for one in driver.each()))
     assert engines.driver(engine) is driver and [launcher.is_closed for launcher in launched] == [True, False]
     engines.close()
-
-
-def test_opening_a_chat_imports_no_torch() -> None:
-    """Guards the moment until a chat can be typed into, and the share of the cores, which comes before torch."""
-    code = """if True:
-        import sys
-        import cbatch.cli.chat.background_run, cbatch.cli.chat.background_run
-        cbatch.cli.chat.background_run.BackgroundRun()
-        print([name for name in ("torch", "transformers", "tokenizers") if name in sys.modules])
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_a_chat_without_a_terminal_runs_no_batches(capsys: pytest.CaptureFixture[str]) -> None:

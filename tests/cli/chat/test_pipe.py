@@ -64,15 +64,6 @@ def test_a_question_and_a_document(talk: Talk) -> None:
     assert set(whole["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
 
 
-def test_json_for_each_line(talk: Talk) -> None:
-    """Guards `--lines --json | jq`: one object for each message, also for one that cannot be answered."""
-    code, out, err = talk(b"Spell the word lamp.\n\xff\n" + b"word " * 1500 + b"\n", "-q", "--lines", "--json")
-    first, second, third = map(json.loads, out.splitlines())
-    assert code == 1 and first["text"] == "l-a-m-p" and [row["index"] for row in (first, second, third)] == [0, 1, 2]
-    assert second["error"]["code"] == "invalid_row" and third["error"]["code"] == "prompt_too_long"
-    assert len(err.splitlines()) == 2
-
-
 def test_a_question_goes_on_with_the_last_session(runs: ForkServer, talk: Talk, tmp_path: Path) -> None:
     """Guards `cbatch chat -c QUESTION`: it remembers, and is remembered; a question alone saves nothing."""
     with Chat(runs, tmp_path) as chat:
@@ -89,13 +80,20 @@ def test_a_question_goes_on_with_the_last_session(runs: ForkServer, talk: Talk, 
     assert talk("", "-q", "--load", "nobody", "Hello.", env=state)[0] == 2
 
 
-def test_lines_that_get_no_reply(talk: Talk) -> None:
-    """Guards the other lines and the exit code: the message says which line is bad."""
-    code, out, err = talk(b"My name is Ada.\n\xff\n" + b"word " * 1500 + b"\nWhat is my name?\n", "-q", "--lines")
-    assert (code, out) == (1, "Nice to meet you, Ada!\nYour name is Ada.\n")
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+def test_lines_that_get_no_reply(talk: Talk, form: list[str]) -> None:
+    """Guards the other lines and the exit code: the message says which line is bad; --json has an object for each."""
+    text = b"My name is Ada.\n\xff\n" + b"word " * 1500 + b"\nWhat is my name?\n"
+    code, out, err = talk(text, "-q", "--lines", *form)
     second, third = err.splitlines()
-    assert "line 2: not valid UTF-8 (byte 1)" in second
+    assert code == 1 and "line 2: not valid UTF-8 (byte 1)" in second
     assert "line 3" in third and "context of 1024" in third and "--auto-trim" in third
+    if not form:
+        assert out == "Nice to meet you, Ada!\nYour name is Ada.\n"
+        return
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2, 3] and rows[3]["text"] == "Your name is Ada."
+    assert [row["error"]["code"] for row in rows[1:3]] == ["invalid_row", "prompt_too_long"]
 
 
 def test_auto_trim(talk: Talk) -> None:

@@ -90,17 +90,21 @@ def test_a_draft_stays_in_its_session(runs: ForkServer, tmp_path: Path) -> None:
 
 
 def test_lines_are_edited_by_the_usual_keys(runs: ForkServer, tmp_path: Path) -> None:
-    """Guards Ctrl-Left, which moves by a word, and the three ways to begin a new line."""
+    """Guards Ctrl-Left, which moves by a word, the three ways to begin a new line, and a paste of several."""
     with Chat(runs, tmp_path, "--max-tokens", 3) as chat:
         chat.send("one three")
         chat.wait("main> one three")
         chat.send(CTRL_LEFT + "two ")
         chat.wait("main> one two three")
         chat.send("\x05\nby Ctrl-J\\\rby a backslash\x1b\rby Alt-Enter")
-        chat.wait("one two three", "by Ctrl-J", "by a backslash", "by Alt-Enter")
+        chat.send("\x1b[200~\npasted\n/twice\x1b[201~")
+        chat.wait("one two three", "by Ctrl-J", "by a backslash", "by Alt-Enter", "pasted", "/twice")
         assert not any(line.startswith("> ") for line in chat.lines), "it was sent"
         chat.send("\r")
-        chat.wait("> one two three by Ctrl-J by a backslash by Alt-Enter")
+        chat.wait("> one two three by Ctrl-J by a backslash by Alt-Enter pasted /twice")
+        chat.wait_for_sessions("[1 main]")
+        chat.send(UP)
+        chat.wait("main> one two three")
 
 
 def test_scrolling(runs: ForkServer, tmp_path: Path) -> None:
