@@ -8,7 +8,7 @@ from typing import Any
 
 from cbatch.isolate.channel import MAX_BYTES
 from cbatch.isolate.child import TOO_LARGE, Limits
-from cbatch.isolate.worker import Worker, WorkerDied
+from cbatch.isolate.worker import Worker, WorkerDied, WorkerFailed
 
 SPARE_SECONDS = 60.0
 """How much longer than it may take a call is waited for: until the process has started, or the system runs it."""
@@ -46,12 +46,14 @@ class Sandbox:
             try:
                 timeout_s = self.limits.wall_seconds + SPARE_SECONDS
                 return worker.call(method, *arguments, timeout_s=timeout_s, max_bytes=max_bytes)
-            except (WorkerDied, OSError) as error:
-                self.worker = None
-                worker.kill()
-                if not isinstance(error, WorkerDied):
+            except BaseException as error:
+                if isinstance(error, WorkerFailed) and not isinstance(error, WorkerDied):
                     raise
-                raise WorkerDied(self._reason(error), error.code) from error
+                self.worker = None  # also after Ctrl-C: the answer to this call must not be taken for that to the next
+                worker.kill()
+                if isinstance(error, WorkerDied):
+                    raise WorkerDied(self._reason(error), error.code) from error
+                raise
 
     def close(self) -> None:
         """Ends the process, and with it a call that runs. Nothing can be called any more. May be called twice."""

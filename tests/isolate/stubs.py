@@ -25,8 +25,8 @@ class Stub:
     def loop(self) -> None:
         re.match(r"(a+)+$", "a" * 60 + "b")
 
-    def sleep(self) -> None:
-        time.sleep(60)
+    def sleep(self, seconds: float = 60.0) -> None:
+        time.sleep(seconds)
 
     def fill(self, num_bytes: int) -> int:
         return len(bytes(num_bytes))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import NoReturn
 
 import pytest
 
@@ -51,6 +53,23 @@ def test_a_call_that_goes_wrong_is_the_only_one(
     with pytest.raises(WorkerFailed, match=reason) as failed:
         sandbox.call(method, *arguments, max_bytes=1 << 20)
     assert isinstance(failed.value, WorkerDied) is dies
+    assert sandbox.call("echo", "next")[1:] == ["given", "next"]
+
+
+def test_an_interrupted_call_leaves_no_answer_behind(sandbox: Sandbox) -> None:
+    """Guards the next row against the answer to a call that Ctrl-C ended: another text under its name."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        sandbox.call("echo")
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            sandbox.call("sleep", 0.2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
     assert sandbox.call("echo", "next")[1:] == ["given", "next"]
 
 
