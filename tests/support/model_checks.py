@@ -17,7 +17,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.families import declared_kinds
-from tests.support.architectures import CLASSES, NOT_BUILT_HERE, draw, make_architecture
+from tests.support.architectures import NOT_BUILT_HERE, draw, make_architecture
 from tests.support.generation import generate
 from tests.support.planted_faults import (
     INDEX_FAULTS,
@@ -270,8 +270,19 @@ def run_with_arrivals(network: Any) -> Outputs:
     return outputs
 
 
-def table_row(model_type: str, result: CheckResult) -> str:
-    """The line of docs/models.md about a model type."""
+def outcome(model_type: str, result: CheckResult) -> str:
+    """What docs/models.md says of a model type."""
+    if result.status == EQUAL:
+        return "equal, on a fast path" if model_type in declared_kinds() else "equal, by transformers"
     reason = NOT_BUILT_HERE[model_type] if result.status == NOT_BUILT else result.reason
-    path = "yes" if model_type in declared_kinds() else ""
-    return f"| `{model_type}` | {CLASSES[model_type]} | {path} | {result.status} | {reason} |"
+    return f"{result.status}: {reason}"
+
+
+def outcomes_in(page: str) -> list[tuple[str, str]]:
+    """The model types that docs/models.md names, and what it says of them."""
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in page.splitlines()
+        if line.startswith(("| equal", "| refused", "| not"))
+    ]
+    return [(name, said) for said, names in rows for name in re.findall("`([^`]+)`", names)]
