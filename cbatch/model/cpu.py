@@ -205,7 +205,7 @@ class CpuModel:
     def _compile(self, step: kernels.Step, state_type: np.dtype[Any]) -> NDArray[np.int64]:
         """Compiles what such steps run with recurrent states of that type, or loads it from disk."""
         records = self._packed.records(state_type)
-        parts = {kind: kind.part(array.dtype, step) for kind, array in records.items()}
+        parts = kernels.parts_of(records, step)
         with built_beside(parts.values(), self._thread_pool.size - 1):
             for part in reversed(parts.values()):  # other processes begin with the first
                 address_of(part)

@@ -162,15 +162,20 @@ def _why_not_trusted(folder: Path) -> str | None:
     return why_not_trusted(folder, Path(__file__))
 
 
-@cache
 def _sources(own: Path) -> str:
     """A hash of all kernels, each of which consists of functions from several files, and of what compiles them.
 
     own: the file of a function, which need not stand among the kernels
     """
+    return hashlib.blake2b(_kernels() + own.read_bytes(), digest_size=16).hexdigest()
+
+
+@cache
+def _kernels() -> bytes:
+    """A hash of them."""
     folder = Path(__file__).parent
-    files = {*folder.rglob("*.py"), folder.parent / "formats.py", Path(compat.__file__), own}
-    return hashlib.blake2b(b"".join(path.read_bytes() for path in sorted(files)), digest_size=16).hexdigest()
+    files = [*sorted(folder.rglob("*.py")), folder.parent / "formats.py", Path(compat.__file__)]
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in files)).digest()
 
 
 @cache

@@ -8,7 +8,7 @@ products, lie in two arenas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,11 +152,14 @@ class Instruction:
     def record_type(self, state_type: np.dtype[Any]) -> np.dtype[Any]:
         return np.dtype([(name, state_type if kind is None else kind) for name, kind in self.fields.items()])
 
-    def part(self, record_type: np.dtype[Any], step: Step) -> Part:
-        """What is compiled for such records, and steps of these types."""
-        worker = typeof(Worker(new_work_queue(), 0))
-        record = typeof(np.empty(0, record_type)).dtype
-        return Part(self.function, types.int64(worker, types.int64, record, typeof(step)))
+
+def parts_of(records: Mapping[Instruction, NDArray[Any]], step: Step) -> dict[Instruction, Part]:
+    """What is compiled for instructions with such records, and for steps of these types."""
+    worker, shared = typeof(Worker(new_work_queue(), 0)), typeof(step)
+    return {
+        kind: Part(kind.function, types.int64(worker, types.int64, typeof(array).dtype, shared))
+        for kind, array in records.items()
+    }
 
 
 def instruction(integers: str = "", floats: str = "", **fields: Any) -> Callable[[Any], Instruction]:
