@@ -26,7 +26,6 @@ BENCHMARKS = {
     "lengths": "scripts.benchmarks.lengths",
     "loading": "scripts.benchmarks.loading",
     "lora": "scripts.benchmarks.lora",
-    "peers": "scripts.benchmarks.peers.benchmark",
     "products": "scripts.benchmarks.products",
     "replica-engines": "scripts.benchmarks.replica_engines",
     "replicas": "scripts.benchmarks.replicas",
@@ -125,6 +124,15 @@ def cpu_seconds_elsewhere() -> float:
     waiting = spent.idle + getattr(spent, "iowait", 0.0)
     counted_twice = getattr(spent, "guest", 0.0) + getattr(spent, "guest_nice", 0.0)
     return sum(spent) - waiting - counted_twice - sum(own[:4])
+
+
+def machine_facts(threads: int) -> dict[str, Any]:
+    """What the work runs on."""
+    import psutil
+
+    from cbatch.cli.bench.results import processor
+
+    return {"cpu": processor(), "cores": psutil.cpu_count(logical=False) or os.cpu_count(), "threads": threads}
 
 
 def in_columns(rows: Sequence[Sequence[str]], *, markdown: bool, notes: bool) -> list[str]:

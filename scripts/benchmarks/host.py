@@ -7,7 +7,7 @@ The model costs nothing, so nothing else takes time. Prints medians over steps, 
     python -m scripts.benchmarks host --share
 
 measures the host beside a real model, whose weights evict all else from the processor's caches in every step: how much
-of the work of the benchmark `peers` lies outside the kernels of the CPU's fast path.
+of the mixed work of the benchmark `grid` lies outside the kernels of the CPU's fast path.
 """
 
 from __future__ import annotations

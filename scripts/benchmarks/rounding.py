@@ -44,7 +44,7 @@ from cbatch.runtime.cpu import num_threads
 from cbatch.runtime.kv_cache import U8, KVCache, as_numbers, as_stored
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import RandomTensors, make_network
-from scripts.benchmarks.peers.benchmark import call, interpreter
+from scripts.benchmarks.peers.process import call, interpreter
 from scripts.benchmarks.peers.work import PeerJob, PeerWork
 from scripts.benchmarks.shapes import SHAPES, Config
 from tests.support.programs import SavedModel

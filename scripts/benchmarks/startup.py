@@ -27,7 +27,7 @@ from pathlib import Path
 
 from cbatch.runtime.cpu import num_threads
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, median_by_name
-from scripts.benchmarks.peers.benchmark import interpreter
+from scripts.benchmarks.peers.process import interpreter
 
 LOAD = "load the model and its kernels"
 PARTS = {

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from cbatch.kernels.formats import INT4
 from scripts.benchmarks.harness import in_columns, main, parse
-from scripts.benchmarks.peers import grid, llama_cpp_peer, worker
+from scripts.benchmarks.peers import grid, llama_cpp_peer
 from scripts.benchmarks.peers.cbatch_peer import make_engine
-from scripts.benchmarks.peers.table import System, disturbance, ratio, table
+from scripts.benchmarks.peers.process import PeerProcess, call, disturbance
 from scripts.benchmarks.peers.work import (
     OUTPUT_LENGTHS,
     PROMPT_LENGTHS,
@@ -32,20 +32,11 @@ from scripts.benchmarks.peers.work import (
     read_jobs,
     write_jobs,
 )
-from scripts.benchmarks.peers.worker import PEERS
+from scripts.benchmarks.peers.worker import PEERS, Worker
 from scripts.benchmarks.shapes import PEER_SHAPES
 from tests.support.gguf_files import gguf_model, write_model
 
 SMALL = PeerWork([[5, 6, 7], [8] * 20, [9, 10]], [4, 9, 1])
-
-
-def made_up(name: str, seconds: list[float], outputs: list[list[int]] | None = None) -> System:
-    """A system that has replied: by default 4 tokens for one request and 6 for another."""
-    system = System(name, name.upper())
-    for one in seconds:
-        reply = {"seconds": one, "outputs": outputs or [[1] * 4, [2] * 6], "steps": 6}
-        system.take(reply, "pip install it", [4, 6])
-    return system
 
 
 @pytest.fixture(scope="module")
@@ -113,35 +104,15 @@ def test_what_was_cut_off_is_made_anew(tmp_path: Path) -> None:
     assert target.is_dir() and len(made) == 2
 
 
-def test_speeds_and_ratios() -> None:
-    """Guards the arithmetic of the table: medians of rounds, shares of the floor, and cbatch's speed by others'."""
-    ours, other = made_up("cbatch", [1.0, 0.5, 2.0]), made_up("other", [4.0, 5.0, 2.5], [[1, 3, 3, 3], [9] * 6])
-    assert ours.speed == 10 and other.speed == 2.5 and ratio(other, ours) == 4.0
-    lines = table([other, ours], floor=20.0)
-    assert [line[0] for line in lines[1:]] == ["floor of this machine", "CBATCH", "OTHER"]
-    assert lines[2][1:] == ["10.0", "5.0 – 20.0", "50.0%", "6", "", ""]
-    assert lines[3][1:] == ["2.5", "2.0 – 4.0", "12.5%", "6", "1 of 2", "4.00 x as fast"]
-
-
-def test_less_work_has_no_ratio() -> None:
-    """Guards against a speed for less work than was asked for, even if the total of tokens is right."""
-    lazy, broken = made_up("lazy", [0.1], [[1] * 5, [2] * 5]), made_up("cbatch", [1.0], [[], [2] * 6])
-    lines = table([made_up("cbatch", [1.0]), lazy], floor=None)
-    assert lines[2][1:] == ["–", "", "", "", "", "not comparable: request 1 got 5 of 4 tokens"]
-    assert lazy.speed is None and ratio(lazy, made_up("cbatch", [1.0])) is None
-    lines = table([made_up("other", [1.0]), broken], floor=None)
-    assert [line[-1] for line in lines[1:]] == ["", "not comparable: request 1 got 0 of 4 tokens"]
-
-
-def test_runs_that_were_not_alone() -> None:
-    """Guards against figures of a busy machine: the report says how busy it was."""
-    system = made_up("cbatch", [1.0, 1.0, 1.0])
-    assert disturbance([system]) == []
-    for run, cores in zip(system.runs, [0.05, 0.3, 1.26], strict=True):
-        run["cores_elsewhere"] = cores
-    assert disturbance([system]) == [
-        "Disturbed: during 2 of 3 runs something else took more than 0.1 cores, up to 1.3."
-    ]
+def test_less_work_is_no_work(job: PeerJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a speed for less work than was asked for, and figures of a busy machine."""
+    process = PeerProcess("cbatch", [job], {"cbatch": "/no/such/python"})
+    assert process.ask("load") == {"error": "failed: /no/such/python cannot be run: No such file or directory"}
+    assert process._error_of({"outputs": [[1] * 4, [2] * 8, [3] * 2]}, ("work", 0, 1)) == (
+        "not comparable: request 2 got 8 of 9 tokens"
+    )
+    assert process._error_of({"outputs": [[1] * 4, [2] * 9, [3]]}, ("work", 0, 1)) == ""
+    assert disturbance(0.05) == "" and disturbance(1.26) == "Disturbed: something else took 1.3 cores."
 
 
 def test_columns() -> None:
@@ -164,22 +135,17 @@ def test_columns() -> None:
 @pytest.mark.slow
 def test_systems_do_the_work(job: PeerJob) -> None:
     """Guards the systems that are always installed: all give the same tokens as cbatch."""
-    names = [name for name in PEERS if name.startswith(("cbatch", "transformers"))]
-    replies = {name: worker.run(PEERS[name], [job]) for name in names}
+    replies = {}
+    for name in PEERS:
+        if name.startswith(("cbatch", "transformers")):
+            worker = Worker(PEERS[name], [job])
+            worker.load()
+            replies[name] = worker.work("0", "1")
     assert {str(reply["outputs"]) for reply in replies.values()} == {str(replies["cbatch"]["outputs"])}
     assert list(map(len, replies["cbatch"]["outputs"])) == SMALL.lengths
     assert all(reply["seconds"] > 0 for reply in replies.values())
     steps = {name: reply["steps"] for name, reply in replies.items()}
     assert steps == {"cbatch": 10, "transformers-one": 14, "transformers-static": 9, "transformers-cb": None}
-
-
-def test_a_package_that_is_missing(job: PeerJob) -> None:
-    """Guards the line about a missing package: it says what is missing, and how to install it."""
-    peer = replace(PEERS["cbatch"], packages=("no_such_package",))
-    system = System("other", "Other")
-    system.take(worker.prepare(peer, [job]), "pip install it", SMALL.lengths)
-    assert system.error == "not installed (No module named 'no_such_package'): pip install it"
-    assert table([system], floor=None)[1] == ["Other", "–", "", "", "", "", system.error]
 
 
 def test_weights_for_llama_cpp(tmp_path: Path) -> None:
@@ -199,49 +165,38 @@ def test_weights_for_llama_cpp(tmp_path: Path) -> None:
 
 
 def test_names_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the command line: `transformers` means all three, and errors are sentences."""
-    options = parse(["peers", "--peers", "openvino,transformers,openvino", "--python", "openvino=~/bin/python"])
+    """Guards the command line: `transformers` means all three, `families` many models, and errors are sentences."""
+    options = parse(["grid", "--peers", "openvino,transformers,openvino", "--python", "openvino=~/bin/python"])
     assert options.peers == ["openvino", "transformers-one", "transformers-static", "transformers-cb"]
     assert options.python == [("openvino", str(Path.home() / "bin/python"))]
+    assert parse(["grid", "--shape", "tiny,families"]).shape[:2] == ["tiny", "phi3"]
     for wrong, sentence in {
-        "--peers=vllm": "there is no system 'vllm'",
+        "--peers=vllm": "there is no 'vllm'",
         "--python=openvino": "'openvino' is not NAME=PATH",
         "--rounds=0": "'0' is not a number from 1 on",
     }.items():
         with pytest.raises(SystemExit):
-            parse(["peers", wrong])
+            parse(["grid", wrong])
         assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--work-dir", "--json"])
+@pytest.mark.parametrize("option", ["--work-dir", "--results", "--json"])
 def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
     """Guards hours of rounds against a wrong path: it is refused before the first round."""
     (tmp_path / "file").touch()
-    options = ["--work-dir", str(tmp_path / "work"), option, str(tmp_path / "file" / "inside")]
-    assert main(["peers", *options, "--shape", "tiny"]) == 2
-    assert "Not a directory." in capsys.readouterr().err and not (tmp_path / "work" / "tiny" / "model").exists()
+    options = ["--work-dir", str(tmp_path / "work"), "--results", str(tmp_path / "grid.json")]
+    assert main(["grid", *options, option, str(tmp_path / "file" / "inside"), "--shape", "tiny"]) == 2
+    assert "Not a directory" in capsys.readouterr().err and not (tmp_path / "work" / "tiny" / "model").exists()
 
 
 @pytest.mark.slow
-def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the whole benchmark: cbatch in a process of its own, beside systems that are not installed."""
+def test_a_package_that_is_missing(job: PeerJob, tmp_path: Path) -> None:
+    """Guards the line about a missing package: it says what is missing, and how to install it."""
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')  # finds nothing that is installed
     bare.chmod(0o755)
-    options = ["--shape", "tiny", "--requests", "3", "--rounds", "1", "--threads", "1", "--dtype", "float32"]
-    options += ["--work-dir", str(tmp_path / "work"), "--peers", "cbatch,openvino,llama.cpp", "--markdown"]
-    options += ["--python", f"llama.cpp={bare}", "--python", f"openvino={tmp_path / 'nowhere'}"]
-    assert main(["peers", *options, "--json", str(tmp_path / "figures.json")]) == 0
-    shown = capsys.readouterr().out
-    assert "not installed (No module named 'llama_cpp'): pip install llama-cpp-python gguf |" in shown
-    assert f"failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory |" in shown
-    figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
-    ours = figures["systems"][0]
-    assert ours["runs"][0]["output_tokens"] == figures["work"]["output_tokens"] and not ours["error"]
-    floor = figures["floor"]
-    assert floor["seconds"] == max(floor["weights_s"], floor["compute_s"]) + floor["cache_s"] > 0
-    speed = ours["runs"][0]["output_tokens"] / ours["runs"][0]["seconds"]
-    assert f"| cbatch                | {speed:>15,.1f} |" in shown
+    sentence = "not installed (No module named 'llama_cpp'): pip install llama-cpp-python gguf"
+    assert call("llama.cpp", "prepare", [job], {"llama.cpp": str(bare)}) == {"error": sentence}
 
 
 def test_turns_share_no_token() -> None:
@@ -257,32 +212,27 @@ def test_turns_share_no_token() -> None:
 @pytest.mark.slow
 def test_a_grid_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Guards hours of measuring: what is in the file is not measured again, and its medians make the table."""
-    floor = {"weights_s": 1.0, "compute_s": 1.0, "cache_s": 0.0, "seconds": 1.0, "rows_per_step": 256.0}
-    floor |= {"in_experts": 0.0, "chosen": 1.0}
-
-    def call(name: str, task: str, *_: Any) -> dict[str, Any]:
-        ours = {"versions": {"cbatch": "1"}, "floors": [floor]}
-        return ours if name == "cbatch" else {"error": "it is not here"}
-
-    monkeypatch.setattr(grid, "call", call)
-    monkeypatch.setitem(grid.GRID_SHAPES, "tiny", PEER_SHAPES["tiny"] | {"max_position_embeddings": 512})
     monkeypatch.setitem(grid.KINDS, "mixed", grid.Kind(lambda vocabulary: SMALL, 2))
-    options = ["--shape", "tiny", "--kind", "mixed", "--weights", "bf16", "--peers", "cbatch,openvino"]
+    options = ["--shape", "tiny", "--kind", "mixed", "--weights", "f32", "--peers", "cbatch,openvino"]
     options += ["--threads", "1", "--work-dir", str(tmp_path), "--results", str(tmp_path / "grid.json")]
+    options += ["--python", f"openvino={tmp_path / 'nowhere'}"]
     assert main(["grid", *options, "--rounds", "1"]) == 0
     file = tmp_path / "grid.json"
     first = json.loads(file.read_text())
+    [floor] = first["floors"]["tiny/f32/mixed"]
+    assert floor["seconds"] == max(floor["weights_s"], floor["compute_s"]) + floor["cache_s"] > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid, "PeerProcess", None)
         assert main(["grid", *options, "--rounds", "1"]) == 0
     assert json.loads(file.read_text()) == first
     assert main(["grid", *options, "--rounds", "2"]) == 0
     second = json.loads(file.read_text())
-    seconds = second["runs"]["tiny/bf16/mixed"]["cbatch"]
-    assert len(seconds) == 2 and seconds[:1] == first["runs"]["tiny/bf16/mixed"]["cbatch"]
+    seconds = second["runs"]["tiny/f32/mixed"]["cbatch"]
+    assert len(seconds) == 2 and seconds[:1] == first["runs"]["tiny/f32/mixed"]["cbatch"]
     assert main(["grid", *options, "--table", "--markdown"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert "tiny/bf16/openvino: failed: it is not here" in shown
+    error = f"failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory"
+    assert f"tiny/f32/openvino: {error}" in shown
     [line] = [line for line in shown[-6:] if "| mixed" in line.replace("  ", "")]
     assert f" {SMALL.output_tokens / (sum(seconds) / 2):,.0f} |" in line
 

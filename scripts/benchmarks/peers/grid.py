@@ -1,6 +1,7 @@
 """cbatch beside other engines on a CPU: a grid of models, weight formats and kinds of work.
 
     python -m scripts.benchmarks grid --python openvino=~/ov/bin/python --python llama.cpp=~/lc/bin/python
+    python -m scripts.benchmarks grid --shape 135m,families --weights bf16 --kind mixed --peers cbatch,transformers
 
 Every system gets the same random models, quantized to the same number of bits in its own way, and the same requests of
 random tokens; all outputs are greedy and have a fixed length. Each system has a process of its own, which loads a model
@@ -10,7 +11,11 @@ else happens on the machine disturbs all of them. Tokens differ from turn to tur
 The grid takes hours, so what is measured is added to a file (--results) after each round. The same command goes on
 where the last one ended; with more --rounds it measures on. `--table` only prints what is there.
 
-With --weights Q8_0,Q4_0, cbatch reads the file that llama.cpp has made.
+Systems: cbatch; openvino; llama.cpp; transformers-one, transformers-static and transformers-cb (or transformers for all
+three), which quantize nothing. One that is not installed gets a line that says how to install it. Their packages may
+not go together, so each can have an interpreter of its own (--python).
+
+With --weights Q8_0,Q4_0, cbatch reads the file that llama.cpp has made; with f32, all is computed in float32.
 
 Kinds of work: one (a request of 64 + 256 tokens), mixed (32 requests, prompts of 16 to 512 and outputs of 8 to 256
 tokens, log-uniform), many (128 of 64 + 64), long (4 of 6,000 + 32), shared (64 of 1,064 + 64, which begin with the same
@@ -21,19 +26,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from scripts.benchmarks.harness import Report, at_least_one
-from scripts.benchmarks.peers import benchmark
-from scripts.benchmarks.peers.benchmark import PeerProcess, call, default_threads, interpreter, machine_facts
-from scripts.benchmarks.peers.table import OURS, System, disturbance
+import psutil
+
+from scripts.benchmarks.harness import Report, at_least_one, machine_facts
+from scripts.benchmarks.peers.process import PeerProcess, call, disturbance, interpreter
 from scripts.benchmarks.peers.work import PeerJob, PeerWork, make_equal_work, make_model, make_once, make_work
 from scripts.benchmarks.peers.worker import PEERS
-from scripts.benchmarks.shapes import GRID_SHAPES
+from scripts.benchmarks.shapes import FAMILY_SHAPES, GRID_SHAPES, PEER_SHAPES
+
+OURS, LLAMA_CPP, TRANSFORMERS = "cbatch", "llama.cpp", "transformers"
+
+SHAPES = PEER_SHAPES | FAMILY_SHAPES | GRID_SHAPES
 
 FORMATS = {"bf16": "", "int8": "int8", "int4": "int4"}
 """Formats of the weights, as `PeerJob.weights`."""
@@ -41,9 +52,7 @@ FORMATS = {"bf16": "", "int8": "int8", "int4": "int4"}
 GGUF_FORMATS = {"Q8_0": "int8", "Q4_0": "int4"}
 """Those of one file that cbatch and llama.cpp read; no other system does."""
 
-LLAMA_CPP = "llama.cpp"
-
-SYSTEMS = [OURS, "openvino", LLAMA_CPP]
+ALL_FORMATS = FORMATS | GGUF_FORMATS | {"f32": ""}
 
 SEED = 7
 
@@ -100,9 +109,6 @@ class Results:
     def seconds(self, cell: Cell, system: str) -> list[float]:
         return self.runs.get("/".join(cell), {}).get(system, [])
 
-    def add(self, cell: Cell, system: str, seconds: float) -> None:
-        self.runs.setdefault("/".join(cell), {}).setdefault(system, []).append(seconds)
-
     def error(self, cell: Cell, system: str) -> str:
         return self.errors.get(f"{cell.shape}/{cell.weights}/{system}", "")
 
@@ -117,100 +123,109 @@ class Grid:
     def __init__(self, options: argparse.Namespace, results: Results, report: Report) -> None:
         self._options, self._results, self._report = options, results, report
         self._interpreters = dict(options.python)
-        self._work_dir = options.work_dir.absolute()
 
     def run(self) -> None:
         """Ctrl-C ends it early."""
-        options = self._options
         try:
-            for shape in options.shape:
-                folder = self._work_dir / shape
+            for shape in self._options.shape:
+                folder = self._options.work_dir.absolute() / shape
                 folder.mkdir(parents=True, exist_ok=True)
-                make_once(folder / "model", lambda target, shape=shape: make_model(target, GRID_SHAPES[shape]))  # type: ignore[misc]
-                for weights in options.weights:
-                    self._measure(shape, weights)
+                make_once(folder / "model", partial(make_model, shape=SHAPES[shape]))
+                for weights in self._options.weights:
+                    self._measure(shape, weights, folder)
         except KeyboardInterrupt:
             self._report.note("interrupted; this is what there is so far")
 
-    def _measure(self, shape: str, weights: str) -> None:
+    def _measure(self, shape: str, weights: str, folder: Path) -> None:
         """All rounds of a model and format that are missing."""
-        systems = [name for name in self._options.peers if weights in FORMATS or name in (OURS, LLAMA_CPP)]
+        options, results = self._options, self._results
+        systems = [name for name in options.peers if can_compute(name, weights)]
         cells = [
             cell
-            for cell in (Cell(shape, weights, kind) for kind in self._options.kind)
-            if any(self._misses(cell, system) for system in systems)
+            for cell in (Cell(shape, weights, kind) for kind in options.kind)
+            if any(self._misses(cell, system, options.rounds) for system in systems)
         ]
         if not cells:
             return
-        jobs = [self._job(cell) for cell in cells]
-        self._report.note(f"{shape} {weights}: preparing")
+        jobs = [
+            PeerJob(
+                str(folder), "float32" if weights == "f32" else "bfloat16", options.threads, KINDS[cell.kind].max_seqs,
+                MAX_BATCH_TOKENS, work_of(cell), ALL_FORMATS[weights], prefix_cache=True,
+                reads_gguf=weights in GGUF_FORMATS,
+            )
+            for cell in cells
+        ]  # fmt: skip
+        self._report.note(f"{shape} {weights}: preparing; the first time, some convert the model, which takes minutes")
         systems = [system for system in systems if self._prepare(cells[0], system, jobs)]
         if OURS in systems:
-            self._measure_floors(cells, jobs)
+            floors = call(OURS, "floor", jobs, self._interpreters).get("floors", ())
+            for cell, floor in zip(cells, floors, strict=False):
+                least = with_steps_of(floor, work_of(cell), KINDS[cell.kind].max_seqs)
+                results.floors.setdefault("/".join(cell), []).append(least)
         with ExitStack() as stack:
-            running: dict[str, PeerProcess] = {}
-            for system in systems:
-                running[system] = stack.enter_context(PeerProcess(system, jobs, self._interpreters))
-                if running[system].failure:
-                    self._give_up(cells[0], system, running[system].failure)
+            running = {system: stack.enter_context(PeerProcess(system, jobs, self._interpreters)) for system in systems}
+            for system, process in running.items():
+                self._succeeds(cells[0], system, process.ask("load"))
             for number, cell in enumerate(cells):
-                for turn in range(1, self._options.rounds + 1):
-                    for system, process in running.items():
-                        if self._misses(cell, system, turn):
-                            self._take(cell, system, process.work(number, turn), jobs[number])
-                    self._results.save()
+                for turn in range(1, options.rounds + 1):
+                    replies = {
+                        system: self._take(cell, system, process.ask("work", number, turn))
+                        for system, process in running.items()
+                        if self._misses(cell, system, turn)
+                    }
+                    self._compare(replies)
+                    results.save()
 
-    def _misses(self, cell: Cell, system: str, rounds: int = 0) -> bool:
-        """Whether a system has not done a cell's work so often yet (0: as often as it shall) and is able to."""
-        done = len(self._results.seconds(cell, system))
-        return done < (rounds or self._options.rounds) and not self._results.error(cell, system)
+    def _misses(self, cell: Cell, system: str, rounds: int) -> bool:
+        """Whether a system has not done a cell's work so often yet, and is able to."""
+        return len(self._results.seconds(cell, system)) < rounds and not self._results.error(cell, system)
 
     def _prepare(self, cell: Cell, system: str, jobs: list[PeerJob]) -> bool:
         """Has a system convert the model. Returns whether it can be measured."""
         if jobs[0].reads_gguf and system == OURS:
             call(LLAMA_CPP, "prepare", jobs[:1], self._interpreters)
         reply = call(system, "prepare", jobs[:1], self._interpreters)
-        if "versions" in reply:
-            self._results.versions[system] = reply["versions"]
-            return True
-        prepared = System(system, PEERS[system].title)
-        prepared.take(reply, PEERS[system].install, [])
-        self._give_up(cell, system, prepared.error)
-        return False
+        self._results.versions |= {system: reply["versions"]} if "versions" in reply else {}
+        return self._succeeds(cell, system, reply)
 
-    def _give_up(self, cell: Cell, system: str, reason: str) -> None:
-        self._results.errors[f"{cell.shape}/{cell.weights}/{system}"] = reason
-        self._report.note(f"  {system}: {reason}")
+    def _succeeds(self, cell: Cell, system: str, reply: dict[str, Any]) -> bool:
+        """Whether a reply is no error; the first error is the end of a system on this model and format."""
+        if "error" in reply:
+            self._results.errors[f"{cell.shape}/{cell.weights}/{system}"] = reply["error"]
+            self._report.note(f"  {system}: {reply['error']}")
+        return "error" not in reply
 
-    def _measure_floors(self, cells: list[Cell], jobs: list[PeerJob]) -> None:
-        reply = call(OURS, "floor", jobs, self._interpreters)
-        for cell, floor in zip(cells, reply.get("floors", ()), strict=False):
-            least = with_steps_of(floor, work_of(cell), KINDS[cell.kind].max_seqs)
-            self._results.floors.setdefault("/".join(cell), []).append(least)
+    def _take(self, cell: Cell, system: str, reply: dict[str, Any]) -> list[list[int]]:
+        """Keeps what came of a turn, and returns the outputs."""
+        if not self._succeeds(cell, system, reply):
+            return []
+        self._results.runs.setdefault("/".join(cell), {}).setdefault(system, []).append(reply["seconds"])
+        steps = f" in {reply['steps']:,} steps" if reply["steps"] else ""
+        speed = speed_of(cell, work_of(cell), reply["seconds"])
+        self._report.note(f"  {cell.kind}, {system}: {speed:,.1f} tokens/s{steps}")
+        if sentence := disturbance(reply["cores_elsewhere"]):
+            self._report.note(f"  {sentence}")
+        outputs: list[list[int]] = reply["outputs"]
+        return outputs
 
-    def _take(self, cell: Cell, system: str, reply: dict[str, Any], job: PeerJob) -> None:
-        """Keeps what came of a turn."""
-        taken = System(system, PEERS[system].title)
-        taken.take(reply, PEERS[system].install, job.work.lengths)
-        if taken.error:
-            self._give_up(cell, system, taken.error)
-            return
-        self._results.add(cell, system, reply["seconds"])
-        speed = speed_of(cell, job.work, reply["seconds"])
-        self._report.note(f"  {cell.kind}, {system}: {speed:,.1f} tokens/s")
-        for line in disturbance([taken]):
-            self._report.note(f"  {line}")
+    def _compare(self, outputs: dict[str, list[list[int]]]) -> None:
+        """Tells how many requests begin as with cbatch."""
+        ours = outputs.pop(OURS, [])
+        for system, theirs in outputs.items():
+            if ours and theirs:
+                same = sum(one[0] == other[0] for one, other in zip(ours, theirs, strict=True))
+                self._report.note(f"  {system}: {same} of {len(ours)} first tokens as cbatch")
 
-    def _job(self, cell: Cell) -> PeerJob:
-        return PeerJob(
-            str(self._work_dir / cell.shape), "bfloat16", self._options.threads, KINDS[cell.kind].max_seqs,
-            MAX_BATCH_TOKENS, work_of(cell), (FORMATS | GGUF_FORMATS)[cell.weights], prefix_cache=True,
-            reads_gguf=cell.weights in GGUF_FORMATS,
-        )  # fmt: skip
+
+def can_compute(system: str, weights: str) -> bool:
+    """Whether a system has a format of weights."""
+    if weights in GGUF_FORMATS:
+        return system in (OURS, LLAMA_CPP)
+    return not (system.startswith(TRANSFORMERS) and ALL_FORMATS[weights])
 
 
 def work_of(cell: Cell) -> PeerWork:
-    return KINDS[cell.kind].make(GRID_SHAPES[cell.shape]["vocab_size"])
+    return KINDS[cell.kind].make(SHAPES[cell.shape]["vocab_size"])
 
 
 def with_steps_of(floor: dict[str, float], work: PeerWork, max_seqs: int) -> dict[str, float]:
@@ -235,63 +250,60 @@ def speed_of(cell: Cell, work: PeerWork, seconds: float) -> float:
 
 def table(results: Results, cells: Iterator[Cell], systems: list[str]) -> list[list[str]]:
     """Head, and a line for each cell that cbatch was measured in: medians, and how many times as fast cbatch is."""
-    others = [name for name in systems if name != OURS]
-    lines = [
-        [
-            "model",
-            "weights",
-            "work",
-            "cbatch, tokens/s",
-            "of the floor",
-            *(PEERS[name].title for name in others),
-            "best",
-        ]
-    ]
+    others = [PEERS[name].title for name in systems if name != OURS]
+    lines = [["model", "weights", "work", "cbatch, tokens/s", "min – max", "of the floor", *others, "best"]]
     for cell in cells:
         ours = results.seconds(cell, OURS)
         if not ours:
             continue
-        work, floor, times = work_of(cell), results.floor(cell), []
-        line = [
-            *cell,
-            f"{speed_of(cell, work, median(ours)):,.0f}",
-            f"{floor['seconds'] / median(ours):.0%}" if floor else "",
-        ]
-        for name in others:
-            seconds = results.seconds(cell, name)
-            if seconds:
+        speed, floor, times = partial(speed_of, cell, work_of(cell)), results.floor(cell), []
+        line = [*cell, f"{speed(median(ours)):,.0f}", f"{speed(max(ours)):,.0f} – {speed(min(ours)):,.0f}"]
+        line.append(f"{floor['seconds'] / median(ours):.0%}" if floor else "")
+        for name in systems:
+            if seconds := results.seconds(cell, name) if name != OURS else []:
                 times.append(median(seconds) / median(ours))
-                line.append(f"{speed_of(cell, work, median(seconds)):,.0f} ({times[-1]:.2f} x)")
-            else:
+                line.append(f"{speed(median(seconds)):,.0f} ({times[-1]:.2f} x)")
+            elif name != OURS:
                 line.append("–")
         lines.append([*line, f"{min(times):.2f} x" if times else ""])
     return lines
 
 
-def names_from(known: list[str]) -> Callable[[str], list[str]]:
-    """The type of an option that takes some of these names."""
+def names_from(known: list[str], **groups: list[str]) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of these names, or names of groups of them."""
 
     def parse(text: str) -> list[str]:
-        names = [part.strip() for part in text.split(",")]
+        names = [name for part in text.split(",") for name in groups.get(part.strip(), [part.strip()])]
         unknown = [name for name in names if name not in known]
         if unknown:
             raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(known)}.")
-        return names
+        return list(dict.fromkeys(names))
 
     return parse
 
 
+def default_threads() -> int:
+    """One for each physical core that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    formats = [*FORMATS, *GGUF_FORMATS]
-    choices = {"shape": list(GRID_SHAPES), "weights": formats, "kind": list(KINDS), "peers": SYSTEMS}
-    for name, known in choices.items():
-        default = list(FORMATS) if name == "weights" else known
-        add(f"--{name}", type=names_from(known), default=default, metavar="NAME,...", help=", ".join(known))
+    ways = [name for name in PEERS if name.startswith(TRANSFORMERS)]
+    for name, known, default, groups in (
+        ("shape", list(SHAPES), list(GRID_SHAPES), {"families": list(FAMILY_SHAPES)}),
+        ("weights", list(ALL_FORMATS), list(FORMATS), {}),
+        ("kind", list(KINDS), list(KINDS), {}),
+        ("peers", list(PEERS), [name for name in PEERS if name not in ways], {TRANSFORMERS: ways}),
+    ):
+        text = f"{', '.join([*known, *groups])} (default: {', '.join(default)})"
+        add(f"--{name}", type=names_from(known, **groups), default=default, metavar="NAME,...", help=text)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     add("--rounds", type=at_least_one, default=3, help="how often each system does all (3); medians count")
     add("--python", type=interpreter, action="append", default=[], metavar="NAME=PATH", help="interpreter of a system")
     add("--threads", type=at_least_one, default=default_threads(), help="threads of each system (%(default)s)")
-    add("--work-dir", type=Path, default=benchmark.default_work_dir(), help="where models are kept (%(default)s)")
+    add("--work-dir", type=Path, default=cache / "cbatch-peers", help="where models are kept (%(default)s)")
     add("--results", type=Path, default=Path("grid.json"), help="file that figures are added to (%(default)s)")
     add("--table", action="store_true", help="only print what has been measured")
 

@@ -1,4 +1,7 @@
-"""One piece of a comparison in a process of its own: what the benchmark runs in the interpreter of a system."""
+"""A system in a process of its own: what the benchmark runs in the interpreter of that system.
+
+Each line of stdin is a task: `prepare`, `floor`, `load`, or after that `work JOB TURN`; each gets a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,66 +30,56 @@ PEERS: dict[str, Peer] = {
 Reply = dict[str, Any]
 
 
-def prepare(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
-    """Imports a system and converts the model for it. Replies `versions`, or `missing` if a package is not there."""
-    try:
-        modules = [importlib.import_module(name) for name in peer.packages]
-        for job in jobs:
-            peer.prepare(job)
-    except ImportError as error:
-        return {"missing": str(error)}
-    versions = {module.__name__: getattr(module, "__version__", "").partition("-")[0] for module in modules}
-    return {"versions": {name: version for name, version in versions.items() if version}}
+class Worker:
+    """Does the tasks of one system. All jobs are for the same model, which is loaded with room for any of them."""
+
+    def __init__(self, peer: Peer, jobs: Sequence[PeerJob]) -> None:
+        self.peer, self.jobs = peer, jobs
+        self._loaded = ExitStack()
+        self._generate: Callable[[PeerWork], PeerResult]
+        self._warm: set[int] = set()
+        self.tasks: dict[str, Callable[..., Reply]] = {
+            "prepare": self.prepare, "floor": self.floor, "load": self.load, "work": self.work,
+        }  # fmt: skip
+
+    def prepare(self) -> Reply:
+        """Imports the system and converts the model. Replies `versions`, or `missing` if a package is not there."""
+        try:
+            modules = [importlib.import_module(name) for name in self.peer.packages]
+            self.peer.prepare(self.jobs[0])
+        except ImportError as error:
+            return {"missing": str(error)}
+        versions = {module.__name__: getattr(module, "__version__", "").partition("-")[0] for module in modules}
+        return {"versions": {name: version for name, version in versions.items() if version}}
+
+    def floor(self) -> Reply:
+        """What the machine could do at best, as cbatch measures it. Replies `floors`, one for each job."""
+        return {"floors": cbatch_peer.measure_floors(self.jobs)}
+
+    def load(self) -> Reply:
+        largest = max(self.jobs, key=lambda job: job.most_tokens)
+        max_seqs, tokens = max(job.max_seqs for job in self.jobs), max(job.needed_tokens for job in self.jobs)
+        self._generate = self._loaded.enter_context(
+            self.peer.open(replace(largest, max_seqs=max_seqs, cache_tokens=tokens))
+        )
+        return {}
+
+    def work(self, job: str, turn: str) -> Reply:
+        """Replies `seconds`, `outputs` and `steps`. A job begins with a warm-up that does not count."""
+        work = self.jobs[int(job)].work
+        if int(job) not in self._warm:
+            self._generate(work.warm_up())
+            self._warm.add(int(job))
+        work = work.turn(int(turn))
+        started = time.perf_counter()
+        done = self._generate(work)
+        return {"seconds": time.perf_counter() - started, "outputs": done.outputs, "steps": done.steps}
 
 
-def run(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
-    """Does the work of the only job once, after a warm-up that does not count."""
-    [job] = jobs
-    with peer.open(job) as generate:
-        generate(job.work.warm_up())
-        return timed(generate, job.work)
+def serve(name: str, file: Path) -> None:
+    """Prints a reply to each task until stdin ends or a task fails, which replies an `error`; never returns.
 
-
-def take_turns(peer: Peer, jobs: Sequence[PeerJob]) -> Iterator[Reply]:
-    """Loads a model, replies that, and then does work as often as a line of stdin asks: numbers of a job and of a turn.
-
-    A job begins with a warm-up that does not count. All jobs are for the same model, which is loaded with room for any
-    of them.
-    """
-    largest, warm = max(jobs, key=lambda job: job.most_tokens), set()
-    max_seqs, cache_tokens = max(job.max_seqs for job in jobs), max(job.needed_tokens for job in jobs)
-    with peer.open(replace(largest, max_seqs=max_seqs, cache_tokens=cache_tokens)) as generate:
-        yield {}
-        for line in sys.stdin:
-            number, turn = map(int, line.split())
-            work = jobs[number].work
-            if number not in warm:
-                generate(work.warm_up())
-                warm.add(number)
-            yield timed(generate, work.turn(turn))
-
-
-def timed(generate: Callable[[PeerWork], PeerResult], work: PeerWork) -> Reply:
-    started = time.perf_counter()
-    done = generate(work)
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "outputs": done.outputs, "steps": done.steps}
-
-
-def floor(peer: Peer, jobs: Sequence[PeerJob]) -> Reply:
-    """What the machine could do at best, as cbatch measures it. Replies `floors`, one for each job."""
-    return {"floors": cbatch_peer.measure_floors(jobs)}
-
-
-TASKS: dict[str, Callable[[Peer, Sequence[PeerJob]], Reply]] = {"prepare": prepare, "run": run, "floor": floor}
-TURNS = "turns"
-"""The task that has many replies."""
-
-
-def serve(name: str, task: str, file: Path) -> None:
-    """Does a task and prints each reply as a line of JSON; never returns.
-
-    What libraries print goes to stderr. If the task fails, the last reply is an `error`.
+    What libraries print goes to stderr.
     """
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -94,9 +88,10 @@ def serve(name: str, task: str, file: Path) -> None:
         os.write(stdout, json.dumps(reply).encode() + b"\n")
 
     try:
-        peer, jobs = PEERS[name], read_jobs(file)
-        for reply in take_turns(peer, jobs) if task == TURNS else [TASKS[task](peer, jobs)]:
-            print_reply(reply)
+        worker = Worker(PEERS[name], read_jobs(file))
+        for line in sys.stdin:
+            task, *arguments = line.split()
+            print_reply(worker.tasks[task](*arguments))
     except Exception as error:  # any error of somebody else's system is a line of the table
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -106,4 +101,4 @@ def serve(name: str, task: str, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    serve(sys.argv[1], Path(sys.argv[2]))

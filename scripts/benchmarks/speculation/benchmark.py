@@ -30,8 +30,7 @@ import torch
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, load_model
-from scripts.benchmarks.harness import Report, at_least_one, by_turns, cpu_seconds_elsewhere
-from scripts.benchmarks.peers.benchmark import machine_facts
+from scripts.benchmarks.harness import Report, at_least_one, by_turns, cpu_seconds_elsewhere, machine_facts
 from scripts.benchmarks.shapes import PEER_SHAPES, SHAPES
 from scripts.benchmarks.speculation.bound import foresee
 from scripts.benchmarks.speculation.model import ScriptedModel, load_scripted
