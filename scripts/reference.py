@@ -5,10 +5,13 @@ python -m scripts.reference
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
+from cbatch.base.option import options_of
+from cbatch.base.params import PARAMS, SamplingParams
 from cbatch.cli.main import cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -43,7 +46,19 @@ def write(commands: dict[str, click.Command]) -> str:
             if group in groups and not shared[group]:
                 shared[group] = table("", groups[group])
     parts += [f"## {group}\n\n{text}" for group, text in shared.items() if text]
+    parts.append(f"## Sampling parameters\n\n{parameters()}")
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def parameters() -> str:
+    """The sampling parameters of a request."""
+    lines = ["| field | type and range | default | meaning |", "|---|---|---|---|"]
+    for name, one in options_of(SamplingParams).items():
+        default = "" if one.default in (None, (), "") else f"`{json.dumps(one.default)}`"
+        said = PARAMS[name]
+        meaning = f"{said.help} {said.more}".replace(" (repeatable)", "").strip()
+        lines.append(f"| `{name}` | {said.wanted} | {default} | {meaning} |")
+    return "\n".join(lines)
 
 
 def grouped(command: click.Command) -> dict[str, list[click.Option]]:

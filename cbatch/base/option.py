@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -125,11 +126,11 @@ def _read(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...], bool, bool]:
 
 def documented(record: type[Record]) -> type[Record]:
     """Adds what the options of a record say to its docstring."""
-    width = max(map(len, options_of(record)), default=0) + 1
-    lines = [
-        f"{name + ':':<{width}} {one.about.help} {one.about.more}".rstrip() for name, one in options_of(record).items()
-    ]
-    record.__doc__ = "\n".join([(record.__doc__ or "").rstrip(), "", *lines])
+    lines = [(record.__doc__ or "").rstrip() + "\n"]
+    for name, one in options_of(record).items():
+        text = f"{name}: {one.about.help} {one.about.more}".rstrip()
+        lines.append(textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8))
+    record.__doc__ = "\n".join([*lines, ""])
     return record
 
 

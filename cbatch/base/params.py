@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar
 
 from cbatch.base.errors import RequestError
+from cbatch.base.option import Option, documented
 from cbatch.base.spelling import similar_name
 
 Given = TypeVar("Given", contravariant=True)
@@ -242,24 +243,39 @@ Check = Callable[[str, Any], Any]
 """Takes the name and the value of a parameter, and returns the value as it is held. Raises RequestError."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParamInfo:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param(Option):
     """What is known of a sampling parameter beside its name, type and default, which asks for nothing.
 
-    help:           what it does, for people
+    check:          makes the value that is held of the one that is given
+    wanted:         type and range, for people
     changes_logits: whether it changes logits before a token is sampled
     filters:        `kernels` if it drops unlikely tokens in the fused kernels and in torch, `torch` if only there: rows
                     that ask for it take that path
+    is_option:      whether commands have an option of this name; the others are set by --param
+    only_in_run:    whether it asks for more than one text, which a chat cannot show
     """
 
-    help: str
     check: Check
+    wanted: str
     changes_logits: bool = False
     filters: Literal["", "kernels", "torch"] = ""
+    is_option: bool = False
+    only_in_run: bool = False
 
 
-def _param(default: Any, check: Check, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"param": ParamInfo(help, check, **more)})
+def _param(default: Any, kind: tuple[Check, str], help: str, more: str = "", **about: Any) -> Any:
+    check, wanted = kind
+    param = Param(help=help, more=more, check=check, wanted=wanted, group="Sampling", **about)
+    return field(default=default, metadata={"option": param})
+
+
+_COMMON: Any = {"is_option": True}
+_RUN: Any = {"is_option": True, "only_in_run": True}
+_FLAG = _flag, "true or false"
+_TEXTS = _few_texts, f"string or list, at most {MAX_STRINGS:,}"
+_IDS = _ids, "token id or list"
+_K = _num_logprobs, "0 to 20"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,92 +290,149 @@ class SamplingParams:
 
     max_tokens: int | None = _param(
         512,
-        lambda name, value: value,  # `__post_init__` checks it
-        "most tokens to generate; None: up to the end of the context; 0: none, to score or echo the prompt",
+        (lambda name, value: value, "integer from 1"),  # `__post_init__` checks it
+        "Most tokens to generate.",
+        "Fewer if context or cache are full. None: up to the end of the context. 0 is allowed with `prompt_logprobs` "
+        "or `echo`: nothing is generated.",
+        **_COMMON,
     )
     min_tokens: int = _param(
         0,
-        _whole(0),
-        "end tokens and stop strings do not end the output before this many tokens",
+        (_whole(0), "integer from 0"),
+        "Fewest tokens to generate.",
+        "End tokens and stop strings do not end the output before.",
         changes_logits=True,
+        **_COMMON,
     )
-    n: int = _param(1, _whole(1, 128), "number of outputs, each with its own randomness")
+    n: int = _param(
+        1,
+        (_whole(1, 128), "1 to 128"),
+        "Number of outputs for each prompt.",
+        "They share the work of their prompt; each has randomness of its own.",
+        **_RUN,
+    )
     temperature: float = _param(
-        0.0, _number(0, MAX_TEMPERATURE), "0 is greedy; 1 samples from the model's own distribution"
+        0.0,
+        (_number(0, MAX_TEMPERATURE), f"0 to {MAX_TEMPERATURE:g}"),
+        "Sampling temperature; 0 always takes the likeliest token.",
+        "1 samples from the model's own distribution.",
+        **_COMMON,
     )
-    top_k: int = _param(0, _top_k, "sample among the k most likely tokens; 0 (or -1): among all", filters="kernels")
+    top_k: int = _param(
+        0,
+        (_top_k, "integer"),
+        "Sample from the K likeliest tokens.",
+        "0 or -1: from all.",
+        filters="kernels",
+        **_COMMON,
+    )
     top_p: float = _param(
         1.0,
-        _number(0, 1, above=True),
-        "sample among the most likely tokens that together reach this probability",
+        (_number(0, 1, above=True), "above 0, at most 1"),
+        "Sample from the likeliest tokens whose probabilities add up to this.",
         filters="kernels",
+        **_COMMON,
     )
     min_p: float = _param(
-        0.0, _number(0, 1), "drop tokens less likely than this share of the most likely one", filters="kernels"
+        0.0,
+        (_number(0, 1), "0 to 1"),
+        "Drop tokens whose probability is below this fraction of the likeliest token's.",
+        filters="kernels",
+        **_COMMON,
     )
     seed: int | None = _param(
         None,
-        _optional(_whole(-(2**63), 2**64 - 1)),
-        "None: made of the seed of the call or run and the prompt's place in it (`derive_seed`), so that the same call "
-        "gives the same outputs",
+        (_optional(_whole(-(2**63), 2**64 - 1)), "64-bit integer"),
+        "Seed of the request's randomness.",
+        "None: made of the seed of the run and the row's `id`, or its place if it has none (`derive_seed`).",
     )
     stop: Converted[str | Sequence[str], tuple[str, ...]] = _param(
-        NO_ITEMS, _few_texts, "strings that end the output; they are not part of the text"
+        NO_ITEMS, _TEXTS, "Stop at this text (repeatable).", "It is not part of the text.", metavar="TEXT", **_COMMON
     )
-    stop_token_ids: Converted[int | Sequence[int], tuple[int, ...]] = _param(NO_ITEMS, _ids, "further end tokens")
-    ignore_eos: bool = _param(False, _flag, "continue past the model's end tokens, up to max_tokens")
+    stop_token_ids: Converted[int | Sequence[int], tuple[int, ...]] = _param(NO_ITEMS, _IDS, "Further end tokens.")
+    ignore_eos: bool = _param(False, _FLAG, "Continue after end tokens.", "Up to `max_tokens`.", **_COMMON)
     presence_penalty: float = _param(
-        0.0, _number(-2, 2), "subtracted from the logit of every token generated so far", changes_logits=True
+        0.0,
+        (_number(-2, 2), "-2 to 2"),
+        "Penalize tokens that were generated before.",
+        "Subtracted once from their logits.",
+        changes_logits=True,
+        **_COMMON,
     )
     frequency_penalty: float = _param(
-        0.0, _number(-2, 2), "subtracted once for each time the token was generated", changes_logits=True
+        0.0,
+        (_number(-2, 2), "-2 to 2"),
+        "Penalize tokens by how often they were generated.",
+        "Subtracted from the logit each time.",
+        changes_logits=True,
+        **_COMMON,
     )
     repetition_penalty: float = _param(
         1.0,
-        _number(0.01, 100),
-        "divides positive and multiplies negative logits of tokens in prompt or output (CTRL, "
-        "https://arxiv.org/abs/1909.05858)",
+        (_number(0.01, 100), "0.01 to 100"),
+        "Penalize tokens that are in the prompt or the output; 1 is no penalty.",
+        "Divides positive logits and multiplies negative ones ([CTRL](https://arxiv.org/abs/1909.05858)).",
         changes_logits=True,
+        **_COMMON,
     )
     logit_bias: Converted[LogitBias, tuple[tuple[int, float], ...]] = _param(
-        NO_ITEMS, _bias, "added to the logits of token ids, -100 to 100; a mapping or pairs", changes_logits=True
+        NO_ITEMS,
+        (_bias, f"object, at most {MAX_BIASED:,} token ids"),
+        "Numbers from -100 to 100 that are added to the logits of token ids.",
+        "In Python also pairs.",
+        changes_logits=True,
     )
     bad_words: Converted[str | Sequence[str], tuple[str, ...]] = _param(
-        NO_ITEMS, _few_texts, "strings whose tokens may not be generated in sequence"
+        NO_ITEMS, _TEXTS, "Strings whose tokens may not be generated one after the other."
     )
     allowed_token_ids: Converted[int | Sequence[int] | None, tuple[int, ...] | None] = _param(
         NOTHING,
-        _optional(_allowed),
-        "the only tokens that may be generated; None: all. End tokens count, so an output without any of them in the "
-        "list ends by max_tokens or a stop string",
+        (_optional(_allowed), "token id or list"),
+        "The only tokens that may be generated.",
+        "End tokens count: without one in the list, the output ends by `max_tokens` or a stop string.",
         changes_logits=True,
     )
     logprobs: int | None = _param(
         None,
-        _num_logprobs,
-        "report the log-probability of each token and of the k most likely ones, from the raw logits",
+        _K,
+        "Return the log-probabilities of each output token and of the K likeliest in its place.",
+        "From the raw logits.",
+        metavar="K",
+        **_RUN,
     )
-    prompt_logprobs: int | None = _param(None, _num_logprobs, "the same for the tokens of the prompt")
-    echo: bool = _param(False, _flag, "begin the text with the prompt")
-    skip_special_tokens: bool = _param(True, _flag, "leave special tokens out of the text")
+    prompt_logprobs: int | None = _param(
+        None, _K, "Return those of the prompt's tokens, likewise.", metavar="K", **_RUN
+    )
+    echo: bool = _param(False, _FLAG, "Begin the text with the prompt.", only_in_run=True)
+    skip_special_tokens: bool = _param(True, _FLAG, "Leave special tokens out of the text.")
     response_format: Converted[str | Mapping[str, Any] | None, str | None] = _param(
         NOTHING,
-        _optional(_response_format),
-        '`{"type": "json_object"}`, or `json_schema` with a schema, as in the OpenAI API; kept as JSON text',
+        (_optional(_response_format), "object"),
+        'Make the output JSON: `{"type": "json_object"}`, or `json_schema` with a schema.',
+        "As OpenAI has it; kept as JSON text.",
     )
-    regex: str | None = _param(None, _optional(_text), "a pattern that the whole output matches")
+    regex: str | None = _param(
+        None,
+        (_optional(_text), "string"),
+        "Make every output match this pattern.",
+        "The syntax of Rust's `regex` crate, without look-around and back-references.",
+        metavar="PATTERN",
+        **_COMMON,
+    )
     choice: Converted[Sequence[str] | None, tuple[str, ...] | None] = _param(
-        NOTHING, _optional(_choice), "the output is one of these strings"
+        NOTHING, (_optional(_choice), "list of strings"), "The output is one of these strings."
     )
     grammar: str | None = _param(
         None,
-        _optional(_text),
-        "a grammar that the output follows, in llguidance's dialect of Lark",
+        (_optional(_text), "string"),
+        "The output fits a context-free grammar in llguidance's dialect of Lark.",
+        "Its first rule is `start`.",
     )
     lora: str = _param(
         "",
-        _adapter,
-        "name of the LoRA adapter that the model computes with (`EngineConfig.lora`); empty: without one",
+        (_adapter, "string"),
+        "Name of the [LoRA adapter](lora.md) that the model computes with.",
+        "One of `--lora`, in Python of `EngineConfig.lora`; empty: the model itself.",
     )
 
     def __post_init__(self) -> None:
@@ -408,15 +481,13 @@ class SamplingParams:
         return SamplingParams(**with_overrides({name: getattr(self, name) for name in PARAM_NAMES}, given))
 
 
-PARAMS: dict[str, ParamInfo] = {field.name: field.metadata["param"] for field in fields(SamplingParams)}
+PARAMS: dict[str, Param] = {field.name: field.metadata["option"] for field in fields(SamplingParams)}
 PARAM_NAMES: tuple[str, ...] = tuple(PARAMS)
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _CHANGES_LOGITS = tuple(name for name, info in PARAMS.items() if info.changes_logits)
 DEFAULT_PARAMS = SamplingParams()
 
-SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n" + "".join(
-    f"    {name}: {info.help}\n" for name, info in PARAMS.items()
-)
+documented(SamplingParams)
 
 
 def with_overrides(params: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.option import OptionField, options_of, parse_json
 from cbatch.base.option import option as field_option
-from cbatch.base.params import PARAM_NAMES, SamplingParams
+from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.base.template_options import TemplateOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
@@ -82,11 +82,6 @@ class NameListOption(click.Option):
         before, comma, last = incomplete.rpartition(",")
         left = [name for name in self.names if name not in before.split(",")]
         return [CompletionItem(f"{before}{comma}{name}") for name in left if name.startswith(last)]
-
-
-def _apply(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """A decorator that adds options to a command, in this order."""
-    return lambda command: reduce(lambda made, add: add(made), reversed(options), command)
 
 
 def _parse_json(ctx: click.Context, parameter: click.Parameter, what: str, text: str) -> Any:
@@ -166,7 +161,7 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
         given["is_flag"] = True
         if one.default is not False:
             names[-1] += names[-1].replace("--", "/--no-")
-            shown = shown or "on"
+            shown = shown or ("on" if one.default else None)
     elif one.choices and about.parse is None:
         given["type"] = click.Choice(one.choices)
     elif about.parse is not None:
@@ -279,52 +274,28 @@ lora_option = option(
 
 
 def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
-    """Adds the sampling options to a command. A chat refuses some of them (`check_for_chat`); its help hides these."""
-    return _apply(
-        option("--system", metavar="TEXT", help="System message for conversations that have none."),
-        option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
-        option("--max-tokens", type=int, help="Most tokens to generate."),
-        option("--min-tokens", type=int, help="Fewest tokens to generate."),
-        option("--temperature", type=float, help="Sampling temperature; 0 always takes the likeliest token."),
-        option("--top-p", type=float, help="Sample from the likeliest tokens whose probabilities add up to this."),
-        option("--top-k", type=int, help="Sample from the K likeliest tokens."),
-        option(
-            "--min-p",
-            type=float,
-            help="Drop tokens whose probability is below this fraction of the likeliest token's.",
-        ),
-        option("--stop", multiple=True, cls=JsonListOption, metavar="TEXT", help="Stop at this text (repeatable)."),
-        option("--n", type=int, hidden=in_chat, help="Number of outputs for each prompt."),
-        option(
-            "--logprobs",
-            type=int,
-            metavar="K",
-            hidden=in_chat,
-            help="Return the log-probabilities of each output token and of the K likeliest in its place.",
-        ),
-        option(
-            "--prompt-logprobs",
-            type=int,
-            metavar="K",
-            hidden=in_chat,
-            help="Return those of the prompt's tokens, likewise.",
-        ),
-        option("--regex", metavar="PATTERN", help="Make every output match this pattern."),
-        option(
+    """Adds the sampling options to a command. A chat refuses some of them (`check_for_chat`); its help hides these.
+
+    What is not given is None, so that it comes from the model.
+    """
+    made = [
+        _sampling_option("--system", metavar="TEXT", help="System message for conversations that have none."),
+        _sampling_option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
+    ]
+    for name in SAMPLING_FIELDS:
+        one = options_of(SamplingParams)[name]
+        many: dict[str, Any] = {"multiple": True, "cls": JsonListOption} if name == "stop" else {}
+        kind = next((kind for kind in (int, float, str) if one.kinds == (kind,)), None)
+        hidden = in_chat and PARAMS[name].only_in_run
+        made.append(click_option(replace(one, default=None), type=kind, hidden=hidden, **many))
+    made += [
+        _sampling_option(
             "--json-schema",
             metavar="FILE|JSON",
             callback=_parse_json_schema,
             help="Make every output JSON that fits this schema.",
         ),
-        option("--presence-penalty", type=float, help="Penalize tokens that were generated before."),
-        option("--frequency-penalty", type=float, help="Penalize tokens by how often they were generated."),
-        option(
-            "--repetition-penalty",
-            type=float,
-            help="Penalize tokens that are in the prompt or the output; 1 is no penalty.",
-        ),
-        option("--ignore-eos/--no-ignore-eos", default=None, help="Continue after end tokens."),
-        option(
+        _sampling_option(
             "--param",
             multiple=True,
             cls=JsonListOption,
@@ -332,16 +303,22 @@ def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
             metavar="NAME=JSON",
             help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
         ),
-    )
+    ]
+
+    def add(command: Command) -> Command:
+        return reduce(_with_option, reversed(made), command)
+
+    return add
 
 
-SAMPLING_FIELDS = (
-    "max_tokens min_tokens temperature top_p top_k min_p stop n logprobs presence_penalty frequency_penalty "
-    "repetition_penalty ignore_eos prompt_logprobs regex json_schema"
-).split()
+def _sampling_option(name: str, cls: type[click.Option] = click.Option, **attributes: Any) -> click.Option:
+    made = cls([name], **attributes)
+    made.group = "Sampling"  # type: ignore[attr-defined]
+    return made
 
-RUN_ONLY_PARAMS = ("n", "logprobs", "prompt_logprobs", "echo")
-"""Parameters that ask for more than one text, which a chat cannot show."""
+
+SAMPLING_FIELDS = [name for name, param in PARAMS.items() if param.is_option]
+RUN_ONLY_PARAMS = [name for name, param in PARAMS.items() if param.only_in_run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +334,8 @@ class SamplingOptions:
         """Makes the record from Click's values."""
         # An empty tuple of stop strings means that none was given.
         given = {name: values[name] for name in SAMPLING_FIELDS if values[name] not in (None, ())}
-        if "json_schema" in given:
-            given["response_format"] = given.pop("json_schema")
+        if values["json_schema"] is not None:
+            given["response_format"] = values["json_schema"]
         return cls(values["system"], values["seed"], values["param"] | given)
 
     def check(self) -> None:

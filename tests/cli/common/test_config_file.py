@@ -63,7 +63,7 @@ def test_values_of_every_kind(config: Path) -> None:
     assert values["stop"] == ("a", "b c") and values["param"] == {"echo": True} and values["replicas"] == 2
     assert values["prefix_cache"] is False and values["model"] == str(Path("~/models/x").expanduser())
     assert values["max_memory"] == {"cpu": "30GiB"} and values["template_kwargs"] == {"enable_thinking": False}
-    assert values["ray_resources"] == {"num_gpus": 1} and str(values["date"]) == "2025-03-04 00:00:00"
+    assert values["ray_resources"] == {"num_gpus": 1} and str(values["date"]) == "2025-03-04"
     assert values["target_step_ms"] == 7.5 and values["resume"] is True
     assert values_of("chat")["source"] == "o.jsonl"
 
