@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.attention.base import CapturableAttention, GraphBuffers
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 from cbatch.model.base import CapturableModel, DeviceInputs, HiddenStates
 from cbatch.runtime.batch import Logits, RaggedBatch, SampledOnDevice
 from cbatch.runtime.device import pins_memory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend, CapturableAttention
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape

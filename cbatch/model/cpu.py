@@ -35,10 +35,10 @@ from cbatch.model.families import read_program, text_config
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
+from cbatch.model.named_tensors import check_weights, resolved
 from cbatch.model.ops.attention import Attend
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.packed_file import PackedFile
-from cbatch.model.programs.named_tensors import check_weights, resolved
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.runtime.cpu import empty, num_threads

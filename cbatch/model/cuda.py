@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED, Quantization
-from cbatch.kernels.layer_ops import Addend, Recurrence
+from cbatch.kernels.operands import Addend, Recurrence
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.dtypes import activations_in
@@ -26,11 +26,11 @@ from cbatch.model.float8 import Float8Use, float8_problem
 from cbatch.model.lora.device import DeviceAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
+from cbatch.model.named_tensors import check_weights, resolved
 from cbatch.model.ops.device_kernel import DeviceOps, by_triton
 from cbatch.model.ops.device_plan import DeviceHead, DevicePlan
 from cbatch.model.ops.products import finish_logits, logits
 from cbatch.model.ops.residual import select_and_norm
-from cbatch.model.programs.named_tensors import check_weights, resolved
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16

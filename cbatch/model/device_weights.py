@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.float8_matrix import Float8Matrix
 from cbatch.kernels.formats import FP8, INT4, INT8, ON_GPU, quantized
-from cbatch.kernels.layer_ops import ExpertWeights, NormWeights
+from cbatch.kernels.operands import ExpertWeights, NormWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.float8 import Float8Use
 from cbatch.model.stored import Packing, StoredWeights

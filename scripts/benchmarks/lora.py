@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
 from cbatch.model.families import read_program
-from cbatch.model.programs.program import Linear
+from cbatch.model.ops.all import Linear
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.models import load_random
 from scripts.benchmarks.shapes import FAMILY_SHAPES, SHAPES, Config

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import NormWeights
+from cbatch.kernels.operands import NormWeights
 from cbatch.model.ops.attention import HeadNorms, PrepareHeads
 from cbatch.model.ops.convolution import ShortConvolution
 from cbatch.model.ops.device_kernel import KERNELS, DeviceOps

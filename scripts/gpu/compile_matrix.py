@@ -151,7 +151,7 @@ def launch_attention(case: Case, dtype: Any) -> None:
     """A mixed step and its rotation, for heads of one size."""
     import torch
 
-    from cbatch.kernels.layer_ops import NormWeights, Positions
+    from cbatch.kernels.operands import NormWeights, Positions
     from scripts.gpu.bound_kernels import Heads
 
     heads, dim = KV_HEADS * case.group, case.head_size
@@ -207,7 +207,7 @@ def launch_rest(case: Case, dtype: Any) -> None:
     """What does not depend on heads: norms, the gate, and sampling, also from the logits of a transformers model."""
     import torch
 
-    from cbatch.kernels.layer_ops import Addend, Embedding, NormWeights
+    from cbatch.kernels.operands import Addend, Embedding, NormWeights
     from cbatch.model.weight import Activation
     from cbatch.sample.sampler import PARAM_WORDS, Sampler
 
@@ -232,7 +232,7 @@ def launch_families(case: Case, dtype: Any) -> None:
     """What only some models need: norms of every kind, heads that are rotated in part, gates, mixtures of experts."""
     import torch
 
-    from cbatch.kernels.layer_ops import Addend, Embedding, ExpertWeights, NormWeights, Positions
+    from cbatch.kernels.operands import Addend, Embedding, ExpertWeights, NormWeights, Positions
     from cbatch.model.weight import Activation
     from scripts.gpu.bound_kernels import Heads, router
 
@@ -280,7 +280,7 @@ def launch_recurrence(case: Case, dtype: Any) -> None:
     """Recurrent layers of Qwen3-Next, Mamba 2 and LFM2, and of odd sizes; a step that decodes, and one with chunks."""
     import torch
 
-    from cbatch.kernels.layer_ops import NormWeights, Recurrence
+    from cbatch.kernels.operands import NormWeights, Recurrence
     from scripts.gpu import bound_kernels
 
     ops, numbers = layer_ops(case), torch.empty(128)
@@ -353,7 +353,7 @@ def multiply(case: Case, dtype: Any, kind: int, columns: int, depth: int) -> Non
 def multiply_experts(case: Case, dtype: Any, kind: int, tokens: int) -> None:
     import torch
 
-    from cbatch.kernels.layer_ops import ExpertWeights
+    from cbatch.kernels.operands import ExpertWeights
     from cbatch.kernels.quantized_matrix import QuantizedMatrix
     from scripts.gpu.bound_kernels import router
 

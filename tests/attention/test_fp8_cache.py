@@ -24,7 +24,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.layer_ops import Positions
+from cbatch.kernels.operands import Positions
 from cbatch.kernels.triton.attention_decode import DecodeTuning
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.kernels.triton.attention_tile import from_fp8, to_fp8

@@ -19,7 +19,7 @@ from cbatch.model.cpu_weights import interleaved
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import Site
 from cbatch.model.lora_files import LowRank
-from cbatch.model.programs.program import Activation, Linear, Matrix, Weight
+from cbatch.model.ops.all import Activation, Linear, Matrix, Weight
 from tests.support.kernels import callable_kernel
 
 pytestmark = pytest.mark.kernels

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.kernels import layer_ops
+from cbatch.kernels import operands
 from cbatch.kernels.cpu.norm import NO_NORM, RMS_NORM, NormParams
 from cbatch.kernels.cpu.recurrent import convolution, delta_rule, gated_norm, selective_scan
 from cbatch.kernels.cpu.recurrent.blocks import block_width
@@ -65,7 +65,7 @@ class Operation:
     width: int
     shape: tuple[int, ...]
     stored: Callable[[Tensor], Tensor]
-    reference: Callable[[Tensor, Tensor, layer_ops.Recurrence, Tensor], None]
+    reference: Callable[[Tensor, Tensor, operands.Recurrence, Tensor], None]
     kernel: Callable[[Worker, Recurrence, Array, Array], None]
 
 
@@ -83,7 +83,7 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
         weight.T.contiguous().numpy(), NOTHING if gates else bias.numpy(), int(not gates), *places
     )
 
-    def reference(source: Tensor, state: Tensor, recurrence: layer_ops.Recurrence, out: Tensor) -> None:
+    def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:
         part, *factors = (source[:, at : at + channels] if at >= 0 else None for at in places)
         assert part is not None
         TORCH.convolve(part, settings, state, recurrence, out, *factors)
@@ -101,7 +101,7 @@ def a_delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int)
     params = delta_rule.DeltaParams(key_heads, value_heads, key_dim, value_dim, decay.numpy(), bias.numpy())
     inner = 2 * key_heads * key_dim + value_heads * value_dim
 
-    def reference(source: Tensor, state: Tensor, recurrence: layer_ops.Recurrence, out: Tensor) -> None:
+    def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:
         TORCH.gated_delta(source[:, :inner], source[:, inner:], heads, state, recurrence, out)
 
     def run(worker: Worker, recurrence: Recurrence, source: Array, out: Array) -> None:
@@ -121,7 +121,7 @@ def a_scan(heads: int, head_dim: int, groups: int, state_size: int) -> Operation
     )
     inner = heads * head_dim + 2 * groups * state_size
 
-    def reference(source: Tensor, state: Tensor, recurrence: layer_ops.Recurrence, out: Tensor) -> None:
+    def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:
         steps = source[:, inner + 3 : inner + 3 + heads]
         TORCH.selective_scan(source[:, :inner], steps, settings, state, recurrence, out)
 
@@ -209,7 +209,7 @@ def test_equals_torch(name: str, dtype: torch.dtype) -> None:
     found = run_kernel(operation, source, slots, LENGTHS, SLOTS, SNAPSHOTS)
     columns = recurrence_of(slots, LENGTHS, SLOTS, SNAPSHOTS)[2:]
     expected = torch.empty(len(source), operation.width)
-    recurrence = layer_ops.Recurrence(*(torch.from_numpy(column) for column in columns), longest=max(LENGTHS))
+    recurrence = operands.Recurrence(*(torch.from_numpy(column) for column in columns), longest=max(LENGTHS))
     operation.reference(source, state, recurrence, expected)
     assert error_of(found, expected.numpy()) < (1e-5 if dtype == torch.float32 else 0.02)
     stored = operation.stored(state).reshape(NUM_SLOTS, -1).numpy()
@@ -261,6 +261,6 @@ def test_gated_norm_equals_torch(kind: int, gate_first: bool) -> None:
     norm = NormParams(kind, 1e-5, weight.numpy() if kind else NOTHING, NOTHING)
     worker = Worker(new_work_queue(), 0)
     norm_and_gate(worker, 0, source.numpy().copy(), gates.numpy(), 9, 48, norm, 3, int(gate_first), out)
-    settings = layer_ops.NormWeights("rms" if kind else "none", 1e-5, weight if kind else None)
+    settings = operands.NormWeights("rms" if kind else "none", 1e-5, weight if kind else None)
     TORCH.gated_norm(source[:, :48], gates[:, 9:57], settings, 3, expected, gate_first=gate_first)
     np.testing.assert_allclose(out, expected.numpy(), rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from tests.support.cuda_model import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.layer_ops import Addend, Embedding, ExpertWeights, NormWeights, Positions
+from cbatch.kernels.operands import Addend, Embedding, ExpertWeights, NormWeights, Positions
 
 pytestmark = pytest.mark.kernels
 OPS = {

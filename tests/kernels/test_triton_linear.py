@@ -15,7 +15,7 @@ from tests.support.device import DEVICE
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.formats import INT4, Integers
-from cbatch.kernels.layer_ops import ExpertWeights
+from cbatch.kernels.operands import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.products import linear
 from cbatch.kernels.triton.products.linear import Tile

@@ -13,7 +13,7 @@ from tests.support.device import DEVICE
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.formats import FORMATS, FP8, INT4, INT4_ZEROS, INT8, MXFP4, ON_GPU, Integers
-from cbatch.kernels.layer_ops import ExpertWeights
+from cbatch.kernels.operands import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.ops.device_kernel import DeviceOps, by_torch, by_triton
 

@@ -19,7 +19,7 @@ from tests.support.cuda_model import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.layer_ops import NormWeights, Recurrence
+from cbatch.kernels.operands import NormWeights, Recurrence
 
 pytestmark = pytest.mark.kernels
 SLOTS = 9

@@ -26,8 +26,8 @@ from cbatch.model.cuda import CudaModel
 from cbatch.model.families import read_program
 from cbatch.model.families.registry import declared_kinds
 from cbatch.model.loader import LoadedModel
+from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch
-from cbatch.model.programs.program import Program
 from tests.support.architectures import CLASSES
 from tests.support.cuda_model import engine_around
 from tests.support.generation import generate

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, replace
 from functools import partial
 from typing import Any
 
-from cbatch.model.programs.program import (
+from cbatch.model.ops.all import (
     Activation,
     Attend,
     Experts,

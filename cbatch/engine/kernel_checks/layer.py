@@ -31,7 +31,7 @@ from cbatch.engine.kernel_checks.made_up_steps import (
     num_blocks,
     ragged_batch,
 )
-from cbatch.kernels.layer_ops import Addend, Embedding, Positions, Recurrence, Routing
+from cbatch.kernels.operands import Addend, Embedding, Positions, Recurrence, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.base import HiddenStates
 from cbatch.model.cuda import CudaModel

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Addend, Embedding, NormWeights
+from cbatch.kernels.operands import Addend, Embedding, NormWeights
 from cbatch.kernels.triton.attention_tile import power_of_2
 from cbatch.kernels.triton.launch import launch_options
 

@@ -21,9 +21,9 @@ from cbatch.model.families import (  # noqa: F401  # which registers them
     post_norm,
     qwen_hybrid,
 )
+from cbatch.model.families.builder import Builder
 from cbatch.model.families.registry import declaration_of, declared_kinds
-from cbatch.model.programs.builder import Builder
-from cbatch.model.programs.program import Program
+from cbatch.model.ops.all import Program
 
 __all__ = ["declared_kinds", "read_program", "text_config"]
 

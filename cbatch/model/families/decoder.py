@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.program import Activation, HeadNorms, Norm, Weight
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import Activation, HeadNorms, Norm, Weight
 
 Part = Callable[[Layer, str], object]
 """A part of a layer, given the buffer that it reads, whose result is added to the residual."""

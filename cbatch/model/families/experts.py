@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import (
     Part,
     attention,
@@ -20,9 +21,8 @@ from cbatch.model.families.decoder import (
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.llama import hunyuan_attention
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.program import RESIDUAL, Activation, Gate, Linear
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import RESIDUAL, Activation, Gate, Linear
 
 
 def biased_router(config: ConfigReader, scale_key: str = "routed_scaling_factor") -> dict[str, Any]:

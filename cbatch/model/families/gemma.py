@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.builder import Builder, NormKind
 from cbatch.model.families.decoder import attention, decoder, every, feed_forward, head_norms
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, NormKind
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
 
 WITH_PICTURES = (
     (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import every
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.program import (
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import (
     RESIDUAL,
     Activation,
     Embed,
@@ -24,7 +25,6 @@ from cbatch.model.programs.program import (
     Scale,
     Weight,
 )
-from cbatch.model.programs.rotary import read_rotary
 
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

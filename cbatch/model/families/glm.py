@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.builder import Builder, Layer, NormKind
 from cbatch.model.families.decoder import attention, decoder, feed_forward
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, Layer, NormKind
-from cbatch.model.programs.program import Matrix
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import Matrix
 
 _NAMES = ("gate_up_proj", "down_proj")
 

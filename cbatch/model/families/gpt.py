@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import attention, decoder, feed_forward
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.program import HeadNorms, Matrix
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import HeadNorms, Matrix
 
 
 def _layer_norm(eps: float, *, has_bias: bool = True, offset: float = 0.0) -> NormKind:

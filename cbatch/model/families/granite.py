@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.builder import Builder, Layer, NormKind
 from cbatch.model.families.decoder import attention, decoder, every, feed_forward, read_common, sinks
+from cbatch.model.families.mixers import ScanSizes, mamba2
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, Layer, NormKind
-from cbatch.model.programs.mixers import ScanSizes, mamba2
-from cbatch.model.programs.program import Activation
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import Activation
 
 _NAMES = ("input_linear.weight", "output_linear.weight", "router.layer")
 """Of the experts of most of them: the matrices up to the activation, those after it, and the router."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.mixers import gated_convolution
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.mixers import gated_convolution
-from cbatch.model.programs.program import Activation
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import Activation
 
 _NAMES = ("w1", "w3", "w2")
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.builder import Builder, Layer, NormKind
 from cbatch.model.families.decoder import Part, attention, decoder, feed_forward, head_norms, read_common
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, Layer, NormKind
-from cbatch.model.programs.program import Activation, Rotary
-from cbatch.model.programs.rotary import read_rotary, rope_settings
+from cbatch.model.families.rotary import read_rotary, rope_settings
+from cbatch.model.ops.all import Activation, Rotary
 
 
 @family(

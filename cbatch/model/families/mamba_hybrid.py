@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
+from cbatch.model.families.builder import Builder, Layer, NormKind
 from cbatch.model.families.decoder import decoder, feed_forward
 from cbatch.model.families.experts import biased_router
 from cbatch.model.families.granite import expanded_mamba, expanded_scan
+from cbatch.model.families.mixers import ScanSizes, mamba2
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, Layer, NormKind
-from cbatch.model.programs.mixers import ScanSizes, mamba2
-from cbatch.model.programs.program import Activation, Linear, Matrix, Norm
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import Activation, Linear, Matrix, Norm
 
 _MAMBA, _ATTENTION, _EXPERTS, _DENSE = "linear_attention", "full_attention", "moe", "mlp"
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "E": _EXPERTS, "-": _DENSE}

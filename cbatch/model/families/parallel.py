@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved
 from cbatch.model.families.decoder import every, feed_forward
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved
-from cbatch.model.programs.program import HeadNorms, Norm, Weight
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import HeadNorms, Norm, Weight
 
 
 @family("cohere", "cohere2")

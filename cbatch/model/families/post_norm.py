@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from cbatch.model.families.builder import Builder, NormKind
 from cbatch.model.families.decoder import attention, decoder, every, feed_forward, head_norms, row_norms
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, NormKind
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
 
 
 @family("olmo")

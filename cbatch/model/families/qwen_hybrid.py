@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from cbatch.model.config import ConfigReader
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.experts import add_gated_shared_expert, num_experts, sparse_layers
+from cbatch.model.families.mixers import DeltaSizes, gated_delta_net
 from cbatch.model.families.registry import family
-from cbatch.model.programs.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.programs.mixers import DeltaSizes, gated_delta_net
-from cbatch.model.programs.program import Activation, Gate, Linear, Matrix
-from cbatch.model.programs.rotary import read_rotary
+from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import Activation, Gate, Linear, Matrix
 
 
 @family("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cbatch.model.programs.builder import Builder
+from cbatch.model.families.builder import Builder
 
 Declaration = Callable[[Builder], None]
 

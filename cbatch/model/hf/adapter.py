@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from cbatch.attention.base import AttentionBackend, CapturableAttention
 from cbatch.base.errors import ModelError
-from cbatch.kernels.layer_ops import multiply_logits
+from cbatch.kernels.products import multiply_logits
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.hf.attention_calls import (
     AttentionCalls,

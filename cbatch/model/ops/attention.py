@@ -19,7 +19,7 @@ from cbatch.kernels.cpu.norm import normalize as normalize_row
 from cbatch.kernels.cpu.paged_kv import AttentionParams, kv_of_layer
 from cbatch.kernels.cpu.program import BUFFER, NORM, elements_of, floats_of, instruction, norm_of, vector_of
 from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
-from cbatch.kernels.layer_ops import NormWeights, Positions
+from cbatch.kernels.operands import NormWeights, Positions
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel

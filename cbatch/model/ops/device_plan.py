@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.layer_ops import Addend, Embedding, NormWeights, Positions, Recurrence, Routing
+from cbatch.kernels.operands import Addend, Embedding, NormWeights, Positions, Recurrence, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.base import DeviceInputs, HiddenStates
 from cbatch.model.device_weights import DeviceWeights

@@ -14,7 +14,7 @@ from cbatch.kernels.cpu.matmul.microkernel import pad_columns
 from cbatch.kernels.cpu.program import BUFFER, MATRIX, ROWS_PER_TASK, floats_of, instruction
 from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
 from cbatch.kernels.formats import ON_CPU
-from cbatch.kernels.layer_ops import Embedding
+from cbatch.kernels.operands import Embedding
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.ops.cpu_layout import CpuLayout, MatrixPlace
 from cbatch.model.ops.device_plan import Begin, Buffer, DevicePlan, Run, Step

@@ -32,8 +32,8 @@ from cbatch.kernels.cpu.program import (
     vector_of,
 )
 from cbatch.kernels.cpu.work_queue import Worker
-from cbatch.kernels.layer_ops import ExpertWeights
-from cbatch.kernels.layer_ops import Routing as DeviceRouting
+from cbatch.kernels.operands import ExpertWeights
+from cbatch.kernels.operands import Routing as DeviceRouting
 from cbatch.model.base import ALL_EXPERTS_READ
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout

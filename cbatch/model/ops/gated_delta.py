@@ -15,7 +15,7 @@ from cbatch.kernels.cpu.recurrent.delta_rule import DeltaParams
 from cbatch.kernels.cpu.recurrent.delta_rule import gated_delta as delta_chunks
 from cbatch.kernels.cpu.recurrent.states import with_memory
 from cbatch.kernels.cpu.work_queue import Worker
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel

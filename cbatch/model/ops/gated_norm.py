@@ -11,7 +11,7 @@ from torch.nn import functional
 from cbatch.kernels.cpu.program import BUFFER, NORM, elements_of, floats_of, instruction, norm_of
 from cbatch.kernels.cpu.recurrent.gated_norm import gated_norm as gated_norm_rows
 from cbatch.kernels.cpu.work_queue import Worker
-from cbatch.kernels.layer_ops import NormWeights
+from cbatch.kernels.operands import NormWeights
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel

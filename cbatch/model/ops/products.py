@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cbatch.kernels import layer_ops
+from cbatch.kernels import products as library
 from cbatch.kernels.float8_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.ops.device_kernel import DeviceOps, device_kernel
@@ -21,7 +21,7 @@ def linear(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> 
 
     out: of the type of the source, or of float32
     """
-    layer_ops.multiply(source, matrix, bias, out)
+    library.multiply(source, matrix, bias, out)
 
 
 @device_kernel("products.linear:quantized_linear", is_product=True)
@@ -65,7 +65,7 @@ def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
 @device_kernel()
 def multiply_logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None) -> Tensor:
     """Logits [R, vocabulary] float32 by the library's product, in `out` if it is given."""
-    return layer_ops.multiply_logits(hidden, lm_head, out)
+    return library.multiply_logits(hidden, lm_head, out)
 
 
 def logits(ops: DeviceOps, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:

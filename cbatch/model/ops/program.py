@@ -1,6 +1,6 @@
 """A model as data: a list of operations over named weights.
 
-A declaration (`programs/families/`) makes the program of a model from its config.json. Two modules run programs:
+A declaration (`families/`) makes the program of a model from its config.json. Two modules run programs:
 `cpu.py` with compiled kernels, one call a step, and `cuda.py` with Triton's kernels or torch's operations. Neither
 knows of families.
 

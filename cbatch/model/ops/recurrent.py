@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cbatch.kernels.cpu.matmul.microkernel import LANES
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.weight import Weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Addend, Embedding, NormWeights
+from cbatch.kernels.operands import Addend, Embedding, NormWeights
 from cbatch.model.ops.device_kernel import device_kernel
 
 

@@ -81,7 +81,7 @@ def measure_floors(jobs: Sequence[PeerJob]) -> list[dict[str, Any]]:
 
 def expert_shares(program: Any) -> tuple[float, float]:
     """Shares: of a model's matrices those that belong to experts, and of a layer's experts those that a token takes."""
-    from cbatch.model.programs.program import Experts, Linear, Route
+    from cbatch.model.ops.all import Experts, Linear, Route
 
     if program is None:  # the layers of transformers
         return 0.0, 1.0

@@ -28,7 +28,7 @@ from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.gguf_architectures import architecture, declared
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
-from cbatch.model.programs.program import Experts, Linear
+from cbatch.model.ops.all import Experts, Linear
 from cbatch.model.weight_cache import WeightCache
 from tests.support.generation import generate
 from tests.support.gguf_files import ARCHITECTURES, byte_level_metadata, gguf_model, write_model

@@ -33,7 +33,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 class RouterParams(NamedTuple):
-    """How experts are chosen (see `Route` in `models/programs/program.py`).
+    """How experts are chosen (see `Route` in `model/ops`).
 
     weight: [experts, hidden] float32; bias, choice_bias, expert_scales: [experts], or empty
     """

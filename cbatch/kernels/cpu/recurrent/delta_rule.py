@@ -23,7 +23,7 @@ from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
 
 
 class DeltaParams(NamedTuple):
-    """The heads of a gated delta rule (see `GatedDelta` in `models/programs/program.py`).
+    """The heads of a gated delta rule (see `GatedDelta` in `model/ops`).
 
     decay, decay_bias: [value_heads]; the decay is -exp(decay_log)
     """

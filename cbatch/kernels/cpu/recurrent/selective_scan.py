@@ -23,7 +23,7 @@ from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
 
 
 class ScanParams(NamedTuple):
-    """The heads of a scan (see `SelectiveScan` in `models/programs/program.py`).
+    """The heads of a scan (see `SelectiveScan` in `model/ops`).
 
     decay, step_bias, skip: [heads]; the decay is -exp(decay_log)
     """

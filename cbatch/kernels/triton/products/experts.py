@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import ExpertWeights, Routing
+from cbatch.kernels.operands import ExpertWeights, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, power_of_2
 from cbatch.kernels.triton.launch import launch_options

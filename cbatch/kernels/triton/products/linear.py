@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels import layer_ops
+from cbatch.kernels import products as library
 from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, power_of_2
@@ -216,7 +216,7 @@ def linear(
     if batch_invariant:
         _launch(Tile.of_numbers(source.dtype, capability), source, matrix, bias, out)
     else:
-        layer_ops.multiply(source, matrix, bias, out)
+        library.multiply(source, matrix, bias, out)
 
 
 def quantized_linear(

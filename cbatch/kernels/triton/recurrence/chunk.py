@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 
 CHUNK_TENSORS = ["starts", "slots", "snapshot_counts", "snapshot_slots"]
 """Arguments of all these kernels; see `Recurrence`. Where they begin may change from step to step."""

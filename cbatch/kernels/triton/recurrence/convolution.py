@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 from cbatch.kernels.triton.attention_tile import power_of_2
 from cbatch.kernels.triton.launch import launch_options
 from cbatch.kernels.triton.recurrence.chunk import CHUNK_TENSORS, chunk_tensors, read_chunk

@@ -1,6 +1,6 @@
 """The gated delta rule (Yang et al., https://arxiv.org/abs/2412.06464).
 
-`GatedDelta` in `models/programs/program.py` has the formulas. Queries and keys are divided by their lengths on the way.
+`GatedDelta` in `model/ops` has the formulas. Queries and keys are divided by their lengths on the way.
 States may be of any type; what is computed is float32.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 from cbatch.kernels.triton.attention_tile import LAUNCH
 from cbatch.kernels.triton.recurrence.chunk import (
     CHUNK_TENSORS,

@@ -1,6 +1,6 @@
 """The scan of Mamba 2 (Dao and Gu, https://arxiv.org/abs/2405.21060).
 
-`SelectiveScan` in `models/programs/program.py` has the formulas. States may be of any type; what is computed is
+`SelectiveScan` in `model/ops` has the formulas. States may be of any type; what is computed is
 float32.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.layer_ops import Recurrence
+from cbatch.kernels.operands import Recurrence
 from cbatch.kernels.triton.recurrence.chunk import (
     CHUNK_TENSORS,
     chunk_tensors,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cbatch.model.families.builder import deinterleaved
 from cbatch.model.formats.gguf_architectures.metadata import Metadata
-from cbatch.model.programs.builder import deinterleaved
 
 Config = dict[str, Any]
 Order = Callable[[Config, int], Tensor | None]

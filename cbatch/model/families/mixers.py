@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.programs.builder import Layer
-from cbatch.model.programs.program import (
+from cbatch.model.families.builder import Layer
+from cbatch.model.ops.all import (
     GatedDelta,
     GatedNorm,
     Linear,

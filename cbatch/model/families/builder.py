@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
-from cbatch.model.programs.program import (
+from cbatch.model.ops.all import (
     RESIDUAL,
     Activation,
     Attend,
