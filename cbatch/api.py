@@ -21,8 +21,7 @@ from tqdm import tqdm
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request
-from cbatch.base.request_defaults import ParamsLike, RequestDefaults
+from cbatch.base.request import ParamsLike, Request, RequestDefaults
 from cbatch.base.spelling import similar_name
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
@@ -230,16 +229,11 @@ class Engine(AbstractContextManager["Engine"]):
         requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed)))
         mailbox = Mailbox()
         with closing(RequestGroup(thread)) as group:
-            submitted = {
-                number: group.submit(request, mailbox.put_finished)
-                for number, request in enumerate(requests)
-                if isinstance(request, Request)
-            }
-            for _ in submitted:
-                await mailbox.get(group)
-        made = await asyncio.to_thread(lambda: {number: outputs.completion() for number, outputs in submitted.items()})
-        refused = {number: request for number, request in enumerate(requests) if isinstance(request, Completion)}
-        results = [refused[number] if number in refused else made[number] for number in range(len(requests))]
+            ended = [group.submit(one, mailbox.put_finished) if isinstance(one, Request) else one for one in requests]
+            for one in ended:
+                if isinstance(one, OutputProcessor):
+                    await mailbox.get(group)
+        results = await asyncio.to_thread(_completions, ended)
         return results[0] if is_single else results
 
     def astream(self, prompts: OnePrompt | ManyPrompts, params: Params = None, *, seed: int | None = 0) -> AsyncStream:
@@ -534,11 +528,15 @@ class Engine(AbstractContextManager["Engine"]):
                 group.next_of(finished)
                 if bar is not None:
                     bar.update()
-        return [result if isinstance(result, Completion) else result.completion() for result in results]
+        return _completions(results)
 
 
 LLM = Engine
 """The name that users of vLLM look for."""
+
+
+def _completions(ended: Sequence[Completion | OutputProcessor]) -> list[Completion]:
+    return [one if isinstance(one, Completion) else one.completion() for one in ended]
 
 
 def _results_of(

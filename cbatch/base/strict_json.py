@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -81,25 +82,19 @@ def _check_size(text: str) -> None:
     """Raises TooManyValues for text of which too many objects would be made, before they are."""
     if len(text) <= MAX_CONTAINERS:
         return
-    containers, names, values = _counts(text, 0, len(text))
-    if containers <= MAX_CONTAINERS and names <= MAX_NAMES and values <= MAX_VALUES:
+    limits = (
+        ("[{", MAX_CONTAINERS, "lists and objects"),
+        (":", MAX_NAMES, "names"),
+        (",", MAX_VALUES, "values"),
+    )
+    if all(sum(map(text.count, marks)) <= most for marks, most, _ in limits):
         return  # nearly always, even if strings count
-    containers = names = values = 0
+    found: Counter[str] = Counter()
     for start, stop in _outside_of_strings(text):
-        more = _counts(text, start, stop)
-        containers, names, values = containers + more[0], names + more[1], values + more[2]
-        if containers > MAX_CONTAINERS:
-            raise TooManyValues(f"more than {MAX_CONTAINERS:,} lists and objects, the most that it may have")
-        if names > MAX_NAMES:
-            raise TooManyValues(f"more than {MAX_NAMES:,} names, the most that it may have")
-        if values > MAX_VALUES:
-            raise TooManyValues(f"more than {MAX_VALUES:,} values, the most that it may have")
-
-
-def _counts(text: str, start: int, stop: int) -> tuple[int, int, int]:
-    """Numbers of lists and objects, of names, and of values, in a part of JSON text."""
-    containers = text.count("[", start, stop) + text.count("{", start, stop)
-    return containers, text.count(":", start, stop), text.count(",", start, stop)
+        for marks, most, what in limits:
+            found[what] += sum(text.count(mark, start, stop) for mark in marks)
+            if found[what] > most:
+                raise TooManyValues(f"more than {most:,} {what}, the most that it may have")
 
 
 def _outside_of_strings(text: str) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,7 @@ from cbatch.batch.row import Row
 from cbatch.batch.token_journal import TokenJournal, TokenJournalConfig, TokenRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.recorded_outputs import content_key, continuation_key
+from cbatch.requests.recorded_outputs import content_key
 
 _log = logging.getLogger("cbatch")
 
@@ -127,9 +127,7 @@ class JournaledOutputs:
             yield TokenRecord(request.index, request.key, followed.key, number, start, new)
 
     def _key(self, request: Request) -> str:
-        if self._limits is not None:
-            return content_key(self._model, self._limits, request).hex()
-        return continuation_key(self._model, request).hex()
+        return content_key(self._model, self._limits, request).hex()
 
 
 def _num_tokens(known: Sequence[KnownOutput]) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.base.errors import ConfigError, RunFailed
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.jinja_template import read_template

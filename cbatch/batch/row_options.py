@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool

@@ -63,13 +63,11 @@ def choose_execution(config: EngineConfig, model: Model) -> Execution:
     model = configured_model(config, model)
     attention, sampler = configured_backends(config, model)
     chosen = Execution(model, attention, sampler, config.cuda_graphs)
-    if is_checked(model.device):
+    if is_accelerator(model.device):  # on a CPU, checks would take much of the start
         chosen = _step_down(chosen, config)
     if chosen.fallback:
         _log.warning("%s", chosen.fallback)
     if config.deterministic:
-        from cbatch.engine.deterministic import check_batch_invariant
-
         check_batch_invariant(chosen.model, chosen.attention)
     return chosen
 
@@ -78,9 +76,28 @@ def configured_model(config: EngineConfig, model: Model) -> Model:
     """A model with the operations that a config asks for, before anything is checked."""
     if not config.deterministic:
         return model
-    from cbatch.engine.deterministic import as_batch_invariant
+    from cbatch.model.cuda import CudaModel
 
-    return as_batch_invariant(model)
+    return model.as_batch_invariant() if isinstance(model, CudaModel) else model
+
+
+def check_batch_invariant(model: Model, attention: AttentionBackend) -> None:
+    """Raises ConfigError, with the reason, if a token's bits depend on what else is in its step."""
+    from cbatch.model.cuda import CudaModel
+
+    if model.batch_invariant and (attention.batch_invariant or not model.layers):
+        return
+    reason = "operations of torch compute the layers of this model"
+    if isinstance(model, CudaModel) and model.ops.batch_invariant:
+        reason = "operations of torch compute attention"
+        if model.has_adapters:
+            reason = "operations of torch compute the LoRA adapters"
+        elif model.states:
+            reason = "the kernels for the recurrent layers of this model round a prompt as it is cut"
+    raise ConfigError(
+        f"--deterministic cannot be promised: {reason} on {model.device}. Leave it out, or choose a model with a fast "
+        "path; cbatch info shows the path of a model."
+    )
 
 
 def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBackend, Sampler]:
@@ -119,11 +136,6 @@ def _attention_of(config: EngineConfig, model: Model, kv_dtype: torch.dtype | No
     if len({backend.name for backend in backends.values()}) > 1:
         return ReferenceAttention(kv_dtype)
     return PerDeviceAttention(backends) if len(backends) > 1 else next(iter(backends.values()))
-
-
-def is_checked(device: torch.device) -> bool:
-    """Whether kernels are checked when an engine is made. Those of a CPU are not: that would take much of its start."""
-    return is_accelerator(device)
 
 
 def _step_down(best: Execution, config: EngineConfig) -> Execution:

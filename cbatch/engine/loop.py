@@ -10,11 +10,11 @@ may have sampled it already. Without overlap the requests are updated at once; n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
-from cbatch.base.outputs import Sample, TokenEvent
+from cbatch.base.outputs import TokenEvent
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import StepRecord
 from cbatch.runtime.batch import BlockTables, Logits, RaggedBatch
@@ -75,12 +75,8 @@ class StepLoop:
         """Whether `step` would advance a request or return events."""
         return self.scheduler.has_work or bool(self._events)
 
-    def _queue(self, sequence: TokenSequence, known: Iterable[Sample] = ()) -> None:
-        """Queues a request. `known`: tokens that it has had before, whose events come with those of the next step."""
-        self._events += self.scheduler.resume(sequence, known)
-
-    def _run_step(self) -> list[TokenEvent]:
-        """Runs one step and returns an event for each new token.
+    def _run_step(self) -> None:
+        """Runs one step, and adds an event for each new token.
 
         Raises what the model or the device raises. The step is rolled back then, and may be tried again.
         """
@@ -101,18 +97,6 @@ class StepLoop:
                 raise
             if not self._overlap:
                 self._complete()
-        return self._take_events()
-
-    def _flush(self) -> list[TokenEvent]:
-        """Waits for the step in flight, unless that raises, and returns all events that are left."""
-        with suppress(Exception), self._on_device():
-            self._complete()
-        return self._take_events()
-
-    def _take_events(self) -> list[TokenEvent]:
-        """The events that were not returned yet."""
-        events, self._events = self._events, []
-        return events
 
     def _drop(self, sequence: TokenSequence) -> None:
         """Removes a request; no event of it is returned any more."""
@@ -120,11 +104,6 @@ class StepLoop:
             self.scheduler.cancel(sequence)
         gone = sequence.first_id, sequence.sample_index
         self._events = [event for event in self._events if (event.request_id, event.sample_index) != gone]
-
-    def _end_loop(self) -> None:
-        """Ends the threads that compute token masks, and forgets the step in flight."""
-        self._masks.close()
-        self._in_flight = None
 
     def _launch(self, scheduled: SchedulerOutput) -> tuple[RaggedBatch, Logits]:
         """Starts the model and, on other threads, the token masks of constrained outputs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -14,8 +15,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, RequestError
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request, ToolChoice
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.units import format_bytes, format_count
 from cbatch.engine.fallback import choose_execution, configured_backends, configured_model
@@ -44,8 +44,7 @@ from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import StateSlots
 from cbatch.schedule.step_time import MIN_PREFILL_TOKENS, StepTimeController
-from cbatch.text.detokenizer import IncrementalDetokenizer
-from cbatch.text.tokenizer import Prompt, encode_prompt
+from cbatch.text.tokenizer import Prompt
 
 if TYPE_CHECKING:
     from cbatch.engine.kernel_checks.kernel_check import KernelCheck
@@ -168,22 +167,18 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
                 f"{limits.state_slots:,} slots for sequences and snapshots: "
                 f"{format_bytes(limits.state_slots * limits.state_bytes)}, {format_bytes(limits.state_bytes)} a slot"
             )
-        placement = self.loaded.placement
+        placement, adapters = self.loaded.placement, ", ".join(self._adapters)
         special = {
             "path": self.loaded.path,
             "weights": self.loaded.stored,
             "in memory": getattr(model, "packed", ""),
             "placement": str(placement or ""),
             "step cost": placement.cost if placement is not None else "",
-            "adapters": self._described_adapters(),
+            "adapters": adapters and f"{adapters}: {self._adapter_parameters / 1e6:,.1f} million parameters",
             "not applied": ", ".join(self.loaded.not_applied),
             "fallback": self._fallback,
         }
         return shown | {name: value for name, value in special.items() if value}
-
-    def _described_adapters(self) -> str:
-        names = ", ".join(self._adapters)
-        return names and f"{names}: {self._adapter_parameters / 1e6:,.1f} million parameters"
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done so far; may be called from any thread."""
@@ -232,16 +227,24 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         answer: str = "",
         context: int | None = None,
     ) -> list[int]:
-        """Token ids of a prompt. Text is one user message if the model has a chat template, else plain text.
-
-        raw:      take text as plain text even if the model has a chat template
-        template: options of the chat template
-        answer:   beginning of the assistant's answer, which the model is to continue
-        context:  refuses a prompt of far more tokens, before all of them are made
-
-        Raises RequestError if the prompt cannot be encoded.
-        """
-        return encode_prompt(self.tokenizer, prompt, raw=raw, template=template, answer=answer, context=context)
+        """See `Engine.encode`. A prompt of far more tokens than `context` is refused before all of them are made."""
+        if not isinstance(prompt, str | Mapping):
+            if answer:
+                raise RequestError(
+                    "invalid_row", "An answer cannot be begun after token ids; put its tokens behind them."
+                )
+            return list(prompt)
+        if (tokenizer := self.tokenizer) is None:
+            raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+        if isinstance(prompt, Mapping):
+            if "messages" not in prompt:
+                raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
+            messages, tools = prompt["messages"], prompt.get("tools")
+        elif raw or not tokenizer.chat_template:
+            return tokenizer.encode(prompt + answer, context=context)
+        else:
+            messages, tools = [{"role": "user", "content": prompt}], None
+        return tokenizer.encode_chat(messages, tools=tools, template=template, answer=answer, context=context)
 
     def add(self, prompt: Prompt, params: SamplingParams, *, seed: int = 0, priority: int = 0) -> int:
         """Queues a request for a prompt, as `add_request` does.
@@ -270,38 +273,46 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         request.stop_ids = request.ends(self.loaded.eos_ids)
         request.bad_words = self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer else ()
         request.adapter_number = 1 + list(self._adapters).index(params.lora) if params.lora else 0
-        request.position_offset = self._position_offset(len(request.prompt_ids) + request.max_new_tokens)
+        is_long = len(request.prompt_ids) + request.max_new_tokens > (self.model.short_context or math.inf)
+        request.position_offset = self.model.max_model_len if is_long else 0
         request.request_id = self._next_id
-        outputs = [
-            TokenSequence(
-                self._next_id + number,
-                list(request.prompt_ids),
-                request,
-                number,
-                self._stop_string_detokenizer(request),
-                self._grammar_state(request),
-                counts_for(params, request.prompt_ids),
-            )
-            for number in range(params.n)
-        ]
-        self._requests[self._next_id] = outputs
+        outputs = self._requests[self._next_id] = [self._new_sequence(request, number) for number in range(params.n)]
         self._next_id += params.n
-        known = request.known or [KnownOutput()] * params.n
-        for output, tokens in zip(outputs, known, strict=True):
-            self._queue(output, tokens.samples())
+        for output, known in zip(outputs, request.known or [KnownOutput()] * params.n, strict=True):
+            self._events += self.scheduler.resume(output, known.samples())
         return request.request_id
+
+    def _new_sequence(self, request: Request, number: int) -> TokenSequence:
+        """An output of a request. Its constraint begins after the reasoning if the prompt has opened that."""
+        tokenizer, params, detokenizer, grammar_state = self.tokenizer, request.params, None, None
+        if tokenizer is not None and params.stop:
+            detokenizer = tokenizer.detokenizer(request.prompt_ids, params, request.tags)
+        if tokenizer is not None and request.grammar is not None:
+            ends_thinking = tokenizer.ends_thinking if request.is_thinking else None
+            grammar_state = GrammarState(request.grammar, request.stop_ids, ends_thinking)
+        return TokenSequence(
+            self._next_id + number,
+            list(request.prompt_ids),
+            request,
+            number,
+            detokenizer,
+            grammar_state,
+            counts_for(params, request.prompt_ids),
+        )
 
     def take_events(self) -> list[TokenEvent]:
         """Events that need no step: of the tokens that requests had already when they were added. Else `step` has them.
 
         There may be many, so take them after each such request.
         """
-        return self._forget_finished(self._take_events())
-
-    def _position_offset(self, most_tokens: int) -> int:
-        """Of a request that may become so long; see `Model.short_context`."""
-        short = self.model.short_context
-        return 0 if short is None or most_tokens <= short else self.model.max_model_len
+        events, self._events = self._events, []
+        for event in events:
+            request_id = event.request_id
+            if event.finish_reason is None or request_id is None:
+                continue
+            if all(output.has_ended for output in self._requests.get(request_id, ())):
+                self._requests.pop(request_id, None)
+        return events
 
     def max_new_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Most tokens that such a request can get. Raises RequestError as `add` does."""
@@ -350,12 +361,15 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         """
         self._check_thread()
         self.runner.check_open()
-        return self._forget_finished(self._run_step())
+        self._run_step()
+        return self.take_events()
 
     def flush(self) -> list[TokenEvent]:
         """The events of steps that are already computed; no further step is started."""
         self._check_thread()
-        return self._forget_finished(self._flush())
+        with suppress(Exception), self._on_device():
+            self._complete()
+        return self.take_events()
 
     def warm_up_thread(self) -> None:
         """Spares the first step what a device does once for each thread; for the thread that is to call `step`."""
@@ -377,15 +391,6 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
                     "cbatch.Engine can be used by any number of threads."
                 )
             self._owner = threading.current_thread()
-
-    def _forget_finished(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        for event in events:
-            request_id = event.request_id
-            if event.finish_reason is None or request_id is None:
-                continue
-            if all(output.has_ended for output in self._requests.get(request_id, ())):
-                self._requests.pop(request_id, None)
-        return events
 
     def synchronize(self) -> None:
         """Waits until the device has done all its work, so that time can be measured."""
@@ -431,7 +436,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         if self.runner.is_closed:
             return
         self._check_thread()
-        self._end_loop()
+        self._masks.close()
+        self._in_flight = None
         if self._constraint_compiler is not None:
             self._constraint_compiler.close()
         with suppress(RuntimeError):  # a device that is lost has nothing to give back
@@ -443,18 +449,6 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _stop_string_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
-        if self.tokenizer is None or not request.params.stop:
-            return None
-        return self.tokenizer.detokenizer(request.prompt_ids, request.params, request.tags)
-
-    def _grammar_state(self, request: Request) -> GrammarState | None:
-        """The state of an output's constraint, which begins after the reasoning if the prompt has opened that."""
-        if request.grammar is None or self.tokenizer is None:
-            return None
-        ends_thinking = self.tokenizer.ends_thinking if request.is_thinking else None
-        return GrammarState(request.grammar, request.stop_ids, ends_thinking)
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.vocab_size

@@ -35,6 +35,18 @@ class RequestGroup:
         self.num_unread = 0
         """Requests whose completion was not read."""
 
+    def submit_all(
+        self, requests: Sequence[Request | Completion], put: Callable[[Received | StreamEvent], None]
+    ) -> None:
+        """Submits requests. A Completion is the result of a prompt that was refused, whose only event comes first."""
+        for one in requests:
+            if isinstance(one, Completion):
+                self.num_unread += 1
+                put(StreamEvent(one.index, finish_reason="error", error=one.error, completion=one))
+        for one in requests:
+            if isinstance(one, Request):
+                self.submit(one, put)
+
     def submit(self, request: Request, on_event: Callable[[Received], None]) -> OutputProcessor:
         """Submits a request. `on_event` runs on the engine's thread, after the request's OutputProcessor."""
         outputs = self._thread.engine.output_processor(request)
@@ -52,8 +64,13 @@ class RequestGroup:
         self._thread.submit(request, take)
         return outputs
 
-    def read(self, received: Received) -> StreamEvent | None:
-        """The event that somebody reads; None if its request has failed before."""
+    def read(self, received: Received | StreamEvent | None) -> StreamEvent | None:
+        """The event that somebody reads; None if there is none, or if its request has failed before."""
+        if received is None:
+            return None
+        if isinstance(received, StreamEvent):
+            self.num_unread -= 1
+            return received
         outputs, event = received
         if outputs.is_read:
             return None
@@ -105,11 +122,11 @@ class Mailbox:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
-        self._received: deque[Received | None] = deque()
+        self._received: deque[Received | StreamEvent | None] = deque()
         self._is_waking = False
 
-    def put(self, received: Received | None) -> None:
-        """Called on the engine's thread. Raises RuntimeError if the loop is closed, which cancels the request.
+    def put(self, received: Received | StreamEvent | None) -> None:
+        """Called on any thread. Raises RuntimeError if the loop is closed, which cancels the request.
 
         None only wakes the reader.
         """
@@ -125,7 +142,7 @@ class Mailbox:
         if received[0].is_finished:
             self.put(received)
 
-    async def get(self, group: RequestGroup) -> Received | None:
+    async def get(self, group: RequestGroup) -> Received | StreamEvent | None:
         """Raises EngineError if nothing of these requests can come any more."""
         while not self._received:
             self._ready.clear()
@@ -144,11 +161,6 @@ class Mailbox:
         self._ready.set()
 
 
-def refused_event(completion: Completion) -> StreamEvent:
-    """The only event of a request that was refused."""
-    return StreamEvent(completion.index, finish_reason="error", error=completion.error, completion=completion)
-
-
 class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
     """Events of one or several requests, as they come. Leaving it early cancels what is unfinished.
 
@@ -161,16 +173,13 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         owner:    kept until the stream ends: an Engine that nobody holds is closed
         """
         self._group = RequestGroup(thread)
-        self._refused = deque(refused_event(one) for one in requests if isinstance(one, Completion))
-        self._received: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Received | StreamEvent | None] = queue.SimpleQueue()
         self._thread = thread
         self._owner = owner
         self._reading = threading.Lock()
         self._is_closed = False
         try:
-            for request in requests:
-                if isinstance(request, Request):
-                    self._group.submit(request, self._received.put)
+            self._group.submit_all(requests, self._received.put)
         except BaseException:
             self.close()
             raise
@@ -179,7 +188,9 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
         self._thread.check_may_wait()
         try:
             with self._reading:
-                event = self._next()
+                event = None
+                while event is None and self._group.num_unread and not self._is_closed:
+                    event = self._group.read(self._group.next_of(self._received))
         except BaseException:  # such as Ctrl-C: whoever keeps its traceback keeps the stream
             self.close()
             raise
@@ -187,15 +198,6 @@ class Stream(Iterator[StreamEvent], AbstractContextManager["Stream"]):
             self.close()
             raise StopIteration
         return event
-
-    def _next(self) -> StreamEvent | None:
-        if self._refused and not self._is_closed:
-            return self._refused.popleft()
-        while self._group.num_unread and not self._is_closed:
-            received = self._group.next_of(self._received)
-            if received is not None and (event := self._group.read(received)) is not None:
-                return event
-        return None
 
     def close(self) -> None:
         """Ends the iteration, also where another thread waits for an event, and cancels what is unfinished."""
@@ -227,14 +229,16 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         self._encode = encode
         self._reading = asyncio.Lock()
         self._mailbox: Mailbox | None = None
-        self._refused: deque[StreamEvent] = deque()
+
         self._is_closed = False
 
     async def __anext__(self) -> StreamEvent:
         self._thread.check_may_wait()
         try:
             async with self._reading:
-                event = await self._next()
+                event, mailbox = None, await self._start()
+                while event is None and self._group.num_unread and not self._is_closed:
+                    event = self._group.read(await mailbox.get(self._group))
         except BaseException:  # such as a cancelled task: whoever keeps its traceback keeps the stream
             self._close()
             raise
@@ -254,25 +258,12 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         if hasattr(self, "_group"):
             self._close()
 
-    async def _next(self) -> StreamEvent | None:
-        if self._mailbox is None:
-            self._mailbox = await self._start()
-        if self._refused and not self._is_closed:
-            return self._refused.popleft()
-        while self._group.num_unread and not self._is_closed:
-            received = await self._mailbox.get(self._group)
-            if received is not None and (event := self._group.read(received)) is not None:
-                return event
-        return None
-
     async def _start(self) -> Mailbox:
-        requests = await asyncio.to_thread(self._encode)
-        self._refused.extend(refused_event(one) for one in requests if isinstance(one, Completion))
-        mailbox = Mailbox()
-        for request in requests if not self._is_closed else ():
-            if isinstance(request, Request):
-                self._group.submit(request, mailbox.put)
-        return mailbox
+        if self._mailbox is None:
+            requests = await asyncio.to_thread(self._encode)
+            self._mailbox = Mailbox()
+            self._group.submit_all(requests if not self._is_closed else (), self._mailbox.put)
+        return self._mailbox
 
     def _close(self) -> None:
         self._is_closed = True

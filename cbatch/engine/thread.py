@@ -6,9 +6,10 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from cbatch.base.errors import EngineError, RequestError
@@ -25,21 +26,6 @@ FORKED = (
     "This engine belongs to the process that made it, and threads do not survive a fork. "
     "Make an engine in the child, or start the child with the method spawn."
 )
-
-
-@dataclass(slots=True)
-class _Retries:
-    """Failed attempts since the last completed step.
-
-    num_steps:     completed steps at that time
-    failures:      attempts that failed for another reason than memory
-    out_of_memory: attempts that ran out of memory; `futile` of them could not be made smaller
-    """
-
-    num_steps: int = -1
-    failures: int = 0
-    out_of_memory: int = 0
-    futile: int = 0
 
 
 class EngineThread:
@@ -74,7 +60,9 @@ class EngineThread:
         self.num_tokens = 0
         self._is_shrunk = False
         self._good_steps, self._patience = 0, self.GROW_AFTER_STEPS
-        self._retries = _Retries()
+        self._retries: Counter[str] = Counter()
+        """Attempts since the last completed step that ran out of memory (`memory`; `futile` ones could not be made
+        smaller) or failed for another reason (`other`), after so many `steps`."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._is_closed = False
@@ -207,41 +195,34 @@ class EngineThread:
                 self.last_error = f"{type(error).__name__}: {error}"
                 ran_out_of_memory = is_out_of_memory(error)
                 num_steps = self.engine.stats().num_steps
-                if self._retries.num_steps != num_steps:  # one has completed since; a launched one may still fail
-                    self._retries = _Retries(num_steps)
+                if self._retries["steps"] != num_steps:  # one has completed since; a launched one may still fail
+                    self._retries = Counter(steps=num_steps)
                 retries = self._retries
-                if not ran_out_of_memory and retries.failures == self.MAX_RETRIES:
+                if not ran_out_of_memory and retries["other"] == self.MAX_RETRIES:
                     raise
             else:
-                self._after_good_step()
+                # Steps are made larger again after a while, which doubles each time that this fails.
+                self._good_steps += self._is_shrunk
+                if self._is_shrunk and self._good_steps >= self._patience:
+                    self._good_steps, self._is_shrunk = 0, not self.engine.grow()
                 return events
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1
             if not ran_out_of_memory:
-                retries.failures += 1
+                retries["other"] += 1
                 continue
-            retries.out_of_memory += 1
+            retries["memory"] += 1
             release_memory(self.engine.device)
             # The first time, another process may have taken the memory for a moment.
-            if retries.out_of_memory > 1 and not self._shrink():
-                retries.futile += 1
-                if retries.futile > self.MAX_RETRIES:
+            if retries["memory"] == 1:
+                continue
+            if self.engine.shrink():
+                self.num_shrinks += 1
+                self._good_steps, self._patience, self._is_shrunk = 0, 2 * self._patience, True
+            else:
+                retries["futile"] += 1
+                if retries["futile"] > self.MAX_RETRIES:
                     raise EngineError(f"not even a step of one token fits in the device's memory ({self.last_error})")
-
-    def _shrink(self) -> bool:
-        if not self.engine.shrink():
-            return False
-        self.num_shrinks += 1
-        self._good_steps, self._patience, self._is_shrunk = 0, 2 * self._patience, True
-        return True
-
-    def _after_good_step(self) -> None:
-        """Makes steps larger again after a while, which doubles each time that this fails."""
-        if self._is_shrunk:
-            self._good_steps += 1
-            if self._good_steps >= self._patience:
-                self._good_steps = 0
-                self._is_shrunk = not self.engine.grow()
 
     def _process_inbox(self) -> bool:
         """Executes the commands in the inbox; waits for one when idle. False when the thread is to end."""

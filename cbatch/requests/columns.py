@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.base.request import Request
 from cbatch.base.units import rounded_s
@@ -27,12 +27,12 @@ def _token_ids(choice: Choice) -> Fields:
 def _timings(completion: Completion) -> Fields:
     timing = completion.timing
     first, taken = timing.first_token_at, timing.taken_at
-    fields = {
+    shown = {
         "cached_tokens": completion.usage.cached_tokens,
         "ttft_s": rounded_s(first - taken) if first is not None else None,
         "elapsed_s": rounded_s(timing.finished_at - taken),
     }
-    return fields | ({"from_cache": True} if completion.from_cache else {})
+    return shown | ({"from_cache": True} if completion.from_cache else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,7 @@ def in_key(asked: Iterable[str]) -> list[str]:
     return sorted(name for name in asked if name in KEYED and name != "token_ids")
 
 
-def of_output(asked: Iterable[str], choice: Choice) -> dict[str, Any]:
-    """The fields of the columns that are asked for which an output has."""
-    makers = (COLUMNS[name].of_output for name in asked)
-    return {name: value for make in makers if make for name, value in make(choice).items()}
-
-
-def of_request(asked: Iterable[str], request: Request, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
-    """Those which a request has."""
-    makers = (COLUMNS[name].of_request for name in asked)
-    return {name: value for make in makers if make for name, value in make(request, tokenizer).items()}
-
-
-def of_row(asked: Iterable[str], completion: Completion) -> dict[str, Any]:
-    """Those which a whole result has."""
-    makers = (COLUMNS[name].of_row for name in asked)
-    return {name: value for make in makers if make for name, value in make(completion).items()}
+def fields(kind: Literal["of_output", "of_request", "of_row"], asked: Iterable[str], *of: Any) -> dict[str, Any]:
+    """Those fields of the columns that are asked for which an output, a request or a whole result has."""
+    makers = (getattr(COLUMNS[name], kind) for name in asked)
+    return {name: value for make in makers if make for name, value in make(*of).items()}

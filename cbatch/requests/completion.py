@@ -109,13 +109,18 @@ class Timing:
     finished_at: float = 0.0
 
 
+def _of_first_choice(name: str) -> Any:
+    return property(lambda completion: getattr(completion.choices[0], name))
+
+
 class Completion(Mapping[str, Any]):
     """The result of one request. As a mapping it is the row that `cbatch run` would write.
 
     So a list of them can be given to `pandas.DataFrame` or `datasets.Dataset.from_list`, and `dict(completion)` to
     `json.dumps`. Change a row from `to_dict` and not what the mapping holds. Completions with the same row are equal.
 
-    choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error
+    choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error. The completion
+                     has the fields of the first, such as `text`, too
     usage:           numbers of tokens
     error:           why the request failed, or None
     prompt_logprobs: of each token of the prompt, if asked for
@@ -205,40 +210,13 @@ class Completion(Mapping[str, Any]):
         """`choices`, as vLLM calls them."""
         return self.choices
 
-    @property
-    def text(self) -> str:
-        """Text of the first choice, without reasoning and tool calls."""
-        return self.choices[0].text
-
-    @property
-    def reasoning(self) -> str | None:
-        """What the first choice wrote between its think tags."""
-        return self.choices[0].reasoning
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """Functions that the first choice asks for."""
-        return self.choices[0].tool_calls
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """How the first choice ended: `stop`, `length`, `tool_calls` or `error`."""
-        return self.choices[0].finish_reason
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The stop string that ended the first choice."""
-        return self.choices[0].stop_reason
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Tokens of the first choice, with the end token."""
-        return self.choices[0].token_ids
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprob] | None:
-        """Of each token of the first choice, if asked for."""
-        return self.choices[0].logprobs
+    text: str = _of_first_choice("text")
+    reasoning: str | None = _of_first_choice("reasoning")
+    tool_calls: tuple[ToolCall, ...] = _of_first_choice("tool_calls")
+    finish_reason: FinishReason = _of_first_choice("finish_reason")
+    stop_reason: str | None = _of_first_choice("stop_reason")
+    token_ids: Sequence[int] = _of_first_choice("token_ids")
+    logprobs: Sequence[TokenLogprob] | None = _of_first_choice("logprobs")
 
     def raise_for_error(self) -> Completion:
         """Returns the completion itself. Raises a copy of its error if the request failed."""
@@ -266,7 +244,7 @@ class Completion(Mapping[str, Any]):
             fields["extra"] = {
                 name: deepcopy(value) if isinstance(value, list | dict) else value for name, value in self.extra.items()
             }
-        return fields | columns.of_row({*self._columns, "timings"} if timings else self._columns, self)
+        return fields | columns.fields("of_row", {*self._columns, "timings"} if timings else self._columns, self)
 
     @cached_property
     def _mapping(self) -> dict[str, Any]:
@@ -313,10 +291,11 @@ class Completion(Mapping[str, Any]):
         fields: dict[str, Any] = {"index": self.index, "id": self.id}
         if self.error is not None:
             return fields | {"error": _error_fields(self.error), "key": self.key}
-        choices = [self._choice_fields(choice) for choice in self.choices]
-        for choice, shown in zip(self.choices, choices, strict=True):
-            if choice.logprobs is not None:
-                shown["logprobs"] = {"content": _tokens(choice.logprobs)}
+        choices = [
+            self._choice_fields(choice)
+            | ({"logprobs": {"content": _tokens(choice.logprobs)}} if choice.logprobs is not None else {})
+            for choice in self.choices
+        ]
         fields |= choices[0]
         if len(choices) > 1:
             fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
@@ -331,7 +310,18 @@ class Completion(Mapping[str, Any]):
         """
         status, error = 200, None
         if self.error is None:
-            body = self._openai_body(call)
+            # `created` is 0: the same row gives the same bytes.
+            body: dict[str, Any] = {
+                "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{self.key}",
+                "object": "chat.completion" if call.is_chat else "text_completion",
+                "created": 0,
+                "model": call.model or "cbatch",
+                "choices": [self._openai_choice(choice, is_chat=call.is_chat) for choice in self.choices],
+                "usage": self.usage.to_dict(),
+            }
+            if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
+                body["prompt_logprobs"] = self._scores()
+            body |= self.request_columns
         else:
             error = _error_fields(self.error)
             status, kind = (500, "server_error") if self.error.code in SERVER_ERRORS else (400, "invalid_request_error")
@@ -344,20 +334,6 @@ class Completion(Mapping[str, Any]):
             "index": self.index,
             "key": self.key,
         }
-
-    def _openai_body(self, call: ApiCall) -> dict[str, Any]:
-        """A ChatCompletion or Completion of the `openai` package. `created` is 0: the same row gives the same bytes."""
-        body = {
-            "id": f"{'chatcmpl' if call.is_chat else 'cmpl'}-{self.key}",
-            "object": "chat.completion" if call.is_chat else "text_completion",
-            "created": 0,
-            "model": call.model or "cbatch",
-            "choices": [self._openai_choice(choice, is_chat=call.is_chat) for choice in self.choices],
-            "usage": self.usage.to_dict(),
-        }
-        if self.prompt_logprobs is not None and (call.is_chat or not self._echoes):
-            body["prompt_logprobs"] = self._scores()
-        return body | self.request_columns
 
     def _openai_choice(self, choice: Choice, *, is_chat: bool) -> dict[str, Any]:
         fields: dict[str, Any] = self._choice_fields(choice)
@@ -374,7 +350,7 @@ class Completion(Mapping[str, Any]):
             shown["message"] = message
         else:
             shown["text"] = fields["text"] or ""
-        return shown | columns.of_output(self._columns, choice)
+        return shown | columns.fields("of_output", self._columns, choice)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
         """What one output says, and how it ended."""
@@ -386,7 +362,7 @@ class Completion(Mapping[str, Any]):
             fields["tool_calls"] = [call.to_dict() for call in choice.tool_calls]
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason
-        return fields | columns.of_output(self._columns, choice)
+        return fields | columns.fields("of_output", self._columns, choice)
 
     def _scores(self) -> dict[str, Any]:
         """The log-probabilities of the prompt's tokens, and their sum."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.params import SamplingParams, derive_seed
-from cbatch.base.request import Request, ToolChoice
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.template_options import TemplateOptions
 from cbatch.extras import require_package
 from cbatch.requests.completion import Completion
@@ -54,19 +53,15 @@ class InputProcessor:
         self._params = params if isinstance(params, SamplingParams) else model.default_params.merged(given)
         if self._params.constraint is not None:  # now, instead of an error for each request
             require_package("llguidance")
-        self._sets_max_tokens = isinstance(params, SamplingParams) or "max_tokens" in given
+        sets_max_tokens = isinstance(params, SamplingParams) or "max_tokens" in given
+        # OpenAI's API has no default of its own.
+        self._openai_params = self._params if sets_max_tokens else replace(self._params, max_tokens=None)
         self._template = _with_fields(defaults.template, template)
 
     @property
     def limits(self) -> SequenceLimits:
         """How long sequences of the model can get."""
         return self._model.limits
-
-    @cached_property
-    def _openai_params(self) -> SamplingParams:
-        if self._sets_max_tokens:
-            return self._params
-        return replace(self._params, max_tokens=None)  # that API has no default of its own
 
     @cached_property
     def _keys(self) -> KeyMaker:
@@ -83,13 +78,50 @@ class InputProcessor:
         if row.error is not None:
             raise row.error
         with _locating(row, "the row cannot be read"):
-            self._apply_defaults(row, params)
+            defaults = self._defaults
+            effective, sampling = self._sampling(row, params)
+            adapters, model = self._model.adapters, row.call.model if row.call is not None else None
+            if model is not None and model in adapters and "lora" not in row.given:
+                effective = replace(effective, lora=model)  # as for servers of vLLM
+            check_adapter(effective.lora, adapters)
+            row.params = effective
+            row.adapter = adapters[row.params.lora] if row.params.lora else ""
+            kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
+            row.seed = derive_seed(defaults.seed, kind, name) if effective.seed is None else effective.seed
+            if row.tools and (not self._has_template or defaults.raw):
+                raise RequestError("invalid_row", f"tools need the chat template, {self._why_no_template()}")
+            if row.tools and (self._tokenizer is None or not self._tokenizer.takes_tools):
+                raise RequestError("invalid_row", "this model's chat template takes no tools")
+            row.template = _with_fields(self._template, row.given_template)
+            row.columns = defaults.columns
+            if row.text is not None and self._has_template and not (row.raw or defaults.raw):
+                row.text, row.messages = None, [{"role": "user", "content": row.text}]
+            self._add_system(row)
+            limit, limits = None, self._model.limits
+            if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
+                with suppress(RequestError):  # `encode` will say it
+                    row.prompt_ids = self._prompt_ids(row)
+                    limit = limits.limit_of_cache(len(row.prompt_ids), effective.max_tokens)
+            row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit)
         return row
 
     def encode(self, request: Request) -> Request:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
         with _locating(request, "the prompt cannot be encoded"):
-            self._encode(request)
+            tokenizer, params = self._tokenizer, request.params
+            prompt_ids = request.prompt_ids = self._prompt_ids(request)
+            self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
+            request.grammar = self._model.compile(params, request.tools, request.choice)
+            if params.bad_words and tokenizer is not None:
+                tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
+            request.prefix = request.answer
+            if tokenizer is not None and request.messages is not None and prompt_ids:
+                parser = tokenizer.output_parser
+                request.tags = parser.special_tags if request.tools else parser.think_tags or ()
+                if request.template.continue_final_message:
+                    request.prefix = str(request.messages[-1]["content"])
+                request.opens_thinking = tokenizer.opens_thinking(prompt_ids, request.prefix)
+                request.is_thinking = tokenizer.is_thinking_after(request.prefix, opened=request.opens_thinking)
         return request
 
     def refused(self, row: Request, error: RequestError, data: bytes) -> Completion:
@@ -115,26 +147,6 @@ class InputProcessor:
             return self.encode(row)
         except RequestError as error:
             return Completion(row, error=error)
-
-    def _apply_defaults(self, row: Request, complete: SamplingParams | None) -> None:
-        defaults = self._defaults
-        params, sampling = self._sampling(row, complete)
-        row.params = self._with_adapter(row, params)
-        row.adapter = self._model.adapters[row.params.lora] if row.params.lora else ""
-        kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
-        row.seed = derive_seed(defaults.seed, kind, name) if params.seed is None else params.seed
-        self._check_tools(row)
-        row.template = _with_fields(self._template, row.given_template)
-        row.columns = defaults.columns
-        if row.text is not None and self._has_template and not (row.raw or defaults.raw):
-            row.text, row.messages = None, [{"role": "user", "content": row.text}]
-        self._add_system(row)
-        limit, limits = None, self._model.limits
-        if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
-            with suppress(RequestError):  # `encode` will say it
-                row.prompt_ids = self._prompt_ids(row)
-                limit = limits.limit_of_cache(len(row.prompt_ids), params.max_tokens)
-        row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit)
 
     def _add_system(self, row: Request) -> None:
         """Adds a system message, if the row or the defaults give one and there is none."""
@@ -162,25 +174,6 @@ class InputProcessor:
             params = replace(params, prompt_logprobs=params.logprobs)  # this API scores what it echoes
         return params, canonical
 
-    def _with_adapter(self, row: Request, params: SamplingParams) -> SamplingParams:
-        """The parameters with the adapter that a row asks for. Raises RequestError if there is none of that name.
-
-        The body of an OpenAI request may name it as its model, as for servers of vLLM.
-        """
-        adapters, model = self._model.adapters, row.call.model if row.call is not None else None
-        if model is not None and model in adapters and "lora" not in row.given:
-            params = replace(params, lora=model)
-        check_adapter(params.lora, adapters)
-        return params
-
-    def _check_tools(self, row: Request) -> None:
-        if not row.tools:
-            return
-        if not self._has_template or self._defaults.raw:
-            raise RequestError("invalid_row", f"tools need the chat template, {self._why_no_template()}")
-        if self._tokenizer is None or not self._tokenizer.takes_tools:
-            raise RequestError("invalid_row", "this model's chat template takes no tools")
-
     def _why_no_template(self) -> str:
         if not self._has_template:
             return "and this model has none"
@@ -197,22 +190,6 @@ class InputProcessor:
         return self._tokenizer.encode_chat(
             request.messages, tools=request.tools, template=request.template, answer=request.answer, context=context
         )
-
-    def _encode(self, request: Request) -> None:
-        tokenizer, params = self._tokenizer, request.params
-        prompt_ids = request.prompt_ids = self._prompt_ids(request)
-        self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
-        request.grammar = self._model.compile(params, request.tools, request.choice)
-        if params.bad_words and tokenizer is not None:
-            tokenizer.bad_word_ids(params.bad_words)  # fills a cache here, not on the engine's thread
-        request.prefix = request.answer
-        if tokenizer is not None and request.messages is not None and prompt_ids:
-            parser = tokenizer.output_parser
-            request.tags = parser.special_tags if request.tools else parser.think_tags or ()
-            if request.template.continue_final_message:
-                request.prefix = str(request.messages[-1]["content"])
-            request.opens_thinking = tokenizer.opens_thinking(prompt_ids, request.prefix)
-            request.is_thinking = tokenizer.is_thinking_after(request.prefix, opened=request.opens_thinking)
 
 
 @contextmanager

@@ -86,7 +86,12 @@ class OutputProcessor:
         """
         self.request = request
         self._tokenizer = tokenizer
-        self.outputs = [Output(_detokenizer(request, tokenizer, eos_ids)) for _ in range(request.params.n)]
+        make = None
+        if tokenizer is not None and not request.params.stop:  # else the engine makes the text, to find stop strings
+            context = list(request.prompt_ids[-NUM_CONTEXT_TOKENS:])
+            make = partial(tokenizer.detokenizer, context, request.params, request.tags)
+        ends = request.ends(eos_ids)
+        self.outputs = [Output(OutputDetokenizer(make, ends)) for _ in range(request.params.n)]
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
         self._error: tuple[int, RequestError] | None = None
         self._cached_tokens = 0
@@ -160,9 +165,10 @@ class OutputProcessor:
                 new, calls = output.stream.finish()
                 text, reasoning = text + new.text, reasoning + new.reasoning
         except BaseException as raised:
-            failed = raised if isinstance(raised, RequestError) else _unreadable(as_error(raised))
-            finish_reason, error = "error", failed
-            self.fail(failed, event.sample_index)
+            error = raised if isinstance(raised, RequestError) else None
+            error = error or RequestError("internal_error", f"The output cannot be read: {as_error(raised)!r}")
+            finish_reason = "error"
+            self.fail(error, event.sample_index)
         if calls and finish_reason == "stop":
             finish_reason = "tool_calls"
         if finish_reason is not None:
@@ -196,16 +202,19 @@ class OutputProcessor:
         timing = Timing(self._taken_at, self._first_token_at, finished_at)
         if self._error is not None:
             return Completion(request, usage=usage, error=request.located(self._error[1]), timing=timing)
+        scores = None
+        if self.prompt_logprobs is not None:  # nothing comes before the first token
+            scores = [self._token(request.prompt_ids[0], None), *map(self._logprob, self.prompt_logprobs)]
         completion = Completion(
             request,
             choices=choices,
             usage=usage,
-            prompt_logprobs=self._scored_prompt(),
+            prompt_logprobs=scores,
             has_text=self._tokenizer is not None,
             timing=timing,
         )
         completion.continued_tokens, completion.reused = self._num_known, Usage(0, self._num_known)
-        completion.request_columns = columns.of_request(request.columns, request, self._tokenizer)
+        completion.request_columns = columns.fields("of_request", request.columns, request, self._tokenizer)
         return completion
 
     def _choice(self, number: int, output: Output) -> Choice:
@@ -249,13 +258,6 @@ class OutputProcessor:
             self._echoed = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=skip)
         return self._echoed
 
-    def _scored_prompt(self) -> list[TokenLogprob] | None:
-        """The log-probabilities of the prompt's tokens, if asked for; the first token has none."""
-        if self.prompt_logprobs is None:
-            return None
-        first = self._token(self.request.prompt_ids[0], None)
-        return [first, *map(self._logprob, self.prompt_logprobs)]
-
     def _logprob(self, one: TokenLogprobs) -> TokenLogprob:
         top = tuple(self._token(token_id, logprob) for token_id, logprob in one.top)
         return self._token(one.token_id, one.logprob)._replace(top=top)
@@ -268,18 +270,6 @@ class OutputProcessor:
         return TokenLogprob(data.decode("utf-8", "replace"), token_id, logprob, data, in_text=not is_hidden)
 
 
-def _detokenizer(request: Request, tokenizer: ChatTokenizer | None, eos_ids: frozenset[int]) -> OutputDetokenizer:
-    """Makes the text of one output from its events, unless the engine does it to find stop strings."""
-    if tokenizer is None or request.params.stop:
-        return OutputDetokenizer()
-    make = partial(tokenizer.detokenizer, list(request.prompt_ids[-NUM_CONTEXT_TOKENS:]), request.params, request.tags)
-    return OutputDetokenizer(make, request.ends(eos_ids))
-
-
 def _call_id(key: str, sample_index: int, number: int) -> str:
     """An id of nine letters and digits, because Mistral's templates take no others."""
     return hashlib.blake2b(f"{key}/{sample_index}/{number}".encode()).hexdigest()[:9]
-
-
-def _unreadable(error: Exception) -> RequestError:
-    return RequestError("internal_error", f"The output cannot be read: {error!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from cbatch.base.errors import RequestError
@@ -82,6 +82,8 @@ class Refusal(NamedTuple):
     nothing: tuple[Any, ...] = ()
     may_pass: Callable[[Any, Mapping[str, Any]], bool] = lambda value, fields: False
 
+
+_JSON_OBJECT = {"response_format": {"type": "json_object"}}
 
 _RUNTIME = (
     "it configures ollama's runtime; the engine has options of its own (cbatch run --help; in Python EngineConfig)"
@@ -221,11 +223,6 @@ REFUSED: dict[str, Refusal] = {
 """All messages read “NAME is not available: WHY.”"""
 
 
-def _max_tokens(name: str, value: Any) -> dict[str, Any]:
-    """ollama: -1 and -2 are no limit."""
-    return {"max_tokens": REST_OF_CONTEXT if value in (-1, -2) else value}
-
-
 def _json_schema(name: str, value: Any) -> dict[str, Any]:
     """vLLM: a schema as an object, as JSON text, or as a class of pydantic."""
     schema = value.model_json_schema() if hasattr(value, "model_json_schema") else value
@@ -238,11 +235,6 @@ def _json_schema(name: str, value: Any) -> dict[str, Any]:
         raise _wrong(f"{name} must be a JSON schema, not {json_type(schema)}")
     schema = dict(schema) if isinstance(schema, Mapping) else schema
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-
-
-def _format(name: str, value: Any) -> dict[str, Any]:
-    """ollama: `json`, or a schema."""
-    return {"response_format": {"type": "json_object"}} if value == "json" else _json_schema(name, value)
 
 
 def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
@@ -258,39 +250,25 @@ def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
         elif key == "json":
             made |= _json_schema(f"{name}.json", given)
         elif key == "json_object":
-            made["response_format"] = {"type": "json_object"}
+            made |= _JSON_OBJECT
         else:
             raise _wrong(f"{name}.{key} is not available: it has json, json_object, regex, choice and grammar")
     return made
 
 
-def _options(name: str, value: Any) -> dict[str, Any]:
-    """ollama: sampling parameters by name."""
+def _object_of(known: Sequence[str], name: str, value: Any) -> dict[str, Any]:
+    """Parameters by name: `options` of ollama, and `extra_body` of the `openai` package."""
     if not isinstance(value, Mapping):
         raise _wrong(f"{name} must be an object of parameters, not {json_type(value)}")
     made = translate(value)
-    check_known(made, PARAM_NAMES)
-    return made
-
-
-def _extra_body(name: str, value: Any) -> dict[str, Any]:
-    """The `openai` package: what a server has beside OpenAI's own parameters."""
-    if not isinstance(value, Mapping):
-        raise _wrong(f"{name} must be an object of parameters, not {json_type(value)}")
-    made = translate(value)
-    check_known(made, [*PARAM_NAMES, *TEMPLATE_FIELDS])
+    check_known(made, known)
     return made
 
 
 def _variable(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise _wrong(f"{name} must be true or false, not {json_type(value)}")
-    return {"chat_template_kwargs": {name: value}}
-
-
-def _think(name: str, value: Any) -> dict[str, Any]:
-    """ollama: true, false, or how much."""
-    return _effort(name, value) if isinstance(value, str) else _variable("enable_thinking", value)
+    return {"chat_template_kwargs": {"enable_thinking": value}}
 
 
 def _effort(name: str, value: Any) -> dict[str, Any]:
@@ -312,17 +290,19 @@ def _reasoning(name: str, value: Any) -> dict[str, Any]:
 
 
 READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
-    "num_predict": _max_tokens,
+    "num_predict": lambda name, value: {"max_tokens": REST_OF_CONTEXT if value in (-1, -2) else value},
     "guided_json": _json_schema,
     "structured_outputs": _structured_outputs,
     "guided_decoding": _structured_outputs,
-    "format": _format,
-    "options": _options,
-    "think": _think,
+    "format": lambda name, value: _JSON_OBJECT if value == "json" else _json_schema(name, value),
+    "options": partial(_object_of, PARAM_NAMES),
+    "think": lambda name, value: (
+        _effort(name, value) if isinstance(value, str) else _variable("enable_thinking", value)
+    ),
     "enable_thinking": _variable,
     "reasoning_effort": _effort,
     "reasoning": _reasoning,
-    "extra_body": _extra_body,
+    "extra_body": partial(_object_of, (*PARAM_NAMES, *TEMPLATE_FIELDS)),
 }
 """Names whose values have another form than ours, and what makes sampling parameters and template fields of them."""
 
@@ -379,8 +359,9 @@ def translate(fields: Mapping[str, Any], *, carries_refused: bool = False) -> di
     made: dict[str, Any] = {}
     for name, value in fields.items():
         if (refusal := REFUSED.get(name)) is not None:
-            if not carries_refused:
-                _check_refused(name, value, fields, refusal)
+            asks = value is not None and value not in refusal.nothing and not refusal.may_pass(value, fields)
+            if asks and not carries_refused:
+                raise _wrong(f"{name} is not available: {refusal.why}")
         elif name in READERS or name in ALIASES:
             if value is not None:
                 read = READERS.get(name)
@@ -440,43 +421,24 @@ def _intended(name: str, known: frozenset[str]) -> str | None:
     plain = _plain(name)
     if plain in _MEANT:
         return _MEANT[plain]
-    spellings = _Spellings.of(known)
-    same = next((other for other in spellings.by_plain.get(plain, ()) if other != name), None)
-    if same is not None or spellings.near.isdisjoint(shortened(name)):
-        return same
-    return similar_name(name, spellings.long)
+    by_plain, long, near = _spellings(known)
+    same = next((other for other in by_plain.get(plain, ()) if other != name), None)
+    return same if same is not None or near.isdisjoint(shortened(name)) else similar_name(name, long)
 
 
-class _Spellings(NamedTuple):
-    """What names of parameters are told by.
-
-    by_plain: those with an underscore, by what `_plain` makes of them
-    long:     those of five letters and more; `near`, what `shortened` makes of these
-    """
-
-    by_plain: Mapping[str, Sequence[str]]
-    long: Sequence[str]
-    near: frozenset[str]
-
-    @classmethod
-    @lru_cache(maxsize=16)
-    def of(cls, known: frozenset[str]) -> _Spellings:
-        by_plain: dict[str, list[str]] = {}
-        for name in sorted(known):
-            if "_" in name:
-                by_plain.setdefault(_plain(name), []).append(name)
-        long = [name for name in known if len(name) >= 5]
-        return cls(by_plain, long, frozenset[str]().union(*map(shortened, long)))
+@lru_cache(maxsize=16)
+def _spellings(known: frozenset[str]) -> tuple[Mapping[str, Sequence[str]], Sequence[str], frozenset[str]]:
+    """Names with an underscore by what `_plain` makes of them, those of five letters and more, and these shortened."""
+    by_plain: dict[str, list[str]] = {}
+    for name in sorted(known):
+        if "_" in name:
+            by_plain.setdefault(_plain(name), []).append(name)
+    long = [name for name in known if len(name) >= 5]
+    return by_plain, long, frozenset[str]().union(*map(shortened, long))
 
 
 def _plain(name: str) -> str:
     return name.lower().translate({ord(character): None for character in "_- "})
-
-
-def _check_refused(name: str, value: Any, fields: Mapping[str, Any], refusal: Refusal) -> None:
-    if value is None or value in refusal.nothing or refusal.may_pass(value, fields):
-        return
-    raise _wrong(f"{name} is not available: {refusal.why}")
 
 
 def _add(made: dict[str, Any], name: str, given: Mapping[str, Any]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request
-from cbatch.base.request_defaults import ParamsLike
+from cbatch.base.request import ParamsLike, Request
 from cbatch.requests.rows import PROMPT_FIELDS, fill_row
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -85,9 +84,9 @@ def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> Request:
     except Exception as unforeseen:  # one prompt that breaks something harms no other
         row.error = RequestError("internal_error", f"the prompt cannot be read: {unforeseen!r}")
     try:
-        _check_json(row.extra)
-    except RequestError as error:
-        row.extra, row.error = {}, row.error or error
+        json.dumps(row.extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        row.extra, row.error = {}, row.error or _refuse(f"the row cannot be written as JSON: {error}")
     return row
 
 
@@ -105,14 +104,6 @@ def row_fields(prompt: Any) -> dict[str, Any]:
             f"a prompt must be a text, token ids or a row such as {{'messages': [...]}}, not {type(prompt).__name__}"
         )
     return {"messages" if values and isinstance(values[0], Mapping) else "prompt_token_ids": plain(values)}
-
-
-def _check_json(extra: Mapping[str, Any]) -> None:
-    """Raises RequestError for columns that no row of output could hold."""
-    try:
-        json.dumps(extra, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _refuse(f"the row cannot be written as JSON: {error}") from None
 
 
 def _conversation(messages: Any) -> dict[str, Any]:

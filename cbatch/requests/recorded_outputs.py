@@ -17,7 +17,6 @@ from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import TokenEvent, TokenLogprobs
-from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.requests.row_keys import canonical_params
@@ -29,29 +28,21 @@ FORMAT = 1
 KEY_BYTES = 16
 
 
-def content_key(model: str, limits: SequenceLimits, request: Request) -> bytes:
+def content_key(model: str, limits: SequenceLimits | None, request: Request) -> bytes:
     """A hash of all that decides what an engine generates for a request, KEY_BYTES long.
 
-    model: its fingerprint
+    model:  its fingerprint
+    limits: None leaves out what only says where outputs end: `max_tokens`, and the size of the KV cache. Requests with
+            the same key get the same tokens as far as both go then
 
     Names, columns and places of rows do not count, nor does the seed of a request that takes the likeliest tokens.
     """
-    limit = None
-    if limits.cache_is_small:
+    limit, params = None, request.params
+    if limits is None:
+        params = replace(params, max_tokens=None)
+    elif limits.cache_is_small:
         with suppress(RequestError):
-            limit = limits.limit_of_cache(len(request.prompt_ids), request.params.max_tokens)
-    return _key(model, request, request.params, limit)
-
-
-def continuation_key(model: str, request: Request) -> bytes:
-    """The same without what only says where outputs end: `max_tokens`, and the size of the KV cache.
-
-    So requests with the same key get the same tokens as far as both go.
-    """
-    return _key(model, request, replace(request.params, max_tokens=None), None)
-
-
-def _key(model: str, request: Request, params: SamplingParams, limit: int | None) -> bytes:
+            limit = limits.limit_of_cache(len(request.prompt_ids), params.max_tokens)
     others = [
         FORMAT,
         model,

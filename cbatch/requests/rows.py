@@ -61,7 +61,8 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
 
     Raises RequestError.
     """
-    if _is_api_request(fields):
+    is_ours = any(name in fields for name in PROMPT_FIELDS)  # such a row may have columns of a request line's names
+    if ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method")):
         _fill_api_request(row, fields, allow_unknown=allow_unknown)
         return
     params = {name: value for name, value in fields.items() if is_param(name, value)}
@@ -77,8 +78,13 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
     _set_params(row, params, carries_refused=allow_unknown)
     _set_tools(row, fields)
     if row.extra and not allow_unknown:
-        names = [name for name, value in row.extra.items() if name not in REFUSED and _may_be_misspelt(name, value)]
-        _check_spelling(row, names, SPELLINGS)
+        # `Stop` may be an everyday word, if it holds no text.
+        may_be_misspelt = [
+            name
+            for name, value in row.extra.items()
+            if name not in REFUSED and (name.lower() != "stop" or isinstance(value, str | list))
+        ]
+        _check_spelling(row, may_be_misspelt, SPELLINGS)
     forms = [name for name in PROMPT_FIELDS if name in fields]
     if len(forms) != 1:
         found = f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}"
@@ -87,11 +93,6 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
     if row.raw and row.text is None:
         raise row.invalid("raw works only with prompt")
     _check_template_fields(row)
-
-
-def _may_be_misspelt(name: str, value: Any) -> bool:
-    """Whether a column may be a parameter in another writing: `Stop` may be an everyday word, if it holds no text."""
-    return name.lower() != "stop" or isinstance(value, str | list)
 
 
 def fill_with_columns(
@@ -132,12 +133,6 @@ def _check_template_fields(row: Request) -> None:
             raise row.invalid(f"{name} {verb} the chat template, so give messages or a prompt that is not raw")
 
 
-def _is_api_request(fields: dict[str, Any]) -> bool:
-    """Whether a row is a request line. A row with a prompt of its own may have columns of the same names."""
-    is_ours = any(name in fields for name in PROMPT_FIELDS)
-    return ("body" in fields or not is_ours) and any(name in fields for name in ("custom_id", "url", "method"))
-
-
 def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bool) -> None:
     """Sets the row's fields from a request line. The API's bookkeeping (`user`, `metadata`) is ignored."""
     url, body = fields.get("url"), fields.get("body")
@@ -170,20 +165,12 @@ def _fill_body(row: Request, body: dict[str, Any], *, is_chat: bool, allow_unkno
     if not allow_unknown:
         _check_spelling(row, [name for name in body if name not in API_FIELDS], API_FIELDS)
     if is_chat:
-        _fill_chat(row, body)
-    else:
-        _fill_text(row, body.get("prompt"))
-
-
-def _fill_chat(row: Request, body: dict[str, Any]) -> None:
-    _set_tools(row, body)
-    _set_messages(row, body.get("messages"))
-    renamed = {"developer": "system"}  # by newer models of the API
-    row.messages = [{**one, "role": renamed.get(one["role"], one["role"])} for one in row.messages or ()]
-
-
-def _fill_text(row: Request, prompt: Any) -> None:
-    """Reads a prompt: a text, its token ids, or a list of one of those."""
+        _set_tools(row, body)
+        _set_messages(row, body.get("messages"))
+        renamed = {"developer": "system"}  # by newer models of the API
+        row.messages = [{**one, "role": renamed.get(one["role"], one["role"])} for one in row.messages or ()]
+        return
+    prompt = body.get("prompt")  # a text, its token ids, or a list of one of those
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list):

@@ -116,7 +116,11 @@ class PendingSample:
                 wrong[row] = RequestError("invalid_row", sentence)
             elif grammar_state is not None and grammar_state.is_finished:
                 wrong[row] = None  # no token is allowed because the output is complete
-        _fail_nan_scores(self.scheduled, self._sequences, scores, wrong)
+        now = {chunk.sequence: found for chunk, found in zip(self.scheduled.to_score, scores, strict=True)}
+        for row, sequence in enumerate(self._sequences):  # a prompt's score may be NaN in this chunk or an earlier one
+            is_scored = sequence.scores_prompt and sequence.num_generated == 0
+            if is_scored and any(math.isnan(one.logprob) for one in (*sequence.scored, *now.get(sequence, ()))):
+                wrong[row] = NAN
         return StepResult([Sample(*row) for row in zip(token_ids, logprobs, wrong, strict=True)], scores)
 
 
@@ -188,20 +192,6 @@ def _begin_logprobs(sequences: list[TokenSequence], logits: Tensor, chosen: Samp
         return None
     places, counts = np.array(rows), [sequences[row].params.logprobs or 0 for row in rows]
     return PendingLogprobs(_pick(logits, places), _pick(chosen.tokens, places), counts)
-
-
-def _fail_nan_scores(
-    scheduled: SchedulerOutput,
-    sequences: list[TokenSequence],
-    scores: list[list[TokenLogprobs]],
-    wrong: list[RequestError | None],
-) -> None:
-    """Fails the requests whose prompt has a score that is NaN, in this chunk or an earlier one."""
-    now = {chunk.sequence: found for chunk, found in zip(scheduled.to_score, scores, strict=True)}
-    for row, sequence in enumerate(sequences):
-        is_scored = sequence.scores_prompt and sequence.num_generated == 0
-        if is_scored and any(math.isnan(one.logprob) for one in (*sequence.scored, *now.get(sequence, ()))):
-            wrong[row] = NAN
 
 
 class PendingLogprobs:

@@ -67,10 +67,6 @@ class RowMasks:
         np.stack(found, out=stacked.numpy())
         return cls(stacked, index)
 
-    def to(self, device: torch.device) -> Tensor:
-        """The bitmasks on a device, by an asynchronous copy."""
-        return self.bitmasks.to(device, non_blocking=True)
-
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of logits [R, V] in float32, with minus infinity for tokens that are not allowed."""
         bitmasks, vocab_size = self.bitmasks.numpy(), logits.shape[1]

@@ -203,7 +203,7 @@ class Sampler:
     ) -> SampledTokens:
         packed, sets = pack_sampling_params(sequences, positions), None
         if masks is not None:
-            packed[:, 6], sets = masks.index + 1, masks.to(logits.device)
+            packed[:, 6], sets = masks.index + 1, masks.bitmasks.to(logits.device, non_blocking=True)
         (words,) = to_device([packed], logits.device)
         logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
         tokens, largest = self.sample_on_device(logits, words, masks=sets)

@@ -233,33 +233,6 @@ class ChatTokenizer:
         return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
 
 
-def encode_prompt(
-    tokenizer: ChatTokenizer | None,
-    prompt: Prompt,
-    *,
-    raw: bool,
-    template: TemplateOptions,
-    answer: str,
-    context: int | None = None,
-) -> list[int]:
-    """See `SteppingEngine.encode`. `tokenizer` is None for a model that has none."""
-    if not isinstance(prompt, str | Mapping):
-        if answer:
-            raise RequestError("invalid_row", "An answer cannot be begun after token ids; put its tokens behind them.")
-        return list(prompt)
-    if tokenizer is None:
-        raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
-    if isinstance(prompt, Mapping):
-        if "messages" not in prompt:
-            raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-        messages, tools = prompt["messages"], prompt.get("tools")
-    elif raw or not tokenizer.chat_template:
-        return tokenizer.encode(prompt + answer, context=context)
-    else:
-        messages, tools = [{"role": "user", "content": prompt}], None
-    return tokenizer.encode_chat(messages, tools=tools, template=template, answer=answer, context=context)
-
-
 def _escape(separator: str) -> str:
     return f"\\u{ord(separator):04x}"
 

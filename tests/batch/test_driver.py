@@ -13,7 +13,7 @@ from pathlib import Path
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.base.template_options import TemplateOptions
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver

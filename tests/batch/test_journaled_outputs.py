@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch import journaled_outputs
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.journaled_outputs import JournaledOutputs
@@ -163,7 +163,7 @@ def test_another_limit_goes_on(batch: Batch, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.exhaustive
 def test_wrong_keys_would_be_seen(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tests above: plants a key that ignores what decides the tokens."""
-    monkeypatch.setattr(journaled_outputs, "continuation_key", lambda model, request: b"the same")
+    monkeypatch.setattr(journaled_outputs, "content_key", lambda *of: b"the same")
     row = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
     batch.rows = [row]
     batch.break_off(30, resume=False)

@@ -23,7 +23,7 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.map import MapWriter, map_rows
 from cbatch.cli.main import run_command
 from cbatch.engine.stepping_engine import SteppingEngine

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import Interrupted
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch import lines as lines_module
 from cbatch.batch.engine_driver import EngineDriver, EngineStream
 from cbatch.batch.lines import read_lines

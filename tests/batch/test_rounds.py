@@ -18,8 +18,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import derive_seed
-from cbatch.base.request import Request
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch import rounds
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor

@@ -12,7 +12,7 @@ import pytest
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line

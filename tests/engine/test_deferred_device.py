@@ -60,7 +60,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "select_attention",
         lambda name, device, *rest: QueuedAttention(CUDA) if device == CUDA else select(name, device, *rest),
     )
-    monkeypatch.setattr(fallback, "is_checked", lambda _: False)
+    monkeypatch.setattr(fallback, "is_accelerator", lambda _: False)
     without_measuring(monkeypatch)
     return monkeypatch
 
@@ -198,7 +198,7 @@ def test_models_of_transformers_are_not_waited_for(family: str, kernels: pytest.
 
 def test_checks_of_kernels_pass(device: DeferredDevice, kernels: pytest.MonkeyPatch) -> None:
     """Guards the checks at load against mixed devices, and against numbers read too early: all would step down."""
-    kernels.setattr(fallback, "is_checked", lambda _: True)
+    kernels.setattr(fallback, "is_accelerator", lambda _: True)
     engine = make("qwen3")
     assert engine.stats().fallback == "" and engine.runner.graph_problem == ""
     with device.no_waits():
@@ -212,7 +212,7 @@ def test_kernels_give_the_tokens_of_a_cpu(device: DeferredDevice, monkeypatch: p
     from cbatch.model.ops.device_kernel import DeviceOps
 
     without_measuring(monkeypatch)
-    monkeypatch.setattr(fallback, "is_checked", lambda _: False)
+    monkeypatch.setattr(fallback, "is_accelerator", lambda _: False)
     engine = make("qwen3", ops=DeviceOps(True, True, capability=90), max_seqs=2, max_batch_tokens=8)
     with device.no_waits():
         assert run(engine, every=3) == expected("qwen3")[::3]

@@ -15,7 +15,7 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
-from cbatch.engine.deterministic import check_batch_invariant
+from cbatch.engine.fallback import check_batch_invariant
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.requests.completion import Completion

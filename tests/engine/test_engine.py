@@ -86,13 +86,6 @@ def test_bad_prompts_fail_alone() -> None:
     assert outputs[1].token_ids == greedy(good, 4)
 
 
-def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
-    """Guards the step against an index that no logit has."""
-    asked = SamplingParams(stop_token_ids=(VOCABULARY,), min_tokens=3)
-    (output,) = generate(make_engine(network()), [[1, 2]], asked)
-    assert output.error is not None and "stop_token_ids: 89 is not in" in str(output.error)
-
-
 @pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 5}, {"kv_blocks": 14}, {"max_seqs": 2}], ids=str)
 def test_sampled_outputs_do_not_depend_on_other_requests(settings: dict[str, int]) -> None:
     """Guards the contract's promise at temperature 1: chunking, preemption, order and slots change no token."""
@@ -104,27 +97,6 @@ def test_sampled_outputs_do_not_depend_on_other_requests(settings: dict[str, int
     together = generate(engine, prompts[::-1], asked[::-1])
     assert [output.token_ids for output in together][::-1] == alone
     assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in settings)
-
-
-def test_seeds_are_derived_from_the_index() -> None:
-    """Guards against equal prompts that all get the same answer when sampled without a seed."""
-    prompts = make_prompts([6]) * 4
-    params = SamplingParams(max_tokens=8, temperature=1.0)
-    first = [output.token_ids for output in generate(make_engine(network()), prompts, params)]
-    again = [output.token_ids for output in generate(make_engine(network()), prompts, params)]
-    assert first == again and len({tuple(tokens) for tokens in first}) > 1
-
-
-def test_streaming_yields_tokens_as_they_come_and_cleans_up(prompt: list[int]) -> None:
-    """Guards streaming: one event for each token, and leaving early frees all blocks."""
-    with Engine(EngineConfig(block_size=4, kv_blocks=64, device="cpu"), loaded=loaded(network())) as engine:
-        events = list(engine.stream([prompt], SamplingParams(max_tokens=5)))
-        assert [event.token_id for event in events] == greedy(prompt, 5)
-        assert [event.finish_reason for event in events] == [None] * 4 + ["length"]
-        for _ in engine.stream([prompt, prompt], SamplingParams(max_tokens=50)):
-            break
-        engine.generate([1], SamplingParams(max_tokens=1))  # the engine's thread has cancelled the others by then
-        assert not engine.core.has_work and engine.core.scheduler.pool.num_used == 0
 
 
 def test_cancel_at_every_step_leaks_nothing() -> None:

@@ -45,29 +45,6 @@ def until_end(events: queue.SimpleQueue[TokenEvent]) -> list[TokenEvent]:
     return taken
 
 
-def test_many_threads_share_one_engine(engine_thread: EngineThread) -> None:
-    """Guards submission from any thread: each request gets its own tokens, as the engine alone gives them."""
-    prompts = make_prompts([3, 9, 14, 5, 7, 2])
-    results: dict[int, list[int | None]] = {}
-
-    def work(number: int) -> None:
-        results[number] = [e.token_id for e in until_end(collect(engine_thread, prompts[number], max_tokens=10))]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = generate(make_engine(make_network("llama")), prompts, SamplingParams(max_tokens=10))
-    assert [results[number] for number in range(6)] == [output.token_ids for output in expected]
-
-
-def test_a_refused_request_ends_with_its_error(engine_thread: EngineThread) -> None:
-    """Guards against waiting for ever on a prompt that the engine refuses."""
-    (event,) = until_end(collect(engine_thread, []))
-    assert event.error is not None and event.error.code == "invalid_row"
-
-
 def test_cancelling_frees_memory_and_sends_no_more(engine_thread: EngineThread) -> None:
     """Guards Ctrl-C on one answer while another goes on."""
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
@@ -102,19 +79,32 @@ def greedy(prompt: list[int], count: int) -> list[int]:
     return list(generate(make_engine(make_network("llama")), [prompt], SamplingParams(max_tokens=count))[0].token_ids)
 
 
-def test_a_step_that_fails_is_tried_again(engine_thread: EngineThread) -> None:
-    """Guards a long run against one hiccup of a device, and its text against a step that counts twice."""
-    prompt = make_prompts([9])[0]
-    FailingForward(engine_thread, *[RuntimeError("hiccup")] * EngineThread.MAX_RETRIES)
+LOST = RuntimeError("device lost")
+HICCUPS = [RuntimeError("hiccup")] * EngineThread.MAX_RETRIES
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+DRIVER = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+
+
+@pytest.mark.parametrize(
+    ("errors", "sizes"),
+    [(HICCUPS, [30] * 4), ([*HICCUPS, FULL], [30] * 5), ([DRIVER] * 4, [30, 30, 15, 7, 3])],
+    ids=["hiccups", "hiccups, then out of memory", "out of memory, as drivers say it"],
+)
+def test_a_step_that_fails_is_tried_again(
+    errors: list[Exception], sizes: list[int], engine_thread: EngineThread
+) -> None:
+    """Guards a long run against hiccups and moments without memory, and its text against steps that count twice."""
+    prompt = make_prompts([30])[0]
+    faults = FailingForward(engine_thread, *errors)
     tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
-    assert tokens == greedy(prompt, 6)
-    assert engine_thread.num_retries == EngineThread.MAX_RETRIES and engine_thread.last_error == "RuntimeError: hiccup"
-    assert engine_thread.failure is None and engine_thread.num_shrinks == 0
+    assert tokens == greedy(prompt, 6) and faults.sizes[: len(sizes)] == sizes and engine_thread.failure is None
+    assert engine_thread.num_retries == len(errors) and engine_thread.num_shrinks == 3 * (errors[0] is DRIVER)
+    assert engine_thread.last_error == f"{type(errors[-1]).__name__}: {errors[-1]}"
 
 
 def test_a_step_that_keeps_failing_ends_every_request(engine_thread: EngineThread) -> None:
     """Guards front ends against hanging if a kernel or the device fails permanently."""
-    FailingForward(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
+    FailingForward(engine_thread, *[LOST] * (EngineThread.MAX_RETRIES + 1))
     (event,) = until_end(collect(engine_thread, [1, 2]))
     assert event.error is not None and event.error.code == "internal_error"
     assert str(engine_thread.failure) == "device lost"
@@ -137,7 +127,7 @@ def test_a_kernel_that_does_not_fit_ends_the_engine_with_a_sentence(engine_threa
 def test_another_thread_may_follow_one_that_failed(engine_thread: EngineThread) -> None:
     """Guards an engine that works again against requests of a closed thread."""
     forward = engine_thread.engine.runner.forward
-    FailingForward(engine_thread, *[RuntimeError("device lost")] * (EngineThread.MAX_RETRIES + 1))
+    FailingForward(engine_thread, *[LOST] * (EngineThread.MAX_RETRIES + 1))
     until_end(collect(engine_thread, [1, 2]))
     engine_thread.close()
     engine_thread.engine.runner.forward = forward  # type: ignore[method-assign]
@@ -209,7 +199,7 @@ def test_running_out_of_memory_makes_the_batch_smaller(engine_thread: EngineThre
     prompts = make_prompts([30, 20, 9, 3, 5, 4])
     ready = threading.Event()
     engine_thread._inbox.put(lambda: ready.wait(10) and None)
-    faults = FailingForward(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 5)
+    faults = FailingForward(engine_thread, *[FULL] * 5)
     events = [collect(engine_thread, prompt, max_tokens=40) for prompt in prompts]
     ready.set()
     tokens = [[event.token_id for event in until_end(queue)] for queue in events]
@@ -224,7 +214,7 @@ def test_a_smaller_batch_grows_again(engine_thread: EngineThread, monkeypatch: p
     monkeypatch.setattr(engine_thread, "_patience", 1)
     scheduler = engine_thread.engine.scheduler
     before = scheduler.max_batch_tokens, scheduler.max_seqs
-    FailingForward(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 3)
+    FailingForward(engine_thread, *[FULL] * 3)
     until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=1))
     assert scheduler.max_batch_tokens < before[0]
     until_end(collect(engine_thread, make_prompts([9])[0], max_tokens=60))
@@ -238,7 +228,7 @@ def test_running_out_of_memory_once_changes_nothing(engine_thread: EngineThread)
     faults = FailingForward(engine_thread)
     events = collect(engine_thread, prompt, max_tokens=6)
     events.get(timeout=30)
-    faults._errors.append(torch.OutOfMemoryError("CUDA out of memory"))
+    faults._errors.append(FULL)
     assert [event.token_id for event in until_end(events)] == expected[1:]
     assert engine_thread.failure is None and engine_thread.num_shrinks == 0
 
@@ -246,27 +236,9 @@ def test_running_out_of_memory_once_changes_nothing(engine_thread: EngineThread)
 @pytest.mark.slow
 def test_never_having_enough_memory_is_a_failure(engine_thread: EngineThread) -> None:
     """Guards against shrinking for ever."""
-    FailingForward(engine_thread, *[torch.OutOfMemoryError("CUDA out of memory")] * 50)
+    FailingForward(engine_thread, *[FULL] * 50)
     (event,) = until_end(collect(engine_thread, [1, 2, 3]))
     assert event.error is not None and "fits in the device's memory" in str(event.error)
-
-
-def test_other_errors_do_not_count_as_out_of_memory(engine_thread: EngineThread) -> None:
-    """Guards the counts of failures: three other errors and then one moment without memory end nothing."""
-    prompt, hiccups = make_prompts([9])[0], [RuntimeError("hiccup")] * EngineThread.MAX_RETRIES
-    FailingForward(engine_thread, *hiccups, torch.OutOfMemoryError("CUDA out of memory"))
-    tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
-    assert tokens == greedy(prompt, 6) and engine_thread.num_retries == EngineThread.MAX_RETRIES + 1
-
-
-def test_messages_of_drivers_count_as_out_of_memory(engine_thread: EngineThread) -> None:
-    """Guards steps that run out of memory outside torch's allocator, which only a message tells."""
-    prompt = make_prompts([30])[0]
-    faults = FailingForward(
-        engine_thread, *[RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")] * 4
-    )
-    tokens = [event.token_id for event in until_end(collect(engine_thread, prompt, max_tokens=6))]
-    assert tokens == greedy(prompt, 6) and faults.sizes[:5] == [30, 30, 15, 7, 3]
 
 
 def test_a_failed_step_holds_no_memory_when_it_is_retried(engine_thread: EngineThread) -> None:

@@ -64,7 +64,7 @@ def wrong(name: str) -> KernelCheck:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are checked on this device, on a few tokens, and a graph is a function that is called again."""
-    monkeypatch.setattr(fallback, "is_checked", lambda _: True)
+    monkeypatch.setattr(fallback, "is_accelerator", lambda _: True)
     monkeypatch.setattr(fallback, "triton_problem", lambda _: None)
     monkeypatch.setattr(attention_checks, "CHUNKS", {"decode attention": [(0, 3), (4, 5)]})
     monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)

@@ -53,7 +53,7 @@ PLACES = {
 @pytest.fixture
 def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr("accelerate.hooks.set_module_tensor_to_device", _move)
-    monkeypatch.setattr(fallback, "is_checked", lambda _: False)
+    monkeypatch.setattr(fallback, "is_accelerator", lambda _: False)
     memory = DeviceMemory("a device", "90%", lambda: 2**30)
     monkeypatch.setattr(kv_cache_sizing, "device_memory", lambda _: memory)
     return monkeypatch

@@ -28,7 +28,6 @@ from cbatch.base.request import EventCallback, Request
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.completion import Completion
 from tests.support.generation import generate
 from tests.support.shared_engine import SharedEngineStress, check_idle
 from tests.support.tiny_models import loaded, make_network, make_prompts
@@ -87,39 +86,12 @@ def wait_for_tokens(engine: Engine, count: int = 1) -> None:
 # What users tried first.
 
 
-def test_two_open_streams_get_their_own_events(engine: Engine) -> None:
-    """Guards two streams that are read in turns: each waits for its own events only, and loses none."""
-    first, second = make_prompts([5, 9])
-    pairs = list(zip(engine.stream(first, SHORT), engine.stream(second, SHORT), strict=True))
-    assert [one.token_id for one, _ in pairs] == alone(first)
-    assert [two.token_id for _, two in pairs] == alone(second)
-
-
-def test_generating_within_a_stream_changes_neither(engine: Engine) -> None:
-    """Guards a stream whose loop asks for something else after each token."""
-    prompt, other = make_prompts([5, 9])
-    tokens = []
-    for event in engine.stream(prompt, SHORT):
-        tokens.append(event.token_id)
-        assert engine.generate(other, SHORT).token_ids == alone(other)
-    assert tokens == alone(prompt)
-
-
 def test_six_threads_generate_at_once(engine: Engine) -> None:
     """Guards calls from several threads: none fails, and each gets its own result."""
     prompts = make_prompts([3, 9, 14, 5, 7, 2])
     calls = [lambda prompt=prompt: [engine.generate(prompt, SHORT).token_ids for _ in range(4)] for prompt in prompts]
     assert run_together(*calls) == [[alone(prompt)] * 4 for prompt in prompts]
     check_idle(engine)
-
-
-def test_a_text_is_one_prompt(model_folder: Path) -> None:
-    """Guards a single text against being taken for a list of letters."""
-    with Engine(model_folder, device="cpu", kv_blocks=40) as engine:
-        single = engine.generate("What is 2 plus 3?", {"max_tokens": 3})
-        assert isinstance(single, Completion)
-        assert [single] == engine.generate(["What is 2 plus 3?"], {"max_tokens": 3})
-        assert engine.stats().num_tokens == 6
 
 
 def test_text_holds_neither_reasoning_nor_tool_calls(model_folder: Path) -> None:

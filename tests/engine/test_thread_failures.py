@@ -13,8 +13,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
-from cbatch.base.request import Request
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
@@ -41,7 +40,7 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 
 
 PLACES: dict[str, tuple[type, str, bool]] = {
-    "the reader, encoding": (InputProcessor, "_encode", False),
+    "the reader, encoding": (InputProcessor, "_prompt_ids", False),
     "the reader, before the row": (LineProcessor, "process", False),
     "the reader, submitting": (EngineStream, "_submit", False),
     "the engine's thread, adding": (SteppingEngine, "add_request", False),

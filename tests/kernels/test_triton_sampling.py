@@ -54,7 +54,7 @@ def draw(
 ) -> tuple[list[int], Tensor]:
     packed, sets = pack_sampling_params(sequences, positions_of(sequences)), None
     if masks is not None:
-        packed[:, 6], sets = masks.index + 1, masks.to(DEVICE)
+        packed[:, 6], sets = masks.index + 1, masks.bitmasks.to(DEVICE)
     words = torch.from_numpy(packed).to(DEVICE)
     tokens, largest = torch.full((len(sequences),), -1, device=DEVICE), torch.zeros(len(sequences), device=DEVICE)
     sample_rows(logits.to(DEVICE), words, tokens, largest, sets, tiling)

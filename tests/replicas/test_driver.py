@@ -17,7 +17,7 @@ import pytest
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, ModelError, RequestError
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.lines import Line
 from cbatch.batch.row import Row

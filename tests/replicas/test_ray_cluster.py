@@ -14,7 +14,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.lines import Line
 from cbatch.batch.row import Row
 from cbatch.batch.row_options import RowOptions

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
 from cbatch.requests.completion import Completion

@@ -118,21 +118,6 @@ def test_a_look_at_all_fields_makes_one_row(look: Callable[[Completion], object]
     assert len(made) == 1
 
 
-@each
-def test_the_protocols_of_tables(completion: Completion) -> None:
-    """Guards `pandas.DataFrame([...])`, `datasets.Dataset.from_list` and `pyarrow.Table.from_pylist`.
-
-    They are no dependencies of the tests. These are the operations that they use: pandas looks whether the first item
-    is a Mapping, takes the keys of each item and calls `dict` on it; the others call `get` for the keys of the first.
-    """
-    others = [completion, COMPLETIONS["plain"]]
-    assert all(isinstance(one, Mapping) for one in others)
-    assert [list(one.keys()) for one in others] == [list(one.to_dict()) for one in others]
-    columns = {name: [one.get(name) for one in others] for name in others[0]}
-    assert [dict(one).get("text") for one in others][-1] == PLAIN.text
-    assert columns["key"] == ["0" * 32] * 2 and columns["index"] == [3 if completion.index else 0, 3]
-
-
 def test_equality() -> None:
     """Guards comparisons of results: with the same row they are equal, whenever and wherever they were made."""
     for name, completion in COMPLETIONS.items():

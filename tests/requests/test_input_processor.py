@@ -11,8 +11,7 @@ import pytest
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request, ToolChoice
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.template_options import TemplateOptions
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line

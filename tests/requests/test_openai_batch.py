@@ -12,8 +12,7 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch.jsonl import parse_line
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line

@@ -12,8 +12,7 @@ import pytest
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import PARAM_NAMES
-from cbatch.base.request import Request
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.python_rows import lines_of
 from cbatch.engine.stepping_engine import SteppingEngine

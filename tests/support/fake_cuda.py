@@ -424,7 +424,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.enter_context(patch.object(HostCopy, "get", self._host_copy_get(HostCopy.get)))
         # They wait for the device to compare its numbers.
         if not self.computes:
-            self._stack.enter_context(patch.object(fallback, "is_checked", lambda _: False))
+            self._stack.enter_context(patch.object(fallback, "is_accelerator", lambda _: False))
         self._stack.enter_context(self._triton())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

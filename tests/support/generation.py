@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.completion import Completion
 from cbatch.requests.output_processor import OutputProcessor

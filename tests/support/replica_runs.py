@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, read_lines

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
 from cbatch.cli.bench.options import BenchOptions

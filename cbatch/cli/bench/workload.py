@@ -175,7 +175,7 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
 
     Raises ConfigError if the file cannot be read, or if a row is wrong.
     """
-    from cbatch.base.request_defaults import RequestDefaults
+    from cbatch.base.request import RequestDefaults
     from cbatch.batch.forms import TABLES
     from cbatch.batch.line_processor import LineProcessor
     from cbatch.batch.lines import checked_lines

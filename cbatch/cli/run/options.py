@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.option import option
-from cbatch.base.request_defaults import RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.base.template_options import FIXED_DATE, TemplateOptions
 from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
 from cbatch.batch.forms import (

@@ -14,13 +14,13 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import Sample, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
-from cbatch.base.request import Request
+from cbatch.engine import stepping_engine
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cpu import CpuModel
 from cbatch.model.loader import LoadedModel
 from cbatch.sample import output
-from cbatch.sample.structured.grammar import GrammarState
+from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
 from cbatch.schedule.draft_sources import DraftSources
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
@@ -82,11 +82,11 @@ def test_the_decision_changes_no_output(settings: dict[str, Any], ahead: bool, m
 def test_reasoning_before_a_form_is_drafted(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards constrained requests that begin with reasoning: drafts of it, and beyond its end into the form."""
 
-    def thinking(self: SteppingEngine, request: Request) -> GrammarState | None:
-        return GrammarState(request.grammar, request.stop_ids, lambda ids: len(ids) >= 9) if request.grammar else None
+    def thinking(grammar: CompiledGrammar, stop_ids: frozenset[int], ends_thinking: object) -> GrammarState:
+        return GrammarState(grammar, stop_ids, lambda ids: len(ids) >= 9)
 
     plain = expected()  # before the patch, since it is kept for other tests
-    monkeypatch.setattr(SteppingEngine, "_grammar_state", thinking)
+    monkeypatch.setattr(stepping_engine, "GrammarState", thinking)
     wanted = run(make(ahead=False, max_seqs=1, prefix_cache=False))
     assert wanted != plain
     decide_at_random(monkeypatch)
