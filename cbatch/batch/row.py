@@ -93,6 +93,11 @@ class Row:
     limit:         most tokens of each output; `tokens`: of the prompt and, probably, the outputs
     beginning:     what the prompt has in common with others that begin alike (see `feed.beginning_of`)
     usage, reused: of all answers so far; see `Completion`
+
+    As long as replicas compute it:
+    beginnings: hashes of the first bytes of its prompt, the shortest first
+    holders:    numbers of the replicas that it was given to
+    deaths:     how many of them have died
     """
 
     position: int
@@ -110,6 +115,9 @@ class Row:
     beginning: int | None = field(init=False)
     usage: Usage = NO_TOKENS
     reused: Usage = NO_TOKENS
+    beginnings: tuple[int, ...] = ()
+    holders: list[int] = field(init=False)
+    deaths: int = 0
 
     @property
     def has_failed(self) -> bool:
@@ -127,6 +135,10 @@ class Row:
         """Sets the result."""
         self.completion, self.outcome = completion, RowOutcome.of(completion)
         self.finished_at = completion.timing.finished_at
+
+    def receive(self, data: bytes, outcome: RowOutcome, finished_at: float) -> None:
+        """Sets what another process has computed."""
+        self._data, self.outcome, self.finished_at = data, outcome, finished_at
 
 
 def format_result(fields: dict[str, Any]) -> bytes:

@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 MAX_BYTES = 2**32
 """Longest message. A longer one means that something else was written to the socket."""
@@ -27,13 +26,6 @@ class InvalidMessage(Exception):
     """Not a message. The text says why, without a full stop."""
 
 
-@dataclass(slots=True)
-class _Wait:
-    """How long a wait may still last."""
-
-    left_s: float
-
-
 class Channel:
     """One end of a socket pair. One thread at a time sends and receives."""
 
@@ -43,42 +35,43 @@ class Channel:
         """
         self._end = end
         self._is_alive = is_alive
+        self._left_s = 0.0  # how long the wait that goes on may still last
 
     def send(self, message: bytes, timeout_s: float = math.inf) -> None:
         """Raises Disconnected, and TimeoutError if the other end does not read."""
-        wait = _Wait(timeout_s)
+        self._left_s = timeout_s
         for part in (_LENGTH.pack(len(message)), message):
             left = memoryview(part)
             while left:
-                left = left[self._wait_for(self._end.send, left, wait) :]
+                left = left[self._wait_for(self._end.send, left) :]
 
     def receive(self, timeout_s: float = math.inf, max_bytes: int = MAX_BYTES) -> bytearray:
         """The next message. Raises Disconnected, TimeoutError, and InvalidMessage for one that is too long."""
-        wait = _Wait(timeout_s)
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, wait))
+        self._left_s = timeout_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > max_bytes:
             raise InvalidMessage(f"it would be {length} bytes long")
-        return self._read(length, wait)
+        return self._read(length)
 
     def shut(self) -> None:
         """Ends the wait of another thread."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
-    def _read(self, size: int, wait: _Wait) -> bytearray:
+    def _read(self, size: int) -> bytearray:
         data = bytearray(size)
         left = memoryview(data)
         while left:
-            count = self._wait_for(self._end.recv_into, left, wait)
+            count = self._wait_for(self._end.recv_into, left)
             if count == 0:
                 raise Disconnected
             left = left[count:]
         return data
 
-    def _wait_for(self, operation: Callable[[memoryview], int], part: memoryview, wait: _Wait) -> int:
+    def _wait_for(self, operation: Callable[[memoryview], int], part: memoryview) -> int:
         """Number of bytes of `part` that were sent or received."""
-        while wait.left_s > 0:
-            seconds, started = min(wait.left_s, POLL_SECONDS), time.monotonic()
+        while self._left_s > 0:
+            seconds, started = min(self._left_s, POLL_SECONDS), time.monotonic()
             try:
                 self._end.settimeout(seconds)
                 return operation(part)
@@ -89,5 +82,5 @@ class Channel:
                 raise Disconnected from error
             finally:
                 # What is longer does not count: this process was stopped, and the answer may have come meanwhile.
-                wait.left_s -= min(time.monotonic() - started, seconds)
+                self._left_s -= min(time.monotonic() - started, seconds)
         raise TimeoutError

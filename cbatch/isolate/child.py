@@ -131,10 +131,9 @@ def _serve_limited(channel: Channel, target: str, limits: Limits) -> NoReturn:
         with suppress(OSError, ValueError):  # a system without these limits
             resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    started = pickle.loads(channel.receive())
+    started, failure = pickle.loads(channel.receive()), ""
     try:
         made = make(target, started)
-        failure = None
     except Exception as error:
         failure = _sentence(error)
     while True:

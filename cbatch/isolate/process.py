@@ -50,21 +50,15 @@ def run_process(words: Sequence[str], data: bytes, timeout_s: float, cancelled: 
             words, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
         streams = [readers.submit(_read, stream) for stream in (process.stdout, process.stderr)]
-        has_ended = _wait(process, timeout_s, cancelled)
+        deadline = time.monotonic() + timeout_s
+        while process.poll() is None and time.monotonic() <= deadline and not cancelled.wait(POLL_S):
+            pass
+        has_ended = process.returncode is not None
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # also processes that it has left behind
         out, err = (stream.result() for stream in streams)
         process.wait()
     return ProcessResult(out, err, process.returncode if has_ended else None)
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float, cancelled: threading.Event) -> bool:
-    """Waits for the end of a process. Returns whether it came in time, and before the call was cancelled."""
-    deadline = time.monotonic() + timeout_s
-    while process.poll() is None:
-        if time.monotonic() > deadline or cancelled.wait(POLL_S):
-            return False
-    return True
 
 
 def _read(stream: IO[bytes] | None) -> bytes:

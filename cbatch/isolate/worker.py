@@ -14,8 +14,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import IO, Any
 
@@ -111,7 +111,7 @@ class Worker:
         self._lock = threading.Lock()
         """Held to signal the process and to reap it, so that no signal goes to another one with its number."""
         self._is_killed = False
-        self._calling = threading.Lock()
+        self._calling = threading.RLock()
         # Not a method of this object, which would never be garbage then.
         self._channel = Channel(end, partial(_is_running, self._process, self._lock))
         with suppress(Disconnected):  # the first call says so
@@ -136,18 +136,26 @@ class Worker:
         and OSError if there is no object.
         """
         with self._calling:
-            self._send(method, arguments, timeout_s)
-            return self._receive(timeout_s, max_bytes)
+            self.send(method, *arguments, timeout_s=timeout_s)
+            return self.receive(timeout_s, max_bytes)
 
     def send(self, method: str, *arguments: Any, timeout_s: float) -> None:
         """The first half of a call."""
-        with self._calling:
-            self._send(method, arguments, timeout_s)
+        with self._calling, self._deaths(timeout_s):
+            self._channel.send(pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL), timeout_s)
 
-    def receive(self, timeout_s: float) -> Any:
+    def receive(self, timeout_s: float, max_bytes: int = MAX_BYTES) -> Any:
         """The second half of a call."""
-        with self._calling:
-            return self._receive(timeout_s, MAX_BYTES)
+        with self._calling, self._deaths(timeout_s):
+            kind, value = self._read(self._channel.receive(timeout_s, max_bytes))
+        match kind:
+            case "returned":
+                return value
+            case "raised":
+                raise value
+            case "unmade":
+                raise OSError(value)
+        raise WorkerDied(value) if self._is_trusted else WorkerFailed(value)
 
     def kill(self) -> None:
         """Kills the process, and what it has started. Returns when it is gone, and with it its memory.
@@ -168,32 +176,19 @@ class Worker:
                 self._is_killed = True
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _send(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> None:
+    @contextmanager
+    def _deaths(self, timeout_s: float) -> Iterator[None]:
+        """Says of each failure of the channel how the process has died; it is closed, as an answer may come late."""
         try:
-            self._channel.send(pickle.dumps((method, arguments), pickle.HIGHEST_PROTOCOL), timeout_s)
+            yield
         except Disconnected:
             raise self._death() from None
         except TimeoutError:
-            raise self._silence(timeout_s) from None
-
-    def _receive(self, timeout_s: float, max_bytes: int) -> Any:
-        try:
-            kind, value = self._read(self._channel.receive(timeout_s, max_bytes))
-        except Disconnected:
-            raise self._death() from None
-        except TimeoutError:
-            raise self._silence(timeout_s) from None
+            self._channel.shut()
+            raise WorkerDied(f"no answer for {timeout_s:g} s", is_late=True) from None
         except InvalidMessage as error:
             self._channel.shut()
             raise WorkerDied(f"an answer that cannot be read: {error}") from error
-        match kind:
-            case "returned":
-                return value
-            case "raised":
-                raise value
-            case "unmade":
-                raise OSError(value)
-        raise WorkerDied(value) if self._is_trusted else WorkerFailed(value)
 
     def _read(self, data: bytearray) -> tuple[str, Any]:
         """The kind of an answer and its value."""
@@ -201,19 +196,12 @@ class Worker:
             answer = pickle.loads(data) if self._is_trusted else json.loads(data.decode("utf-8", "surrogatepass"))
         except Exception as error:  # pickle raises many kinds
             raise InvalidMessage(str(error)) from error
-        is_answer = isinstance(answer, tuple | list) and len(answer) == 2 and answer[0] in (
-            ("returned", "raised", "failed") if self._is_trusted else ("returned", "unmade", "failed")
-        )  # fmt: skip
-        if not is_answer:
-            raise InvalidMessage(f"{str(answer)[:100]!r}")
-        return answer[0], answer[1]
-
-    def _silence(self, timeout_s: float) -> WorkerDied:
-        self._channel.shut()  # a late answer must not be taken for that to the next call
-        return WorkerDied(f"no answer for {timeout_s:g} s", is_late=True)
+        kinds = ("returned", "failed", "raised" if self._is_trusted else "unmade")
+        if isinstance(answer, tuple | list) and len(answer) == 2 and answer[0] in kinds:
+            return answer[0], answer[1]
+        raise InvalidMessage(f"{str(answer)[:100]!r}")
 
     def _death(self) -> WorkerDied:
-        """How the process ended."""
         deadline = time.monotonic() + END_SECONDS
         while self.is_running() and time.monotonic() < deadline:
             time.sleep(0.005)

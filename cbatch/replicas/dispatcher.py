@@ -15,9 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from cbatch.batch.lines import Line
+from cbatch.batch.row import Row
 from cbatch.replicas.connection import MAX_MESSAGE_BYTES
 
 LENGTHS = tuple(512 << doubling for doubling in range(8))
@@ -36,21 +36,6 @@ SLOTS_PER_SUSPECT = 8
 
 LOOKAHEAD = 256
 """Rows in the queue that may be passed over for one that begins like earlier ones of a replica."""
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A row that is not finished.
-
-    holders: numbers of the replicas that it was given to
-    """
-
-    line: Line
-    position: int
-    taken_at: float
-    beginnings: tuple[int, ...]
-    deaths: int = 0
-    holders: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,33 +84,26 @@ class Work:
         return bool(self.rows or self.failed or self.cancelled)
 
 
-class Finished(NamedTuple):
-    """A row that has its answer: its position, and the seconds from when it was taken to when it was given away."""
-
-    position: int
-    waited_s: float
-
-
 class Dispatcher:
     """Gives the rows of a batch to replicas, which are known by their numbers."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
-        self._queue: OrderedDict[int, _Row] = OrderedDict()
-        self._suspects: deque[_Row] = deque()
+        self._rows: dict[int, Row] = {}
+        self._queue: OrderedDict[int, Row] = OrderedDict()
+        self._suspects: deque[Row] = deque()
         """Rows that were there at a death, and go out again before the queue."""
-        self._alone: deque[_Row] = deque()
-        self._failed: deque[_Row] = deque()
+        self._alone: deque[Row] = deque()
+        self._failed: deque[Row] = deque()
         self._hands: dict[int, _Hand] = {}
         self._draining: int | None = None
         """The replica that gets nothing until it is empty, so that it can run a row alone."""
         self._affinity = Affinity()
         self._input_has_ended = False
 
-    def add(self, position: int, line: Line, now: float, beginnings: tuple[int, ...] = ()) -> None:
-        """A row was read. `beginnings`: those of its line (see `beginnings`)"""
-        row = _Row(line, position, now, beginnings)
-        self._rows[line.index] = self._queue[line.index] = row
+    def add(self, row: Row) -> None:
+        """A row was read; its `beginnings` count."""
+        row.holders = []
+        self._rows[row.index] = self._queue[row.index] = row
 
     def end_input(self) -> None:
         """No more rows will come."""
@@ -156,16 +134,20 @@ class Dispatcher:
         num_copies = sum(bool(row.holders) for row in rows)
         for row in (*failed, *rows):
             row.holders.append(number)
-            hand.rows[row.line.index] = now
+            hand.rows[row.index] = now
         return Work([row.line for row in rows], [row.line for row in failed], cancelled, num_copies)
 
-    def finish(self, number: int, index: int) -> Finished | None:
-        """A replica has answered for a row. Returns None if somebody has before."""
+    def finish(self, number: int, index: int) -> tuple[Row, float] | None:
+        """A replica has answered for a row.
+
+        Returns the row, and the seconds from when it was taken to when it was given away; None if somebody has answered
+        before.
+        """
         row = self._rows.pop(index, None)
         if row is None:
             return None
-        if not row.holders:  # an answer from a life that was given up
-            self._take_out(row)
+        if not row.holders and self._queue.pop(index, None) is None:  # an answer from a life that was given up
+            next(rows for rows in (self._suspects, self._alone, self._failed) if row in rows).remove(row)
         given_at = row.taken_at
         for holder in row.holders:
             hand = self._hands[holder]
@@ -174,7 +156,7 @@ class Dispatcher:
                 given_at = since
             else:
                 hand.cancelled.append(index)
-        return Finished(row.position, given_at - row.taken_at)
+        return row, given_at - row.taken_at
 
     def num_held(self, number: int) -> int:
         """Rows in a replica's hands."""
@@ -198,7 +180,7 @@ class Dispatcher:
         """Rows in nobody's hands."""
         return len(self._queue) + len(self._suspects) + len(self._alone) + len(self._failed)
 
-    def _choose(self, number: int, hand: _Hand) -> list[_Row]:
+    def _choose(self, number: int, hand: _Hand) -> list[Row]:
         if self.runs_alone(number):
             return []
         if self._alone:
@@ -215,21 +197,21 @@ class Dispatcher:
             chosen = self._copies(hand)
         return chosen
 
-    def _from_suspects(self, hand: _Hand) -> list[_Row]:
+    def _from_suspects(self, hand: _Hand) -> list[Row]:
         if not self._suspects:
             return []
         num_held = sum(self._rows[index].deaths > 0 for index in hand.rows)
         most = max(min(hand.max_suspects - num_held, hand.room), 0)
         return [self._suspects.popleft() for _ in list(_within_bytes(islice(self._suspects, most)))]
 
-    def _from_queue(self, number: int, hand: _Hand, before: list[_Row]) -> list[_Row]:
+    def _from_queue(self, number: int, hand: _Hand, before: list[Row]) -> list[Row]:
         """The first rows of the queue; those that begin like rows of other replicas only for slots that are free.
 
         before: rows that it gets, too
         """
         most = max(self._share(hand) - len(before), 0)
-        chosen: list[_Row] = []
-        others: list[_Row] = []
+        chosen: list[Row] = []
+        others: list[Row] = []
         for row in islice(self._queue.values(), most + LOOKAHEAD):
             if len(chosen) == most:
                 break
@@ -246,7 +228,7 @@ class Dispatcher:
                 chosen.append(row)
         chosen = list(_within_bytes([*before, *chosen]))[len(before) :]
         for row in chosen:
-            del self._queue[row.line.index]
+            del self._queue[row.index]
         return chosen
 
     def _share(self, hand: _Hand) -> int:
@@ -258,7 +240,7 @@ class Dispatcher:
         fair = -(-(2 * slots - room + len(self._queue)) * hand.slots // slots) - len(hand.rows)
         return min(max(fair, int(hand.free_slots > 0)), hand.room)
 
-    def _copies(self, hand: _Hand) -> list[_Row]:
+    def _copies(self, hand: _Hand) -> list[Row]:
         """Rows that others have, for a replica with nothing to do.
 
         Those given last come first: a replica has most likely not begun them, and is nearly done with its oldest.
@@ -267,7 +249,7 @@ class Dispatcher:
         rows = (row for row in reversed(self._rows.values()) if len(row.holders) == 1 and not row.deaths)
         return list(_within_bytes(islice(rows, hand.slots)))
 
-    def _give_back(self, rows: Iterable[_Row]) -> None:
+    def _give_back(self, rows: Iterable[Row]) -> None:
         for row in sorted(rows, key=lambda row: row.position, reverse=True):
             if row.deaths >= MAX_DEATHS:
                 self._failed.appendleft(row)
@@ -276,14 +258,8 @@ class Dispatcher:
             else:
                 self._suspects.appendleft(row)
 
-    def _take_out(self, row: _Row) -> None:
-        """Removes a row that waits."""
-        if self._queue.pop(row.line.index, None) is None:
-            waiting = next(rows for rows in (self._suspects, self._alone, self._failed) if row in rows)
-            waiting.remove(row)
 
-
-def _within_bytes(rows: Iterable[_Row]) -> Iterator[_Row]:
+def _within_bytes(rows: Iterable[Row]) -> Iterator[Row]:
     """The first rows, as many as one message holds."""
     total = 0
     for row in rows:

@@ -13,7 +13,7 @@ from cbatch.batch.driver import ReplicaStatus
 from cbatch.batch.lines import Line
 from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
-from cbatch.replicas.connection import ReplicaInfo, ReplicaLauncher
+from cbatch.replicas.connection import ReplicaLauncher
 from cbatch.replicas.keys import KeyMaking
 from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import SharedState, Supervisor
@@ -56,7 +56,12 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         try:
             for supervisor in self._supervisors:
                 supervisor.thread.start()
-            self.info = self._first_info()
+            with self._shared.changed:
+                self._shared.changed.wait_for(lambda: self._shared.info or self._shared.failure)
+            if self._shared.failure is not None:
+                raise self._shared.failure
+            assert self._shared.info is not None
+            self.info = self._shared.info
         except BaseException:
             self.close()
             raise
@@ -105,13 +110,3 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _first_info(self) -> ReplicaInfo:
-        shared = self._shared
-        with shared.changed:
-            while shared.info is None and shared.failure is None:
-                shared.changed.wait()
-            if shared.failure is not None:
-                raise shared.failure
-            assert shared.info is not None
-            return shared.info

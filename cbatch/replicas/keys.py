@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
 from cbatch.batch.lines import Line
@@ -28,13 +28,7 @@ class _Piece:
     lines: list[Line]
     deaths: int = 0
     keys: list[str] | None = None
-    error: CbatchError | None = field(default=None)
-
-    @property
-    def words(self) -> str:
-        if not self.lines:
-            return "the options of the batch"
-        return f"the keys of lines {self.lines[0].index + 1} to {self.lines[-1].index + 1}"
+    error: CbatchError | None = None
 
 
 class KeyMaking(Job):
@@ -118,7 +112,10 @@ class KeyMaking(Job):
                 return
             piece.deaths += 1
             if piece.deaths >= MAX_DEATHS:
-                piece.error = EngineError(f"Replicas died {MAX_DEATHS} times over {piece.words}.")
+                what = "the options of the batch"
+                if piece.lines:
+                    what = f"the keys of lines {piece.lines[0].index + 1} to {piece.lines[-1].index + 1}"
+                piece.error = EngineError(f"Replicas died {MAX_DEATHS} times over {what}.")
             else:
                 self._waiting.appendleft(piece)
             self._shared.changed.notify_all()

@@ -49,26 +49,11 @@ class Place:
         return replace(config, device=self.device, kv_cache_memory=memory)
 
 
-@dataclass(frozen=True, slots=True)
-class _Devices:
-    """What the device of a configuration means on this machine.
-
-    names:   one for each device of the kind, as in EngineConfig
-    visible: for each device, the environment of a process that sees no other one
-    """
-
-    kind: str
-    names: list[str]
-    visible: list[dict[str, str]]
-
-
 class LocalLauncher:
     """Starts replicas as processes of this machine, each in a place of its own."""
 
     def __init__(self, places: Sequence[Place], factory: str = FACTORY) -> None:
-        """
-        factory: `module:function` that makes what is called in the process, of an EngineConfig
-        """
+        """`factory`: `module:function` that makes what is called in the process, of an EngineConfig"""
         self.num_replicas = len(places)
         self._places = places
         self._factory = factory
@@ -131,44 +116,60 @@ def find_places(config: EngineConfig, num_replicas: int | None) -> list[Place]:
     Raises ConfigError if the devices cannot be used, or if there are fewer than replicas.
     """
     devices = _find_devices(config.device)
-    if devices.kind == "cpu":
+    if devices is None:
         return _on_cores(config, len(_nodes()) if num_replicas is None else num_replicas)
-    number = len(devices.names) if num_replicas is None else num_replicas
-    if number > len(devices.names):
-        there = {0: "none", 1: "one"}.get(len(devices.names), f"{len(devices.names)} of them")
+    number = len(devices) if num_replicas is None else num_replicas
+    if number > len(devices):
+        there = {0: "none", 1: "one"}.get(len(devices), f"{len(devices)} of them")
         raise ConfigError(
             f"Each replica needs a GPU of its own: {number} replicas were asked for, and --device {config.device} "
             f"means {there}."
         )
     threads = _threads(max(len(_physical_cores()) // number, 1))
-    chosen = zip(devices.names, devices.visible, strict=True)
-    return [Place(name, environment=visible | threads) for name, visible in chosen][:number]
+    return [Place(name, environment=visible | threads) for name, visible in devices[:number]]
 
 
-def _find_devices(name: str) -> _Devices:
-    """Raises ConfigError if there is no such device."""
+def _find_devices(name: str) -> list[tuple[str, dict[str, str]]] | None:
+    """The names of the devices that a name means, and for each the environment of a process that sees no other one.
+
+    None for the CPU. Raises ConfigError if there is no such device.
+    """
     if name == "auto":
         name = os.environ.get(DEVICE_VARIABLE) or "auto"
     has_signs = any(path for sign in _SIGNS_OF_GPUS for path in _DEVICES.glob(sign))
     if name.partition(":")[0] == "cpu" or (name == "auto" and not has_signs):
-        return _Devices("cpu", [], [])
+        return None
     if ":" in name or name == "mps":
-        return _Devices("named", [name], [{}])
+        return [(name, {})]
     kind, count, is_rocm = _probe(name)
+    if kind == "cpu":
+        return None
     if kind != "cuda":
-        return _Devices(kind, [f"{kind}:{number}" for number in range(count)], [{}] * count)
+        return [(f"{kind}:{number}", {}) for number in range(count)]
     # With ROCm, CUDA_VISIBLE_DEVICES counts as well, among those that its own variable has left.
     is_hip = is_rocm and "HIP_VISIBLE_DEVICES" in os.environ
     variable = "HIP_VISIBLE_DEVICES" if is_hip else "CUDA_VISIBLE_DEVICES"
-    listed = os.environ.get(variable)
-    entries = list(map(str, range(count))) if listed is None else [entry.strip() for entry in listed.split(",")][:count]
-    return _Devices("cuda", ["cuda"] * count, [{variable: entry} for entry in entries])
+    entries = os.environ.get(variable, ",".join(map(str, range(count)))).split(",")[:count]
+    return [("cuda", {variable: entry.strip()}) for entry in entries]
+
+
+class DeviceProbe:
+    """What is asked for devices, in a process of its own that imports torch."""
+
+    def devices(self, name: str) -> tuple[str, int, bool]:
+        """The devices that `name` means: their kind and number, and whether they are AMD's. Raises ConfigError."""
+        import torch
+
+        from cbatch.runtime.device import choose_device
+
+        device = choose_device(name)
+        return device.type, torch.get_device_module(device).device_count(), torch.version.hip is not None
 
 
 def _probe(name: str) -> tuple[str, int, bool]:
     """See `DeviceProbe.devices`. Raises ConfigError if the device is not there, or if the probe fails."""
     try:
-        probe = Worker("cbatch.replicas.device_probe:DeviceProbe", name="")
+        probe = Worker(f"{__name__}:DeviceProbe", name="")
         try:
             found: tuple[str, int, bool] = probe.call("devices", name, timeout_s=math.inf)
         finally:
@@ -179,7 +180,14 @@ def _probe(name: str) -> tuple[str, int, bool]:
 
 
 def _on_cores(config: EngineConfig, number: int) -> list[Place]:
-    cores, memory = _physical_cores(), _memory_share(config, number)
+    import psutil
+
+    asked, memory = config.kv_cache_memory or CPU_CACHE_SHARE, None
+    if config.kv_blocks is None and "%" in asked:
+        # An amount: the percentage of what is free when a replica starts would be another one each time, and the
+        # longest sequence that fits is part of what decides a row.
+        memory = str(parse_memory(asked, psutil.virtual_memory().available) // number)
+    cores = _physical_cores()
     if len(cores) < number:
         cores = [(cpu,) for cpu in chain(*cores)]
     if len(cores) < number:
@@ -190,20 +198,6 @@ def _on_cores(config: EngineConfig, number: int) -> list[Place]:
     return [Place("cpu", tuple(chain(*share)) if can_bind else (), memory, _threads(len(share))) for share in shares]
 
 
-def _memory_share(config: EngineConfig, number: int) -> str | None:
-    """What one of the replicas takes for its KV cache.
-
-    It is an amount, since a percentage of what is free when a replica starts would be another one each time, and the
-    longest sequence that fits is part of what decides a row.
-    """
-    import psutil
-
-    asked = config.kv_cache_memory or CPU_CACHE_SHARE
-    if config.kv_blocks is not None or "%" not in asked:
-        return None
-    return str(parse_memory(asked, psutil.virtual_memory().available) // number)
-
-
 def _threads(number: int) -> dict[str, str]:
     """Variables that libraries take their number of threads from when they are loaded."""
     limit = os.environ.get("OMP_NUM_THREADS", "")
@@ -211,16 +205,12 @@ def _threads(number: int) -> dict[str, str]:
     return dict.fromkeys(_THREAD_VARIABLES, str(number))
 
 
-def _usable_cpus() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def _nodes() -> list[set[int]]:
     """The CPUs of each NUMA node that this process may use."""
-    usable, folders = _usable_cpus(), sorted((_SYSTEM / "node").glob("node[0-9]*"), key=_number_of)
-    nodes = [_cpu_list(folder / "cpulist") & usable for folder in folders]
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    folders = (_SYSTEM / "node").glob("node[0-9]*")
+    numbers = sorted(int(folder.name.removeprefix("node")) for folder in folders)
+    nodes = [_cpu_list(_SYSTEM / f"node/node{number}/cpulist") & usable for number in numbers]
     return [node for node in nodes if node] or [usable]
 
 
@@ -242,7 +232,3 @@ def _cpu_list(path: Path) -> set[int]:
         return set()
     ends = [part.split("-") for part in parts if part]
     return set(chain.from_iterable(range(int(end[0]), int(end[-1]) + 1) for end in ends))
-
-
-def _number_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("node"))

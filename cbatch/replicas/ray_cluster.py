@@ -113,14 +113,10 @@ class RayLauncher:
 
     def start(self, number: int, config: EngineConfig) -> RayConnection:
         """Asks the cluster for an actor, which loads its model once there is a place for it."""
-        own = {name: amount for name, amount in self._resources.items() if name not in ("num_cpus", "num_gpus")}
-        num_cpus = self._resources.get("num_cpus", 1)
+        own = dict(self._resources)
+        num_cpus, num_gpus = own.pop("num_cpus", 1), own.pop("num_gpus", None)
         options = ray.remote(ReplicaActor).options(
-            num_cpus=num_cpus,
-            num_gpus=self._resources.get("num_gpus"),
-            resources=own,
-            max_restarts=0,
-            max_task_retries=0,
+            num_cpus=num_cpus, num_gpus=num_gpus, resources=own, max_restarts=0, max_task_retries=0
         )
         try:
             actor = options.remote(self._factory, config, max(int(num_cpus), 1))
@@ -203,25 +199,20 @@ class _Stdout:
 def _connect(address: str) -> None:
     """Raises ConfigError if there is no cluster at the address."""
     if address != "auto":
-        _check_address(address)
+        host, separator, port = address.rpartition(":")
+        if not separator or "/" in host or not port.isdecimal():
+            raise ConfigError(f"--ray must be auto or HOST:PORT, such as 10.0.0.1:6379, not {address}.")
+        try:  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"No Ray cluster answers at {address} ({error.args[-1]}). Its head prints the address when it starts; "
+                "on a machine of the cluster, --ray auto finds it."
+            ) from error
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(f"Cannot connect to the Ray cluster {address}: {_first_sentence(error)}.") from error
-
-
-def _check_address(address: str) -> None:
-    """Raises ConfigError if nobody listens there; Ray itself would try for minutes."""
-    host, separator, port = address.rpartition(":")
-    if not separator or "/" in host or not port.isdecimal():
-        raise ConfigError(f"--ray must be auto or HOST:PORT, such as 10.0.0.1:6379, not {address}.")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"No Ray cluster answers at {address} ({error.args[-1]}). Its head prints the address when it starts; "
-            "on a machine of the cluster, --ray auto finds it."
-        ) from error
 
 
 def _default_resources() -> dict[str, float]:

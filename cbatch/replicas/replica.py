@@ -72,7 +72,7 @@ class Replica:
     def failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
         """Error rows (`internal_error`) for lines of this batch that are not to be run."""
         assert self._batch is not None, "begin comes first"
-        return self._batch.failed(lines, RequestError("internal_error", message))
+        return [self._batch.failed(line, RequestError("internal_error", message)) for line in lines]
 
     def exchange(
         self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = LINGER_SECONDS
@@ -193,16 +193,12 @@ class _Batch:
             finished.append((row.index, row.data, row.outcome))
         return finished
 
-    def failed(self, lines: list[Line], error: RequestError) -> list[FinishedRow]:
-        now = time.monotonic()
-        finished: list[FinishedRow] = []
-        for line in lines:
-            row = Row(0, line.index)
-            completion = self._lines.failed(line, error)
-            completion.timing = Timing(now, finished_at=now)
-            row.finish(completion)
-            finished.append((row.index, row.data, row.outcome))
-        return finished
+    def failed(self, line: Line, error: RequestError) -> FinishedRow:
+        row, now = Row(0, line.index), time.monotonic()
+        completion = self._lines.failed(line, error)
+        completion.timing = Timing(now, finished_at=now)
+        row.finish(completion)
+        return row.index, row.data, row.outcome
 
     def close(self) -> None:
         self._finished.close()

@@ -110,9 +110,9 @@ class ReplicaStream(RowStream, Job):
         return len(line.data or b"")
 
     def _start(self, row: Row) -> int:
-        found = beginnings(row.line)
+        row.beginnings = beginnings(row.line)
         with self._shared.lock:
-            self._dispatcher.add(row.position, row.line, row.taken_at, found)
+            self._dispatcher.add(row)
             if self._num_idle:
                 self._rows_came.notify()
         return self._room(row.line)
@@ -150,7 +150,10 @@ class ReplicaStream(RowStream, Job):
                 return
             life.num_copies += work.num_copies
             life.runs_alone = self._dispatcher.runs_alone(number)
-            wait_s = 0.0 if work.failed else self._wait_s(number)
+            wait_s = 0.0
+            if self._dispatcher.num_held(number) and not work.failed:
+                is_starving = self._dispatcher.is_starving(number)
+                wait_s = max(STARVING_WAIT_SECONDS if is_starving else WAIT_SECONDS, self._linger_s)
         if work.failed:
             self._deliver(life, life.call("failed", work.failed, FAILED), self._num_tokens[number], are_counted=False)
         reply = life.exchange(work.rows, work.cancelled, wait_s, self._linger_s)
@@ -167,23 +170,14 @@ class ReplicaStream(RowStream, Job):
                 self._deliver(life, reply.finished, reply.num_tokens)
                 reply = life.exchange([], [], 0.0)
             life.call("close")
-            self._forget(life)
+            self.leave(life)
 
     def leave(self, life: Life) -> None:
-        self._forget(life)
-
-    def _forget(self, life: Life) -> None:
         with self._shared.changed:
             if self._num_tokens.pop(life.number, None) is not None:
                 self._dispatcher.leave(life.number)
                 self._rows_came.notify_all()
                 self._shared.changed.notify_all()
-
-    def _wait_s(self, number: int) -> float:
-        if not self._dispatcher.num_held(number):
-            return 0.0
-        wait_s = STARVING_WAIT_SECONDS if self._dispatcher.is_starving(number) else WAIT_SECONDS
-        return max(wait_s, self._linger_s)
 
     def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int, are_counted: bool = True) -> None:
         """Sends the consumer the rows of a reply that nobody has finished before.
@@ -194,12 +188,13 @@ class ReplicaStream(RowStream, Job):
         rows: list[Row] = []
         with self._shared.lock:
             for index, data, outcome in finished:
-                found = self._dispatcher.finish(life.number, index)
-                if found is None:
+                if (found := self._dispatcher.finish(life.number, index)) is None:
                     continue
+                row, waited_s = found
                 if outcome.ttft_s is not None:
-                    outcome = outcome._replace(ttft_s=found.waited_s + outcome.ttft_s)
-                rows.append(Row(found.position, index, data, outcome, now))
+                    outcome = outcome._replace(ttft_s=waited_s + outcome.ttft_s)
+                row.receive(data, outcome, now)
+                rows.append(row)
         new_tokens = num_tokens - self._num_tokens[life.number]
         self._num_tokens[life.number] = num_tokens
         if are_counted:

@@ -202,12 +202,11 @@ class Supervisor:
                 connection.kill()
 
     def status(self) -> ReplicaStatus:
-        life = self._life
-        rows, copies = (life.num_rows, life.num_copies) if life is not None else (0, 0)
+        rows, copies = self._rows, self._copies
+        if (life := self._life) is not None:
+            rows, copies = rows + life.num_rows, copies + life.num_copies
         stats = total_stats(self.living_stats(), [self.past_stats])
-        return ReplicaStatus(
-            self.name, self._state, stats, self._rows + rows, self._copies + copies, self._deaths, self._problem
-        )
+        return ReplicaStatus(self.name, self._state, stats, rows, copies, self._deaths, self._problem)
 
     def living_stats(self) -> list[EngineStats]:
         """Figures of the life that goes on, if there is one."""
@@ -260,12 +259,9 @@ class Supervisor:
             return None
         info: ReplicaInfo = self._connection.call("info", timeout_s=START_TIMEOUT_S)
         with self._shared.changed:
-            first = self._shared.info
-            if first is None:
-                self._shared.info = info
-                self._shared.changed.notify_all()
-        if first is not None:
-            _check_is_alike(info, first)
+            self._shared.info = first = self._shared.info or info
+            self._shared.changed.notify_all()
+        _check_is_alike(info, first)
         return Life(self._number, self._connection, info, self._timeout_s)
 
     def _serve(self, life: Life) -> None:

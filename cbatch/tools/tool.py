@@ -117,9 +117,8 @@ def _command_tools(path: Path) -> list[Tool]:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}.") from error
-    return [
-        _command_tool(each, f"{path}, tool {n}") for n, each in enumerate(read if isinstance(read, list) else [read], 1)
-    ]
+    listed = read if isinstance(read, list) else [read]
+    return [_command_tool(each, f"{path}, tool {number}") for number, each in enumerate(listed, 1)]
 
 
 def _command_tool(fields: Any, where: str) -> Tool:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from cbatch.batch.lines import Line
+from cbatch.batch.row import Row
 from cbatch.replicas import dispatcher as dispatcher_module
 from cbatch.replicas.dispatcher import Affinity, Dispatcher, Work, beginnings
 
@@ -18,6 +19,12 @@ numbers = st.integers(0, 2)
 
 MAX_SUSPECTS = 1
 """Of replicas with so few slots."""
+
+
+def new_row(position: int, line: Line, begins: tuple[int, ...] = ()) -> Row:
+    row = Row(position, line.index, beginnings=begins)
+    row.line, row.taken_at = line, 0.0
+    return row
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -46,7 +53,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def add(self, begins: list[tuple[int, ...]]) -> None:
         for row in begins if not self.has_ended else ():
             index = 10 * self.num_rows
-            self.dispatcher.add(self.num_rows, Line(index, b"{}"), 0.0, row)
+            self.dispatcher.add(new_row(self.num_rows, Line(index, b"{}"), row))
             self.deaths[index], self.begins[index] = 0, row
             self.num_rows += 1
 
@@ -122,8 +129,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert (found is not None) == (index in self.deaths), "lost or doubled"
         if found is None:
             return
-        assert found.position == index // 10
-        assert found.waited_s == (1.0 if index in self.hands.get(number, ()) else 0.0)
+        row, waited_s = found
+        assert (row.index, row.position) == (index, index // 10)
+        assert waited_s == (1.0 if index in self.hands.get(number, ()) else 0.0)
         self.num_finished += 1
         del self.deaths[index]
         for other, hand in self.hands.items():
@@ -162,6 +170,8 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.finish(number, 0, 1)
             self.counts_agree()
         assert self.num_finished == self.num_rows and not self.deaths, "rows wait for ever"
+        for index in self.was_given:
+            self.answer(0, index)  # which comes too late
 
 
 QUICK = settings(
@@ -199,7 +209,7 @@ def give_all_suspects(self: Any) -> int:
 
 def accept_doubles(self: Dispatcher, number: int, index: int) -> Any:
     """Takes the answer of a second replica for another row."""
-    return finish(self, number, index) or dispatcher_module.Finished(index // 10, 0.0)
+    return finish(self, number, index) or (new_row(index // 10, Line(index, b"{}")), 0.0)
 
 
 def copy_early(self: Dispatcher, number: int, hand: Any) -> Any:
@@ -255,7 +265,7 @@ def started(*slots: int) -> Dispatcher:
 def add(dispatcher: Dispatcher, rows: int, *, prompt: str = "", start: int = 0) -> None:
     for index in range(start, start + rows):
         line = Line(index, b'{"id": "%d", "prompt": "%s row %d"}' % (index, prompt.encode(), index))
-        dispatcher.add(index, line, 0.0, beginnings(line))
+        dispatcher.add(new_row(index, line, beginnings(line)))
 
 
 def test_few_rows_are_spread_over_all_replicas() -> None:
@@ -347,5 +357,5 @@ def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher_module, "MAX_MESSAGE_BYTES", 250)
     dispatcher = started(4)
     for index in range(4):
-        dispatcher.add(index, Line(index, b"x" * (300 if index == 3 else 100)), 0.0)
+        dispatcher.add(new_row(index, Line(index, b"x" * (300 if index == 3 else 100))))
     assert [rows_of(dispatcher, 0) for _ in range(3)] == [[0, 1], [2], [3]]

@@ -65,7 +65,8 @@ class ConstraintCompiler:
         self._sandbox.close()
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
-        self._load()
+        if self._library is None:
+            self._load()
         try:
             grammar = self._checked_grammar(constraint)
         except RequestError as error:  # a new one: a raised error is kept with the frames of its callers
@@ -89,12 +90,9 @@ class ConstraintCompiler:
         for name, grammar in calls.argument_grammars():
             self._check(constraint, grammar, f"The JSON schema of the tool {name!r}")
         self._check(constraint, calls.to_lark(lambda tag: None))  # the child process knows no special tokens
-        return calls.to_lark(self._special_id)
-
-    def _special_id(self, text: str) -> int | None:
-        """The id of a token that a grammar matches only by its id: the library takes `<name>` for special, too."""
-        token: int | None = self._tokenizer.backend.token_to_id(text)
-        return token if token in self._special else None
+        ids = self._tokenizer.backend.token_to_id
+        # A grammar matches special tokens only by their ids; the library takes `<name>` for special, too.
+        return calls.to_lark(lambda tag: token if (token := ids(tag)) in self._special else None)
 
     def _check(self, constraint: Constraint, grammar: str, part: str = "") -> None:
         try:
@@ -105,9 +103,7 @@ class ConstraintCompiler:
             raise constraint_error(constraint, wrong, part)
 
     def _load(self) -> None:
-        """Imports the library and passes it the vocabulary, once."""
-        if self._library is not None:
-            return
+        """Imports the library and passes it the vocabulary."""
         try:
             import llguidance
         except ImportError:

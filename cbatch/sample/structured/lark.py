@@ -48,18 +48,23 @@ def to_lark(constraint: Constraint) -> str:
     Raises RequestError (`invalid_row`) if it is invalid.
     """
     check_source(constraint)
-    source = constraint.source
-    if constraint.kind == "json_object":
-        return f"{HEADER}start: {json_rule({'type': 'object'})}"
-    if constraint.kind == "json_schema":
-        return f"{HEADER}start: {json_rule(_read_schema(constraint))}"
-    if constraint.kind == "regex":
-        return HEADER + f"start: /{_regex_body(constraint)}/"
-    if constraint.kind == "choice":
-        return HEADER + f"start: /{'|'.join(map(_escape, _read_choices(constraint)))}/"
-    if "%llguidance" in source:
+    match constraint.kind:
+        case "json_object":
+            return f"{HEADER}start: {json_rule({'type': 'object'})}"
+        case "json_schema":
+            return f"{HEADER}start: {json_rule(_read_schema(constraint))}"
+        case "regex":
+            import llguidance
+
+            pattern = constraint.source
+            if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+                raise constraint_error(constraint, "It ends with a backslash.")
+            return f"{HEADER}start: /{llguidance.regex_to_lark(pattern, 'd') or '(?:)'}/"  # \d is 0 to 9
+        case "choice":
+            return f"{HEADER}start: /{'|'.join(map(_escape, _read_choices(constraint)))}/"
+    if "%llguidance" in constraint.source:
         raise constraint_error(constraint, "The directive %llguidance cannot be used here.")
-    return HEADER + source
+    return HEADER + constraint.source
 
 
 def constraint_error(constraint: Constraint, what: str, part: str = "") -> RequestError:
@@ -104,16 +109,6 @@ def _read_json(constraint: Constraint) -> Any:
         raise constraint_error(constraint, f"It is not valid JSON: {error}.") from error
     except RecursionError as error:
         raise constraint_error(constraint, "It is nested too deeply.") from error
-
-
-def _regex_body(constraint: Constraint) -> str:
-    """A pattern as it is written between two slashes, with \\d as 0 to 9."""
-    import llguidance
-
-    pattern = constraint.source
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        raise constraint_error(constraint, "It ends with a backslash.")
-    return llguidance.regex_to_lark(pattern, "d") or "(?:)"
 
 
 def _escape(text: str) -> str:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.sample.structured.grammar import FAILED, GrammarState
@@ -64,16 +63,23 @@ class _MaskJob:
 
     def run(self) -> bool:
         """Fills masks until none is left. False if one took so long that this thread was replaced."""
-        while (index := self._take()) is not None:
+        while True:
+            with self._lock:
+                if (index := next(self._to_fill, None)) is None:
+                    return True
+                self._started_at[index] = self._waited
             state, draft = self._places[index]
             rows = np.empty((1 + len(draft), self._rows.shape[1]), dtype=np.int32)
             try:
                 errors = state.fill_ahead(rows, draft)
             except BaseException as raised:  # a panic of the library is not an Exception
                 errors = [f"{FAILED}{raised!r}"] * len(rows)
-            if not self._finish(index, rows, errors):
-                return False
-        return True
+            with self._lock:
+                if index not in self._started_at:
+                    return False
+                is_filled = [error is None for error in errors]
+                self._rows[self._spans[index]][is_filled] = rows[is_filled]
+                self._close(index, errors)
 
     def fail_stalled(self, waited: float, limit: float) -> int:
         """Fails the states whose masks have been taking longer than `limit` seconds, and returns how many.
@@ -87,22 +93,6 @@ class _MaskJob:
                 sentence = f"{FAILED}the step took longer than {limit:g} s."
                 self._close(index, [sentence] * (1 + len(self._places[index].draft)))
         return len(stalled)
-
-    def _take(self) -> int | None:
-        with self._lock:
-            index = next(self._to_fill, None)
-            if index is not None:
-                self._started_at[index] = self._waited
-            return index
-
-    def _finish(self, index: int, rows: NDArray[np.int32], errors: Sequence[str | None]) -> bool:
-        with self._lock:
-            if index not in self._started_at:
-                return False
-            is_filled = [error is None for error in errors]
-            self._rows[self._spans[index]][is_filled] = rows[is_filled]
-            self._close(index, errors)
-        return True
 
     def _close(self, index: int, errors: Sequence[str | None]) -> None:
         del self._started_at[index]

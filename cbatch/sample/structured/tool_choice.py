@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from cbatch.base.errors import RequestError
@@ -30,12 +30,6 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class _Function:
-    name: str
-    parameters: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
     """What a constraint of the kind `tool_call` asks for.
 
@@ -43,23 +37,23 @@ class ToolCallGrammar:
     separators:  tags between a name and its arguments, if nothing else stands there
     is_repeated: whether further calls may follow, if the form has room for them
     is_led:      whether line breaks may come first, as models write them after their reasoning
+    functions:   the name of each, and the JSON schema of its arguments
     """
 
     form: _Form
     separators: Sequence[str]
     is_repeated: bool
     is_led: bool
-    functions: Sequence[_Function]
+    functions: Sequence[tuple[str, dict[str, Any]]]
 
     @classmethod
     def from_constraint(cls, constraint: Constraint) -> ToolCallGrammar:
-        fields = json.loads(constraint.source)
-        return cls(**fields | {"functions": [_Function(**function) for function in fields["functions"]]})
+        return cls(**json.loads(constraint.source))
 
     def argument_grammars(self) -> Iterator[tuple[str, str]]:
         """The name of each function, and a grammar of its arguments alone."""
-        for function in self.functions:
-            yield function.name, f"{HEADER}start: {json_rule(function.parameters)}"
+        for name, parameters in self.functions:
+            yield name, f"{HEADER}start: {json_rule(parameters)}"
 
     def to_lark(self, special_id: Callable[[str], int | None]) -> str:
         """The grammar of the calls.
@@ -73,9 +67,9 @@ class ToolCallGrammar:
 
         rules = [f"start: {'LEAD? ' if self.is_led else ''}calls", *self._calls(tag)]
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self.functions))))
-        for number, function in enumerate(self.functions):
-            rules.append(f"call_{number}: {self._call(function, tag, f'arguments_{number}')}")
-            rules.append(f"arguments_{number}: {json_rule(function.parameters)}")
+        for number, (name, parameters) in enumerate(self.functions):
+            rules.append(f"call_{number}: {self._call(name, tag, f'arguments_{number}')}")
+            rules.append(f"arguments_{number}: {json_rule(parameters)}")
         if self.is_led:
             rules.append(r"LEAD: /\n{1,2}/")
         return HEADER + "\n".join(rules)
@@ -93,13 +87,13 @@ class ToolCallGrammar:
         more = r' ("\n"? one)*' if self.is_repeated else ""
         return [f"calls: one{more}", rf'one: {tag(opening)} "\n"? call "\n"? {tag(closing)}']
 
-    def _call(self, function: _Function, tag: Callable[[str], str], arguments: str) -> str:
+    def _call(self, name: str, tag: Callable[[str], str], arguments: str) -> str:
         if self.form == "mistral_named":
             call_id = " /[a-zA-Z0-9]{9}/"
             between = [tag(text) + (call_id if text == "[CALL_ID]" else "") for text in self.separators]
-            return " ".join([json.dumps(function.name), *between, arguments])
+            return " ".join([json.dumps(name), *between, arguments])
         key = "parameters" if self.form == "llama" else "arguments"
-        opening = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
+        opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
         return f'{json.dumps(opening)} {arguments} "}}"'
 
 
@@ -145,14 +139,10 @@ def tool_choice_constraint(
         what = "this model's chat template shows no format of tool calls that can be enforced"
         raise RequestError("invalid_row", f"tool_choice cannot force a call: {what}.")
     form, separators = found
-    fields = {
-        "form": form,
-        "separators": separators,
-        "is_repeated": choice.name is None,
-        "is_led": tokenizer.output_parser.think_tags is not None,
-        "functions": [_fields_of(function, form) for function in functions],
-    }
-    return Constraint("tool_call", json.dumps(fields))
+    is_led = tokenizer.output_parser.think_tags is not None
+    described = [(function["name"], _parameters_of(function, form)) for function in functions]
+    grammar = ToolCallGrammar(form, separators, choice.name is None, is_led, described)
+    return Constraint("tool_call", json.dumps(asdict(grammar)))
 
 
 def _call_form(tokenizer: ChatTokenizer) -> tuple[_Form, list[str]] | None:
@@ -166,16 +156,16 @@ def _call_form(tokenizer: ChatTokenizer) -> tuple[_Form, list[str]] | None:
     return ("llama", []) if tag == LLAMA else None
 
 
-def _fields_of(function: Mapping[str, Any], form: _Form) -> dict[str, Any]:
+def _parameters_of(function: Mapping[str, Any], form: _Form) -> dict[str, Any]:
     name, parameters = function["name"], function.get("parameters")
     if form == "mistral_named" and not _NAME.fullmatch(name):
         raise RequestError("invalid_row", f"The model's format of tool calls has no room for the name {name!r}.")
     if parameters is None:  # in OpenAI's API, a function without arguments
-        return {"name": name, "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     kinds = parameters.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise RequestError("invalid_row", f"The parameters of the tool {name!r} must be of the type object.")
     if RESERVED_KEYWORD in parameters:
         what = f"the keyword {RESERVED_KEYWORD} cannot be used here"
         raise RequestError("invalid_row", f"The parameters of the tool {name!r} cannot be used: {what}.")
-    return {"name": name, "parameters": {**parameters, "type": "object"}}
+    return {**parameters, "type": "object"}
