@@ -153,23 +153,10 @@ def _find_devices(name: str) -> list[tuple[str, dict[str, str]]] | None:
     return [("cuda", {variable: entry.strip()}) for entry in entries]
 
 
-class DeviceProbe:
-    """What is asked for devices, in a process of its own that imports torch."""
-
-    def devices(self, name: str) -> tuple[str, int, bool]:
-        """The devices that `name` means: their kind and number, and whether they are AMD's. Raises ConfigError."""
-        import torch
-
-        from cbatch.runtime.device import choose_device
-
-        device = choose_device(name)
-        return device.type, torch.get_device_module(device).device_count(), torch.version.hip is not None
-
-
 def _probe(name: str) -> tuple[str, int, bool]:
     """See `DeviceProbe.devices`. Raises ConfigError if the device is not there, or if the probe fails."""
     try:
-        probe = Worker(f"{__name__}:DeviceProbe", name="")
+        probe = Worker("cbatch.runtime.device:DeviceProbe", name="")
         try:
             found: tuple[str, int, bool] = probe.call("devices", name, timeout_s=math.inf)
         finally:

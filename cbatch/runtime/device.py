@@ -203,3 +203,12 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+class DeviceProbe:
+    """What a process that does not import torch asks another one."""
+
+    def devices(self, name: str) -> tuple[str, int, bool]:
+        """The devices that `name` means: their kind and number, and whether they are AMD's. Raises ConfigError."""
+        device = choose_device(name)
+        return device.type, torch.get_device_module(device).device_count(), torch.version.hip is not None
