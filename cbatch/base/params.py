@@ -340,6 +340,13 @@ class SamplingParams:
         filters="kernels",
         **_COMMON,
     )
+    top_n_sigma: float = _param(
+        0.0,
+        (_number(0, 100), "0 to 100"),
+        "Keep tokens whose logit is at most this many standard deviations of the logits below the largest.",
+        "0 keeps all. It comes before `top_k` ([top-nσ](https://arxiv.org/abs/2411.07641)).",
+        filters="torch",
+    )
     seed: int | None = _param(
         None,
         (_optional(_whole(-(2**63), 2**64 - 1)), "64-bit integer"),

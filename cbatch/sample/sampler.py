@@ -314,6 +314,16 @@ def _kept(logits: Tensor, filters: Mapping[str, Tensor]) -> Tensor:
     return kept
 
 
+def _top_n_sigma(logits: Tensor, top_n_sigma: Tensor) -> Tensor:
+    """Top-nσ (https://arxiv.org/abs/2411.07641). Tokens that are not allowed count for nothing."""
+    allowed = logits.isfinite()
+    count = allowed.sum(dim=-1, keepdim=True)
+    known = logits.masked_fill(~allowed, 0.0)
+    offsets = (known - known.sum(dim=-1, keepdim=True) / count).masked_fill(~allowed, 0.0)
+    sigma = (offsets.square().sum(dim=-1, keepdim=True) / count).sqrt()
+    return (logits >= logits[:, :1] - top_n_sigma * sigma) | (top_n_sigma == 0)
+
+
 def _top_k(logits: Tensor, top_k: Tensor) -> Tensor:
     """Tokens as likely as the k-th are kept too, as in transformers' TopKLogitsWarper."""
     vocabulary = logits.shape[-1]
@@ -331,7 +341,7 @@ def _min_p(probabilities: Tensor, min_p: Tensor) -> Tensor:
     return probabilities >= min_p * probabilities[:, :1]
 
 
-LOGIT_FILTERS: dict[str, Filter] = {"top_k": _top_k}
+LOGIT_FILTERS: dict[str, Filter] = {"top_n_sigma": _top_n_sigma, "top_k": _top_k}
 """Filters of sorted logits [D, V]. Each gives the tokens that it keeps, for values [D, 1], in this order."""
 
 SHARE_FILTERS: dict[str, Filter] = {"top_p": _top_p, "min_p": _min_p}

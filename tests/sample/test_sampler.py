@@ -94,6 +94,26 @@ def test_filters_keep_what_transformers_keeps(filters: dict[str, Any]) -> None:
     assert all(token in tokens for token in range(50) if probabilities[token] > 0.02)
 
 
+@pytest.mark.parametrize("width", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.7, 30.0])
+def test_top_n_sigma_keeps_what_its_formula_keeps(width: float, temperature: float) -> None:
+    """Guards the edge, also among few allowed tokens and at any temperature; rows without the filter stay as they are.
+
+    kept: logits of at least the largest minus `width` standard deviations (https://arxiv.org/abs/2411.07641)
+    """
+    logits, count = random_logits(1), 400
+    for allowed in (None, list(range(0, 50, 3))):
+        known = logits[0] if allowed is None else logits[0, allowed]
+        least = known.max() - width * known.std(correction=0)
+        kept = {token for token in allowed or range(50) if logits[0, token] >= least}
+        asked = {"temperature": temperature, "allowed_token_ids": allowed}
+        free = [make_request(seed, **asked) for seed in range(count)]
+        narrow = [make_request(seed, top_n_sigma=width, **asked) for seed in range(count)]
+        drawn = draw(logits.expand(2 * count, -1), free + narrow)
+        assert drawn[:count] == draw(logits.expand(count, -1), free)
+        assert {*drawn[count:]} <= kept and (temperature < 1 or {*drawn[count:]} == kept < {*drawn[:count]})
+
+
 def test_draws_follow_the_softmax() -> None:
     """Guards the Gumbel trick and the hash behind it: chi-square of 20,000 draws over 12 tokens."""
     logits = random_logits(1, 12) / 2
