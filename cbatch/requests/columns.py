@@ -24,6 +24,14 @@ def _token_ids(choice: Choice) -> Fields:
     return {"token_ids": list(choice.token_ids)}
 
 
+def _prompt_text(request: Request, tokenizer: ChatTokenizer | None) -> Fields:
+    """The text that was tokenized: plain text, or a conversation through the chat template. Of ids, what they say."""
+    if request.text is not None:
+        return {"prompt_text": request.text}
+    text = tokenizer.decode(request.prompt_ids, skip_special_tokens=False) if tokenizer is not None else None
+    return {"prompt_text": text}
+
+
 def _timings(completion: Completion) -> Fields:
     timing = completion.timing
     first, taken = timing.first_token_at, timing.taken_at
@@ -54,6 +62,7 @@ class Column:
 
 COLUMNS: Mapping[str, Column] = {
     "token_ids": Column(of_output=_token_ids),
+    "echo_prompt": Column(of_request=_prompt_text),
     "timings": Column(of_row=_timings, is_in_key=False),
 }
 """By the option of `cbatch run` that asks for them."""

@@ -82,6 +82,7 @@ class RunOptions:
     )
     order: Literal["input", "completion"] = _output("input", "Order of the output rows.")
     token_ids: bool = _output(False, "Add the output's token ids to each row.")
+    echo_prompt: bool = _output(False, "Add the prompt as the model got it, after the chat template, to each row.")
     timings: bool = _output(False, "Add times and cached tokens to each row.")
     window: int | None = _output(None, "Most rows read but not yet written.", low=1, shown="16 x --max-seqs")
     max_errors: int | None = _output(None, "Stop at the Nth error row.", low=1, metavar="N")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -81,6 +82,34 @@ def test_replicas_give_the_rows_of_one_engine(
     assert "replicas: replica 2 died: the test says so" in said
     assert "replicas: 3; the first was ready" in said and "parameters: " in said
     assert all(launcher.is_closed for launcher in launchers)
+
+
+def test_rows_show_their_prompts(launchers: list[InProcessLauncher], model_folder: Path, tmp_path: Path) -> None:
+    """Guards --echo-prompt: the text that was tokenized, in rows of one engine and of replicas, in tables, and keys."""
+    ways: list[Any] = [
+        {"prompt": "hi"},
+        {"prompt": "hi", "raw": True},
+        {"prompt_token_ids": [72, 105]},
+        {"prompt": 1},
+    ]
+    api = {"custom_id": "c", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
+    source = write_rows(tmp_path / "in.jsonl", [{**row, "max_tokens": 2} for row in ways] + [api])
+    command = ["run", str(source), "-m", str(model_folder), "--dtype", "float32", "-q"]
+
+    def run(name: str, *options: str) -> bytes:
+        assert run_command([*command, "-o", str(tmp_path / name), *options]) == 1
+        return (tmp_path / name).read_bytes()
+
+    keys = {json.loads(line)["key"] for line in run("plain.jsonl").splitlines()}
+    shown = run("one.jsonl", "--echo-prompt")
+    assert run("two.jsonl", "--echo-prompt", "--replicas", "2") == shown
+    chat, raw, ids, bad, body = (json.loads(line) for line in shown.splitlines())
+    assert raw["prompt_text"] == "hi" and "prompt_text" not in bad
+    assert "hi" in chat["prompt_text"] and chat["prompt_text"].endswith("assistant\n")
+    assert body["response"]["body"]["prompt_text"] == chat["prompt_text"] and isinstance(ids["prompt_text"], str)
+    assert keys.isdisjoint(row["key"] for row in (chat, raw, ids, body)) and bad["key"] in keys
+    table = csv.DictReader(run("table.csv", "--echo-prompt").decode().splitlines(keepends=True))
+    assert [row["prompt_text"] for row in table][:2] == [chat["prompt_text"], "hi"]
 
 
 def test_quiet_replicas_say_nothing(
