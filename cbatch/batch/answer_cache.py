@@ -37,6 +37,7 @@ VACUUM_SHARE = 1.25
 DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """What a damaged database raises: the message of an error may hold bytes of it that are no UTF-8."""
 
+_DELETE = "DELETE FROM answers WHERE key = ?"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (
     key BLOB PRIMARY KEY, used INTEGER NOT NULL, checksum BLOB NOT NULL, data BLOB NOT NULL
@@ -104,7 +105,7 @@ class AnswerCache:
                     return None
                 checksum, data = row
                 if not isinstance(data, bytes) or checksum != _checksum(key, data):
-                    self._remove(key)
+                    self._database.execute(_DELETE, (key,))
                     return None
             except DATABASE_ERRORS as error:
                 self._give_up(error)
@@ -122,7 +123,9 @@ class AnswerCache:
             try:
                 with self._database:
                     self._database.execute("BEGIN IMMEDIATE")
-                    self._note_use(now)
+                    used = [(now, key) for key in self._used]
+                    self._database.executemany("UPDATE answers SET used = ? WHERE key = ?", used)
+                    self._used.clear()
                     self._database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", rows)
                     self._make_room()
                 if self._pages()[0] > self._max_bytes * VACUUM_SHARE:  # the size was set to less than it was
@@ -135,7 +138,7 @@ class AnswerCache:
         with self._lock:
             if self._database is not None:
                 try:
-                    self._remove(key)
+                    self._database.execute(_DELETE, (key,))
                 except DATABASE_ERRORS as error:
                     self._give_up(error)
 
@@ -143,10 +146,7 @@ class AnswerCache:
         """Notes what was used, and closes the database; the cache gives and takes nothing any more."""
         self.put({})
         with self._lock:
-            if self._database is not None:
-                with suppress(*DATABASE_ERRORS):
-                    self._database.close()
-            self._database = None
+            self._close()
 
     def _open(self) -> sqlite3.Connection:
         deadline = time.monotonic() + BUSY_SECONDS
@@ -160,11 +160,6 @@ class AnswerCache:
                 if not _is_busy(error) or time.monotonic() > deadline:
                     raise
             time.sleep(0.01)  # another run makes it at this moment
-
-    def _note_use(self, now: int) -> None:
-        assert self._database is not None
-        self._database.executemany("UPDATE answers SET used = ? WHERE key = ?", [(now, key) for key in self._used])
-        self._used.clear()
 
     def _make_room(self) -> None:
         """Removes the oldest answers if there are too many."""
@@ -189,17 +184,16 @@ class AnswerCache:
         )
         return pages * size, (pages - free) * size
 
-    def _remove(self, key: bytes) -> None:
-        assert self._database is not None
-        self._database.execute("DELETE FROM answers WHERE key = ?", (key,))
-
     def _give_up(self, error: Exception) -> None:
         if _is_busy(error):  # the next write may find it free
             return
         _log.warning("The cache %s is not used any more: %s.", self._path, error)
-        assert self._database is not None
-        with suppress(*DATABASE_ERRORS):
-            self._database.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self._database is not None:
+            with suppress(*DATABASE_ERRORS):
+                self._database.close()
         self._database = None
 
 

@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats
 from cbatch.schedule.limits import EngineLimits
 
@@ -61,8 +60,7 @@ class Window:
     """
 
     def __init__(self, rows: int, size: int) -> None:
-        self._rows_left = rows
-        self._bytes_left = size
+        self._rows_left, self._bytes_left = rows, size
         self._sizes: dict[int, int] = {}
         self._released: queue.SimpleQueue[Iterable[int] | None] = queue.SimpleQueue()
         self.waited_s = 0.0
@@ -76,8 +74,14 @@ class Window:
         Returns False if the window was closed in the meantime.
         """
         while self._rows_left <= 0 or (self._bytes_left < size and self._sizes):
-            if not self._wait():
+            since = time.monotonic()
+            positions = self._released.get()
+            self.waited_s += time.monotonic() - since
+            if positions is None:
                 return False
+            for released in positions:
+                self._rows_left += 1
+                self._bytes_left += self._sizes.pop(released)
         self._sizes[position] = size
         self._rows_left -= 1
         self._bytes_left -= size
@@ -94,15 +98,6 @@ class Window:
     def close(self) -> None:
         """Ends the wait of `acquire`, now and later."""
         self._released.put(None)
-
-    def _wait(self) -> bool:
-        since = time.monotonic()
-        positions = self._released.get()
-        self.waited_s += time.monotonic() - since
-        for position in positions or ():
-            self._rows_left += 1
-            self._bytes_left += self._sizes.pop(position)
-        return positions is not None
 
 
 ReplicaState = Literal["starting", "running", "restarting", "gone"]
@@ -141,9 +136,8 @@ class EndOfInput:
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """Somebody asks the stream to end. Rows that were finished before it are still given."""
+STOP_REQUESTED = object()
+"""A message that asks the stream to end. Rows that were finished before it are still given."""
 
 
 class RowStream(ABC):
@@ -167,13 +161,11 @@ class RowStream(ABC):
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         """Indices of lines to leave out, in addition to those that are kept."""
-        self._num_ended = 0
+        self._num_ended = self.output_tokens = 0
         """Rows of which nothing more will come."""
-        self._is_over = False
+        self._is_over = self.has_given_all = False
         self.started_at: float | None = None
-        self.output_tokens = 0
         self.poll_s = POLL_SECONDS
-        self.has_given_all = False
 
     def finished(self, source: Iterable[Line], kept: Container[int] = ()) -> Generator[list[Row]]:
         """Yields the rows that have finished since the last time, now and then none, until all lines have been read.
@@ -198,7 +190,7 @@ class RowStream(ABC):
                 self.has_given_all = end is not None and end.error is None and num_given == end.rows
                 yield rows
                 has_failed = self._has_failed(messages)
-                if has_failed or StopRequested() in messages:  # only now: what was finished before it has been given
+                if has_failed or STOP_REQUESTED in messages:  # only now: what was finished before it has been given
                     rows = self._last_rows()
                     num_given += len(rows)
                     yield rows
@@ -218,7 +210,7 @@ class RowStream(ABC):
 
     def stop(self) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
-        self._inbox.put(StopRequested())
+        self._inbox.put(STOP_REQUESTED)
 
     def ahead(self) -> WorkAhead | None:
         """What is still to be computed of the rows that were read; None if that is not known."""
@@ -231,9 +223,8 @@ class RowStream(ABC):
 
     # What computes the rows. The consumer calls these:
 
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027
         """Prepares for the first row."""
-        return
 
     @abstractmethod
     def _take(self, messages: list[Any]) -> list[Row]:
@@ -292,7 +283,7 @@ class RowStream(ABC):
         self._inbox.put(EndOfInput(position, error))
 
     def _next_messages(self) -> list[Any]:
-        """All messages that have come since the last call. Waits at most `poll_s` for the first one."""
+        """The messages that have come since the last call. Waits at most `poll_s` for the first one."""
         messages: list[Any] = []
         with suppress(queue.Empty):
             messages.append(self._inbox.get(timeout=self.poll_s))
@@ -302,11 +293,7 @@ class RowStream(ABC):
 
     def _messages_by_now(self) -> list[Any]:
         """All messages that are there."""
-        messages: list[Any] = []
-        with suppress(queue.Empty):
-            while True:
-                messages.append(self._inbox.get_nowait())
-        return messages
+        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]  # nobody else takes any
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,9 @@ from cbatch.batch.driver import (
 from cbatch.batch.feed import EngineFeed, OutputForecast, beginning_of, output_limit
 from cbatch.batch.journaled_outputs import JournaledOutputs
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.rounds import RoundLoop, ToolLoop, TryLoop
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion, Timing
@@ -59,7 +58,8 @@ class EngineDriver:
         return ()
 
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
-        return LineProcessor.of(self._engine_thread.engine, options).keyed(lines)
+        processor = LineProcessor.of(self._engine_thread.engine, options)
+        return ((line, processor.key(line)) for line in lines)
 
     def open(self, options: RowOptions, *, window: int | None = None) -> EngineStream:
         lines = LineProcessor.of(self._engine_thread.engine, options)
@@ -80,7 +80,7 @@ class EndOfAnswer(NamedTuple):
 
 
 class RowCancelled(NamedTuple):
-    """A row in flight will get no result."""
+    """A row in flight that will get no result."""
 
     row: Row
 
@@ -222,7 +222,9 @@ class EngineStream(RowStream):
                 if is_computed and not was_in_flight:
                     continue  # it was cancelled before it ended
                 if is_computed:
-                    self._observe_lengths(row)
+                    for output in row.outputs.outputs:
+                        if output.finish_reason in ("stop", "length"):
+                            self._forecast.observe(row.request, row.limit, len(output.token_ids))
                     computed.append(row.outputs)
                     ended.append(row.request)
                 self._take_answer(message, finished)
@@ -259,11 +261,6 @@ class EngineStream(RowStream):
         self._num_ended += 1
         if self._token_journal is not None:
             self._token_journal.forget(row)
-
-    def _observe_lengths(self, row: Row) -> None:
-        for output in row.outputs.outputs:
-            if output.finish_reason in ("stop", "length"):
-                self._forecast.observe(row.request, row.limit, len(output.token_ids))
 
     def _go_on(self, row: Row, following: Request | Completion) -> None:
         """Goes on with a row, or ends it, after its tools have run or its answer was checked; on threads of those."""

@@ -118,11 +118,10 @@ class WorkOrder:
 
     def remove(self, row: Row) -> bool:
         """Removes a request that is not to be computed; returns whether it was waiting."""
-        queue = self._queues.get(row.request.priority)
-        if queue is None or row not in queue:
-            return False
-        self._remove(queue, row)
-        return True
+        queue = self._queues.get(row.request.priority, _Queue())
+        if is_waiting := row in queue:
+            self._remove(queue, row)
+        return is_waiting
 
     def sort(self, key: Callable[[Row], Any]) -> None:
         """Lets those that wait go by their keys, the largest first, and in their old order if these are equal."""
@@ -204,10 +203,8 @@ class EngineFeed:
         on_event: gets a row and what the engine tells of its request, on the engine's thread
         reorders: whether requests may go in another order than they come
         """
-        self._on_event = on_event
         self._engine_thread, self._scheduler = engine_thread, engine_thread.engine.scheduler
-        self._forecast = forecast
-        self._reorders = reorders
+        self._forecast, self._on_event, self._reorders = forecast, on_event, reorders
         self._order = WorkOrder()
         self._in_engine: dict[int, Row] = {}
         self._unfinished: dict[int, int] = {}
@@ -240,7 +237,6 @@ class EngineFeed:
                 self._fill()
 
     def cancel(self, row: Row) -> None:
-        """Cancels a row, wherever it is."""
         with self._lock:
             if self._order.remove(row):
                 self._tokens -= row.tokens
@@ -283,27 +279,22 @@ class EngineFeed:
         self._is_closed = True
 
     def _work(self, row: Row) -> tuple[float, int]:
-        asked = row.request
-        likely = self._forecast.remaining(asked, row.limit)
-        return likely + len(asked.prompt_ids) / PROMPT_TOKENS_PER_OUTPUT_TOKEN, row.limit
+        likely = self._forecast.remaining(row.request, row.limit)
+        return likely + len(row.request.prompt_ids) / PROMPT_TOKENS_PER_OUTPUT_TOKEN, row.limit
 
     def _fill(self) -> None:
         if self._is_filling:  # by a caller further up, who goes on
             return
-        self._is_filling = True
+        self._is_filling, slots = True, self._scheduler.max_seqs
+        most = slots + max(int(LEAD * slots), 1)
         try:
-            while not self._is_closed and len(self._order) and self._may_take():
+            while not self._is_closed and len(self._order):
+                if self._num_outputs >= most and self._order.first_priority >= max(self._priorities):
+                    break
                 is_cache_short = self._tokens > self._scheduler.pool.capacity
-                turn = self._scheduler.max_seqs if self._reorders and is_cache_short else 1
-                self._submit(self._order.take(turn))
+                self._submit(self._order.take(slots if self._reorders and is_cache_short else 1))
         finally:
             self._is_filling = False
-
-    def _may_take(self) -> bool:
-        most = self._scheduler.max_seqs
-        if self._num_outputs < most + max(int(LEAD * most), 1):
-            return True
-        return self._order.first_priority < max(self._priorities)
 
     def _submit(self, row: Row) -> None:
         self._in_engine[row.position] = row

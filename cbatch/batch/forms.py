@@ -24,17 +24,8 @@ OUTPUT_FORMS: tuple[OutputForm, ...] = get_args(OutputForm)
 TABLES = frozenset(["csv", "tsv", "parquet"])
 """Forms whose rows have columns that the file names once."""
 
-_INPUTS: dict[str, InputForm] = {
-    "jsonl": "jsonl",
-    "ndjson": "jsonl",
-    "csv": "csv",
-    "tsv": "tsv",
-    "tab": "tsv",
-    "json": "json",
-    "parquet": "parquet",
-    "pq": "parquet",
-}
 _OUTPUTS: dict[str, OutputForm] = {"csv": "csv", "tsv": "tsv", "tab": "tsv", "parquet": "parquet", "pq": "parquet"}
+_INPUTS: dict[str, InputForm] = {**_OUTPUTS, "json": "json"}
 _COMPRESSIONS: dict[str, Compression] = {"gz": "gz", "zst": "zst", "zstd": "zst"}
 
 
@@ -92,9 +83,13 @@ def decompressed(stream: IO[bytes]) -> IO[bytes]:
     head = first_bytes(stream, len(ZSTD))
     if head.startswith(GZIP):
         return cast(IO[bytes], gzip.GzipFile(fileobj=stream, mode="rb"))
-    if head.startswith(ZSTD):
-        return _zstd_reader(stream)
-    return stream
+    if not head.startswith(ZSTD):
+        return stream
+    if (own := _own_zstd()) is not None:
+        return cast(IO[bytes], own.ZstdFile(stream, "rb"))
+    pyarrow = import_pyarrow("zstd")
+    source = pyarrow.CompressedInputStream(pyarrow.PythonFile(_Unclosed(stream), "r"), "zstd")
+    return io.BufferedReader(source, CHUNK)  # pyarrow's stream knows no lines
 
 
 def compressed(file: IO[bytes], kind: Compression | None) -> IO[bytes]:
@@ -130,14 +125,6 @@ def _own_zstd() -> Any:
     return None
 
 
-def _zstd_reader(stream: IO[bytes]) -> IO[bytes]:
-    if (own := _own_zstd()) is not None:
-        return cast(IO[bytes], own.ZstdFile(stream, "rb"))
-    pyarrow = import_pyarrow("zstd")
-    source = pyarrow.CompressedInputStream(pyarrow.PythonFile(_Unclosed(stream), "r"), "zstd")
-    return io.BufferedReader(source, CHUNK)  # pyarrow's stream knows no lines
-
-
 class _Unclosed(io.RawIOBase):
     """A file that stays open when what reads or writes it is closed or freed."""
 
@@ -147,8 +134,7 @@ class _Unclosed(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def writable(self) -> bool:
-        return True
+    writable = readable
 
     def read(self, size: int = -1, /) -> bytes:
         return self._file.read(size)

@@ -6,7 +6,6 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
@@ -30,7 +29,7 @@ def with_check(row: bytes) -> bytes:
     row: a JSON object with fields, as a line
     """
     content = row.rstrip()[:-1]
-    return content + _end(content)
+    return b'%s%s%08x"}\n' % (content, _BEGINNING, crc32(content))
 
 
 def fits_check(line: bytes) -> bool | None:
@@ -38,11 +37,7 @@ def fits_check(line: bytes) -> bool | None:
     end = line[-_SIZE:]
     if not end.startswith(_BEGINNING):
         return None
-    return end == _end(memoryview(line)[:-_SIZE])
-
-
-def _end(content: bytes | memoryview) -> bytes:
-    return b'%s%08x"}\n' % (_BEGINNING, crc32(content))
+    return end == b'%s%08x"}\n' % (_BEGINNING, crc32(memoryview(line)[:-_SIZE]))
 
 
 KEY_BYTES = KEY_LENGTH // 2
@@ -103,7 +98,14 @@ class Journal:
             raise ConfigError(
                 f"{name} is not a file of output rows: line {number + 1} is {reason}. The file is left as it is."
             )
-        journal._drop_repeated()
+        previous = SUPERSEDED
+        for number in journal.rows(input_order=True):  # all but the last row of each index are superseded
+            index = journal.indices[number]
+            if previous != SUPERSEDED and journal.indices[previous] == index:
+                journal.doubled.append(previous)
+                journal.doubled_indices.append(index)
+                journal.indices[previous] = SUPERSEDED
+            previous = number
         return journal
 
     def append(self, index: int, size: int) -> None:
@@ -155,7 +157,7 @@ class Journal:
                 self._add(SUPERSEDED, len(line))
                 self.keys += bytes(KEY_BYTES)
                 self.failed.append(False)
-            return _was_ours(line)
+            return _CHECK.search(line) is not None or (b'"index":' in line and _KEY_FIELD.search(line) is not None)
         if is_checked and self.first_checked is None:
             self.first_checked = number
         self._add(index, len(line))
@@ -169,17 +171,6 @@ class Journal:
         self.indices.append(index)
         self.starts.append(self.end)
         self.end += size
-
-    def _drop_repeated(self) -> None:
-        """Marks all but the last row of each index as superseded."""
-        previous = SUPERSEDED
-        for number in self.rows(input_order=True):
-            index = self.indices[number]
-            if previous != SUPERSEDED and self.indices[previous] == index:
-                self.doubled.append(previous)
-                self.doubled_indices.append(index)
-                self.indices[previous] = SUPERSEDED
-            previous = number
 
 
 def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple[int, bytes, bool, int]:
@@ -208,26 +199,18 @@ def _parse(line: bytes, is_checked: bool | None, *, may_be_older: bool) -> tuple
     return index, bytes.fromhex(key), is_error, tries if type(tries) is int else 0
 
 
-def _was_ours(line: bytes) -> bool:
-    """Whether a damaged line was a row of output once: it has the end of one, or an index and a key."""
-    return _CHECK.search(line) is not None or (b'"index":' in line and _KEY_FIELD.search(line) is not None)
-
-
 def _is_torn(line: bytes) -> bool:
     """Whether a last line without a line end is the beginning of a row, which a kill has left.
 
     After a power loss, there may be zeros in place of data that did not reach the disk.
     """
-    with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        json.loads(line)
-        return _is_row(line + b"\n")  # valid JSON was not torn, so it must be a whole row
-    written = line.rstrip(b"\0")
-    return any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS)
-
-
-def _is_row(line: bytes) -> bool:
     try:
-        _parse(line, fits_check(line), may_be_older=True)
+        json.loads(line)
+    except (ValueError, RecursionError):
+        written = line.rstrip(b"\0")
+        return any(written.startswith(beginning[: len(written)]) for beginning in ROW_BEGINNINGS)
+    try:  # valid JSON was not torn, so it must be a whole row
+        _parse(line + b"\n", fits_check(line + b"\n"), may_be_older=True)
     except ValueError:
         return False
     return True

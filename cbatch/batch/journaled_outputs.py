@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class JournaledOutputs:
         outputs = row.requests.get(self._key(request))
         if outputs is not None:
             known = [outputs.get(number, KnownOutput()) for number in range(request.params.n)]
-            request.known = max(known, request.known, key=_num_tokens)
+            request.known = max(known, request.known, key=lambda one: sum(len(output.token_ids) for output in one))
         elif row.key != request.key:
             self._changed.add(request.index)
 
@@ -128,10 +128,6 @@ class JournaledOutputs:
 
     def _key(self, request: Request) -> str:
         return content_key(self._model, self._limits, request).hex()
-
-
-def _num_tokens(known: Sequence[KnownOutput]) -> int:
-    return sum(len(one.token_ids) for one in known)
 
 
 def _can_go_on(request: Request) -> bool:

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import KnownOutput
 from cbatch.base.request import Request
-from cbatch.batch.jsonl import parse_line
-from cbatch.batch.lines import Line
+from cbatch.base.strict_json import parse_json_object
+from cbatch.batch.lines import DEFAULT_OPTIONS, Line, RowOptions
 from cbatch.batch.rounds import nth_try
-from cbatch.batch.row_options import DEFAULT_OPTIONS, RowOptions
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
+from cbatch.requests.rows import fill_row, fill_with_columns
+
+
+def parse_line(line: Line, options: RowOptions = DEFAULT_OPTIONS) -> Request:
+    """Reads one line. Does not raise: whatever is wrong with the line is the row's `error`."""
+    row = Request(index=line.index, where=f"{options.unit} {line.index + 1}")
+    try:
+        text = line.text(row.where)
+        if options.is_text:
+            row.text = text
+        else:
+            fields = parse_json_object(text, row.where, "a row")
+            if options.has_columns:
+                fill_with_columns(row, fields["row"], fields["columns"], allow_unknown=options.allow_unknown)
+            else:
+                fill_row(row, fields, allow_unknown=options.allow_unknown)
+    except RequestError as error:
+        row.error = error
+    except Exception as unforeseen:  # one line that breaks something harms no other
+        row = Request(index=row.index, where=row.where)
+        row.error = row.invalid(f"the row cannot be read: {unforeseen!r}", "internal_error")
+    if line.error is not None:
+        row.error = line.error
+    return row
 
 
 class LineProcessor:
@@ -39,10 +60,6 @@ class LineProcessor:
             return self.inputs.request(row).key
         except RequestError as error:
             return self.inputs.refused(row, error, line.source).key
-
-    def keyed(self, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
-        """The lines, each with the key of its row of output."""
-        return ((line, self.key(line)) for line in lines)
 
     def failed(self, line: Line, error: RequestError) -> Completion:
         """The result of a line that nobody serves, whatever is on it."""

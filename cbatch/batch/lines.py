@@ -1,4 +1,4 @@
-"""Reads the lines of an input one at a time, in bounded memory, and a second time if needed."""
+"""The lines of an input, read one at a time in bounded memory, and the options with which they become rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import hashlib
 import marshal
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO
 
 from cbatch.base.errors import RequestError, RunFailed, as_error
+from cbatch.base.request import RequestDefaults
+from cbatch.batch.answer_cache import CacheConfig
+from cbatch.batch.token_journal import TokenJournalConfig
+from cbatch.tools.tool import MAX_TOOL_ROUNDS, Tool
+from cbatch.validation.validation import Validation
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -41,6 +46,16 @@ class Line:
     def of(cls, index: int, data: bytes) -> Line:
         """A line that is whole in memory, and may be too long."""
         return cls(index, data) if len(data) <= MAX_LINE_BYTES else cls(index, None, _digest(data).digest())
+
+    def text(self, where: str) -> str:
+        """Raises RequestError, which says where the line is, if it is too long or not UTF-8."""
+        if self.data is None:
+            raise RequestError("line_too_long", f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB")
+        try:
+            return self.data.decode()
+        except UnicodeDecodeError as error:
+            reason = f"{where}, byte {error.start + 1}: not valid UTF-8 ({error.reason})"
+            raise RequestError("invalid_utf8", reason) from None
 
     @property
     def source(self) -> bytes:
@@ -127,3 +142,34 @@ def _skip(stream: IO[bytes], data: bytes) -> bytes:
 
 def _digest(data: bytes = b"") -> hashlib.blake2b:
     return hashlib.blake2b(data, digest_size=16)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """Options of all rows of a batch. Can be sent to the process that computes them.
+
+    is_text:       lines are prompts instead of JSON
+    has_columns:   each line is `{"columns": ..., "row": ...}`: a row, and columns whose names have no meaning but `id`
+    unit:          what messages call a line: `line`, or `row` of a table
+    allow_unknown: carry misspelt parameters along instead of refusing their row
+    tools:         run what models call of these, in conversations whose rows bring no tools of their own
+    max_tool_rounds: rounds of calls in one row, after which its model has to answer without tools
+    validation:      what makes an answer good, and how often a model may try
+    cache:           where answers are kept and taken from
+    reorders:        whether rows may begin in another order than they come; changes no row
+    """
+
+    defaults: RequestDefaults = field(default_factory=RequestDefaults)
+    is_text: bool = False
+    has_columns: bool = False
+    unit: str = "line"
+    allow_unknown: bool = False
+    tools: tuple[Tool, ...] = ()
+    max_tool_rounds: int = MAX_TOOL_ROUNDS
+    validation: Validation | None = None
+    cache: CacheConfig | None = None
+    reorders: bool = True
+    token_journal: TokenJournalConfig | None = None
+
+
+DEFAULT_OPTIONS = RowOptions()

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cbatch.base.errors import ConfigError, RunFailed
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.answer_cache import CacheConfig
 from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.jinja_template import read_template
 from cbatch.batch.journal import Journal
-from cbatch.batch.lines import Line, LineSpool
+from cbatch.batch.lines import Line, LineSpool, RowOptions
 from cbatch.batch.python_rows import RowTemplate, lines_of
 from cbatch.batch.resume import ResumePlan
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
-from cbatch.batch.templates import PromptTemplate
+from cbatch.batch.templates import JinjaTemplate, PromptTemplate
 from cbatch.batch.writer import FileWriter
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion
@@ -34,7 +31,7 @@ def map_rows(
     defaults: RequestDefaults,
     rows: Iterable[object],
     *,
-    template: str | os.PathLike[str] | Callable[[Any], object] | None = None,
+    template: str | os.PathLike[str] | RowTemplate | None = None,
     path: str | os.PathLike[str] | None = None,
     resume: bool = False,
     ordered: bool = True,
@@ -64,23 +61,20 @@ def map_rows(
     """
     _check_rows(rows)
     _check_options(template, path, resume=resume, window=window)
-    made = _read_template(template)
-    options = RowOptions(defaults, has_columns=made is not None, validation=validation, cache=cache)
+    if isinstance(template, os.PathLike):
+        template = JinjaTemplate(Path(template))
+    elif isinstance(template, str):
+        template = PromptTemplate(template)
+    options = RowOptions(defaults, has_columns=template is not None, validation=validation, cache=cache)
     driver = EngineDriver(engine_thread)
     row_map = RowMap(driver, options, ordered=ordered, window=4 * driver.limits.max_seqs if window is None else window)
-    lines = lines_of(rows, made)
+    lines = lines_of(rows, template)
     return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
-
-
-def _read_template(template: str | os.PathLike[str] | Callable[[Any], object] | None) -> RowTemplate | None:
-    if isinstance(template, os.PathLike):
-        return read_template(Path(template))
-    return PromptTemplate(template) if isinstance(template, str) else template
 
 
 def _check_rows(rows: Iterable[object]) -> None:
     """Raises ConfigError for what is no iterable of rows, or whose iteration would give something else."""
-    kind = _kind(rows)
+    kind = type(rows).__name__
     if isinstance(rows, str | bytes | Mapping):
         raise ConfigError(f"rows must be an iterable of rows, not one {kind}; put it into a list.")
     if is_table(rows):
@@ -92,17 +86,13 @@ def _check_rows(rows: Iterable[object]) -> None:
 def _check_options(template: object, path: object, *, resume: bool, window: object) -> None:
     """Raises ConfigError for a value that cannot be meant."""
     if not isinstance(template, str | os.PathLike | None) and not callable(template):
-        raise ConfigError(f"template must be a text, a path or a function of the row, not {_kind(template)}.")
+        raise ConfigError(f"template must be a text, a path or a function of the row, not {type(template).__name__}.")
     if not isinstance(path, str | os.PathLike | None):
-        raise ConfigError(f"path must be the path of a file, not {_kind(path)}.")
+        raise ConfigError(f"path must be the path of a file, not {type(path).__name__}.")
     if resume and path is None:
         raise ConfigError("resume needs the path of the file that is to be continued.")
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(f"window must be a whole number of at least 1, or None, not {window!r}.")
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
 
 
 class MapWriter(FileWriter):

@@ -41,7 +41,8 @@ class Pipeline:
         with closing(self._finished(lines, kept)) as finished:
             for rows in finished:
                 if max_errors is not None:
-                    rows = _up_to_error(rows, max_errors - num_errors)
+                    written = [row for row in rows if row.has_failed][: max_errors - num_errors]
+                    rows = [row for row in rows if not row.has_failed or row in written]
                 self._stream.release(self._output.write(rows))
                 self._output.tick()
                 on_rows(rows)
@@ -76,13 +77,3 @@ class Pipeline:
         if self._signum is not None:
             self._output.flush_held()
             raise Interrupted(self._signum, self._output.resume_hint)
-
-
-def _up_to_error(rows: list[Row], errors_left: int) -> list[Row]:
-    """The good ones of finished rows, and as many error rows as are left until the run stops."""
-    kept = []
-    for row in rows:
-        if not row.has_failed or errors_left > 0:
-            errors_left -= row.has_failed
-            kept.append(row)
-    return kept

@@ -26,8 +26,7 @@ def lines_of(rows: Iterable[object], template: RowTemplate | None = None) -> Ite
     whatever the template takes, and its columns may have any names: the line is `{"columns": ..., "row": ...}`, with
     the columns as data, and the row that the template has made.
     """
-    for index, row in enumerate(rows):
-        yield _line_of(index, row, template)
+    return (_line_of(index, row, template) for index, row in enumerate(rows))
 
 
 def _line_of(index: int, row: object, template: RowTemplate | None) -> Line:
@@ -67,8 +66,12 @@ def as_data(value: Any) -> Any:
     """A value in the types of JSON: what is missing, infinite or not a number as null, other things as text."""
     if isinstance(value, Mapping):
         return {str(plain(name)): as_data(item) for name, item in value.items()}
-    if isinstance(value, date | time) or _has_dates(value):
-        return None if _is_missing(value) else _date_text(value)
+    if isinstance(value, date | time):
+        return None if _is_missing(value) else value.isoformat()
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # numpy's `item` may be bare nanoseconds
+        if _is_missing(value):
+            return None
+        return str(value) if getattr(value, "ndim", 0) == 0 else [as_data(item) for item in value]
     value = plain(value)
     if isinstance(value, list | tuple):
         return [as_data(item) for item in value]
@@ -81,17 +84,6 @@ def as_data(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return plain(re.sub(" at 0x[0-9a-f]+", "", str(value)))  # an address would give each run another key
-
-
-def _has_dates(value: Any) -> bool:
-    """Whether it holds dates or times of numpy, whose `item` may be a bare number of nanoseconds."""
-    return getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
-
-
-def _date_text(value: Any) -> Any:
-    if isinstance(value, date | time):
-        return value.isoformat()
-    return str(value) if getattr(value, "ndim", 0) == 0 else [as_data(item) for item in value]
 
 
 def _is_missing(value: Any) -> bool:

@@ -29,11 +29,8 @@ Fields = dict[str, Any]
 
 def earlier_limits(rows: Iterable[bytes], max_tokens: int) -> list[int]:
     """Limits below `max_tokens` that have probably ended outputs of these rows, the most frequent first."""
-    found: Counter[int] = Counter()
-    for row in rows:
-        limit = _limit(json.loads(row))
-        if limit is not None and limit < max_tokens:
-            found[limit] += 1
+    limits = (_limit(json.loads(row)) for row in rows)
+    found = Counter(limit for limit in limits if limit is not None and limit < max_tokens)
     return [limit for limit, _ in found.most_common(MOST_LIMITS)]
 
 
@@ -77,9 +74,7 @@ def _has_one_answer(fields: Fields) -> bool:
 
 def _limit(fields: Fields) -> int | None:
     """The number of tokens after which an output of a row was ended; None if none was, or it cannot be told."""
-    if not _has_one_answer(fields):
-        return None
-    outputs = _outputs(fields)
+    outputs = _outputs(fields) if _has_one_answer(fields) else []
     ended = [one for one in outputs if one["finish_reason"] == "length"]
     if not ended:
         return None
@@ -96,8 +91,7 @@ def _body(fields: Fields) -> Fields:
 
 
 def _outputs(fields: Fields) -> list[Fields]:
-    body = _body(fields)
-    outputs: list[Fields] = body.get("choices", [fields])
+    outputs: list[Fields] = _body(fields).get("choices", [fields])
     return outputs
 
 

@@ -66,16 +66,12 @@ class RoundLoop(ABC):
 
     def _run(self, row: Row, completion: Completion) -> None:
         request = row.request
-        error: RequestError | None = None
         try:
             following = self._next(row, completion)
-        except RequestError as raised:
-            error = raised
         except BaseException as raised:  # a row that breaks something still ends
-            unforeseen = as_error(raised)
-            error = request.invalid(f"{self._problem}: {unforeseen!r}", "internal_error")
-        if error is not None:
-            following = Completion(request, error=error, timing=completion.timing)
+            if not isinstance(raised, RequestError):
+                raised = request.invalid(f"{self._problem}: {as_error(raised)!r}", "internal_error")
+            following = Completion(request, error=raised, timing=completion.timing)
         if not self._is_closed.is_set():
             self._ask(row, following)
 
@@ -191,15 +187,24 @@ class TryLoop(RoundLoop):
 
     def _next(self, row: Row, completion: Completion) -> Request | Completion:
         """What follows on an answer: the row's next try, or its result."""
-        wrong, error = self._first_error(completion)
-        request = row.request
+        checker, request = self._checker(), row.request
+        wrong, error = completion.choices[0], None
+        for choice in completion.choices:
+            if (error := checker.error_of(choice.text)) is not None:
+                wrong = choice
+                break
         tries = self._rows.pop(row.position, None) or _Tries(request.first or request, request.tries + 1)
         if error is not None:
             tries.errors.append(error)
             if (following := self._next_try(tries, wrong, completion)) is not None:
                 self._rows[row.position] = tries
                 return following
-            completion.error = request.invalid(self._sentence(tries, error), "invalid_answer")
+            may_try = self._validation.max_tries > 1 and tries.request.params.greedy
+            same = "; at temperature 0, another try gives the same" if may_try else ""
+            reason = f"no valid answer in {tries.number} tries; {error}"
+            if tries.number == 1:
+                reason = f"the answer is not valid: {error}{same}"
+            completion.error = request.invalid(reason, "invalid_answer")
         completion.validation = {"valid": error is None, "tries": tries.number, "errors": tries.errors}
         if error is not None:
             completion.validation["text"] = wrong.text
@@ -215,7 +220,7 @@ class TryLoop(RoundLoop):
             return None
         if is_told:
             correction = CORRECTION.format(error=tries.errors[-1])
-            tries.messages += [dict(message) for message in completion.tool_messages]
+            tries.messages += map(dict, completion.tool_messages)
             tries.messages += [{"role": "assistant", "content": wrong.text}, {"role": "user", "content": correction}]
         try:
             following = self._inputs.encode(nth_try(request, tries.number + 1, tries.messages))
@@ -224,20 +229,6 @@ class TryLoop(RoundLoop):
             return None
         tries.number += 1
         return following
-
-    def _sentence(self, tries: _Tries, error: str) -> str:
-        if tries.number > 1:
-            return f"no valid answer in {tries.number} tries; {error}"
-        same = "; at temperature 0, another try gives the same" if self._validation.max_tries > 1 else ""
-        return f"the answer is not valid: {error}{same if tries.request.params.greedy else ''}"
-
-    def _first_error(self, completion: Completion) -> tuple[Choice, str | None]:
-        """The first output that is not good, and why; or the first one."""
-        checker = self._checker()
-        for choice in completion.choices:
-            if (error := checker.error_of(choice.text)) is not None:
-                return choice, error
-        return completion.choices[0], None
 
     def _checker(self) -> Checker:
         """That of this thread."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,16 +58,13 @@ def parse_record(line: bytes) -> TokenRecord:
     if check != _checksum(data):
         raise ValueError("the checksum is another one")
     fields = json.loads(data)
-    tokens = fields["tokens"]
-    known = KnownOutput(tokens, _logprobs(tokens, fields.get("logprobs", ())))
-    return TokenRecord(fields["line"], fields["row_key"], fields["request"], fields["output"], fields["start"], known)
-
-
-def _logprobs(tokens: Sequence[int], packed: Sequence[Any]) -> list[TokenLogprobs]:
-    return [
+    tokens, packed = fields["tokens"], fields.get("logprobs", ())
+    logprobs = [
         TokenLogprobs(token, logprob, [(other, value) for other, value in top])
         for token, (logprob, top) in zip(tokens, packed, strict=bool(packed))
     ]
+    known = KnownOutput(tokens, logprobs)
+    return TokenRecord(fields["line"], fields["row_key"], fields["request"], fields["output"], fields["start"], known)
 
 
 def _checksum(data: bytes) -> bytes:
@@ -157,7 +154,8 @@ class TokenJournal:
             os.fsync(self._fd)
             self._note(lines)
             if self._size > 2 * self._live + SLACK_BYTES:
-                self._replace(self._live_lines(self._fd))
+                live = sorted((*place, index) for index, places in self._places.items() for place in places)
+                self._replace([(index, os.pread(self._fd, size, offset)) for offset, size, index in live])
         except OSError as error:
             _log.warning("Tokens are not written to %s any more: %s.", self._path, error.strerror)
             self.close()
@@ -187,7 +185,13 @@ class TokenJournal:
         if resume:
             self._read()
         if self._writes and self.unfinished:  # without what was torn or damaged, so that what follows can be read
-            self._replace([(record.line, format_record(record)) for record in self._records()])
+            whole = (
+                TokenRecord(index, row.key, request, number, 0, known)
+                for index, row in self.unfinished.items()
+                for request, outputs in row.requests.items()
+                for number, known in outputs.items()
+            )
+            self._replace([(record.line, format_record(record)) for record in whole])
         elif self._writes:
             remove_token_journal(self._path)
 
@@ -223,18 +227,6 @@ class TokenJournal:
             [*known.token_ids[:start], *new.token_ids], [*known.logprobs[:start], *new.logprobs]
         )
 
-    def _records(self) -> Iterator[TokenRecord]:
-        """All that is unfinished, with one record for each output."""
-        for index, row in self.unfinished.items():
-            for request, outputs in row.requests.items():
-                for number, known in outputs.items():
-                    yield TokenRecord(index, row.key, request, number, 0, known)
-
-    def _live_lines(self, fd: int) -> Lines:
-        """The lines of rows that are not dropped, in the order of the file."""
-        places = sorted((offset, size, index) for index, places in self._places.items() for offset, size in places)
-        return [(index, os.pread(fd, size, offset)) for offset, size, index in places]
-
     def _replace(self, lines: Lines) -> None:
         """Puts a file with these lines in the place of the one that is there, if there is one."""
         new = _new_path(self._path)
@@ -268,17 +260,15 @@ def is_token_journal(path: Path) -> bool:
     """Whether a file is there, and is one of these, perhaps with a damaged beginning."""
     try:
         with path.open("rb") as file:
-            return file.readline().startswith(MAGIC) or any(map(_is_record, file))
+            if file.readline().startswith(MAGIC):
+                return True
+            for line in file:
+                with suppress(ValueError, KeyError, TypeError):
+                    parse_record(line)
+                    return True
     except OSError:
-        return False
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        parse_record(line)
-    except (ValueError, KeyError, TypeError):
-        return False
-    return True
+        pass
+    return False
 
 
 def remove_token_journal(path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Self
@@ -18,11 +18,7 @@ from cbatch.batch.journal import SUPERSEDED, Journal, with_check
 from cbatch.batch.lines import Line
 from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume, with_key
 from cbatch.batch.row import Row
-from cbatch.batch.token_journal import (
-    is_token_journal,
-    remove_token_journal,
-    token_journal_of,
-)
+from cbatch.batch.token_journal import is_token_journal, remove_token_journal, token_journal_of
 
 SYNC_SECONDS = 0.5
 """Age at which rows that were written are synced to disk."""
@@ -146,7 +142,10 @@ class FileWriter(RowWriter):
         require_file(path)
         self._name = str(path)
         self._path = path.resolve()
-        self._ordered_path = self._path.with_name(f".{_short(self._path.name)}.cbatch-sorting")
+        encoded = os.fsencode(self._path.name)
+        is_short = len(encoded) < 200  # else something added to it would make it too long
+        stem = self._path.name if is_short else hashlib.blake2b(encoded, digest_size=16).hexdigest()
+        self._ordered_path = self._path.with_name(f".{stem}.cbatch-sorting")
         self.tokens_path = token_journal_of(self._path)
         """Where tokens of rows that are not finished may lie. They are removed when all rows are."""
         self._input_order = input_order
@@ -168,14 +167,12 @@ class FileWriter(RowWriter):
         return os.fdopen(os.open(self._ordered_path, flags, 0o600), "wb", 2**20)
 
     def _lock(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_current = os.path.samestat(os.fstat(self._fd), self._path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            is_current = False
-        if not is_current:  # the other run may also just have replaced the file
-            os.close(self._fd)
-            raise ConfigError(f"Another run is writing {self._name}.")
+            if self._is_at_path(os.fstat(self._fd)):  # the other run may also just have replaced the file
+                return
+        os.close(self._fd)
+        raise ConfigError(f"Another run is writing {self._name}.")
 
     @property
     def resume_hint(self) -> str:
@@ -205,13 +202,7 @@ class FileWriter(RowWriter):
         os.fsync(self._fd)
         sync_folder(self._path.parent)
 
-    def resume(
-        self,
-        journal: Journal,
-        lines: Iterator[Line],
-        keyed: Keyed,
-        how: Resuming = KEEP,
-    ) -> ResumePlan:
+    def resume(self, journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resuming = KEEP) -> ResumePlan:
         """Starts where an earlier run ended, and returns which of its rows are kept.
 
         journal: what `journal` has read
@@ -229,13 +220,17 @@ class FileWriter(RowWriter):
                 f"{self.if_changed}."
             )
         self.start(journal)
-        self._write_again(journal, plan.rekeyed)
+        for number in plan.rekeyed:  # are written again with the keys that are in the journal by now
+            index, data = journal.indices[number], with_key(self._read(journal, number), journal.key(number))
+            assert data is not None
+            journal.indices[number] = SUPERSEDED
+            self._append([(index, data)])
         return plan
 
     def kept_rows(self) -> Iterator[tuple[int, bytes]]:
         """The rows that `resume` has kept, as (index of the line, bytes of the row) in the order of the input."""
         for number in self._journal.rows(input_order=True):
-            yield self._journal.indices[number], self._row(number)
+            yield self._journal.indices[number], self._read(self._journal, number)
 
     def write(self, rows: Sequence[Row]) -> Iterable[int]:
         self._append([(row.index, row.data) for row in rows])
@@ -252,7 +247,11 @@ class FileWriter(RowWriter):
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         self._sync()
         self._is_new = False
-        self._check_unchanged()
+        status = os.fstat(self._fd)
+        if status.st_size != self._journal.end:
+            raise RunFailed(f"Another process wrote to {self._name} during the run; the file is left as it is.")
+        if not self._is_at_path(status):
+            raise RunFailed(f"{self._name} was removed or replaced during the run; its rows are lost.")
         try:
             self._complete(raise_if_interrupted)
         except OSError as error:
@@ -288,29 +287,16 @@ class FileWriter(RowWriter):
         does = "goes on with what was begun" if is_token_journal(self.tokens_path) else "starts again"
         return f" No row was finished; {self.resume_with} {does}."
 
-    def _write_again(self, journal: Journal, numbers: Iterable[int]) -> None:
-        """Writes rows of the journal with the keys that are in it by now."""
-        for number in numbers:
-            index, data = journal.indices[number], with_key(self._read(journal, number), journal.key(number))
-            assert data is not None
-            journal.indices[number] = SUPERSEDED
-            self._append([(index, data)])
-
     def _check_no_tokens(self) -> None:
         if is_token_journal(self.tokens_path):
             raise ConfigError(f"{self.tokens_path} has unfinished answers of an earlier run; {self.if_not_empty}.")
 
-    def _check_unchanged(self) -> None:
-        """Raises RunFailed if another process wrote to the file, moved it or removed it."""
-        status = os.fstat(self._fd)
-        if status.st_size != self._journal.end:
-            raise RunFailed(f"Another process wrote to {self._name} during the run; the file is left as it is.")
+    def _is_at_path(self, status: os.stat_result) -> bool:
+        """Whether the open file, which has this status, is the one that has its name."""
         try:
-            is_there = os.path.samestat(status, self._path.stat())
+            return os.path.samestat(status, self._path.stat())
         except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            raise RunFailed(f"{self._name} was removed or replaced during the run; its rows are lost.")
+            return False
 
     def _sync(self) -> None:
         if self._unsynced_since is None:
@@ -331,11 +317,8 @@ class FileWriter(RowWriter):
         """The current rows in the order of the output."""
         for number in self._journal.rows(input_order=self._input_order):
             raise_if_interrupted()
-            row = self._row(number)
+            row = self._read(self._journal, number)
             yield row if self._journal.has_check(number) else with_check(row)
-
-    def _row(self, number: int) -> bytes:
-        return self._read(self._journal, number)
 
     def _read(self, journal: Journal, number: int) -> bytes:
         start, stop = journal.span(number)
@@ -360,12 +343,6 @@ def require_file(path: Path) -> None:
     """Raises ConfigError for a folder, a device and the like."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"Cannot write {str(path)!r}: a file is needed.")
-
-
-def _short(name: str) -> str:
-    """A file's name, or its hash if the name is too long to add to it."""
-    encoded = os.fsencode(name)
-    return name if len(encoded) < 200 else hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,8 +10,7 @@ from time import monotonic
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
 from cbatch.batch.driver import ReplicaStatus
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.replicas.connection import ReplicaLauncher
 from cbatch.replicas.keys import KeyMaking

@@ -7,8 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.replicas.dispatcher import MAX_DEATHS
 from cbatch.replicas.supervisor import IDLE_SECONDS, Job, Life, SharedState
 

@@ -17,9 +17,8 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, RequestError
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.connection import (
     LINGER_SECONDS,
@@ -59,7 +58,8 @@ class Replica:
 
     def keys(self, options: RowOptions, lines: list[Line]) -> list[str]:
         """The keys of the lines' rows of output. Raises RequestError if the options' defaults are wrong."""
-        return [key for _, key in LineProcessor.of(self._engine.core, options).keyed(lines)]
+        processor = LineProcessor.of(self._engine.core, options)
+        return [processor.key(line) for line in lines]
 
     def begin(self, options: RowOptions) -> None:
         """Begins a new batch. What is left of the one before is cancelled.

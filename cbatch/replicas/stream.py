@@ -19,9 +19,8 @@ from typing import Any
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
 from cbatch.batch.driver import WINDOW_BYTES, RowStream
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.replicas.connection import MAX_MESSAGE_BYTES, FinishedRow, linger_s
 from cbatch.replicas.dispatcher import MAX_DEATHS, Dispatcher, beginnings
 from cbatch.replicas.supervisor import IDLE_SECONDS, Job, Life, SharedState

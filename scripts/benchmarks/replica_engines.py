@@ -24,8 +24,7 @@ from typing import Any
 from cbatch import Engine, EngineConfig
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.replicas.connection import ReplicaConnection
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import LocalLauncher, find_places

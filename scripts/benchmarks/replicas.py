@@ -27,10 +27,9 @@ from unittest.mock import patch
 
 from cbatch.base.config import EngineConfig
 from cbatch.batch.journal import Journal
-from cbatch.batch.lines import Line, read_lines
+from cbatch.batch.lines import Line, RowOptions, read_lines
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row import RowOutcome
-from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine.stats import total_stats

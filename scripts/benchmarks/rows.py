@@ -22,9 +22,8 @@ import torch
 from cbatch import Engine, EngineConfig
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.journal import Journal
-from cbatch.batch.lines import read_lines
+from cbatch.batch.lines import RowOptions, read_lines
 from cbatch.batch.pipeline import Pipeline
-from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
 from cbatch.runtime.interpreter import tune_process

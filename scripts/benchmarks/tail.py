@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from cbatch import Engine, EngineConfig
 from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.engine.stats import StepRecord
 from scripts.benchmarks.harness import Report, at_least_one
 from scripts.benchmarks.models import FreeModel

@@ -19,8 +19,8 @@ from cbatch.batch.answer_cache import FILE_NAME, CacheConfig, _checksum
 from cbatch.batch.cached_outputs import CachedOutputs
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import RowOptions
 from cbatch.batch.python_rows import lines_of
-from cbatch.batch.row_options import RowOptions
 from cbatch.requests import recorded_outputs
 from cbatch.requests.completion import Completion
 from tests.support.model_folder import save_model

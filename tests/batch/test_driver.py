@@ -18,10 +18,9 @@ from cbatch.base.template_options import TemplateOptions
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.journal import Journal
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.resume import Resuming, plan_resume
 from cbatch.batch.row import RowOutcome, format_row
-from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 
 OPTIONS = RowOptions(

@@ -7,15 +7,23 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError, RequestError
-from cbatch.batch.jinja_template import JinjaTemplate, read_template
+from cbatch.batch.templates import JinjaTemplate
 
+PATH = Path("t.jinja")
 ROW = {"city": "Oslo", "tags": ["a", "b"], "note": None, "two words": "x"}
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_template_sees_the_columns() -> None:
     """Guards loops, filters, columns that Jinja cannot name, and the newline at the end of a file."""
-    text = "In {{ city | upper }}:{% for tag in tags %} {{ loop.index }}{{ tag }}{% endfor %} {{ row['two words'] }}\n"
-    template = JinjaTemplate(text, "t.jinja")
+    PATH.write_text(
+        "In {{ city | upper }}:{% for tag in tags %} {{ loop.index }}{{ tag }}{% endfor %} {{ row['two words'] }}\n"
+    )
+    template = JinjaTemplate(PATH)
     assert template.render(ROW) == "In OSLO: 1a 2b x"
     assert template.names == ["city", "tags"]
 
@@ -35,16 +43,16 @@ def test_a_template_sees_the_columns() -> None:
 )
 def test_what_a_row_cannot_be_rendered_with(text: str, message: str) -> None:
     """Guards rows: whatever a template raises, also at the walls of its sandbox, is an error of that row."""
+    PATH.write_text(text)
     with pytest.raises(RequestError, match=message) as raised:
-        JinjaTemplate(text, "t.jinja").render(ROW)
+        JinjaTemplate(PATH).render(ROW)
     assert raised.value.code == "template_error"
 
 
-def test_a_file_that_is_no_template(tmp_path: Path) -> None:
+def test_a_file_that_is_no_template() -> None:
     """Guards the start of a run against a template with a mistake, and one that is not there."""
-    path = tmp_path / "t.jinja"
-    path.write_text("a\n{% if %}")
+    PATH.write_text("a\n{% if %}")
     with pytest.raises(ConfigError, match=r"The template .*t.jinja, line 2 cannot be read: Expected an expression"):
-        read_template(path)
+        JinjaTemplate(PATH)
     with pytest.raises(ConfigError, match=r"Cannot read the template .*No such file"):
-        read_template(tmp_path / "none.jinja")
+        JinjaTemplate(Path("none.jinja"))

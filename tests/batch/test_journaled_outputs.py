@@ -16,8 +16,8 @@ from cbatch.batch import journaled_outputs
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.journaled_outputs import JournaledOutputs
 from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import RowOptions
 from cbatch.batch.python_rows import lines_of
-from cbatch.batch.row_options import RowOptions
 from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.requests.completion import Completion
 from cbatch.tools.tool import load_tools

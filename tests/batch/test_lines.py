@@ -16,10 +16,9 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.batch import lines
 from cbatch.batch.driver import Window, default_window, weight_of
-from cbatch.batch.jsonl import parse_line
-from cbatch.batch.lines import Line, LineSpool, read_lines
+from cbatch.batch.line_processor import parse_line
+from cbatch.batch.lines import Line, LineSpool, RowOptions, read_lines
 from cbatch.batch.row import format_row
-from cbatch.batch.row_options import RowOptions
 from cbatch.requests import rows
 
 

@@ -22,9 +22,8 @@ from cbatch.base.errors import Interrupted
 from cbatch.base.request import RequestDefaults
 from cbatch.batch import lines as lines_module
 from cbatch.batch.engine_driver import EngineDriver, EngineStream
-from cbatch.batch.lines import read_lines
+from cbatch.batch.lines import RowOptions, read_lines
 from cbatch.batch.pipeline import Pipeline
-from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import StreamWriter
 from cbatch.cli.main import run_command
 from cbatch.cli.run.stats import RunStats

@@ -22,9 +22,9 @@ from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch import rounds
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.lines import RowOptions
 from cbatch.batch.python_rows import lines_of
 from cbatch.batch.rounds import ToolLoop
-from cbatch.batch.row_options import RowOptions
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
@@ -186,7 +186,7 @@ def test_a_conversation_that_grows_too_long_ends_with_its_last_answer(engine: En
 
 def test_a_check_that_breaks_ends_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the run against waiting for ever for a row whose check has raised."""
-    monkeypatch.setattr(rounds.TryLoop, "_first_error", lambda self, completion: 1 / 0)
+    monkeypatch.setattr(rounds.Checker, "error_of", lambda self, text: 1 / 0)
     for row in run(engine, validate="regex=a"):
         assert row.error is not None and row.error.code == "internal_error" and "ZeroDivisionError" in str(row.error)
 

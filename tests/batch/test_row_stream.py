@@ -15,8 +15,7 @@ from cbatch.base.errors import EngineError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 

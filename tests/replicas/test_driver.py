@@ -19,9 +19,8 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, ModelError, RequestError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import total_stats
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas import keys as keys_module

@@ -17,8 +17,7 @@ from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.driver import ReplicaDriver
 from tests.support.fake_replicas import wait_until

@@ -14,9 +14,8 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.replicas import replica as replica_module
 from cbatch.replicas.connection import FinishedRow
 from cbatch.replicas.driver import ReplicaDriver

@@ -13,10 +13,8 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults
-from cbatch.batch.jsonl import parse_line
-from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.line_processor import LineProcessor, parse_line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
 

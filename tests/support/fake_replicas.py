@@ -11,9 +11,8 @@ from typing import Any
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import RowOutcome
-from cbatch.batch.row_options import RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.isolate.worker import WorkerDied
 from cbatch.replicas.connection import FinishedRow, ReplicaInfo, Reply

@@ -20,10 +20,9 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.journal import Journal
-from cbatch.batch.lines import Line, read_lines
+from cbatch.batch.lines import Line, RowOptions, read_lines
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.batch.writer import FileWriter
 from cbatch.isolate.worker import Worker
 from cbatch.replicas.connection import LINGER_SECONDS, Reply

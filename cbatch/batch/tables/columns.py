@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
+from itertools import count
 from typing import Any
 
 from cbatch.base.errors import RequestError
@@ -69,18 +70,13 @@ def input_names(columns: Iterable[str], taken: Collection[str]) -> dict[str, str
 
     Else it is `input_NAME`, then `input_NAME_2` and so on.
     """
-    names = list(columns)
-    used = {*taken, *names}
-    made = {}
-    for name in names:
-        if name not in taken:
-            made[name] = name
-            continue
-        free, number = f"input_{name}", 2
-        while free in used:
-            free, number = f"input_{name}_{number}", number + 1
-        used.add(free)
-        made[name] = free
+    made = {name: name for name in columns}
+    used = {*taken, *made}
+    for name in made:
+        if name in taken:
+            numbered = (f"input_{name}{f'_{number}' if number > 1 else ''}" for number in count(1))
+            made[name] = next(free for free in numbered if free not in used)
+            used.add(made[name])
     return made
 
 

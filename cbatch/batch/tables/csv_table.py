@@ -8,7 +8,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from typing import IO, Any
+from itertools import chain
+from typing import IO
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.units import format_count
@@ -35,7 +36,7 @@ class CsvTable:
         first = self._first_line(name)
         if delimiter is None:
             delimiter = ";" if ";" in first and "," not in first else ","
-        self._lines.put_back(first)
+        self._lines.put_back.append(first)
         self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
         self.names = self._header(name)
 
@@ -50,9 +51,9 @@ class CsvTable:
             except StopIteration:
                 return
             except _RecordTooLong:
-                error = RequestError(
-                    "line_too_long", f"it is longer than {MAX_LINE_BYTES >> 20} MiB{self._quote_hint()}"
-                )
+                lines = self._lines.number - self._lines.begun_at + 1
+                hint = f" ({lines:,} lines: a quote may have been left open)" if lines > 1 else ""
+                error = RequestError("line_too_long", f"it is longer than {MAX_LINE_BYTES >> 20} MiB{hint}")
             except csv.Error as raised:
                 error = RequestError("invalid_row", self._reason(raised))
             if values or error is not None:
@@ -103,10 +104,6 @@ class CsvTable:
             return "a carriage return stands in a value that is not quoted"
         return str(error)
 
-    def _quote_hint(self) -> str:
-        lines = self._lines.number - self._lines.begun_at + 1
-        return f" ({lines:,} lines: a quote may have been left open)" if lines > 1 else ""
-
 
 def check_names(names: list[str], table: str) -> None:
     """Raises ConfigError if two columns have the same name."""
@@ -125,27 +122,24 @@ class _Lines(Iterator[str]):
     number:         lines read so far
     begun_at:       number of the first line of the record
     encoding_error: why the record is not valid UTF-8, or None
+    put_back:       lines that come next, the last one first
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
-        self._put_back: list[str] = []
-        self._size = 0
-        self.number = 0
+        self.put_back: list[str] = []
+        self._size = self.number = 0
         self.begun_at = 1
         self.encoding_error: str | None = None
 
     def begin(self) -> None:
         """A record begins with the next line."""
-        if not self._put_back:
+        if not self.put_back:
             self._size, self.begun_at, self.encoding_error = 0, self.number + 1, None
 
-    def put_back(self, line: str) -> None:
-        self._put_back.append(line)
-
     def __next__(self) -> str:
-        if self._put_back:
-            return self._put_back.pop()
+        if self.put_back:
+            return self.put_back.pop()
         data = self._stream.readline(MAX_LINE_BYTES + 2)
         if not data:
             raise StopIteration
@@ -170,22 +164,11 @@ def write_text(file: IO[bytes], form: OutputForm, kind: Compression | None, colu
         if form == "jsonl":
             target.writelines(rows())
             return
-        format_record = _RecordFormat("\t" if form == "tsv" else ",")
-        target.write(format_record([column.name for column in columns]))
-        for row in rows():
-            target.write(format_record(map(as_text, values_of(json.loads(row), columns))))
-
-
-class _RecordFormat:
-    """Formats records of CSV that end with a newline alone, and quotes what any reader would take for a line end."""
-
-    def __init__(self, delimiter: str) -> None:
-        self._buffer = io.StringIO()
-        self._writer = csv.writer(self._buffer, delimiter=delimiter, lineterminator="\r\n")
-
-    def __call__(self, values: Any) -> bytes:
-        self._writer.writerow(values)
-        text = self._buffer.getvalue().removesuffix("\r\n")
-        self._buffer.seek(0)
-        self._buffer.truncate()
-        return text.encode() + b"\n"
+        buffer = io.StringIO()  # with a terminator of \r\n, what any reader would take for a line end is quoted
+        writer = csv.writer(buffer, delimiter="\t" if form == "tsv" else ",", lineterminator="\r\n")
+        names = [column.name for column in columns]
+        for values in chain([names], (map(as_text, values_of(json.loads(row), columns)) for row in rows())):
+            writer.writerow(values)
+            target.write(buffer.getvalue().removesuffix("\r\n").encode() + b"\n")
+            buffer.seek(0)
+            buffer.truncate()

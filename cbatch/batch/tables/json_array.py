@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import IO
 
 from cbatch.batch.forms import CHUNK
@@ -28,7 +29,8 @@ def read_array(stream: IO[bytes]) -> Iterator[Line]:
 
     Raises ValueError if the stream is no array, or ends or goes on in the wrong place.
     """
-    chunks = _chunks(stream)
+    read_some = getattr(stream, "read1", stream.read)  # what is there, without waiting for a whole chunk
+    chunks: Iterator[bytes] = iter(partial(read_some, CHUNK), b"")
     first = read = b""
     while len(first) < len(BOM) and (chunk := next(chunks, b"")):
         read += chunk
@@ -43,12 +45,6 @@ def read_array(stream: IO[bytes]) -> Iterator[Line]:
         raise ValueError(f"the JSON array ends in row {scanner.index + 1}; the file may be cut off")
 
 
-def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    read = getattr(stream, "read1", stream.read)  # what is there, without waiting for a whole chunk
-    while data := read(CHUNK):
-        yield data
-
-
 class _Scanner:
     """Finds where elements end, from brackets, quotes and backslashes alone; a chunk may end anywhere.
 
@@ -56,11 +52,8 @@ class _Scanner:
     """
 
     def __init__(self) -> None:
-        self.index = 0
-        self.is_closed = False
-        self._depth = 1
-        self._in_string = False
-        self._is_escaped = False
+        self.index, self._depth = 0, 1
+        self.is_closed = self._in_string = self._is_escaped = False
         self._kept = bytearray()
         self._digest: hashlib.blake2b | None = None
         """Of an element that is too long to be kept."""
@@ -75,16 +68,20 @@ class _Scanner:
             if (line := self._element()) is not None:
                 yield line
             start = end + 1
-        if self.is_closed:
-            self._check_rest(data[start:])
-        else:
+        if not self.is_closed:
             self._keep(data[start:])
+        elif data[start:].strip(_BLANK):
+            raise ValueError("something stands behind the end of the JSON array")
 
     def _ends(self, data: bytes) -> tuple[list[int], bool]:
         """Where elements end in the next bytes, and whether the last of them ends the array."""
         import numpy as np
 
-        kinds = np.frombuffer(self._without_escapes(data).translate(_KINDS), np.uint8)
+        if self._is_escaped:
+            data = b" " + data[1:]
+        data = _ESCAPE.sub(b"  ", data)  # a backslash and what it escapes, which may be in the next bytes
+        self._is_escaped = data.endswith(b"\\")
+        kinds = np.frombuffer(data.translate(_KINDS), np.uint8)
         quotes = np.flatnonzero(kinds == _QUOTE)
         places = np.flatnonzero((kinds != _OTHER) & (kinds != _QUOTE))
         places = places[(np.searchsorted(quotes, places) + self._in_string) % 2 == 0]
@@ -96,14 +93,6 @@ class _Scanner:
         places, depths, kinds = (one[: closing[0] + 1] if len(closing) else one for one in (places, depths, kinds))
         found: list[int] = places[((kinds == _COMMA) & (depths == 1)) | (depths == 0)].tolist()
         return found, bool(len(closing))
-
-    def _without_escapes(self, data: bytes) -> bytes:
-        """The bytes with others in place of a backslash and what it escapes, which may be in the next ones."""
-        if self._is_escaped:
-            data = b" " + data[1:]
-        data = _ESCAPE.sub(b"  ", data)
-        self._is_escaped = data.endswith(b"\\")
-        return data
 
     def _keep(self, data: bytes) -> None:
         if self._digest is None and len(self._kept) + len(data) > MAX_LINE_BYTES:
@@ -123,7 +112,3 @@ class _Scanner:
             return None
         index, self.index = self.index, self.index + 1
         return Line(index, data) if digest is None else Line(index, None, digest.digest())
-
-    def _check_rest(self, data: bytes) -> None:
-        if data.strip(_BLANK):
-            raise ValueError("something stands behind the end of the JSON array")

@@ -47,19 +47,16 @@ class ParquetTable:
 
     def rows(self) -> Iterator[TableRow]:
         index = 0
-        for batch in self._file.iter_batches(self._batch_rows()):
+        metadata = self._file.metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1)
+        batch_rows = max(min(int(BATCH_BYTES / max(largest, 1)), BATCH_ROWS), 1)  # few, if rows are large on average
+        for batch in self._file.iter_batches(batch_rows):
             columns = [_values(column) for column in batch.columns]
             for number in range(batch.num_rows):
                 row = {name: values[number] for name, values in zip(self.names, columns, strict=True)}
                 yield TableRow(index, f"row {index + 1}", row)
                 index += 1
-
-    def _batch_rows(self) -> int:
-        """Rows that are read at once: few, if those of a row group are large on average."""
-        metadata = self._file.metadata
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1)
-        return max(min(int(BATCH_BYTES / max(largest, 1)), BATCH_ROWS), 1)
 
 
 def is_written_as_text(kind: Any) -> bool:
@@ -108,7 +105,7 @@ def write_parquet(file: IO[bytes], columns: list[Column], rows: Rows, types: Map
 
     Values without a type in common are text: JSON, if they are no text.
     """
-    kept = {name: kind for name, kind in types.items() if _is_restorable(kind)}
+    kept = {name: kind for name, kind in types.items() if is_written_as_text(kind) or _is_native(kind)}
     while True:
         try:
             _write_groups(file, columns, rows, kept)
@@ -180,12 +177,8 @@ def _inferred(kinds: Kinds) -> Any:
     return {Kinds.BOOL: pyarrow.bool_(), Kinds.INT: pyarrow.int64()}.get(kinds, pyarrow.string())
 
 
-def _is_restorable(kind: Any) -> bool:
-    """Whether pyarrow makes this type again of values that were JSON in between."""
-    return is_written_as_text(kind) or _is_native(kind)
-
-
 def _is_native(kind: Any) -> bool:
+    """Whether pyarrow makes this type of values as JSON has them."""
     from pyarrow import types
 
     if types.is_struct(kind):

@@ -14,7 +14,6 @@ from typing import IO, Any
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.strict_json import parse_json_object, parse_json_value
 from cbatch.batch.forms import READ_ERRORS, TABLES, WHOLE, InputForm, Shard, decompressed, first_bytes, unit_of
-from cbatch.batch.jsonl import line_text
 from cbatch.batch.lines import BOM, Line, LineSpool, read_lines
 from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, earlier_error, is_result
 from cbatch.batch.tables.csv_table import CsvTable
@@ -44,8 +43,13 @@ def line_of(row: TableRow, template: ColumnTemplate | None, *, is_text: bool = F
                 raise RequestError("invalid_row", problem)
         if is_text:
             columns = {name: text for name, text in columns.items() if text or name not in ID_FIELDS}
-        if error is None:
-            fields = _templated(columns, template) if template is not None else _fields(columns, is_text=is_text)
+        if error is None and template is not None:
+            if isinstance(template, PromptTemplate):  # shows values as they are
+                fields = {"prompt": template.render({name: as_text(value) for name, value in columns.items()})}
+            else:
+                fields = {"prompt": template.render(columns)}
+        elif error is None:
+            fields = _fields(columns, is_text=is_text)
     except RequestError as raised:
         error = RequestError(raised.code, f"{row.where}: {raised}")
     data = json.dumps({"columns": columns, "row": fields}).encode()
@@ -57,7 +61,7 @@ def row_of_line(line: Line, unit: str, *, is_text: bool) -> TableRow:
     """The columns of a line of JSON, or of a line of text, which is the column `prompt`."""
     where = f"{unit} {line.index + 1}"
     try:
-        text = line_text(line, where)
+        text = line.text(where)
         columns = {"prompt": text} if is_text else parse_json_object(text, where, "a row")
     except RequestError as error:
         return TableRow(line.index, where, {}, error)
@@ -90,13 +94,6 @@ def _fields(columns: Mapping[str, Any], *, is_text: bool) -> dict[str, Any]:
         elif value is not None and not (is_text and value == ""):
             fields[name] = _value(value) if is_text and name not in _TEXTS else value
     return fields
-
-
-def _templated(columns: Mapping[str, Any], template: ColumnTemplate) -> dict[str, Any]:
-    """The fields of the row that a template makes. Raises RequestError."""
-    if isinstance(template, PromptTemplate):  # shows values as they are
-        columns = {name: as_text(value) for name, value in columns.items()}
-    return {"prompt": template.render(columns)}
 
 
 def _value(text: str) -> Any:
@@ -163,9 +160,11 @@ class RowInput:
 
     def lines(self) -> Iterator[Line]:
         """The lines from the beginning; only once, unless the stream can be read again (see `read_twice`)."""
-        if self._form in TABLES:
-            return self._table_lines()
-        return self._text_lines()
+        if self._form not in TABLES:
+            return self._text_lines()
+        table, self._table = self._table or self._open_table(), None
+        is_text = isinstance(table, CsvTable)
+        return (line_of(row, self._template, is_text=is_text) for row in table.rows() if row.index in self._shard)
 
     def read_twice(self) -> tuple[Iterator[Line], Callable[[], Iterator[Line]]]:
         """The lines, and what gives them once more from the beginning. What comes from a pipe is kept in a file."""
@@ -186,16 +185,16 @@ class RowInput:
         path = Path(self.name)
         if self._start != 0 or self._form == "json" or not path.is_file():
             return None
+        has_quotes = self._form in TABLES
+        lines = quotes = 0
         with path.open("rb") as file:
             if decompressed(file) is not file:
                 return None
-            lines = _count_lines(file, has_quotes=self._form in TABLES)
-        return self._shard.size(max(lines - (self._form in TABLES), 0))
-
-    def _table_lines(self) -> Iterator[Line]:
-        table, self._table = self._table or self._open_table(), None
-        is_text = isinstance(table, CsvTable)
-        return (line_of(row, self._template, is_text=is_text) for row in table.rows() if row.index in self._shard)
+            while data := file.read(2**20):
+                parts = data.split(b'"') if has_quotes else [data]
+                lines += sum(part.count(b"\n") for part in parts[quotes % 2 :: 2])  # those that are not quoted
+                quotes += len(parts) - 1
+        return self._shard.size(max(lines - has_quotes, 0))
 
     def _text_lines(self) -> Iterator[Line]:
         """A pipe is not waited for before the first line is asked for."""
@@ -246,16 +245,3 @@ class RowInput:
 
     def close(self) -> None:
         self.stream.close()
-
-
-def _count_lines(file: IO[bytes], *, has_quotes: bool) -> int:
-    """Number of line ends; with quotes, of those that stand outside of them."""
-    count, quotes = 0, 0
-    while data := file.read(2**20):
-        if not has_quotes:
-            count += data.count(b"\n")
-            continue
-        parts = data.split(b'"')
-        count += sum(part.count(b"\n") for part in parts[quotes % 2 :: 2])
-        quotes += len(parts) - 1
-    return count

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.forms import (
@@ -31,33 +31,22 @@ from cbatch.batch.writer import FileWriter, require_file
 def read_keys(path: Path, name: str, form: OutputForm) -> Journal:
     """A journal that knows which rows a table holds, and not where. Raises ConfigError if it is no table of results."""
     journal = Journal()
-    with path.open("rb") as file:
-        if form == "jsonl":
-            return _read_lines(file, name)
-        for columns in _rows(file, name, form):
-            if not is_result(columns):
-                raise ConfigError(f"{name} is not a table of results; --overwrite replaces it.")
-            journal.append(int(columns["index"]), 0)
-            journal.keys += bytes.fromhex(columns["key"])
-            journal.failed.append(bool(columns["error_code"]))
+    try:
+        with path.open("rb") as file:
+            if form == "jsonl":
+                return Journal.read(decompressed(file), name)
+            delimiter = "\t" if form == "tsv" else ","
+            table = ParquetTable(file, name) if form == "parquet" else CsvTable(decompressed(file), name, delimiter)
+            for row in table.rows():
+                columns = row.columns
+                if not is_result(columns):
+                    raise ConfigError(f"{name} is not a table of results; --overwrite replaces it.")
+                journal.append(int(columns["index"]), 0)
+                journal.keys += bytes.fromhex(columns["key"])
+                journal.failed.append(bool(columns.get("error_code")))
+    except READ_ERRORS as error:
+        raise ConfigError(f"{name} cannot be read: {error}.") from error
     return journal
-
-
-def _read_lines(file: IO[bytes], name: str) -> Journal:
-    try:
-        return Journal.read(decompressed(file), name)
-    except READ_ERRORS as error:
-        raise ConfigError(f"{name} cannot be read: {error}.") from error
-
-
-def _rows(file: IO[bytes], name: str, form: OutputForm) -> Iterator[Mapping[str, Any]]:
-    try:
-        delimiter = "\t" if form == "tsv" else ","
-        table = ParquetTable(file, name) if form == "parquet" else CsvTable(decompressed(file), name, delimiter)
-        for row in table.rows():
-            yield {"error_code": None} | row.columns
-    except READ_ERRORS as error:
-        raise ConfigError(f"{name} cannot be read: {error}.") from error
 
 
 JOURNAL_ENDING = ".journal.jsonl"
@@ -102,7 +91,7 @@ class TableWriter(FileWriter):
 
     @property
     def has_content(self) -> bool:
-        return self._has_journal or self._has_table
+        return self._has_journal or (self._table_path.is_file() and self._table_path.stat().st_size > 0)
 
     def check_empty(self) -> None:
         if self.has_content:
@@ -114,13 +103,7 @@ class TableWriter(FileWriter):
         """Reads the journal; or the keys of the table, if the journal was removed because all rows are good."""
         return super().journal() if self._has_journal else read_keys(self._table_path, self._table_name, self._form)
 
-    def resume(
-        self,
-        journal: Journal,
-        lines: Iterator[Line],
-        keyed: Keyed,
-        how: Resuming = KEEP,
-    ) -> ResumePlan:
+    def resume(self, journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resuming = KEEP) -> ResumePlan:
         """The same for a finished table whose journal was removed, if all its rows fit: nothing can be added to it."""
         if self._has_journal:
             return super().resume(journal, lines, keyed, how)
@@ -146,21 +129,7 @@ class TableWriter(FileWriter):
             super().finish(raise_if_interrupted)
 
     def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
-        if self._make_table(raise_if_interrupted):
-            self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
-        else:
-            self._path.unlink()
-
-    @property
-    def _has_journal(self) -> bool:
-        return os.fstat(self._fd).st_size > 0
-
-    @property
-    def _has_table(self) -> bool:
-        return self._table_path.is_file() and self._table_path.stat().st_size > 0
-
-    def _make_table(self, raise_if_interrupted: Callable[[], None]) -> int:
-        """Makes the table of the journal. Returns the number of errors."""
+        """Makes the table of the journal."""
         rows = partial(self._ordered_rows, raise_if_interrupted)
         layout = TableLayout()
         for row in rows():
@@ -172,7 +141,14 @@ class TableWriter(FileWriter):
                 write_parquet(target, columns, rows, self._types)
             else:
                 write_text(target, self._form, self._compression, columns, rows)
-        return layout.errors
+        if layout.errors:
+            self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
+        else:
+            self._path.unlink()
+
+    @property
+    def _has_journal(self) -> bool:
+        return os.fstat(self._fd).st_size > 0
 
 
 def check_output(form: OutputForm, compression: Compression | None) -> None:

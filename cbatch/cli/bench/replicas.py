@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import RequestDefaults
-from cbatch.batch.lines import Line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.results import MeasuredRun, ReplicaMetrics
 from cbatch.cli.bench.workload import Workload

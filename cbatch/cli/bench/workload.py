@@ -178,8 +178,7 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
     from cbatch.base.request import RequestDefaults
     from cbatch.batch.forms import TABLES
     from cbatch.batch.line_processor import LineProcessor
-    from cbatch.batch.lines import checked_lines
-    from cbatch.batch.row_options import RowOptions
+    from cbatch.batch.lines import RowOptions, checked_lines
     from cbatch.requests.completion import Completion
 
     form = asked_form or input_form(path)

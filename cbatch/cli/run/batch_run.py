@@ -12,11 +12,10 @@ from cbatch.base.errors import ConfigError, ReaderGone
 from cbatch.base.units import format_count
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.journal import Journal
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.resume import ResumePlan, Resuming
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import FileWriter, RowWriter
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
@@ -42,8 +41,14 @@ def run_batch(
 
     while_running: a context for the time in which the run may be interrupted
     """
-    quiet, total = options.quiet, None if options.quiet else source.count()
-    row_options = _with_token_journal(options, output, driver)
+    total = None if options.quiet else source.count()
+    row_options = options.row_options()
+    if isinstance(output, FileWriter) and not driver.each():
+        if not options.resume:
+            output.drop_tokens()
+        row_options = replace(row_options, token_journal=options.token_journal(output.tokens_path))
+    elif isinstance(output, FileWriter) and options.journal_tokens:
+        raise ConfigError("--journal-tokens is for one engine; it does not go with replicas.")
     stream = driver.open(row_options, window=options.window)  # raises before the output changes
     stats.attach(driver, stream)
     plan = ResumePlan()
@@ -69,25 +74,11 @@ def run_batch(
             pipeline.run(plan.with_history(lines), on_rows, kept=plan, max_errors=options.max_errors)
     finally:
         stats.detach()
-        if not quiet and not isinstance(sys.exception(), ReaderGone):
+        if not options.quiet and not isinstance(sys.exception(), ReaderGone):
             for line in stats.summary(driver):
                 notice(line)
             if output.note:
                 notice(output.note)
-
-
-def _with_token_journal(options: RunOptions, output: RowWriter, driver: BatchDriver) -> RowOptions:
-    """What holds for every row, and where tokens are kept. Raises ConfigError if they cannot be."""
-    row_options = options.row_options()
-    if not isinstance(output, FileWriter):
-        return row_options
-    if driver.each():
-        if options.journal_tokens:
-            raise ConfigError("--journal-tokens is for one engine; it does not go with replicas.")
-        return row_options
-    if not options.resume:
-        output.drop_tokens()
-    return replace(row_options, token_journal=options.token_journal(output.tokens_path))
 
 
 def _prepare_file(
@@ -120,13 +111,8 @@ def _prepare_file(
         plan = output.resume(journal, first, keyed, how)
     if not plan.fits:
         output.resume_with = "--resume --recompute-changed"
-    if not options.quiet:
-        notice(f"resuming: {_resume_words(plan)}")
-    return again(), plan
-
-
-def _resume_words(plan: ResumePlan) -> str:
-    """What becomes of the rows of an earlier run."""
+    if options.quiet:
+        return again(), plan
     truncated, anew = len(plan.truncated), plan.restarted
     parts = [
         f"{format_count(plan.rows, 'row')} {'is' if plan.rows == 1 else 'are'} kept",
@@ -134,7 +120,8 @@ def _resume_words(plan: ResumePlan) -> str:
         f"{anew:,} of a run with fewer --max-tokens {'begins' if anew == 1 else 'begin'} anew" if anew else "",
         "" if plan.fits else f"not kept: {plan}",
     ]
-    return "; ".join(part for part in parts if part)
+    notice(f"resuming: {'; '.join(filter(None, parts))}")
+    return again(), plan
 
 
 def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:
@@ -149,5 +136,5 @@ def replica_lines(stats: RunStats, driver: BatchDriver) -> list[str]:
             f"{one.copies:,} copies" if one.copies else "",
             one.death_words() if one.deaths else "",
         ]
-        lines.append(", ".join(part for part in parts if part))
+        lines.append(", ".join(filter(None, parts)))
     return lines

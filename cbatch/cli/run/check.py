@@ -27,10 +27,8 @@ class InputCheck:
 
     def __init__(self, engine: Engine, processor: LineProcessor, sample: RowSample | None = None) -> None:
         """`sample`: gets the good rows"""
-        self._engine = engine
-        self._processor = processor
-        self._sample = sample
-        self.rows = 0
+        self._engine, self._processor, self._sample = engine, processor, sample
+        self.rows = self.doubled_ids = self._shared_tokens = 0
         self.errors: Counter[str] = Counter()
         self._shown: list[dict[str, Any]] = []
         self._prompts = array("q")
@@ -38,9 +36,7 @@ class InputCheck:
         self._seen: set[int] = set()
         self._first_index: dict[int, int] = {}
         """Index of the first row with an id, by the id's hash."""
-        self.doubled_ids = 0
         self._doubled: list[dict[str, Any]] = []
-        self._shared_tokens = 0
 
     def report(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
         """Checks all lines and returns the report."""

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from cbatch.api import Engine
 from cbatch.base.outputs import TokenEvent
-from cbatch.base.request import EventCallback, Request
+from cbatch.base.request import Request
 from cbatch.base.units import format_count, rounded_s
 from cbatch.batch.feed import ends_by_limit
 from cbatch.engine.stats import StepRecord
@@ -86,11 +86,6 @@ class TriedOutput:
     has_ended: bool = False
     is_failed: bool = False
 
-    @property
-    def was_stopped(self) -> bool:
-        """Whether it has ended before its limit."""
-        return self.has_ended and not self.is_failed and self.tokens < self.limit
-
 
 class StepTime(NamedTuple):
     """What a step has computed, and how long it took until the next one."""
@@ -148,7 +143,7 @@ class _StepWatch:
 def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> TrialResult:
     """Runs at least one row, until all have ended or the time is up; what is unfinished is cancelled then."""
     outputs: list[TriedOutput] = []
-    readers: list[EventCallback] = []
+    firsts: list[int] = []
     all_ended, watch = threading.Event(), _StepWatch()
     num_unfinished = 0
 
@@ -164,15 +159,15 @@ def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> Tri
                 all_ended.set()
 
     for number, row in enumerate(rows):
+        firsts.append(len(outputs))
         params = row.request.params
-        readers.append(partial(on_event, len(outputs)))
         outputs += [TriedOutput(number, row.limit, ends_by_limit(params)) for _ in range(params.n)]
     num_unfinished = len(outputs)
     engine.on_step = watch
     started = time.monotonic()
     try:
-        for row, reader in zip(rows, readers, strict=True):
-            engine.thread.submit(row.request, reader)
+        for row, first in zip(rows, firsts, strict=True):
+            engine.thread.submit(row.request, partial(on_event, first))
         has_ended = all_ended.wait(seconds)
         while not has_ended and len(watch.steps) < LEAST_STEPS:
             has_ended = all_ended.wait(0.1)
@@ -214,7 +209,8 @@ class EndChances:
     def of(cls, outputs: Sequence[TriedOutput]) -> EndChances:
         """`outputs`: those of a trial that have begun"""
         free = [one for one in outputs if not one.ends_by_limit]
-        tokens, stops = sum(one.tokens for one in free), sum(one.was_stopped for one in free)
+        tokens = sum(one.tokens for one in free)
+        stops = sum(one.has_ended and not one.is_failed and one.tokens < one.limit for one in free)
         if not tokens:
             return cls(1.0, 0.0, 0.0)
         going = [one for one in free if not one.has_ended]
@@ -234,10 +230,8 @@ def expected_length(limit: int, chance: float) -> float:
 
 def length_of(output: TriedOutput, chances: EndChances) -> Span:
     """How long an output of the trial gets. One that goes on is like a new one from where it is."""
-    if output.has_ended:
-        return Span(output.tokens, output.tokens, output.tokens)
-    if output.ends_by_limit:
-        return Span(output.limit, output.limit, output.limit)
+    if output.has_ended or output.ends_by_limit:
+        return Span(*[output.tokens if output.has_ended else output.limit] * 3)
     left = output.limit - output.tokens
     least = 0.0 if output.tokens else expected_length(left, chances.high)
     most = float(left) if output.tokens else expected_length(left, chances.low)
@@ -366,11 +360,10 @@ WORTH_SAYING = 0.9
 
 def estimate_run(engine: Engine, sample: RowSample) -> RunEstimate | None:
     """Tries rows of an input. Returns None if there is none that the engine can run."""
-    if not (rows := sample.rows()):
+    trial = run_trial(engine, rows, TRIAL_SECONDS) if (rows := sample.rows()) else None
+    if trial is None or all(one.is_failed for one in trial.outputs):
         return None
-    trial = run_trial(engine, rows, TRIAL_SECONDS)
-    is_refused = all(one.is_failed for one in trial.outputs)
-    return RunEstimate(trial, sample.num_offered, engine.limits) if not is_refused else None
+    return RunEstimate(trial, sample.num_offered, engine.limits)
 
 
 class RunEstimate:
@@ -471,14 +464,10 @@ class RunEstimate:
                     f"the model: each output makes a step longer, and more than {limits.max_seqs} at once help little"
                 )
             case "slots":
-                return f"the slots: all {limits.max_seqs} are taken (--max-seqs){self._with_more_slots()}"
-
-    def _with_more_slots(self) -> str:
-        slots = 2 * self._limits.max_seqs
-        seconds = self._whole_s(self._play(self._cases[1], slots))
-        if seconds > WORTH_SAYING * self._whole_s(self.likely):
-            return ""
-        return f"; with {slots}, perhaps {duration(seconds)}"
+                seconds = self._whole_s(self._play(self._cases[1], 2 * limits.max_seqs))
+                is_much = seconds <= WORTH_SAYING * self._whole_s(run)
+                hint = f"; with {2 * limits.max_seqs}, perhaps {duration(seconds)}" if is_much else ""
+                return f"the slots: all {limits.max_seqs} are taken (--max-seqs){hint}"
 
     def _play(self, lengths: Sequence[float], slots: int) -> PlayedRun:
         count = min(round(self._times * len(lengths)), MAX_PLAYED)

@@ -30,24 +30,20 @@ def open_input(options: RunOptions) -> RowInput:
 
     template = options.row_template()
     shard = Shard.parse(options.shard) if options.shard is not None else WHOLE
-    name = "The input" if options.input == "-" else options.input
-    stream = _open_stream(options)
-    is_sure = options.format is not None
-    return RowInput(stream, name, options.input_form, template=template, shard=shard, is_sure=is_sure)
-
-
-def _open_stream(options: RunOptions) -> IO[bytes]:
     name = options.input
-    if name == "-":
-        if sys.stdin is None:
-            raise ConfigError("There is no input: stdin is closed.")
+    if name != "-":
+        try:
+            stream: IO[bytes] = Path(name).open("rb")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
+    elif sys.stdin is None:
+        raise ConfigError("There is no input: stdin is closed.")
+    else:
         if sys.stdin.isatty() and not options.quiet:
             notice("reading rows from the terminal; Ctrl-D ends them.")
-        return sys.stdin.buffer
-    try:
-        return Path(name).open("rb")
-    except OSError as error:
-        raise ConfigError(f"Cannot read {name}: {error.strerror}.") from error
+        name, stream = "The input", sys.stdin.buffer
+    is_sure = options.format is not None
+    return RowInput(stream, name, options.input_form, template=template, shard=shard, is_sure=is_sure)
 
 
 @contextmanager

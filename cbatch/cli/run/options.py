@@ -25,7 +25,7 @@ from cbatch.batch.forms import (
     output_form,
     unit_of,
 )
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.lines import RowOptions
 from cbatch.batch.token_journal import DEFAULT_INTERVAL_S, TokenJournalConfig, is_token_journal
 from cbatch.cli.common.options import SamplingOptions, template_kwargs_option, trace_option
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -160,11 +160,10 @@ class RunOptions:
         """What makes the prompts. Raises ConfigError if it cannot be read."""
         if self.template is None:
             return None
-        from cbatch.batch.jinja_template import read_template
-        from cbatch.batch.templates import PromptTemplate
+        from cbatch.batch.templates import JinjaTemplate, PromptTemplate
 
         is_file = self.template.endswith(TEMPLATE_ENDINGS)
-        return read_template(Path(self.template)) if is_file else PromptTemplate(self.template)
+        return JinjaTemplate(Path(self.template)) if is_file else PromptTemplate(self.template)
 
     def check_usage(self) -> None:
         """Raises ConfigError for options that would make every row an error row."""
@@ -172,17 +171,14 @@ class RunOptions:
         self.replicas.check(self.engine, self.trace)
         load_tools(map(Path, self.tools))  # before a model is loaded for them
         self._validation()
-        self._check_cache()
+        if (cache := self._cache()) is not None:
+            if self.replicas.ray is not None:
+                raise ConfigError("--cache is a folder of this machine, and --ray computes on others.")
+            AnswerCache(cache).close()
         if self.estimate and not self.check:
             raise ConfigError("--estimate needs --check, of which it is a part.")
         if self.estimate and self.replicas.are_given:
             raise ConfigError("--estimate tries rows on one engine; leave out --replicas and --ray.")
-        self._check_resuming()
-        if self.output == "-" and self.output_format not in (None, "jsonl"):
-            raise ConfigError(f"--output-format {self.output_format} needs an output file (-o FILE).")
-
-    def _check_resuming(self) -> None:
-        """Raises ConfigError for options about earlier and later runs that do not go together."""
         for name in ("retry_errors", "recompute_changed", "continue_truncated"):
             if getattr(self, name) and not self.resume:
                 raise ConfigError(f"--{name.replace('_', '-')} needs --resume.")
@@ -192,14 +188,8 @@ class RunOptions:
             raise ConfigError("--continue-truncated needs --max-tokens, the limit up to which answers are to go on.")
         if self.journal_tokens and self.replicas.are_given:
             raise ConfigError("--journal-tokens is for one engine; it does not go with --replicas and --ray.")
-
-    def _check_cache(self) -> None:
-        """Raises ConfigError for a cache that cannot be used."""
-        if (cache := self._cache()) is None:
-            return
-        if self.replicas.ray is not None:
-            raise ConfigError("--cache is a folder of this machine, and --ray computes on others.")
-        AnswerCache(cache).close()
+        if self.output == "-" and self.output_format not in (None, "jsonl"):
+            raise ConfigError(f"--output-format {self.output_format} needs an output file (-o FILE).")
 
     def _validation(self) -> Validation | None:
         """What makes an answer good. Raises ConfigError, in the words of the options."""

@@ -123,11 +123,6 @@ class RunStats:
         return self._stream.output_tokens if self._stream is not None else 0
 
     @property
-    def waited_for_output_s(self) -> float:
-        """Seconds in which the reader waited until rows were written."""
-        return self._stream.waited_for_consumer_s if self._stream is not None else 0.0
-
-    @property
     def _started(self) -> float | None:
         """When the first row was taken."""
         return self._stream.started_at if self._stream is not None else None
@@ -207,8 +202,10 @@ class RunStats:
             "drafted_tokens": engines.num_drafted_tokens,
             "accepted_tokens": engines.num_accepted_tokens,
             "fallback": engines.fallback,
-            "ttft_s": _rounded(self.ttft_s),
-            "tpot_s": _rounded(self.tpot_s),
+            **{
+                name: {rank: rounded_s(value) if value is not None else None for rank, value in asdict(times).items()}
+                for name, times in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s))
+            },
             "deaths": sum(one.deaths for one in replicas),
             "copies": sum(one.copies for one in replicas),
             "replicas": [asdict(one) for one in replicas],
@@ -221,13 +218,13 @@ class RunStats:
             return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
         failed = self.errors.total()
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
-        kept = f", {self.rows_kept:,} kept" if self.rows_kept else ""
-        kept += f", {self.rows_from_cache:,} from the cache" if self.rows_from_cache else ""
-        kept += f", {self.rows_continued:,} continued" if self.rows_continued else ""
+        others = (self.rows_kept, "kept"), (self.rows_from_cache, "from the cache"), (self.rows_continued, "continued")
+        kept = "".join(f", {count:,} {what}" for count, what in others if count)
         if more := self.tries - self.rows_validated:
             kept += f", {more:,} further {'try' if more == 1 else 'tries'}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
         engines = self.engines
+        waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
         lines = [
             f"{format_count(self.rows - failed, 'row')} ok, {failed:,} failed{kinds and f' ({kinds})'}{kept}",
@@ -235,23 +232,15 @@ class RunStats:
             f"{format_count(self.output_tokens, 'output token')}",
             f"{self.elapsed_s:,.1f} s, {self.output_tokens_per_s:,.0f} output tokens/s, "
             f"{format_count(engines.num_steps, 'step')}{retried}",
-            f"limited by {bottleneck(driver, engines, self.elapsed_s, self.waited_for_output_s)}",
+            f"limited by {bottleneck(driver, engines, self.elapsed_s, waited_s)}",
         ]
-        return lines + ([f"replicas: {happened}"] if (happened := self._replica_line()) else [])
-
-    def _replica_line(self) -> str:
-        """How often replicas died and rows were copied, in a line; empty if neither happened."""
         each = self.replicas
-        deaths = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
-        gone = [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
-        copies = sum(one.copies for one in each)
-        words = "was also given to an idle one" if copies == 1 else "were also given to idle ones"
-        copied = [f"{format_count(copies, 'unfinished row')} {words}"] if copies else []
-        return "; ".join(deaths + gone + copied)
-
-
-def _rounded(times: Percentiles) -> dict[str, float | None]:
-    return {name: rounded_s(value) if value is not None else None for name, value in asdict(times).items()}
+        happened = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
+        happened += [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
+        if copies := sum(one.copies for one in each):
+            words = "was also given to an idle one" if copies == 1 else "were also given to idle ones"
+            happened.append(f"{format_count(copies, 'unfinished row')} {words}")
+        return lines + ([f"replicas: {'; '.join(happened)}"] if happened else [])
 
 
 def bottleneck(driver: BatchDriver, done: EngineStats, elapsed_s: float, waited_for_output_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -78,17 +79,14 @@ class FileReport:
             yield f"no row for {self._lines(self.missing)}{blank}"
         if self.superfluous:
             yield f"rows for {self._lines(self.superfluous)}, which the input does not have"
-        yield self._summary()
-
-    def _summary(self) -> str:
         problems = [
-            f"{format_count(len(self.journal.damaged), 'damaged line')}" if self.journal.damaged else "",
+            format_count(len(journal.damaged), "damaged line") if journal.damaged else "",
             f"{_size(self.missing):,} missing" if self.missing and self.superfluous is not None else "",
             f"{_size(self.superfluous):,} superfluous" if self.superfluous else "",
         ]
         errors = f", {self.errors:,} of them {verb(self.errors, 'an error', 'errors')}" if self.errors else ""
         found = ", ".join(filter(None, problems)) or "nothing is damaged"
-        return f"{self.name}: {format_count(self.rows, 'row')}{errors}; {found}"
+        yield f"{self.name}: {format_count(self.rows, 'row')}{errors}; {found}"
 
     def _lines(self, ranges: Ranges) -> str:
         shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:MAX_SHOWN]]
@@ -107,7 +105,11 @@ def check_file(name: str, stored: StoredRows, unit: str, source: RowInput | None
     if not journal.indices and not journal.damaged and not journal.torn:
         raise ConfigError(f"{name} has no rows.")
     report = FileReport(name, unit, journal)
-    rows = _counted(report)
+    numbers = array("q", journal.rows(input_order=True))
+    report.rows = len(numbers)
+    report.errors = sum(journal.failed[number] for number in numbers)
+    report.without_check = sum(not journal.has_check(number) for number in numbers)
+    rows = (journal.indices[number] for number in numbers)
     if source is not None:
         report.superfluous = []
         _compare(rows, (line.index for line in checked_lines(source.lines())), report.missing, report.superfluous)
@@ -117,16 +119,6 @@ def check_file(name: str, stored: StoredRows, unit: str, source: RowInput | None
             _add(report.missing, previous + 1, index - 1)
             previous = index
     return report
-
-
-def _counted(report: FileReport) -> Iterator[int]:
-    """The indices of the rows that count, ascending. Counts them meanwhile."""
-    journal = report.journal
-    for number in journal.rows(input_order=True):
-        report.rows += 1
-        report.errors += journal.failed[number]
-        report.without_check += not journal.has_check(number)
-        yield journal.indices[number]
 
 
 def _compare(rows: Iterator[int], lines: Iterator[int], missing: Ranges, superfluous: Ranges) -> None:

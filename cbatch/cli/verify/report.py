@@ -17,9 +17,7 @@ from cbatch.requests.columns import OF_THE_MOMENT
 IGNORED = OF_THE_MOMENT | {CHECK}
 """Fields of --timings, which no two runs have alike, and what depends on them."""
 
-OF_AN_OUTPUT = frozenset(
-    ["text", "finish_reason", "reasoning", "tool_calls", "stop_reason", "token_ids", "logprobs"]
-)  # fmt: skip
+OF_AN_OUTPUT = frozenset("text finish_reason reasoning tool_calls stop_reason token_ids logprobs".split())
 """Fields that a row has of its first output."""
 
 CROP = 40
@@ -66,14 +64,19 @@ def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Diff
         return None
     one, other = _at(stored, path), _at(made, path)
     offset = token = unit = None
-    in_file, now = _cropped(_shown(one)), _cropped(_shown(other))
+    in_file, now = (f"{text[: 2 * CROP]}…" if len(text) > 2 * CROP else text for text in map(_shown, (one, other)))
     if isinstance(one, str) and isinstance(other, str):
         unit, offset = "character", _common_length(one, other)
         in_file, now = (_shown(_around(text, offset)) for text in (one, other))
         token = _first_token(stored, made, path)
     elif len(path) > 1 and path[-2] == "token_ids":
         unit, offset = "token", int(path[-1])
-    return Difference(_name(path), _output(path), offset, unit, token, in_file, now)
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+    output = 0 if path[0] in OF_AN_OUTPUT else None
+    if "choices" in path[:-1]:
+        number = path[path.index("choices") + 1]
+        output = number if isinstance(number, int) else None
+    return Difference(name, output, offset, unit, token, in_file, now)
 
 
 def _first_path(one: Any, other: Any) -> Path | None:
@@ -119,18 +122,6 @@ def _common_length(one: Any, other: Any) -> int:
     return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 
 
-def _output(path: Path) -> int | None:
-    if "choices" in path[:-1]:
-        number = path[path.index("choices") + 1]
-        return number if isinstance(number, int) else None
-    return 0 if path[0] in OF_AN_OUTPUT else None
-
-
-def _name(path: Path) -> str:
-    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return name.removeprefix(".")
-
-
 def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -138,10 +129,6 @@ def _shown(value: Any) -> str:
 def _around(text: str, offset: int) -> str:
     start, stop = max(offset - CROP, 0), offset + CROP
     return ("…" if start else "") + text[start:stop] + ("…" if stop < len(text) else "")
-
-
-def _cropped(text: str) -> str:
-    return text if len(text) <= 2 * CROP else f"{text[: 2 * CROP]}…"
 
 
 MAX_SHOWN = 20
@@ -238,7 +225,11 @@ class Report:
             "first_damaged": [
                 {"line": number + 1, "reason": reason} for number, reason in islice(self.damaged.items(), MAX_SHOWN)
             ],
-            "first_differences": [_as_dict(row) for row in different[:MAX_SHOWN]],
+            "first_differences": [
+                {"index": row.stored.index, "id": id_of(row.stored)}
+                | {company: one and one._asdict() for company, one in row.differences.items()}
+                for row in different[:MAX_SHOWN]
+            ],
             "first_other_options": [
                 {"index": row.index, "id": id_of(row), "rows": self.misfits[reason], "made_with": reason}
                 for reason, row in self.first_misfit.items()
@@ -249,7 +240,12 @@ class Report:
         """For people, the most important last."""
         different = self.different
         for row in different[:MAX_SHOWN]:
-            yield from self._sentences_of(row)
+            where, found = self._where(row.stored), row.differences
+            if len(set(found.values())) == 1 and len(found) == len(COMPANIES):
+                yield f"{where}, alone and together: {found[COMPANIES[0]]}"
+            else:
+                for company, difference in found.items():
+                    yield f"{where}, {company}: {difference or 'as in the file'}"
         if len(different) > MAX_SHOWN:
             more = len(different) - MAX_SHOWN
             yield f"{format_count(more, 'more row')} {verb(more, 'differs', 'differ')}"
@@ -280,15 +276,6 @@ class Report:
             parts.append(f"{others:,} {verb(others, 'is', 'are')} the same in any company, and not as in the file")
         return f"{done}: {'; '.join(parts)}"
 
-    def _sentences_of(self, row: VerifiedRow) -> Iterator[str]:
-        """One for each company, or one for both if what differs is the same."""
-        where, found = self._where(row.stored), row.differences
-        if len(set(found.values())) == 1 and len(found) == len(COMPANIES):
-            yield f"{where}, alone and together: {found[COMPANIES[0]]}"
-            return
-        for company, difference in found.items():
-            yield f"{where}, {company}: {difference or 'as in the file'}"
-
     def _where(self, row: StoredRow) -> str:
         name = id_of(row)
         return f"{self.unit} {row.index + 1}" + ("" if name is None else f" ({json.dumps(name, ensure_ascii=False)})")
@@ -310,8 +297,3 @@ def id_of(row: StoredRow) -> str | int | float | None:
     """The name that the user has given to a row."""
     name: str | int | float | None = row.fields.get("custom_id" if "custom_id" in row.fields else "id")
     return name
-
-
-def _as_dict(row: VerifiedRow) -> dict[str, Any]:
-    found = {company: one and one._asdict() for company, one in row.differences.items()}
-    return {"index": row.stored.index, "id": id_of(row.stored), **found}

@@ -12,15 +12,14 @@ from cbatch.base.errors import ConfigError
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.forms import unit_of
 from cbatch.batch.journal import StoredRow, StoredRows
-from cbatch.batch.lines import Line, checked_lines
+from cbatch.batch.lines import Line, RowOptions, checked_lines
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row import Row
-from cbatch.batch.row_options import RowOptions
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.writer import RowWriter
 from cbatch.cli.common.console import ProgressState
 from cbatch.cli.verify.options import VerifyOptions
-from cbatch.cli.verify.report import COMPANIES, LeftOut, Report
+from cbatch.cli.verify.report import COMPANIES, Report
 from cbatch.requests.row_keys import explain_difference
 
 ShowProgress = Callable[[int, ProgressState], AbstractContextManager[Callable[[], None]]]
@@ -58,7 +57,8 @@ def verify_rows(
             stream = driver.open(row_options, window=1 if company == "alone" else None)
             pipeline = Pipeline(stream, RowWriter())
             with while_running(pipeline):
-                pipeline.run(_in_order(lines, company, options.sample_seed), partial(take, company))
+                mixed = random.Random(options.sample_seed).sample(lines, len(lines))  # rows get other neighbours
+                pipeline.run(lines if company == "alone" else mixed, partial(take, company))
     return report
 
 
@@ -72,18 +72,13 @@ def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, Stor
     report = Report(unit, len(stored), len(places), name=name, damaged=damaged)
     rows = {}
     for row in stored.read(places):
-        if (reason := _left_out(row)) is None:
-            rows[row.index] = row
+        if "tool_messages" in row.fields:  # what a tool or a command answers may change
+            report.left_out["tools"] += 1
+        elif "validation" in row.fields:
+            report.left_out["validated"] += 1
         else:
-            report.left_out[reason] += 1
+            rows[row.index] = row
     return rows, report
-
-
-def _left_out(row: StoredRow) -> LeftOut | None:
-    """Why a row cannot be run again: what a tool or a command answers may change."""
-    if "tool_messages" in row.fields:
-        return "tools"
-    return "validated" if "validation" in row.fields else None
 
 
 def _lines_of(source: RowInput, wanted: Collection[int]) -> list[Line]:
@@ -110,8 +105,3 @@ def _fitting(
         else:
             report.add_misfit(row, explain_difference(key, row.key))
     return fitting
-
-
-def _in_order(lines: list[Line], company: str, seed: int) -> list[Line]:
-    """In the order of the input alone, and in another one together, so that rows get other neighbours."""
-    return lines if company == "alone" else random.Random(seed).sample(lines, len(lines))

@@ -16,11 +16,10 @@ import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.forms import WHOLE, InputForm, Shard, unit_of
-from cbatch.batch.jinja_template import JinjaTemplate
-from cbatch.batch.jsonl import parse_line
-from cbatch.batch.row_options import RowOptions
+from cbatch.batch.line_processor import parse_line
+from cbatch.batch.lines import RowOptions
 from cbatch.batch.tables.row_input import RowInput
-from cbatch.batch.templates import PromptTemplate
+from cbatch.batch.templates import JinjaTemplate, PromptTemplate
 
 ROWS = [{"id": str(number), "text": f"row {number}, täxt", "n": number} for number in range(20)]
 TEMPLATE = PromptTemplate("Say {text} of {id}")
@@ -136,11 +135,14 @@ def test_a_name_in_json_may_hold_lines() -> None:
     assert [line.index for line in lines] == [0, 2]
 
 
-def test_columns_that_the_template_needs() -> None:
+def test_columns_that_the_template_needs(tmp_path: Path) -> None:
     """Guards a misspelt column: told once if the table has not got it, else an error of each row that lacks it."""
     with pytest.raises(ConfigError, match=r"in has no column 'txt', which the template needs \(it has id, text\)"):
         RowInput(io.BytesIO(b"id,text\n1,a\n"), "in", "csv", template=PromptTemplate("{txt} {text}"))
-    jinja = JinjaTemplate("{{ txt }} {{ note | default('') }} {% if other is defined %}{{ other }}{% endif %}", "t")
+    (path := tmp_path / "t").write_text(
+        "{{ txt }} {{ note | default('') }} {% if other is defined %}{{ other }}{% endif %}"
+    )
+    jinja = JinjaTemplate(path)
     with pytest.raises(ConfigError, match="no column 'txt', which"):
         RowInput(io.BytesIO(b"id,text\n1,a\n"), "in", "csv", template=jinja)
     rows = b'{"text": "a"}\n{"id": 1, "other": 1}\n{bad\n{"text": null}\n'

@@ -12,10 +12,9 @@ from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams, derive_seed
 from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
-from cbatch.batch.jsonl import parse_line
-from cbatch.batch.lines import Line, read_lines
+from cbatch.batch.line_processor import parse_line
+from cbatch.batch.lines import Line, RowOptions, read_lines
 from cbatch.batch.row import format_row
-from cbatch.batch.row_options import RowOptions
 from cbatch.cli.chat.session.session import Reply, Session, as_plain_text
 from cbatch.cli.common.exits import UserError
 
