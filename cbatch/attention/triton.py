@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.base import AttendOptions
-from cbatch.kernels.triton.attention_combine import Partials, combine
 from cbatch.kernels.triton.attention_decode import DecodeGrid, DecodeTuning, attend_decode
 from cbatch.kernels.triton.attention_metadata import AttentionMetadata, StepBuffers, build_metadata
 from cbatch.kernels.triton.attention_prefill import PrefillTuning, attend_prefill
-from cbatch.kernels.triton.attention_tile import attend_arguments, store_kv
+from cbatch.kernels.triton.attention_tile import Partials, attend_arguments, combine, store_kv
 from cbatch.kernels.triton.occupancy import DeviceLimits, device_limits
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import LayerShape, Shape, as_bytes
@@ -29,7 +28,7 @@ def fits(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> 
 
 class TritonAttention:
     """One kernel for decode rows and chunks of few tokens (`kernels/triton/attention_decode.py`), another for longer
-    chunks (`attention_prefill.py`), and one that merges what is split over the keys (`attention_combine.py`).
+    chunks (`attention_prefill.py`), and one that merges what is split over the keys (`attention_tile.py`).
 
     A block is [heads, block_size, dim]: what a program reads of it is contiguous.
 

@@ -29,7 +29,7 @@ from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS, is_quantized, matrix_
 from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter, prefetch
 from cbatch.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4_ZEROS
 from cbatch.runtime.cpu import empty, num_threads
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
@@ -98,8 +98,7 @@ def _emit_instructions(context: Any, number: Any, memory: Any, loops: Any) -> An
 
 @entry
 def _execute(worker: Worker, number: int, memory: Any, num_tasks: int, loops: int) -> None:
-    task = claim(worker, 0, num_tasks)
-    while task >= 0:
+    for _ in claimed(worker, 0, num_tasks):
         if number == 0:
             _emit_instructions(0, memory[worker.thread], loops)
         elif number == 1:
@@ -108,21 +107,17 @@ def _execute(worker: Worker, number: int, memory: Any, num_tasks: int, loops: in
             _emit_instructions(2, memory[worker.thread], loops)
         elif HAS_BFLOAT16:
             _emit_instructions(3, memory[worker.thread], loops)
-        task = next_task(worker, 0, num_tasks)
 
 
 @entry
 def _read(worker: Worker, words: Any, sums: Any) -> None:
-    num_tasks = len(words) // _PIECE
-    task = claim(worker, 0, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, 0, len(words) // _PIECE):
         total = np.int64(0)
         for first in range(task * _PIECE, (task + 1) * _PIECE, _WORDS_AT_ONCE):
             prefetch(words.ctypes.data + 8 * (first + _WORDS_AHEAD))
             for word in range(first, first + _WORDS_AT_ONCE):
                 total += words[word]
         sums[worker.thread, 0] += total
-        task = next_task(worker, 0, num_tasks)
 
 
 @entry

@@ -26,7 +26,7 @@ import triton.language as tl
 from cbatch.attention.base import AttentionBackend
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.attention.triton import TritonAttention, fits
-from cbatch.kernels.triton import attention_combine, attention_decode, attention_metadata, attention_prefill
+from cbatch.kernels.triton import attention_decode, attention_metadata, attention_prefill, attention_tile
 from cbatch.kernels.triton.attention_decode import DecodeTuning
 from cbatch.kernels.triton.attention_metadata import (
     NARROW,
@@ -258,7 +258,7 @@ def test_usual_tiles_equal_the_reference() -> None:
 
 def test_more_splits_than_are_merged_at_once() -> None:
     """Guards the merge of a long past, which goes on with what it has merged before."""
-    length = (2 * attention_combine.CHUNK + 1) * SPLIT + 5
+    length = (2 * attention_tile.CHUNK + 1) * SPLIT + 5
     sequences = Sequences(AttentionCase(LayerShape(1, 16, 16), group=2), [length])
     steps = [[(0, 0, length - 4)], [(0, length - 4, length - 1)], [(0, length - 1, length)]]
     found = sequences.run(backend(), steps, torch.float32, only_written=1)
@@ -368,7 +368,7 @@ def launches_of() -> Iterator[list[object]]:
             return launch
 
     with ExitStack() as stack:
-        for module in (attention_combine, attention_decode, attention_prefill):
+        for module in (attention_tile, attention_decode, attention_prefill):
             for name in set(names) & set(vars(module)):
                 stack.enter_context(patch.object(module, name, Noted(getattr(module, name))))
         yield seen
@@ -536,15 +536,15 @@ def test_pieces_past_the_count_are_not_read() -> None:
 @pytest.mark.parametrize("name", ["plain", "all at once"])
 def test_a_tile_before_a_split_has_no_partial_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the end of each token in wide chunks: results of splits behind it were never written, and are NaN here."""
-    empty = attention_combine.Partials.empty
+    empty = attention_tile.Partials.empty
 
-    def poisoned(*arguments: Any) -> attention_combine.Partials:
+    def poisoned(*arguments: Any) -> attention_tile.Partials:
         parts = empty(*arguments)
         for part in parts:
             part.fill_(torch.nan)
         return parts
 
-    monkeypatch.setattr(attention_combine.Partials, "empty", poisoned)
+    monkeypatch.setattr(attention_tile.Partials, "empty", poisoned)
     sequences = Sequences(CASES[name], [76, 20])
     chunks = [(1, 0, 20), (0, 46, 76)]  # the first tile ends before the split at 64
     small = TritonAttention(

@@ -17,7 +17,7 @@ from cbatch.kernels.cpu.matmul.formats import pack_weight
 from cbatch.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import MAX_ROWS, prefetch_ahead
 from cbatch.kernels.cpu.thread_pool import ThreadPool
-from cbatch.kernels.cpu.work_queue import Worker, claim, new_work_queue, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed, new_work_queue
 from cbatch.kernels.formats import BFLOAT16, FLOAT32
 from cbatch.model.cpu_weights import interleaved
 from tests.support.kernels import callable_kernel
@@ -158,10 +158,8 @@ def test_rounding_to_bfloat16() -> None:
 @entry
 def count_tasks(worker: Worker, done: Any) -> None:
     for phase in range(len(done)):
-        task = claim(worker, phase, done.shape[1])
-        while task >= 0:
+        for task in claimed(worker, phase, done.shape[1]):
             done[phase, task] += 1
-            task = next_task(worker, phase, done.shape[1])
 
 
 def test_every_task_is_done_once() -> None:

@@ -24,7 +24,7 @@ from cbatch.kernels.cpu.matmul.formats import (
     unpack_column,
 )
 from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
-from cbatch.kernels.cpu.matmul.quantized_rows import quantize_row, quantized_row_bytes
+from cbatch.kernels.cpu.matmul.quantized import quantize_row, quantized_row_bytes
 from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
 from cbatch.kernels.formats import (
     BFLOAT16,

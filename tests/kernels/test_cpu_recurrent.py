@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.kernels import operands
+from cbatch.kernels.cpu import recurrent
 from cbatch.kernels.cpu.norm import NO_NORM, RMS_NORM, NormParams
-from cbatch.kernels.cpu.recurrent import convolution, delta_rule, gated_norm, selective_scan
-from cbatch.kernels.cpu.recurrent.blocks import block_width
-from cbatch.kernels.cpu.recurrent.states import Recurrence
+from cbatch.kernels.cpu.recurrent import ConvolutionParams, DeltaParams, Recurrence, ScanParams
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import ThreadPool
 from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
@@ -28,16 +27,8 @@ TORCH = bound_kernels.BoundKernels(by_torch())
 pytestmark = pytest.mark.kernels
 
 Array = NDArray[Any]
-convolve, gated_delta, scan, norm_and_gate, width_of = map(
-    callable_kernel,
-    (
-        convolution.convolve,
-        delta_rule.gated_delta,
-        selective_scan.selective_scan,
-        gated_norm.gated_norm,
-        block_width,
-    ),
-)
+NAMES = "convolve", "gated_delta", "selective_scan", "gated_norm", "block_width"
+convolve, gated_delta, scan, norm_and_gate, width_of = (callable_kernel(getattr(recurrent, name)) for name in NAMES)
 NOTHING = np.empty(0, np.float32)
 LENGTHS = [1, 23, 1, 7, 2]
 SLOTS = [6, 1, 4, 2, 9]
@@ -79,7 +70,7 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
     weight, bias = draw(channels, kernel, seed=1), draw(channels, seed=2)
     settings = bound_kernels.convolution(weight, None if gates else bias, "none" if gates else "silu")
     places = (2 * channels, 0, channels) if gates else (5, -1, -1)
-    params = convolution.ConvolutionParams(
+    params = ConvolutionParams(
         weight.T.contiguous().numpy(), NOTHING if gates else bias.numpy(), int(not gates), *places
     )
 
@@ -98,7 +89,7 @@ def a_convolution(channels: int, kernel: int, *, gates: bool) -> Operation:
 def a_delta_rule(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Operation:
     decay, bias = -draw(value_heads, seed=1).sub(3).exp(), draw(value_heads, seed=2)
     heads = bound_kernels.delta_rule(key_heads, value_heads, key_dim, value_dim, decay, bias)
-    params = delta_rule.DeltaParams(key_heads, value_heads, key_dim, value_dim, decay.numpy(), bias.numpy())
+    params = DeltaParams(key_heads, value_heads, key_dim, value_dim, decay.numpy(), bias.numpy())
     inner = 2 * key_heads * key_dim + value_heads * value_dim
 
     def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:
@@ -116,9 +107,7 @@ def a_scan(heads: int, head_dim: int, groups: int, state_size: int) -> Operation
     decay, bias, skip = -draw(heads, seed=1).sub(3).exp(), draw(heads, seed=2), draw(heads, seed=3)
     limits = 0.1, 1.5
     settings = bound_kernels.scan(heads, head_dim, groups, state_size, decay, bias, skip, *limits)
-    params = selective_scan.ScanParams(
-        heads, head_dim, groups, state_size, decay.numpy(), bias.numpy(), skip.numpy(), *limits
-    )
+    params = ScanParams(heads, head_dim, groups, state_size, decay.numpy(), bias.numpy(), skip.numpy(), *limits)
     inner = heads * head_dim + 2 * groups * state_size
 
     def reference(source: Tensor, state: Tensor, recurrence: operands.Recurrence, out: Tensor) -> None:

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.base.params import SamplingParams
-from cbatch.kernels.cpu.argmax import BLOCK, argmax
 from cbatch.kernels.cpu.jit import entry
 from cbatch.kernels.cpu.sampling import (
+    BLOCK,
+    argmax,
     block_maxima,
     divide,
     is_kept,

@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.float8_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.formats import Integers
-from cbatch.kernels.triton.products import float8
-from cbatch.kernels.triton.products.float8 import round_rows
+from cbatch.kernels.triton.products import linear
+from cbatch.kernels.triton.products.linear import round_rows
 from cbatch.model.float8 import float8_problem
 from cbatch.model.ops.device_kernel import by_torch, by_triton
 from scripts.gpu.bound_kernels import BoundKernels
@@ -133,7 +133,7 @@ def test_wrong_scales_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_of(out, expected) < TOLERANCES[torch.float16]
     ops.float8_linear(source, matrix._replace(scales=matrix.scales.roll(1, 1)), None, out)
     assert error_of(out, expected) > 0.05
-    monkeypatch.setattr(float8, "round_rows", lambda source: (round_rows(source)[0], round_rows(source)[1].roll(1, 0)))
+    monkeypatch.setattr(linear, "round_rows", lambda source: (round_rows(source)[0], round_rows(source)[1].roll(1, 0)))
     ops.float8_linear(source, matrix, None, out)
     assert error_of(out, expected) > 0.05
 

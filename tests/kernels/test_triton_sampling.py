@@ -36,8 +36,7 @@ from tests.support.sampling_cases import (
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl = pytest.importorskip("triton.language")
 
-from cbatch.kernels.triton.sampling import Tiling, sample_rows  # noqa: E402
-from cbatch.kernels.triton.vocab_scan import noise, noise_bound, uniform_of  # noqa: E402
+from cbatch.kernels.triton.sampling import Tiling, noise, noise_bound, sample_rows, uniform_of  # noqa: E402  # noqa: E402
 
 ROWS = 400 if DEVICE.type == "cuda" else 8
 SMALL = Tiling(block=16, chunk=16, part=16, group=16, warps=(4, 4))

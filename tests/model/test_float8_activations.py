@@ -49,7 +49,7 @@ from tests.support.tiny_models import make_network
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.attention.triton import TritonAttention
-from cbatch.kernels.triton.products import float8 as kernels
+from cbatch.kernels.triton.products import linear as kernels
 from cbatch.model import cuda
 from cbatch.model.cuda import CudaModel
 

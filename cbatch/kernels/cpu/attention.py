@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.fast_math import exp, from_float32, tanh, to_float32
 from cbatch.kernels.cpu.jit import entry, inlined, kernel
-from cbatch.kernels.cpu.kv_rounding import SCALE_BYTES, bytes_to_numbers, copy_vector
+from cbatch.kernels.cpu.kv_store import SCALE_BYTES, bytes_to_numbers, copy_vector
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, MAX_ROWS, Panels, Rows, multiply_tile, prefetch
 from cbatch.kernels.cpu.paged_kv import (
     BLOCK_ROWS,
@@ -38,7 +38,7 @@ from cbatch.kernels.cpu.paged_kv import (
     PagedKV,
 )
 from cbatch.kernels.cpu.softmax import LOG2_E, TILE_TOKENS, masked_softmax_row, softmax_row
-from cbatch.kernels.cpu.work_queue import Worker, claim, likely_task, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed, likely_task
 
 _TASKS_PER_THREAD = 8
 """Enough that no thread waits long for the others at the end of a layer's attention."""
@@ -440,8 +440,7 @@ def attend(
     scratch = _workspace_of_thread(workspace, worker.thread)
     heads = _heads_of_a_task(kv, plan, group, workspace)
     num_tasks, states = len(plan.tasks) * -(-kv.heads // heads), scratch.states[0]
-    number = claim(worker, phase, num_tasks)
-    while number >= 0:
+    for number in claimed(worker, phase, num_tasks):
         task = _task_of(kv, plan, heads, number)
         first_head, stop_head, sequence, first, tokens, _, _, member = task
         per_head = tokens * group
@@ -463,7 +462,6 @@ def attend(
             else:
                 row = plan.first_rows[sequence] + first + token
                 _normalize(states[i], query_head, params, out[row, query_head * width : (query_head + 1) * width])
-        number = next_task(worker, phase, num_tasks)
     if len(plan.merges):
         return _merge_partials(worker, phase + 1, plan, params, kv, states[0], out)
     return phase + 1
@@ -476,16 +474,13 @@ def _merge_partials(
     """Merges the partial results of rows that several tasks shared."""
     width = kv.value_dim
     heads = out.shape[1] // width
-    num_tasks = len(plan.merges)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, len(plan.merges)):
         row, first, count = plan.merges[task]
         for head in range(heads):
             _reset(state)
             for partial in range(first, first + count):
                 _merge_state(state, plan.partials[partial, head])
             _normalize(state, head, params, out[row, head * width : (head + 1) * width])
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 

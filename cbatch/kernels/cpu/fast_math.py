@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
-from cbatch.kernels.cpu.jit import kernel
+from cbatch.kernels.cpu.jit import emitted, kernel
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -17,16 +17,16 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def bits_of(context: Any, x: Any) -> Any:
+@emitted(types.uint32, types.float32)
+def bits_of(builder: Any, x: Any) -> Any:
     """The bits of a float32 as a uint32."""
-    return types.uint32(types.float32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.IntType(32))
+    return builder.bitcast(x, ir.IntType(32))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def from_bits(context: Any, bits: Any) -> Any:
+@emitted(types.float32, types.uint32)
+def from_bits(builder: Any, bits: Any) -> Any:
     """The float32 with these bits."""
-    return types.float32(types.uint32), lambda _, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+    return builder.bitcast(bits, ir.FloatType())
 
 
 def to_float32(x: Any) -> Any:

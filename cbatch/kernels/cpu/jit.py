@@ -7,7 +7,7 @@ import inspect
 import logging
 import platform
 from collections.abc import Callable
-from functools import cache
+from functools import cache, update_wrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -101,6 +101,40 @@ def _callback(part: Part) -> Any:
     return compiled
 
 
+LIKE, PARTS, LITERAL = "like", "parts", "literal"
+"""Of an argument of `emitted` that may have several types: what its function gets of it in place of a value, which is
+the type; the values of a tuple, or None for None; or the number that it is at compile time."""
+
+
+def emitted(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function that emits code, given a builder of LLVM and the values of arguments, one that kernels call.
+
+    kinds: the types of the arguments, or LIKE, PARTS or LITERAL
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def definition(context: Any, *given: Any) -> Any:
+            pairs = list(zip(kinds, given, strict=True))
+            if any(kind == LITERAL and not isinstance(one, types.Literal) for kind, one in pairs):
+                return None
+
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                passed = []
+                for (kind, one), value in zip(pairs, values, strict=True):
+                    if kind == PARTS:
+                        passed.append(None if one == types.none else cgutils.unpack_tuple(builder, value))
+                    else:
+                        passed.append(one if kind == LIKE else one.literal_value if kind == LITERAL else value)
+                found = emit(builder, *passed)
+                return context.get_dummy_value() if found is None else found
+
+            return result(*(one if kind in (LIKE, PARTS, LITERAL) else kind for kind, one in pairs)), generate
+
+        return intrinsic(prefer_literal=LITERAL in kinds)(update_wrapper(definition, emit))
+
+    return decorate
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def call_address(context: Any, address: Any, arguments: Any) -> Any:
     """Calls a function that returns an int64 by its address (see `address_of`).
@@ -117,14 +151,10 @@ def call_address(context: Any, address: Any, arguments: Any) -> Any:
     return types.int64(address, arguments), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def as_pointer(context: Any, address: Any) -> Any:
+@emitted(types.voidptr, types.int64)
+def as_pointer(builder: Any, address: Any) -> Any:
     """An address as functions take it that were compiled for a record."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -133,10 +163,8 @@ def view_as(context: Any, memory: Any, like: Any) -> Any:
     kind = types.Array(like, 1, "C")
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, found = (
-            context.make_array(memory)(context, builder, args[0]),
-            context.make_array(kind)(context, builder),
-        )
+        source = context.make_array(memory)(context, builder, args[0])
+        found = context.make_array(kind)(context, builder)
         number = context.get_data_type(like)
         size = ir.Constant(ir.IntType(64), context.get_abi_sizeof(number))
         data = builder.bitcast(source.data, number.as_pointer())
@@ -148,13 +176,9 @@ def view_as(context: Any, memory: Any, like: Any) -> Any:
 
 def _keep(compiled: Any, function: Callable[..., Any]) -> None:
     keep_compiled(
-        compiled,
-        function,
-        _sources(Path(inspect.getfile(function))),
-        why_not_trusted=_why_not_trusted,
-        on_miss=_warn_of_compilation,
-        on_error=lambda error: _warn_of_cache(str(error)),
-    )
+        compiled, function, _sources(Path(inspect.getfile(function))), why_not_trusted=_why_not_trusted,
+        on_miss=_warn_of_compilation, on_error=lambda error: _warn_of_cache(str(error)),
+    )  # fmt: skip
 
 
 @cache

@@ -1,8 +1,12 @@
-"""Writes keys and values into the panels of the cache (see `paged_kv`), with vector instructions.
+"""Writes keys and values into the panels of the cache (see `paged_kv`), and makes numbers of a cache of bytes.
 
 All panels consist of words of 32 bits: one float32, two bfloat16 or four bytes. A word of keys holds consecutive
 numbers of one token, a word of values one number of consecutive tokens. The keys of 16 tokens of a sequence are a
 matrix of words, which is transposed in registers. A token that comes alone is stored word by word.
+
+A byte is a sign and 7 bits of magnitude. The numbers of a token's head are its bytes times one float32 scale, 1/127 of
+the largest. The scale does not take part in products: it multiplies scores, or weights. So bytes become numbers without
+rounding, since bfloat16 holds every integer up to 127.
 """
 
 from __future__ import annotations
@@ -12,117 +16,184 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.core import cgutils
+from numba.extending import overload
 
-from cbatch.kernels.cpu.fast_math import from_float32, to_float32
-from cbatch.kernels.cpu.jit import entry, kernel
-from cbatch.kernels.cpu.kv_rounding import SCALE_BYTES, round_to_bytes, write_float
+from cbatch.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
+from cbatch.kernels.cpu.jit import FEATURES, LIKE, emitted, entry, kernel
 from cbatch.kernels.cpu.matmul.microkernel import LANES, VectorEmitter
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 
-_WORD = 4
-_INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_WORDS = ir.VectorType(_INT32, LANES)
+SCALE_BYTES = 4
 
+_WORD, _LINE = 4, 64
+_INT8, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 32, 64))
+_WORDS, _BYTES = ir.VectorType(_INT32, LANES), ir.VectorType(_INT8, _LINE)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_HAS_BYTE_TABLES = "avx512vbmi" in FEATURES
+"""Whether one instruction looks 64 bytes up in a table of 128."""
 
-class _WordEmitter(VectorEmitter):
-    """Emits code for vectors of 16 words."""
+_INTEGER = np.float32(2**23)
+"""The low bits of a smaller number that is added to this are the nearest integer, ties to even."""
 
-    def pointer(self, address: Any, offset: Any, kind: Any) -> Any:
-        offset = _INT64(offset) if isinstance(offset, int) else offset
-        return self.builder.inttoptr(self.builder.add(address, offset), kind.as_pointer())
-
-    def load(self, address: Any, offset: Any, kind: Any = _WORDS) -> Any:
-        return self.builder.load(self.pointer(address, offset, kind), align=1)
-
-    def store(self, vector: Any, address: Any, offset: Any) -> None:
-        self.builder.store(vector, self.pointer(address, offset, vector.type), align=1)
-
-    def elements(self, address: Any, offset: Any, bits: int) -> Any:
-        """16 numbers of so many bits, each in a word of its own."""
-        loaded = self.load(address, offset, ir.VectorType(ir.IntType(bits), LANES))
-        return loaded if bits == 32 else self.builder.zext(loaded, _WORDS)
-
-    def shifted(self, words: Any, bits: Any) -> Any:
-        bits = self.broadcast(bits) if not isinstance(bits, int) else ir.Constant(_WORDS, [bits] * LANES)
-        return self.builder.shl(words, bits)
+_SMALLEST = np.float32(1e-30)
+"""Numbers are 0 if all of a head are smaller: the inverse of their scale would overflow."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _transpose_words(context: Any, source: Any, stride: Any, target: Any) -> Any:
+@emitted(types.float32, types.float32, types.float32, types.float32)
+def _fma(builder: Any, one: Any, other: Any, total: Any) -> Any:
+    """one * other + total in float32, rounded once."""
+    return VectorEmitter(builder).call("fma.f32", one, other, total)
+
+
+@kernel
+def round_to_bytes(numbers: Any, row: Any) -> Any:
+    """Rounds numbers to bytes; returns their scale, which is NaN if one of them is not finite."""
+    most = np.uint32(0)
+    for i in range(len(numbers)):
+        bits = bits_of(to_float32(numbers[i])) & np.uint32(0x7FFFFFFF)  # in the order of magnitudes, NaN above all
+        most = bits if bits > most else most
+    largest, inverse = from_bits(most), np.float32(0)
+    scale = largest * np.float32(1 / 127)
+    if most >= np.uint32(0x7F800000):
+        scale = np.float32(np.nan)
+    elif largest < _SMALLEST:
+        scale = np.float32(0)
+    else:
+        inverse = np.float32(127) / largest
+    for i in range(len(numbers)):
+        bits = bits_of(to_float32(numbers[i]))
+        magnitude = bits_of(_fma(from_bits(bits & np.uint32(0x7FFFFFFF)), inverse, _INTEGER))
+        row[i] = np.uint8((magnitude & np.uint32(0x7F)) | ((bits >> np.uint32(24)) & np.uint32(0x80)))
+    return scale
+
+
+class _ByteEmitter(VectorEmitter):
+    """Emits the code that turns 16 words of 4 bytes into numbers."""
+
+    def floats(self, words: Any) -> list[Any]:
+        """Four vectors of float32, as words: one for each byte."""
+        builder, found = self.builder, []
+        for place in range(4):
+            magnitude = builder.lshr(words, self.words(8 * place)) if place else words
+            sign = builder.shl(words, self.words(24 - 8 * place)) if place < 3 else words
+            number = builder.sitofp(builder.and_(magnitude, self.words(0x7F)), _FLOATS)
+            found.append(builder.or_(builder.bitcast(number, _WORDS), builder.and_(sign, self.words(0x80000000))))
+        return found
+
+    def pairs(self, words: Any) -> list[Any]:
+        """Two vectors of pairs of bfloat16, as words: of the first two bytes, and of the others."""
+        builder = self.builder
+        if not _HAS_BYTE_TABLES:
+            found = self.floats(words)
+            low = [builder.lshr(found[place], self.words(16)) for place in (0, 2)]
+            return [builder.or_(one, other) for one, other in zip(low, (found[1], found[3]), strict=True)]
+        indices = builder.bitcast(words, _BYTES)
+        bits = np.arange(128, dtype=np.float32).view(np.uint32) >> 16
+        low, high = (self.look_up(indices, (bits >> shift) & 0xFF) for shift in (0, 8))
+        high = builder.or_(high, builder.and_(indices, ir.Constant(_BYTES, [0x80] * _LINE)))
+        found = []
+        for half in (0, 2):
+            places = [
+                4 * word + half + place + side for word in range(LANES) for place in (0, 1) for side in (0, _LINE)
+            ]
+            mask = ir.Constant(ir.VectorType(_INT32, _LINE), places)
+            found.append(builder.bitcast(builder.shuffle_vector(low, high, mask), _WORDS))
+        return found
+
+    def look_up(self, indices: Any, table: Any) -> Any:
+        """Numbers [128] at the lower 7 bits of each index."""
+        halves = [ir.Constant(_BYTES, [int(number) for number in half]) for half in (table[:_LINE], table[_LINE:])]
+        return self.call("x86.avx512.vpermi2var.qi.512", halves[0], indices, halves[1])
+
+
+@emitted(types.void, LIKE, types.int64, types.int64, types.int64)
+def bytes_to_numbers(builder: Any, like: Any, source: Any, count: Any, target: Any) -> None:
+    """Turns 16 * count words of 4 bytes into numbers, without their scales.
+
+    like:   such a number: float32, or uint16 for bfloat16
+    source: address of vectors of 16 words
+    target: address of as many groups of vectors of 16 words: of float32 the first bytes of all words, then the second
+            ones, and so on; of bfloat16 the first two bytes of all words, then the others
+    """
+    emitter, size = _ByteEmitter(builder), 4 * _LINE if like == types.float32 else 2 * _LINE
+    with cgutils.for_range(builder, count) as loop:
+        words = emitter.read(source, builder.mul(loop.index, _INT64(_LINE)), _WORDS)
+        there = builder.add(target, builder.mul(loop.index, _INT64(size)))
+        for number, vector in enumerate(emitter.floats(words) if like == types.float32 else emitter.pairs(words)):
+            emitter.write(vector, there, number * _LINE)
+
+
+@emitted(types.void, types.int64, types.int64)
+def copy_vector(builder: Any, source: Any, target: Any) -> None:
+    """Copies 16 words from one address to another."""
+    emitter = VectorEmitter(builder)
+    emitter.write(emitter.read(source, 0, _WORDS), target, 0)
+
+
+@emitted(types.void, types.int64, types.int64)
+def _copy_word(builder: Any, source: Any, target: Any) -> None:
+    emitter = VectorEmitter(builder)
+    emitter.write(emitter.read(source, 0, _INT32), target, 0)
+
+
+@emitted(types.void, types.float32, types.int64)
+def _write_float(builder: Any, number: Any, target: Any) -> None:
+    VectorEmitter(builder).write(number, target, 0)
+
+
+@emitted(types.void, types.int64, types.int64, types.int64)
+def _transpose_words(builder: Any, source: Any, stride: Any, target: Any) -> None:
     """Writes 16 rows of 16 words, `stride` bytes apart, as columns of a matrix [16, 16] at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, stride, target = args
-        emitter = _WordEmitter(builder)
-        rows = [emitter.load(source, builder.mul(stride, _INT64(row))) for row in range(LANES)]
-        step = 1
-        while step < LANES:  # exchanges the two blocks beside the diagonal in each square of 2 * step
-            upper = ir.Constant(_WORDS, [(lane ^ step) + LANES if lane & step else lane for lane in range(LANES)])
-            lower = ir.Constant(_WORDS, [lane + LANES if lane & step else lane ^ step for lane in range(LANES)])
-            for row in range(LANES):
-                if not row & step:
-                    pair = rows[row], rows[row | step]
-                    rows[row] = builder.shuffle_vector(*pair, upper)
-                    rows[row | step] = builder.shuffle_vector(*pair, lower)
-            step *= 2
-        for number, words in enumerate(rows):
-            emitter.store(words, target, number * LANES * _WORD)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    emitter = VectorEmitter(builder)
+    rows = [emitter.read(source, builder.mul(stride, _INT64(row)), _WORDS) for row in range(LANES)]
+    step = 1
+    while step < LANES:  # exchanges the two blocks beside the diagonal in each square of 2 * step
+        upper = ir.Constant(_WORDS, [(lane ^ step) + LANES if lane & step else lane for lane in range(LANES)])
+        lower = ir.Constant(_WORDS, [lane + LANES if lane & step else lane ^ step for lane in range(LANES)])
+        for row in range(LANES):
+            if not row & step:
+                pair = rows[row], rows[row | step]
+                rows[row] = builder.shuffle_vector(*pair, upper)
+                rows[row | step] = builder.shuffle_vector(*pair, lower)
+        step *= 2
+    for number, words in enumerate(rows):
+        emitter.write(words, target, number * LANES * _WORD)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _copy_word(context: Any, source: Any, target: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emitter = _WordEmitter(builder)
-        emitter.store(emitter.load(args[0], 0, _INT32), args[1], 0)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+def _read_elements(emitter: VectorEmitter, address: Any, offset: Any, bits: int) -> Any:
+    """16 numbers of so many bits, each in a word of its own."""
+    loaded = emitter.read(address, offset, ir.VectorType(ir.IntType(bits), LANES))
+    return loaded if bits == 32 else emitter.builder.zext(loaded, _WORDS)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _interleave(context: Any, like: Any, source: Any, stride: Any, target: Any) -> Any:
+@emitted(types.void, LIKE, types.int64, types.int64, types.int64)
+def _interleave(builder: Any, like: Any, source: Any, stride: Any, target: Any) -> None:
     """Writes 16 words, each of one number of as many tokens as fit.
 
     like:   such a number
     stride: bytes between tokens
     """
-    size = like.bitwidth
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, source, stride, target = args
-        emitter, words = _WordEmitter(builder), None
-        for place in range(32 // size):
-            numbers = emitter.elements(source, builder.mul(stride, _INT64(place)), size)
-            words = numbers if words is None else builder.or_(words, emitter.shifted(numbers, place * size))
-        emitter.store(words, target, 0)
-        return context.get_dummy_value()
-
-    return types.void(like, types.int64, types.int64, types.int64), generate
+    emitter, size = VectorEmitter(builder), like.bitwidth
+    words = _read_elements(emitter, source, 0, size)
+    for place in range(1, 32 // size):
+        numbers = _read_elements(emitter, source, builder.mul(stride, _INT64(place)), size)
+        words = builder.or_(words, builder.shl(numbers, emitter.words(place * size)))
+    emitter.write(words, target, 0)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _insert(context: Any, like: Any, source: Any, target: Any, place: Any) -> Any:
+@emitted(types.void, LIKE, types.int64, types.int64, types.int64)
+def _insert(builder: Any, like: Any, source: Any, target: Any, place: Any) -> None:
     """Writes 16 numbers of a token to its place in as many words. What is for later tokens becomes 0."""
-    size = like.bitwidth
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, source, target, place = args
-        emitter = _WordEmitter(builder)
-        words = emitter.elements(source, 0, size)
-        if size < 32:
-            shift = builder.mul(builder.trunc(place, _INT32), _INT32(size))
-            before = builder.sub(builder.shl(_INT32(1), shift), _INT32(1))
-            kept = builder.and_(emitter.load(target, 0), emitter.broadcast(before))
-            words = builder.or_(kept, emitter.shifted(words, shift))
-        emitter.store(words, target, 0)
-        return context.get_dummy_value()
-
-    return types.void(like, types.int64, types.int64, types.int64), generate
+    emitter, size = VectorEmitter(builder), like.bitwidth
+    words = _read_elements(emitter, source, 0, size)
+    if size < 32:
+        shift = builder.mul(builder.trunc(place, _INT32), _INT32(size))
+        before = builder.sub(builder.shl(_INT32(1), shift), _INT32(1))
+        kept = builder.and_(emitter.read(target, 0, _WORDS), emitter.broadcast(before))
+        words = builder.or_(kept, builder.shl(words, emitter.broadcast(shift)))
+    emitter.write(words, target, 0)
 
 
 @kernel
@@ -130,17 +201,6 @@ def _spread_words(source: Any, target: int, count: int) -> None:
     """Copies so many words of a token to its column of a panel."""
     for word in range(count):
         _copy_word(source + word * _WORD, target + word * LANES * _WORD)
-
-
-@kernel
-def _store_keys(source: Any, stride: int, count: int, target: int) -> None:
-    """Stores 16 rows of so many words as a panel of keys."""
-    whole = count // LANES * LANES
-    for word in range(0, whole, LANES):
-        _transpose_words(source + word * _WORD, stride, target + word * LANES * _WORD)
-    for token in range(LANES if whole < count else 0):
-        at = source + token * stride + whole * _WORD
-        _spread_words(at, target + (whole * LANES + token) * _WORD, count - whole)
 
 
 def _round_row(numbers: Any, row: Any) -> Any:
@@ -176,7 +236,7 @@ def _round_rows(source: Any, first: int, count: int, column: int, dim: int, rows
     for i in range(count):
         scale = _round_row(source[first + i, column : column + dim], rows[i])
         if rows.itemsize == 1:
-            write_float(scale, scales + i * SCALE_BYTES)
+            _write_float(scale, scales + i * SCALE_BYTES)
 
 
 @kernel
@@ -197,7 +257,12 @@ def _store_rows(
             column = key_column + head * key_dim
             _round_rows(keys, row, count, column, key_dim, rows, panel + LANES * key_dim + place * SCALE_BYTES)
             if is_panel:
-                _store_keys(source, stride, words, panel)
+                whole = words // LANES * LANES
+                for word in range(0, whole, LANES):
+                    _transpose_words(source + word * _WORD, stride, panel + word * LANES * _WORD)
+                for token in range(LANES if whole < words else 0):
+                    at = source + token * stride + whole * _WORD
+                    _spread_words(at, panel + (whole * LANES + token) * _WORD, words - whole)
             else:
                 _spread_words(source, panel + place * _WORD, words)
             panel = _panel_of(kv, kv.values, value_dim, itemsize, page, offset, LANES)
@@ -236,9 +301,6 @@ def store_kv_layer(worker: Worker, kv: PagedKV, plan: AttentionPlan, keys: Any, 
 
     rows: [threads, 16, the larger of key_dim and value_dim] scratch in the cache's type
     """
-    num_tasks = len(plan.chunks) - 1
-    task = claim(worker, 0, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, 0, len(plan.chunks) - 1):
         first, stop = plan.chunks[task], plan.chunks[task + 1]
         store_kv(kv, plan.slots, first, stop, keys, 0, values, 0, kv.heads, rows[worker.thread])
-        task = next_task(worker, 0, num_tasks)

@@ -5,7 +5,7 @@ A page holds the keys or values of one block for one head, in panels (see `micro
     keys    [num_blocks, heads, block_size / 16, key_dim / pair, 16, pair]      16 tokens are the columns of a panel
     values  [num_blocks, heads, value_dim / 16, block_size / pair, 16, pair]    16 numbers of a value are
 
-A cache of bytes (see `kv_rounding`) is made of panels of 16 tokens, each with 16 float32 scales behind its numbers:
+A cache of bytes (see `kv_store`) is made of panels of 16 tokens, each with 16 float32 scales behind its numbers:
 
     keys    [num_blocks, heads, block_size / 16, key_dim / 4 + 1, 16, 4]            bytes: 4 numbers of a key
     values  [num_blocks, heads, block_size / 16, value_dim / 16 * 4 + 1, 16, 4]     a number of 4 values

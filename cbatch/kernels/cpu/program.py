@@ -22,7 +22,7 @@ from cbatch.kernels.cpu.matmul.linear import LinearWorkspace, PackedMatrix
 from cbatch.kernels.cpu.matmul.lora import LoraStep
 from cbatch.kernels.cpu.norm import NormParams
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, AttentionWorkspace, PagedCaches
-from cbatch.kernels.cpu.recurrent.states import Recurrence
+from cbatch.kernels.cpu.recurrent import Recurrence
 from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
 
 ROWS_PER_TASK = 8

@@ -1,4 +1,6 @@
-"""Draws a token for each row of logits without sorting it; `sampler.py` defines what is drawn.
+"""Chooses tokens: the argmax of a row, and draws without sorting it; `sampler.py` defines what is drawn.
+
+Floats are compared as integers in the same order, which the compiler can vectorize.
 
 Order the tokens by logit, then by id: the filters always keep a prefix of that order. So a token is drawn from all of
 them (or from the top k), and then checked: how many come before it, and what is their probability? If the filters do
@@ -19,14 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.argmax import BLOCK, from_ordered_int, max_of, to_ordered_int
 from cbatch.kernels.cpu.fast_math import bits_of, exp
-from cbatch.kernels.cpu.jit import entry, kernel
+from cbatch.kernels.cpu.jit import emitted, entry, kernel
 from cbatch.kernels.cpu.thread_pool import ThreadPool
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
+
+BLOCK = 64
+"""Numbers whose maximum is found before they are searched."""
 
 _INFINITY = np.float32(np.inf)
 _LN2 = math.log(2)
@@ -90,25 +93,65 @@ def draw_tokens(
     return tokens
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def divide(context: Any, x: Any, y: Any) -> Any:
+def _flip(builder: Any, bits: Any) -> Any:
+    """Flips all bits but the sign if the sign is set."""
+    sign = builder.ashr(bits, ir.Constant(bits.type, 31))
+    return builder.xor(bits, builder.and_(sign, ir.Constant(bits.type, 0x7FFFFFFF)))
+
+
+@emitted(types.int32, types.float32)
+def _to_ordered_int(builder: Any, x: Any) -> Any:
+    """A float32 as an int32 in the same order."""
+    return _flip(builder, builder.bitcast(x, ir.IntType(32)))
+
+
+@emitted(types.float32, types.int32)
+def _from_ordered_int(builder: Any, order: Any) -> Any:
+    """The float32 of an int32 from `_to_ordered_int`."""
+    return builder.bitcast(_flip(builder, order), ir.FloatType())
+
+
+@kernel
+def _max_of(part: Any) -> Any:
+    """The maximum of some numbers; meaningless if one of them is NaN."""
+    most = _to_ordered_int(-_INFINITY)
+    for i in range(len(part)):
+        order = _to_ordered_int(part[i])
+        most = order if order > most else most
+    return _from_ordered_int(most)
+
+
+@kernel
+def argmax(row: Any) -> Any:
+    """The index of a row's first maximum, and the maximum; (0, NaN) if any number of the row is NaN."""
+    index, most, num_nan = 0, -_INFINITY, np.int32(0)
+    for start in range(0, len(row), BLOCK):
+        part = row[start : start + BLOCK]
+        for i in range(len(part)):
+            num_nan = np.int32(num_nan + (part[i] != part[i]))
+        top = _max_of(part)
+        if top > most:
+            index, most = start, top
+    if num_nan > 0:
+        return 0, np.float32(np.nan)
+    while row[index] != most:
+        index += 1
+    return index, most
+
+
+@emitted(types.float32, types.float32, types.float32)
+def divide(builder: Any, x: Any, y: Any) -> Any:
     """x / y, rounded as in torch: without `arcp` the compiler does not multiply by 1 / y."""
-    signature = types.float32(types.float32, types.float32)
-    return signature, lambda _, builder, signature, args: builder.fdiv(args[0], args[1], flags=("contract",))
+    return builder.fdiv(x, y, flags=("contract",))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _mix(context: Any, word: Any) -> Any:
+@emitted(types.uint32, types.uint32)
+def _mix(builder: Any, word: Any) -> Any:
     """See `sampler._mix`. With Python's integers the compiler would compute in 64 bits, which takes twice as long."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (word,) = args
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            word = builder.xor(word, builder.lshr(word, ir.Constant(word.type, shift)))
-            word = builder.mul(word, ir.Constant(word.type, factor))
-        return builder.xor(word, builder.lshr(word, ir.Constant(word.type, 16)))
-
-    return types.uint32(types.uint32), generate
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        word = builder.xor(word, builder.lshr(word, ir.Constant(word.type, shift)))
+        word = builder.mul(word, ir.Constant(word.type, factor))
+    return builder.xor(word, builder.lshr(word, ir.Constant(word.type, 16)))
 
 
 @kernel
@@ -136,7 +179,7 @@ def block_maxima(row: Any, temperature: Any, block_max: Any) -> Any:
     """Fills in `block_max`; returns the token with the largest logit."""
     place = 0
     for block in range(len(block_max)):
-        block_max[block] = divide(max_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
+        block_max[block] = divide(_max_of(row[block * BLOCK : (block + 1) * BLOCK]), temperature)
         if not block_max[block] <= block_max[place]:
             place = block
     part = row[place * BLOCK : (place + 1) * BLOCK]
@@ -149,10 +192,10 @@ def block_maxima(row: Any, temperature: Any, block_max: Any) -> Any:
 @kernel
 def _kth_largest(values: Any, k: int) -> Any:
     """The k-th largest of some numbers, by bisection over their ordered integers."""
-    low, high = np.int64(to_ordered_int(-_INFINITY)), np.int64(to_ordered_int(_INFINITY))
+    low, high = np.int64(_to_ordered_int(-_INFINITY)), np.int64(_to_ordered_int(_INFINITY))
     while low < high:
         middle = (low + high + 1) >> 1
-        value = from_ordered_int(np.int32(middle))
+        value = _from_ordered_int(np.int32(middle))
         count = np.int32(0)
         for i in range(len(values)):
             count = np.int32(count + (values[i] >= value))
@@ -160,7 +203,7 @@ def _kth_largest(values: Any, k: int) -> Any:
             low = middle
         else:
             high = middle - 1
-    return from_ordered_int(np.int32(low))
+    return _from_ordered_int(np.int32(low))
 
 
 @kernel
@@ -243,9 +286,7 @@ def draw_rows(
     A row whose largest logit is not finite gets an arbitrary token.
     """
     block_max, candidates = workspace.block_max[worker.thread], workspace.candidates[worker.thread]
-    num_tasks = len(tokens)
-    task = claim(worker, 0, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, 0, len(tokens)):
         row = logits[params.starts[task] : params.starts[task] + vocabulary]
         temperature, top_k, top_p = params.temperature[task], params.top_k[task], params.top_p[task]
         first = block_maxima(row, temperature, block_max)
@@ -260,4 +301,3 @@ def draw_rows(
                 break
             limit, end = divide(row[token], temperature), token
         tokens[task] = token
-        task = next_task(worker, 0, num_tasks)

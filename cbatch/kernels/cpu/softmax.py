@@ -13,9 +13,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from cbatch.kernels.cpu.jit import HAS_BFLOAT16
+from cbatch.kernels.cpu.jit import HAS_BFLOAT16, LIKE, PARTS, emitted
 from cbatch.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter
 
 TILE_TOKENS = 128
@@ -44,10 +43,6 @@ def _floats(value: float) -> Any:
     return ir.Constant(_FLOATS, [float(np.float32(value))] * LANES)
 
 
-def _words(value: int) -> Any:
-    return ir.Constant(_WORDS, [value] * LANES)
-
-
 class FloatEmitter(VectorEmitter):
     """Loads and stores vectors of 16 float32, or bfloat16."""
 
@@ -55,28 +50,22 @@ class FloatEmitter(VectorEmitter):
         """Float32, also of bfloat16."""
         builder = self.builder
         if element != types.uint16:
-            return builder.load(self.place(address, index * LANES * 4, _FLOATS), align=4)
-        halves = builder.load(self.place(address, index * LANES * 2, _HALVES), align=2)
-        return builder.bitcast(builder.shl(builder.zext(halves, _WORDS), _words(16)), _FLOATS)
-
-    def place(self, address: Any, offset: int, kind: Any) -> Any:
-        return self.builder.inttoptr(self.builder.add(address, _INT64(offset)), kind.as_pointer())
+            return self.read(address, index * LANES * 4, _FLOATS)
+        halves = self.read(address, index * LANES * 2, _HALVES)
+        return builder.bitcast(builder.shl(builder.zext(halves, _WORDS), self.words(16)), _FLOATS)
 
     def store(self, vector: Any, address: Any, index: int, element: Any) -> None:
         """Stores as float32, or rounded to the nearest bfloat16."""
         builder = self.builder
         if element == types.uint16 and HAS_BFLOAT16:
-            vector = builder.bitcast(
-                builder.fptrunc(vector, ir.VectorType(BFloat16(), LANES)), ir.VectorType(_INT16, LANES)
-            )
+            vector = builder.bitcast(builder.fptrunc(vector, ir.VectorType(BFloat16(), LANES)), _HALVES)
         elif element == types.uint16:
             bits = builder.bitcast(vector, _WORDS)
-            odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
-            rounded = builder.lshr(builder.add(builder.add(bits, _words(0x7FFF)), odd), _words(16))
-            rounded = builder.select(builder.fcmp_unordered("uno", vector, vector), _words(0x7FC0), rounded)
-            vector = builder.trunc(rounded, ir.VectorType(_INT16, LANES))
-        size = 2 if element == types.uint16 else 4
-        builder.store(vector, self.place(address, index * LANES * size, vector.type), align=size)
+            odd = builder.and_(builder.lshr(bits, self.words(16)), self.words(1))
+            rounded = builder.lshr(builder.add(builder.add(bits, self.words(0x7FFF)), odd), self.words(16))
+            rounded = builder.select(builder.fcmp_unordered("uno", vector, vector), self.words(0x7FC0), rounded)
+            vector = builder.trunc(rounded, _HALVES)
+        self.write(vector, address, index * LANES * (2 if element == types.uint16 else 4))
 
 
 class _RowEmitter(FloatEmitter):
@@ -110,7 +99,7 @@ class _RowEmitter(FloatEmitter):
         p = _floats(first)
         for term in others:
             p = self.fma(p, rest, _floats(term))
-        exponent = builder.shl(builder.fptosi(n, _WORDS), _words(23))
+        exponent = builder.shl(builder.fptosi(n, _WORDS), self.words(23))
         return builder.bitcast(builder.add(builder.bitcast(p, _WORDS), exponent), _FLOATS)
 
     def largest(self, vectors: list[Any]) -> Any:
@@ -130,7 +119,7 @@ class _RowEmitter(FloatEmitter):
         return found
 
 
-def _emit_row(builder: Any, element: Any, args: Any, bounds: tuple[Any, Any] | None) -> None:
+def _emit_row(builder: Any, element: Any, *args: Any, bounds: tuple[Any, Any] | None = None) -> None:
     """The code of `softmax_row`, and of `masked_softmax_row` if there are bounds."""
     scores, weights, state, width, scale, scales = args
     emitter = _RowEmitter(builder, element)
@@ -148,7 +137,7 @@ def _emit_row(builder: Any, element: Any, args: Any, bounds: tuple[Any, Any] | N
             counts.append(builder.and_(after, before))
     scale = emitter.broadcast(scale)
     last = builder.add(state, builder.mul(width, _INT64(4)))
-    place = emitter.place(last, 0, _FLOAT)
+    place = emitter.address(last, 0, _FLOAT)
     reference = builder.load(place)
     found = emitter.relative(products, counts, scale, reference)
     kept = [cgutils.alloca_once_value(builder, vector) for vector in found]
@@ -178,10 +167,10 @@ def _emit_row(builder: Any, element: Any, args: Any, bounds: tuple[Any, Any] | N
     emitter.store(total, last, 1, types.float32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@emitted(types.void, LIKE, *[types.int64] * 4, types.float32, PARTS)
 def softmax_row(
-    context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, scales: Any
-) -> Any:
+    builder: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, scales: Any
+) -> None:
     """Turns a row of products into weights 2^(product * scale - reference), and updates its state.
 
     like:    an element of the weights: float32, or uint16 for bfloat16
@@ -195,30 +184,13 @@ def softmax_row(
 
     If a score is NaN, so are its weight and one of the sums of weights.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_row(builder, like, _row_arguments(builder, signature, args), None)
-        return context.get_dummy_value()
-
-    return types.void(like, types.int64, types.int64, types.int64, types.int64, types.float32, scales), generate
+    _emit_row(builder, like, scores, weights, state, width, scale, scales)
 
 
-def _row_arguments(builder: Any, signature: Any, args: Any) -> list[Any]:
-    """What `_emit_row` takes, of the arguments of `softmax_row`."""
-    *row, scales = args[1:7]
-    return [*row, None if signature.args[6] == types.none else cgutils.unpack_tuple(builder, scales)]
-
-
-@intrinsic  # type: ignore[untyped-decorator]
+@emitted(types.void, LIKE, *[types.int64] * 4, types.float32, PARTS, types.int64, types.int64)
 def masked_softmax_row(
-    context: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, scales: Any, first: Any,
+    builder: Any, like: Any, scores: Any, weights: Any, state: Any, width: Any, scale: Any, scales: Any, first: Any,
     stop: Any,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """As `softmax_row`, but only products from `first` up to `stop` count; the weights of others are 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_row(builder, like, _row_arguments(builder, signature, args), tuple(args[7:]))
-        return context.get_dummy_value()
-
-    row = types.int64, types.int64, types.int64, types.int64, types.float32, scales
-    return types.void(like, *row, types.int64, types.int64), generate
+    _emit_row(builder, like, scores, weights, state, width, scale, scales, bounds=(first, stop))

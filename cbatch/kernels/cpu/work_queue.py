@@ -11,19 +11,20 @@ counts the completed tasks.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.jit import IS_X86, kernel
+from cbatch.kernels.cpu.jit import IS_X86, emitted, kernel
 
-_INT64 = ir.IntType(64)
-_NEXT, _DONE = 0, 8
+_DONE = 8 * 8
+"""Bytes from the first number to the ninth."""
+
 _PHASE_SHIFT = 32
 """Bits of a ticket that hold the task; the bits above hold the phase."""
 
@@ -44,73 +45,57 @@ def new_work_queue() -> NDArray[np.int64]:
     return np.zeros(16, np.int64)
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [index])
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _load(context: Any, queue: Any, index: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_pointer(context, builder, queue, *args), "acquire", 8)
-
-    return types.int64(queue, types.int64), generate
+@emitted(types.int64, types.int64)
+def _load(builder: Any, address: Any) -> Any:
+    return builder.load_atomic(_pointer(builder, address), "acquire", 8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _store(context: Any, queue: Any, index: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[2], _pointer(context, builder, queue, args[0], args[1]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(queue, types.int64, types.int64), generate
+@emitted(types.void, types.int64, types.int64)
+def _store(builder: Any, address: Any, value: Any) -> None:
+    builder.store_atomic(value, _pointer(builder, address), "release", 8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _fetch_add(context: Any, queue: Any, index: Any, value: Any) -> Any:
+@emitted(types.int64, types.int64, types.int64)
+def _fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """Adds, and returns the value before."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(context, builder, queue, args[0], args[1]), args[2], "acq_rel")
-
-    return types.int64(queue, types.int64, types.int64), generate
+    return builder.atomic_rmw("add", _pointer(builder, address), value, "acq_rel")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _compare_exchange(context: Any, queue: Any, index: Any, before: Any, after: Any) -> Any:
+@emitted(types.boolean, types.int64, types.int64, types.int64)
+def _compare_exchange(builder: Any, address: Any, before: Any, after: Any) -> Any:
     """Replaces `before` by `after`; returns whether `before` was there."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, queue, args[0], args[1])
-        return builder.extract_value(builder.cmpxchg(pointer, args[2], args[3], "acq_rel", "acquire"), 1)
-
-    return types.boolean(queue, types.int64, types.int64, types.int64), generate
+    return builder.extract_value(builder.cmpxchg(_pointer(builder, address), before, after, "acq_rel", "acquire"), 1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pause(context: Any) -> Any:
+@emitted(types.void)
+def _pause(builder: Any) -> None:
     """Tells the processor that this thread waits for another."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if IS_X86:
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    if IS_X86:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
 
 
 @kernel
-def claim(worker: Worker, phase: int, num_tasks: int) -> int:
-    """Claims the next task of a phase of at least one; returns -1 once all of them are complete."""
-    queue, spins = worker.queue, 0
+def _claim(worker: Worker, phase: int, num_tasks: int, done: int) -> int:
+    """Claims the next task; returns -1 once all of them are complete.
+
+    done: the task that this thread claimed before; -1 for none. The last one of a phase starts the next phase
+    """
+    queue, spins = np.int64(worker.queue.ctypes.data), 0
+    if done >= 0 and _fetch_add(queue + _DONE, 1) == num_tasks - 1:
+        _store(queue + _DONE, 0)
+        _store(queue, (phase + 1) << _PHASE_SHIFT)
     while True:
-        ticket = _load(queue, _NEXT)
+        ticket = _load(queue)
         if ticket >> _PHASE_SHIFT != phase:
             return -1
         task: int = ticket & 0xFFFFFFFF
         if task < num_tasks:
-            if _compare_exchange(queue, _NEXT, ticket, ticket + 1):
+            if _compare_exchange(queue, ticket, ticket + 1):
                 return task
         else:
             spins += 1
@@ -120,17 +105,17 @@ def claim(worker: Worker, phase: int, num_tasks: int) -> int:
 
 
 @kernel
-def likely_task(worker: Worker, phase: int, num_tasks: int) -> int:
-    """The task that is claimed next, perhaps by another thread; -1 if all of the phase are."""
-    ticket = _load(worker.queue, _NEXT)
-    task: int = ticket & 0xFFFFFFFF
-    return task if ticket >> _PHASE_SHIFT == phase and task < num_tasks else -1
+def claimed(worker: Worker, phase: int, num_tasks: int) -> Iterator[int]:
+    """The tasks of a phase, at least one, that this thread claims: each is complete when the next is asked for."""
+    task = _claim(worker, phase, num_tasks, -1)
+    while task >= 0:
+        yield task
+        task = _claim(worker, phase, num_tasks, task)
 
 
 @kernel
-def next_task(worker: Worker, phase: int, num_tasks: int) -> int:
-    """Marks a task as complete, and claims the next. The last one of a phase starts the next phase."""
-    if _fetch_add(worker.queue, _DONE, 1) == num_tasks - 1:
-        _store(worker.queue, _DONE, 0)
-        _store(worker.queue, _NEXT, (phase + 1) << _PHASE_SHIFT)
-    return claim(worker, phase, num_tasks)
+def likely_task(worker: Worker, phase: int, num_tasks: int) -> int:
+    """The task that is claimed next, perhaps by another thread; -1 if all of the phase are."""
+    ticket = _load(np.int64(worker.queue.ctypes.data))
+    task: int = ticket & 0xFFFFFFFF
+    return task if ticket >> _PHASE_SHIFT == phase and task < num_tasks else -1

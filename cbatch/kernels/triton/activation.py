@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.triton.attention_tile import power_of_2
-from cbatch.kernels.triton.launch import launch_options
+from cbatch.kernels.triton.attention_tile import launch_options, power_of_2
 
 _NAMES = ("identity", "silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "xielu")
 _GATES = ("identity", "sigmoid", "softplus")

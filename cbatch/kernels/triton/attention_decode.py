@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.triton.attention_combine import Partials
 from cbatch.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.kernels.triton.attention_tile import (
     LAUNCH,
     Heads,
+    Partials,
     cache_layout,
     first_seen,
     from_fp8,
@@ -101,16 +101,9 @@ def max_registers(heads: Heads, has_window: bool, limits: DeviceLimits) -> dict[
 
 
 def attend_decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    parts: Partials,
-    metadata: AttentionMetadata,
-    options: dict[str, Any],
-    grid: DecodeGrid,
-    tuning: DecodeTuning,
-) -> None:
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, parts: Partials, metadata: AttentionMetadata, options:
+    dict[str, Any], grid: DecodeGrid, tuning: DecodeTuning,
+) -> None:  # fmt: skip
     """Writes the rows of out [T, query heads, value_dim] or of the partial results that belong to narrow chunks.
 
     query         [T, query heads, key_dim], any strides between rows and heads

@@ -237,18 +237,9 @@ class StepBuffers:
     """
 
     def __init__(
-        self,
-        tokens: int,
-        sequences: int,
-        max_blocks: int,
-        block_size: int,
-        split: int,
-        device: torch.device,
-        max_tokens: int | None = None,
-        *,
-        decode_only: bool,
-        whole: bool = False,
-    ) -> None:
+        self, tokens: int, sequences: int, max_blocks: int, block_size: int, split: int, device: torch.device,
+        max_tokens: int | None = None, *, decode_only: bool, whole: bool = False,
+    ) -> None:  # fmt: skip
         """See `CapturableAttention.graph_buffers`, and `list_work` for `whole`."""
         most = sequences * max_blocks * block_size
         self.max_tokens = most if max_tokens is None else min(max_tokens, most)

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.kernels.triton.attention_combine import Partials
 from cbatch.kernels.triton.attention_metadata import AttentionMetadata
 from cbatch.kernels.triton.attention_tile import (
     LAUNCH,
     Heads,
+    Partials,
     cache_layout,
     first_seen,
     from_fp8,
@@ -48,15 +48,9 @@ class PrefillTuning(NamedTuple):
     stages: int = 5
 
     def fitted(
-        self,
-        head_tile: int,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        group: int,
-        limits: DeviceLimits,
-        *,
+        self, head_tile: int, dtype: torch.dtype, cache_dtype: torch.dtype, group: int, limits: DeviceLimits, *,
         has_window: bool = False,
-    ) -> PrefillTuning:
+    ) -> PrefillTuning:  # fmt: skip
         """Parameters for heads of a padded size in a type on a chip, so that tiles fit into a multiprocessor.
 
         The matrix units of 9.0 and 10.0 read operands from shared memory; those of 8.x and 12.0 take all of them from
@@ -89,16 +83,9 @@ class PrefillTuning(NamedTuple):
 
 
 def attend_prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    parts: Partials,
-    metadata: AttentionMetadata,
-    options: dict[str, Any],
-    tuning: PrefillTuning,
-    limits: DeviceLimits,
-) -> None:
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, parts: Partials, metadata: AttentionMetadata, options:
+    dict[str, Any], tuning: PrefillTuning, limits: DeviceLimits,
+) -> None:  # fmt: skip
     """Writes the rows of out [T, query heads, value_dim] or of the partial results that belong to wider chunks.
 
     query         [T, query heads, key_dim], any strides between rows and heads

@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import NormWeights, Positions
-from cbatch.kernels.triton.attention_tile import power_of_2, to_fp8
-from cbatch.kernels.triton.launch import launch_options
+from cbatch.kernels.triton.attention_tile import launch_options, power_of_2, to_fp8
 from cbatch.kernels.triton.norm import norm_constants, norm_tensors, normed
 from cbatch.runtime.kv_cache import as_bytes
 

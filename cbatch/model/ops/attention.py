@@ -18,7 +18,7 @@ from cbatch.kernels.cpu.norm import NormParams
 from cbatch.kernels.cpu.norm import normalize as normalize_row
 from cbatch.kernels.cpu.paged_kv import AttentionParams, kv_of_layer
 from cbatch.kernels.cpu.program import BUFFER, NORM, elements_of, floats_of, instruction, norm_of, vector_of
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.operands import NormWeights, Positions
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.ops.cpu_layout import CpuLayout
@@ -220,9 +220,7 @@ def prepare(worker: Worker, phase: int, op: Any, step: Any) -> int:
     query_norm = norm_of(step.weights, op.query_norm, first_key)
     key_norm = norm_of(step.weights, op.key_norm, first_value - first_key)
     value_norm = norm_of(step.weights, op.value_norm, end - first_value)
-    num_tasks = len(plan.chunks) - 1
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, len(plan.chunks) - 1):
         first, stop = plan.chunks[task], plan.chunks[task + 1]
         for number in range(first, stop):
             row = source[number]
@@ -252,7 +250,6 @@ def prepare(worker: Worker, phase: int, op: Any, step: Any) -> int:
                 query[number, i] = from_float32(queries[i], query)
         stored = step.buffers.attention.stored[worker.thread]
         store_kv(kv, plan.slots, first, stop, source, first_key, source, first_value, kv_heads, stored)
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 

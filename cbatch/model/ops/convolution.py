@@ -11,9 +11,8 @@ from torch.nn import functional
 
 from cbatch.kernels.cpu.jit import view_as
 from cbatch.kernels.cpu.program import BUFFER, elements_of, floats_of, instruction, vector_of
-from cbatch.kernels.cpu.recurrent.convolution import ConvolutionParams
-from cbatch.kernels.cpu.recurrent.convolution import convolve as convolve_chunks
-from cbatch.kernels.cpu.recurrent.states import with_memory
+from cbatch.kernels.cpu.recurrent import ConvolutionParams, with_memory
+from cbatch.kernels.cpu.recurrent import convolve as convolve_chunks
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import Recurrence
 from cbatch.model.device_weights import DeviceWeights

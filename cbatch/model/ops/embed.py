@@ -12,7 +12,7 @@ from cbatch.kernels.cpu.fast_math import to_float32
 from cbatch.kernels.cpu.matmul.formats import unpack_column
 from cbatch.kernels.cpu.matmul.microkernel import pad_columns
 from cbatch.kernels.cpu.program import BUFFER, MATRIX, ROWS_PER_TASK, floats_of, instruction
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import ON_CPU
 from cbatch.kernels.operands import Embedding
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
@@ -87,9 +87,7 @@ def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """table: where the embedding begins among the tables; -1 if it is a packed matrix"""
     weights, ids, out = step.weights, step.inputs.ids, floats_of(step, op.target)
     matrix, hidden = op.matrix, out.shape[1]
-    num_tasks = -(-len(ids) // ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-len(ids) // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(len(ids), (task + 1) * ROWS_PER_TASK)):
             factor = op.factor
             if op.table < 0:
@@ -106,5 +104,4 @@ def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
                 base = op.positions + (step.inputs.positions[row] + op.position_offset) * op.width
                 for i in range(op.width):
                     out[row, i] += to_float32(weights.tables[base + i])
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from cbatch.kernels.cpu.fast_math import exp, from_float32, to_float32
 from cbatch.kernels.cpu.program import BUFFER, ROWS_PER_TASK, elements_of, floats_of, instruction
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Step
@@ -61,9 +61,7 @@ def multiply_by_gate(gate: Tensor, width: int, function: str, factor: float, tar
 def apply_gate(worker: Worker, phase: int, op: Any, step: Any) -> int:
     gate, target = floats_of(step, op.gate), elements_of(step, op.target)
     tokens = len(target)
-    num_tasks = -(-tokens // ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-tokens // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
             for i in range(op.columns):
                 x = gate[row, op.start + i]
@@ -73,5 +71,4 @@ def apply_gate(worker: Worker, phase: int, op: Any, step: Any) -> int:
                     x = np.log1p(exp(-abs(x))) + max(x, np.float32(0))
                 for j in range(i * op.width, (i + 1) * op.width):
                     target[row, j] = from_float32(op.factor * x * to_float32(target[row, j]), target)
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

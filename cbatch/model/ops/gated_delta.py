@@ -11,9 +11,8 @@ from torch.nn import functional
 
 from cbatch.kernels.cpu.jit import view_as
 from cbatch.kernels.cpu.program import BUFFER, floats_of, instruction, vector_of
-from cbatch.kernels.cpu.recurrent.delta_rule import DeltaParams
-from cbatch.kernels.cpu.recurrent.delta_rule import gated_delta as delta_chunks
-from cbatch.kernels.cpu.recurrent.states import with_memory
+from cbatch.kernels.cpu.recurrent import DeltaParams, with_memory
+from cbatch.kernels.cpu.recurrent import gated_delta as delta_chunks
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import Recurrence
 from cbatch.model.device_weights import DeviceWeights

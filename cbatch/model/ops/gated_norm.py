@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbatch.kernels.cpu.program import BUFFER, NORM, elements_of, floats_of, instruction, norm_of
-from cbatch.kernels.cpu.recurrent.gated_norm import gated_norm as gated_norm_rows
+from cbatch.kernels.cpu.recurrent import gated_norm as gated_norm_rows
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import NormWeights
 from cbatch.model.device_weights import DeviceWeights
@@ -57,7 +57,7 @@ class GatedNorm(Operation):
         norm_with_gate(step.ops, source, factors, weights, self.groups, target, gate_first=self.gate_first)
 
 
-@device_kernel("recurrence.gated_norm:gated_norm")
+@device_kernel("norm:gated_norm")
 def norm_with_gate(
     source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.kernels.cpu.program import BUFFER, ROWS_PER_TASK, floats_of, instruction
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_plan import Step
@@ -54,11 +54,8 @@ def gather(worker: Worker, phase: int, op: Any, step: Any) -> int:
     starts = indices[op.index : op.index + op.count]
     widths = indices[op.index + op.count : op.index + 2 * op.count]
     places = indices[op.index + 2 * op.count : op.index + 3 * op.count]
-    num_tasks = -(-tokens // ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-tokens // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
             for i in range(op.count):
                 target[row, i] = floats[starts[i] * tokens + row * widths[i] + places[i]]
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

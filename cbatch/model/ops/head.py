@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cbatch.kernels.cpu.argmax import argmax
 from cbatch.kernels.cpu.fast_math import tanh
 from cbatch.kernels.cpu.matmul.linear import WRITE
 from cbatch.kernels.cpu.program import instruction
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.sampling import argmax
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_plan import DeviceHead, DevicePlan
 from cbatch.model.ops.linear import product
@@ -62,12 +62,10 @@ def finish_logits(worker: Worker, phase: int, op: Any, step: Any) -> int:
     num_tasks = len(outputs.tokens)
     if num_tasks == 0:  # chunks of prompts only; a phase must have a task
         return phase
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, num_tasks):
         row = outputs.logits[task, : outputs.vocabulary]
         if op.softcap > 0:
             for i in range(len(row)):
                 row[i] = op.softcap * tanh(row[i] / op.softcap)
         outputs.tokens[task], outputs.largest[task] = argmax(row)
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

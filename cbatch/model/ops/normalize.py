@@ -11,7 +11,7 @@ from cbatch.kernels.cpu.matmul.microkernel import pad_columns
 from cbatch.kernels.cpu.norm import RMS_NORM, inverse_rms
 from cbatch.kernels.cpu.norm import normalize as normalize_row
 from cbatch.kernels.cpu.program import BUFFER, NORM, ROWS_PER_TASK, elements_of, floats_of, instruction, norm_of
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_plan import DevicePlan, Pending, Run, Step
 from cbatch.model.ops.operation import Operation, operation, reads, writes
@@ -78,15 +78,12 @@ class Normalize(Operation):
 @kernel
 def _rms_norm_rows(worker: Worker, phase: int, x: Any, rows: Any, weight: Any, eps: float, out: Any) -> int:
     """out [R, width] = RMSNorm of those rows of x [T, width]. What most models need, as simple as it can be."""
-    num_tasks = -(-len(rows) // ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-len(rows) // ROWS_PER_TASK)):
         for i in range(task * ROWS_PER_TASK, min(len(rows), (task + 1) * ROWS_PER_TASK)):
             row = x[rows[i]]
             factor = inverse_rms(row, eps)
             for j in range(len(row)):
                 out[i, j] = from_float32(row[j] * factor * weight[j], out)
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -103,14 +100,11 @@ def norm_rows(worker: Worker, phase: int, op: Any, step: Any) -> int:
     norm = norm_of(step.weights, op.norm, op.width)
     if norm.kind == RMS_NORM and len(norm.weight) == source.shape[1] == out.shape[1]:
         return _rms_norm_rows(worker, phase, source, rows, norm.weight, norm.eps, out)
-    num_tasks = -(-len(rows) // ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-len(rows) // ROWS_PER_TASK)):
         for i in range(task * ROWS_PER_TASK, min(len(rows), (task + 1) * ROWS_PER_TASK)):
             normalize_row(source[rows[i], op.start : op.start + op.width], norm, out[i])
             for j in range(op.width, out.shape[1]):  # padding, which is multiplied with zeros
                 out[i, j] = 0
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -119,9 +113,7 @@ def add_norm(worker: Worker, phase: int, op: Any, step: Any) -> int:
     """Norms groups of columns of the source, in place, and puts them into the target of float32 or adds them to it."""
     source, target = floats_of(step, op.source), floats_of(step, op.target)
     norm, tokens = norm_of(step.weights, op.norm, op.width), len(target)
-    num_tasks = -(-tokens // ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-tokens // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
             for group in range(op.groups):
                 first = op.start + group * op.width
@@ -133,5 +125,4 @@ def add_norm(worker: Worker, phase: int, op: Any, step: Any) -> int:
                 else:
                     for i in range(len(part)):
                         sums[i] = op.factor * part[i]
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

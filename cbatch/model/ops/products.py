@@ -33,7 +33,7 @@ def quantized_linear(source: Tensor, matrix: QuantizedMatrix, bias: Tensor | Non
         out[:, columns] = product if bias is None else product + bias[columns]
 
 
-@device_kernel("products.float8:float8_linear", is_product=True)
+@device_kernel("products.linear:float8_linear", is_product=True)
 def float8_linear(source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
     """The same with a matrix of FP8, and rows that are rounded to FP8 before they are multiplied."""
     codes, scales = rounded_rows(source)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from cbatch.kernels.cpu.program import BUFFER, ROWS_PER_TASK, floats_of, instruction
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_plan import Step
@@ -36,11 +36,8 @@ class Scale(Operation):
 def scale(worker: Worker, phase: int, op: Any, step: Any) -> int:
     factor, target = step.weights.vectors[op.weight], floats_of(step, op.target)
     tokens = len(target)
-    num_tasks = -(-tokens // ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-tokens // ROWS_PER_TASK)):
         for row in range(task * ROWS_PER_TASK, min(tokens, (task + 1) * ROWS_PER_TASK)):
             for i in range(target.shape[1]):
                 target[row, i] *= factor
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

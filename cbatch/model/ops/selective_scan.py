@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from cbatch.kernels.cpu.jit import view_as
 from cbatch.kernels.cpu.program import BUFFER, floats_of, instruction, vector_of
-from cbatch.kernels.cpu.recurrent.selective_scan import ScanParams
-from cbatch.kernels.cpu.recurrent.selective_scan import selective_scan as scan_chunks
-from cbatch.kernels.cpu.recurrent.states import with_memory
+from cbatch.kernels.cpu.recurrent import ScanParams, with_memory
+from cbatch.kernels.cpu.recurrent import selective_scan as scan_chunks
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import Recurrence
 from cbatch.model.device_weights import DeviceWeights

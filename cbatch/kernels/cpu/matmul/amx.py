@@ -23,10 +23,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.kernels.cpu.jit import FEATURES, Part, address_of
+from cbatch.kernels.cpu.jit import FEATURES, PARTS, Part, address_of, emitted
 from cbatch.kernels.cpu.matmul.microkernel import LANES, emit_prefetch
 
 ROWS_AT_ONCE = 2 * LANES
@@ -74,11 +73,6 @@ class _Emitter:
 
     def load(self, tile: int, address: Any, stride: Any) -> None:
         self.call("tileloadd64", _INT8(tile), self.pointer(address), stride)
-
-    def prefetch(self, address: Any) -> None:
-        """Asks for the columns of a block, both panels of which lie side by side."""
-        for line in range(2 * _PAIRS):
-            emit_prefetch(self.builder, self.builder.add(address, _INT64(64 * line)))
 
     def configure(self, rows: list[Any], pairs: Any) -> None:
         """Sets the sizes of all tiles: these rows, and so many pairs along the depth. It clears the tiles."""
@@ -146,12 +140,12 @@ class _Emitter:
                     self.call("tilezero", _INT8(tile))
         with cgutils.for_range(builder, blocks) as loop:
             block = builder.add(first, loop.index)
-            along, down = (
-                builder.mul(block, _INT64(_TILE_BYTES)),
-                builder.mul(block, builder.mul(stride, _INT64(_PAIRS))),
-            )
+            along = builder.mul(block, _INT64(_TILE_BYTES))
+            down = builder.mul(block, builder.mul(stride, _INT64(_PAIRS)))
             with builder.if_then(fetches):
-                self.prefetch(builder.add(columns[0], builder.add(down, builder.mul(stride, _INT64(_PAIRS)))))
+                coming = builder.add(columns[0], builder.add(down, builder.mul(stride, _INT64(_PAIRS))))
+                for line in range(2 * _PAIRS):  # both panels of a block lie side by side
+                    emit_prefetch(builder, builder.add(coming, _INT64(64 * line)))
             for panel in (0, 1):
                 self.load(_RIGHT[panel], builder.add(columns[panel], down), stride)
             for number in numbers:
@@ -163,27 +157,21 @@ class _Emitter:
             self.call("tilestored64", _INT8(tile), self.pointer(place), out_stride)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _emit_loop(context: Any, left: Any, panels: Any, out: Any, count: Any, add: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        *records, count, add = args
-        left, panels, out = (cgutils.unpack_tuple(builder, record) for record in records)
-        groups = builder.udiv(count, _INT64(ROWS_AT_ONCE))
-        done = builder.mul(groups, _INT64(ROWS_AT_ONCE))
-        rest = builder.sub(count, done)
-        with builder.if_then(builder.icmp_signed(">", groups, _INT64(0))):
-            _Emitter(builder, 2).emit(left, panels, out, [_INT64(LANES)] * 2, groups, add)
-        with builder.if_then(builder.icmp_signed(">", rest, _INT64(0))):
-            there = [(builder.add(address, builder.mul(done, width)), width) for address, width in (left, out)]
-            with builder.if_else(builder.icmp_signed(">", rest, _INT64(LANES))) as (many, few):
-                with many:
-                    rows = [_INT64(LANES), builder.sub(rest, _INT64(LANES))]
-                    _Emitter(builder, 2).emit(there[0], panels, there[1], rows, _INT64(1), add)
-                with few:
-                    _Emitter(builder, 1).emit(there[0], panels, there[1], [rest], _INT64(1), add)
-        return context.get_dummy_value()
-
-    return types.void(left, panels, out, types.int64, types.int64), generate
+@emitted(types.void, PARTS, PARTS, PARTS, types.int64, types.int64)
+def _emit_loop(builder: Any, left: Any, panels: Any, out: Any, count: Any, add: Any) -> None:
+    groups = builder.udiv(count, _INT64(ROWS_AT_ONCE))
+    done = builder.mul(groups, _INT64(ROWS_AT_ONCE))
+    rest = builder.sub(count, done)
+    with builder.if_then(builder.icmp_signed(">", groups, _INT64(0))):
+        _Emitter(builder, 2).emit(left, panels, out, [_INT64(LANES)] * 2, groups, add)
+    with builder.if_then(builder.icmp_signed(">", rest, _INT64(0))):
+        there = [(builder.add(address, builder.mul(done, width)), width) for address, width in (left, out)]
+        with builder.if_else(builder.icmp_signed(">", rest, _INT64(LANES))) as (many, few):
+            with many:
+                rows = [_INT64(LANES), builder.sub(rest, _INT64(LANES))]
+                _Emitter(builder, 2).emit(there[0], panels, there[1], rows, _INT64(1), add)
+            with few:
+                _Emitter(builder, 1).emit(there[0], panels, there[1], [rest], _INT64(1), add)
 
 
 # Called by its address, like the loops of `microkernel.py`.

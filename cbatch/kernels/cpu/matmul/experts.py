@@ -23,7 +23,7 @@ from cbatch.kernels.cpu.matmul.linear import (
     row_block,
 )
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, Rows
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN, SIGMOID_OF_CHOSEN = range(4)
 HIGHEST, TWO_HIGHEST = range(2)
@@ -183,16 +183,12 @@ def route(worker: Worker, phase: int, source: Any, router: RouterParams, routing
     row = scratch[worker.thread, :hidden]
     num_experts = len(router.weight)
     scores = scratch[worker.thread, hidden : hidden + 2 * num_experts].reshape(2, num_experts)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, num_tasks):
         for i in range(hidden):
             row[i] = to_float32(source[task, i])
         _choose(row, router, scores, routing.chosen[task], routing.weights[task])
-        task = next_task(worker, phase, num_tasks)
-    task = claim(worker, phase + 1, 1)
-    while task >= 0:
+    for _ in claimed(worker, phase + 1, 1):
         _sort(routing)
-        task = next_task(worker, phase + 1, 1)
     return phase + 2
 
 
@@ -228,9 +224,7 @@ def _sort(routing: Routing) -> None:
 def gather_rows(worker: Worker, phase: int, source: Any, routing: Routing, weigh: int, out: Any) -> int:
     """out [T * top_k, hidden] = the rows of the sorted pairs, times their weights if `weigh`."""
     top_k = routing.chosen.shape[1]
-    num_tasks = len(source)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, len(source)):
         for k in range(top_k):
             row = out[routing.places[task, k]]
             if weigh:
@@ -240,7 +234,6 @@ def gather_rows(worker: Worker, phase: int, source: Any, routing: Routing, weigh
             else:
                 for i in range(len(row)):
                     row[i] = source[task, i]
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -257,8 +250,7 @@ def expert_matmul(
     parts = -(-num_tiles // tiles)
     phase, left = prepare_rows(worker, phase, a, first.format, workspace)
     num_tasks, block = active * parts, row_block(left, workspace.max_rows[first.format])
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, num_tasks):
         expert = routing.active[task // parts]
         each = PackedMatrix(
             first.data,
@@ -274,7 +266,6 @@ def expert_matmul(
                 a, part, first_tile, min(num_tiles, first_tile + tiles), each,
                 out[begin : min(stop, begin + block)], mode, activation, workspace, worker.thread,
             )  # fmt: skip
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -284,8 +275,7 @@ def combine_rows(
 ) -> int:
     """out [T, hidden] = factor * the sum of each token's rows [T * top_k, hidden] times their weights."""
     num_tasks, scale = len(routing.chosen), np.float32(factor)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, num_tasks):
         target = out[task]
         if not add:
             for i in range(len(target)):
@@ -295,5 +285,4 @@ def combine_rows(
             weight = scale * routing.weights[task, k] if weigh else scale
             for i in range(len(target)):
                 target[i] += weight * row[i]
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.fast_math import to_float32
-from cbatch.kernels.cpu.jit import kernel, shared
+from cbatch.kernels.cpu.jit import emitted, kernel, shared
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.formats import (
     BFLOAT16,
@@ -172,17 +171,12 @@ def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> 
         out[i] = factor * scale * number
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _to_float(context: Any, low: Any, high: Any) -> Any:
+@emitted(types.float32, types.uint8, types.uint8)
+def _to_float(builder: Any, low: Any, high: Any) -> Any:
     """The float16 of two bytes as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        short = ir.IntType(16)
-        low, high = (builder.zext(byte, short) for byte in args)
-        bits = builder.or_(low, builder.shl(high, short(8)))
-        return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint8, types.uint8), generate
+    short = ir.IntType(16)
+    bits = builder.or_(builder.zext(low, short), builder.shl(builder.zext(high, short), short(8)))
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
 
 
 def _in_panels(padded: NDArray[Any]) -> NDArray[Any]:

@@ -9,12 +9,11 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
 from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
-from cbatch.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
+from cbatch.kernels.cpu.jit import HAS_BFLOAT16, PARTS, emitted, kernel, shared
 from cbatch.kernels.cpu.matmul import amx, quantized
 from cbatch.kernels.cpu.matmul.formats import group_bytes, is_quantized, tile_bytes
 from cbatch.kernels.cpu.matmul.microkernel import (
@@ -30,9 +29,14 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     prefetch_ahead,
     prefetch_to_write,
 )
-from cbatch.kernels.cpu.matmul.quantized import multiply_quantized, quantized_address
-from cbatch.kernels.cpu.matmul.quantized_rows import quantize_row, quantized_row_bytes, whole_lines
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.matmul.quantized import (
+    multiply_quantized,
+    quantize_row,
+    quantized_address,
+    quantized_row_bytes,
+    whole_lines,
+)
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import BFLOAT16, FLOAT32, FORMATS, GROUP
 from cbatch.runtime.cpu import empty, second_cache_bytes
 
@@ -181,11 +185,9 @@ def prepare_rows(worker: Worker, phase: int, a: Any, weights: int, workspace: Li
             _prepare_row(a[row], own[row * width : (row + 1) * width], weights, workspace.left_bytes)
         return phase, Rows(np.int64(own.ctypes.data), width)
     rows, num_tasks = workspace.rows, -(-num_rows // _ROWS_PER_TASK)
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, num_tasks):
         for row in range(task * _ROWS_PER_TASK, min(num_rows, (task + 1) * _ROWS_PER_TASK)):
             _prepare_row(a[row], rows[row * width : (row + 1) * width], weights, workspace.left_bytes)
-        task = next_task(worker, phase, num_tasks)
     return phase + 1, Rows(np.int64(rows.ctypes.data), width)
 
 
@@ -212,41 +214,28 @@ def _multiply(
     multiply_tile(microkernel, a[0, 0], left, columns, out, count, add)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _emit_scaling(context: Any, sums: Any, factors: Any, out: Any, count: Any) -> Any:
+@emitted(types.void, PARTS, PARTS, PARTS, types.int64)
+def _emit_scaling(builder: Any, sums: Any, factors: Any, out: Any, count: Any) -> None:
     """Rows of 32 float32 times a factor for each column, plus a bias, plus what is in `out` if that is asked for."""
+    emitter, word, vector = VectorEmitter(builder), ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
+    (source, source_stride), (scale, bias, add), (target, target_stride) = sums, factors, out
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emitter, word = VectorEmitter(builder), ir.IntType(64)
-        vector = ir.VectorType(ir.FloatType(), LANES)
-        (source, source_stride), (scale, bias, add), (target, target_stride) = (
-            cgutils.unpack_tuple(builder, record) for record in args[:3]
-        )
+    def read_if(start: Any, panel: int, otherwise: float) -> Any:
+        """What is at an address unless that is 0."""
+        found = cgutils.alloca_once_value(builder, ir.Constant(vector, [otherwise] * LANES))
+        with builder.if_then(builder.icmp_signed("!=", start, word(0))):
+            builder.store(emitter.read(start, 4 * LANES * panel, vector), found)
+        return builder.load(found)
 
-        def load(start: Any, panel: int) -> Any:
-            return builder.load(place(start, panel), align=4)
-
-        def place(start: Any, panel: int) -> Any:
-            return builder.inttoptr(builder.add(start, word(4 * LANES * panel)), vector.as_pointer())
-
-        def load_if(start: Any, panel: int, otherwise: float) -> Any:
-            """What is at an address unless that is 0."""
-            found = cgutils.alloca_once_value(builder, ir.Constant(vector, [otherwise] * LANES))
-            with builder.if_then(builder.icmp_signed("!=", start, word(0))):
-                builder.store(load(start, panel), found)
-            return builder.load(found)
-
-        both = [(load_if(scale, panel, 1.0), load_if(bias, panel, 0.0)) for panel in (0, 1)]
-        with cgutils.for_range(builder, args[3]) as loop:
-            there = builder.add(target, builder.mul(target_stride, loop.index))
-            before = builder.select(builder.icmp_signed("!=", add, word(0)), there, word(0))
-            for panel, (factor, offset) in enumerate(both):
-                total = load(builder.add(source, builder.mul(source_stride, loop.index)), panel)
-                total = emitter.fma(total, factor, offset)
-                builder.store(builder.fadd(total, load_if(before, panel, 0.0)), place(there, panel), align=4)
-        return context.get_dummy_value()
-
-    return types.void(sums, factors, out, count), generate
+    both = [(read_if(scale, panel, 1.0), read_if(bias, panel, 0.0)) for panel in (0, 1)]
+    with cgutils.for_range(builder, count) as loop:
+        there = builder.add(target, builder.mul(target_stride, loop.index))
+        before = builder.select(builder.icmp_signed("!=", add, word(0)), there, word(0))
+        for panel, (factor, offset) in enumerate(both):
+            row = builder.add(source, builder.mul(source_stride, loop.index))
+            total = emitter.read(row, 4 * LANES * panel, vector)
+            total = builder.fadd(emitter.fma(total, factor, offset), read_if(before, panel, 0.0))
+            emitter.write(total, there, 4 * LANES * panel)
 
 
 @kernel
@@ -352,8 +341,7 @@ def matmul(
     phase, left = prepare_rows(worker, phase, a, matrix.format, workspace)
     tiling = _cut(left, len(a), num_tiles, workspace.max_rows[matrix.format], threads)
     num_tasks = tiling.num_tasks
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, num_tasks):
         first = task // tiling.tasks_per_block * tiling.rows
         count = min(len(a) - first, tiling.rows)
         place = _place_of(task % tiling.tasks_per_block, tiling.tasks_per_block, threads)
@@ -363,5 +351,4 @@ def matmul(
             a, part, first_tile, min(num_tiles, first_tile + tiling.tiles), matrix, out[first : first + count], mode,
             activation, workspace, worker.thread,
         )  # fmt: skip
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

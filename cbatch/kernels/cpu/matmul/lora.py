@@ -23,7 +23,7 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     multiply_tile,
     prefetch_ahead,
 )
-from cbatch.kernels.cpu.work_queue import Worker, claim, next_task
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 
 _TILES_PER_TASK = 8
 
@@ -80,9 +80,7 @@ def _shrink(worker: Worker, phase: int, linear: int, depth: int, a: Any, lora: L
     """inner [N, ranks] = the tokens' rows of `a` times the first matrix of their adapters."""
     ranks = lora.inner.shape[1]
     tiles = ranks // COLUMNS
-    num_tasks = len(lora.groups) * tiles
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, len(lora.groups) * tiles):
         group, tile = lora.groups[task // tiles], task % tiles
         place = lora.shrinks[linear, group[0]]
         if tile < place[1]:
@@ -94,7 +92,6 @@ def _shrink(worker: Worker, phase: int, linear: int, depth: int, a: Any, lora: L
             left = Rows(np.int64(rows.ctypes.data), 4 * rows.shape[1])
             out = Rows(np.int64(lora.inner.ctypes.data) + 4 * (start * ranks + tile * COLUMNS), 4 * ranks)
             _multiply(lora, worker.thread, left, place[0] + tile * COLUMNS * depth, depth, out, count)
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -103,9 +100,7 @@ def _expand(worker: Worker, phase: int, first_tile: int, lora: LoraStep, out: An
     """out [T, columns] += inner times the second matrix of the tokens' adapters."""
     ranks, num_tiles = lora.inner.shape[1], out.shape[1] // COLUMNS
     chunks = -(-num_tiles // _TILES_PER_TASK)
-    num_tasks = len(lora.groups) * chunks
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, len(lora.groups) * chunks):
         group, first = lora.groups[task // chunks], task % chunks * _TILES_PER_TASK
         start, count, sums = group[1], group[2] - group[1], lora.sums[worker.thread]
         results = Rows(np.int64(sums.ctypes.data), 4 * COLUMNS)
@@ -119,7 +114,6 @@ def _expand(worker: Worker, phase: int, first_tile: int, lora: LoraStep, out: An
                 target, row = out[lora.tokens[start + i], tile * COLUMNS : (tile + 1) * COLUMNS], sums[i]
                 for j in range(COLUMNS):
                     target[j] += row[j]
-        task = next_task(worker, phase, num_tasks)
     return phase + 1
 
 
@@ -148,9 +142,7 @@ def activate_product(
     columns, most, tokens = LANES if mode == GATED else COLUMNS, workspace.sums.shape[1], len(out)
     num_tiles = out.shape[1] // columns
     chunks = -(-num_tiles // _TILES_PER_TASK)
-    num_tasks = -(-tokens // most) * chunks
-    task = claim(worker, phase, num_tasks)
-    while task >= 0:
+    for task in claimed(worker, phase, -(-tokens // most) * chunks):
         first, first_tile = task // chunks * most, task % chunks * _TILES_PER_TASK
         count = min(most, tokens - first)
         sums = workspace.sums[worker.thread][:count]
@@ -160,5 +152,4 @@ def activate_product(
                     sums[i, j] = product[first + i, tile * COLUMNS + j]
             gates = workspace.gates[worker.thread]
             write_tile(sums, mode, activation, gates, tile * columns, out[first : first + count])
-        task = next_task(worker, phase, num_tasks)
     return phase + 1

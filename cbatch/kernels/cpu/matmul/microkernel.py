@@ -24,7 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, Part, address_of, kernel, shared
+from cbatch.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, LIKE, PARTS, Part, address_of, emitted, kernel, shared
 
 LANES = 16
 """Columns of a panel."""
@@ -156,14 +156,30 @@ class VectorEmitter:
         return self.call(f"fma.v{LANES}f32", one, other, total)
 
     def address(self, start: Any, offset: Any, kind: Any) -> Any:
+        """A pointer so many bytes behind an address."""
+        offset = _INT64(offset) if isinstance(offset, int) else offset
         return self.builder.inttoptr(self.builder.add(start, offset), kind.as_pointer())
+
+    def read(self, start: Any, offset: Any, kind: Any) -> Any:
+        return self.builder.load(self.address(start, offset, kind), align=1)
+
+    def write(self, value: Any, start: Any, offset: Any) -> None:
+        self.builder.store(value, self.address(start, offset, value.type), align=1)
+
+    def read_broadcast(self, start: Any, offset: Any, kind: Any) -> Any:
+        """A number from memory in all lanes."""
+        return self.broadcast(self.read(start, offset, kind))
+
+    def words(self, value: int) -> Any:
+        """A constant in all lanes, of 32 bits each."""
+        return ir.Constant(_WORDS, [value] * LANES)
 
     @contextmanager
     def sums(self, outs: list[Any], add: Any) -> Iterator[dict[tuple[int, int], Any]]:
         """The sums of rows and panels, which are written to these rows at the end; they begin there if `add` is 1."""
         builder, places = self.builder, [(row, panel) for row in range(len(outs)) for panel in (0, 1)]
         sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_SUMS, None)) for place in places}
-        targets = {(row, panel): self.address(outs[row], _INT64(panel * LANES * 4), _SUMS) for row, panel in places}
+        targets = {(row, panel): self.address(outs[row], panel * LANES * 4, _SUMS) for row, panel in places}
         with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
             for place in places:
                 builder.store(builder.load(targets[place], align=4), sums[place])
@@ -211,28 +227,20 @@ class _TileEmitter(VectorEmitter):
     def weights(self, at: Any, offset: Any) -> Any:
         """One vector of a panel, as `multiply_add` takes it."""
         if self.element == types.float32:
-            return self.builder.load(self.address(at, offset, _SUMS), align=4)
+            return self.read(at, offset, _SUMS)
         if HAS_BFLOAT16:
-            return self.builder.load(self.address(at, offset, _PAIRS), align=4)
-        return self.halves(self.builder.load(self.address(at, offset, _WORDS), align=4))
-
-    def load_broadcast(self, at: Any, offset: Any, kind: Any) -> Any:
-        """A float32 or a 32-bit word from memory in all lanes."""
-        return self.broadcast(self.builder.load(self.address(at, offset, kind), align=2))
+            return self.read(at, offset, _PAIRS)
+        words = self.read(at, offset, _WORDS)
+        halves = self.builder.shl(words, self.words(16)), self.builder.and_(words, self.words(0xFFFF0000))
+        return [self.builder.bitcast(half, _SUMS) for half in halves]
 
     def left(self, at: Any, offset: Any) -> Any:
         """A number or a pair of a left-hand row, as `multiply_add` takes it."""
         if self.element == types.float32:
-            return self.load_broadcast(at, offset, _FLOAT)
+            return self.read_broadcast(at, offset, _FLOAT)
         if HAS_BFLOAT16:
-            return self.builder.bitcast(self.load_broadcast(at, offset, _INT32), _PAIRS)
-        return [self.load_broadcast(at, self.builder.add(offset, _INT64(place)), _FLOAT) for place in (0, 4)]
-
-    def halves(self, words: Any) -> list[Any]:
-        """Both bfloat16 of each word, as float32."""
-        high = self.builder.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
-        low = self.builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
-        return [self.builder.bitcast(half, _SUMS) for half in (low, high)]
+            return self.builder.bitcast(self.read_broadcast(at, offset, _INT32), _PAIRS)
+        return [self.read_broadcast(at, self.builder.add(offset, _INT64(place)), _FLOAT) for place in (0, 4)]
 
     def multiply_add(self, total: Any, left: Any, right: Any) -> Any:
         if self.element != types.float32 and HAS_BFLOAT16:
@@ -260,16 +268,8 @@ class _TileEmitter(VectorEmitter):
             rest = builder.sub(depth, first)
             steps = builder.select(builder.icmp_signed("<", rest, run), rest, run)
             at = builder.mul(number, _INT64(32))
-            where = [builder.load(self.address(table, builder.add(at, _INT64(8 * i)), _INT64)) for i in range(4)]
+            where = [self.read(table, builder.add(at, _INT64(8 * i)), _INT64) for i in range(4)]
             self.emit_run(rows, where, builder.mul(first, _INT64(self.step_bytes)), steps, (stride, ahead), sums)
-
-    def emit_prefetches(self, both: list[Any]) -> None:
-        """What comes next of both panels; of the first only if products take longer than reading."""
-        if self.num_rows > FEW_ROWS:
-            emit_prefetch(self.builder, both[0])
-            return
-        for place in both:
-            emit_prefetch(self.builder, place, near=SECOND_CACHE)
 
     def emit_run(self, rows: list[Any], places: list[Any], start: Any, steps: Any, strides: Any, sums: Any) -> None:
         """Code for the steps of one run.
@@ -281,7 +281,11 @@ class _TileEmitter(VectorEmitter):
         with cgutils.for_range(builder, steps) as loop:
             there = builder.add(start, builder.mul(loop.index, _INT64(self.step_bytes)))
             down, further = (builder.mul(loop.index, stride) for stride in strides)
-            self.emit_prefetches([builder.add(place, further) for place in ahead])
+            if self.num_rows > FEW_ROWS:  # products take longer than reading
+                emit_prefetch(builder, builder.add(ahead[0], further))
+            else:
+                for place in ahead:
+                    emit_prefetch(builder, builder.add(place, further), near=SECOND_CACHE)
             weights = [self.weights(panel, down) for panel in panels]
             for row in range(self.num_rows):
                 number = self.left(rows[row], there)
@@ -290,21 +294,14 @@ class _TileEmitter(VectorEmitter):
                     builder.store(total, sums[row, panel])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _emit_tile(context: Any, like: Any, left: Any, panels: Any, out: Any, count: Any, add: Any) -> Any:
+@emitted(types.void, LIKE, PARTS, PARTS, PARTS, types.int64, types.int64)
+def _emit_tile(builder: Any, like: Any, left: Any, panels: Any, out: Any, count: Any, add: Any) -> None:
     """The loop for each number of rows there is code for, and the choice among them."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, *records, count, add = args
-        left, panels, out = (cgutils.unpack_tuple(builder, record) for record in records)
+    def emit(num_rows: int) -> None:
+        _TileEmitter(builder, like, num_rows).emit(left, panels, out, count, add)
 
-        def emit(num_rows: int) -> None:
-            _TileEmitter(builder, like, num_rows).emit(left, panels, out, count, add)
-
-        emit_for_rows(builder, count, ROW_COUNTS, emit)
-        return context.get_dummy_value()
-
-    return types.void(like, left, panels, out, types.int64, types.int64), generate
+    emit_for_rows(builder, count, ROW_COUNTS, emit)
 
 
 # Called by its address, which passes numbers only.
@@ -344,23 +341,13 @@ def emit_prefetch(builder: Any, address: Any, *, near: int = FIRST_CACHE, writes
     builder.call(fetch, [builder.inttoptr(address, _INT8.as_pointer()), _INT32(int(writes)), _INT32(near), _INT32(1)])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(context: Any, address: Any) -> Any:
+@emitted(types.void, types.int64)
+def prefetch(builder: Any, address: Any) -> None:
     """Prefetches the cache line at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit_prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    emit_prefetch(builder, address)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch_to_write(context: Any, address: Any) -> Any:
+@emitted(types.void, types.int64)
+def prefetch_to_write(builder: Any, address: Any) -> None:
     """Prefetches the cache line at an address, which will be written."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit_prefetch(builder, args[0], writes=True)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    emit_prefetch(builder, address, writes=True)

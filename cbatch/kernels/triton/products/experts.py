@@ -16,8 +16,7 @@ from torch import Tensor
 
 from cbatch.kernels.operands import ExpertWeights, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.triton.attention_tile import LAUNCH, power_of_2
-from cbatch.kernels.triton.launch import launch_options
+from cbatch.kernels.triton.attention_tile import LAUNCH, launch_options, power_of_2
 from cbatch.kernels.triton.products.linear import FIXED_ROWS, Tile, multiply, operands
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")

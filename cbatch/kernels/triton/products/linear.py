@@ -7,6 +7,9 @@ from float32; sums are float32.
 A program goes along the whole depth for a tile of rows and columns, in one order. So a row's result depends on nothing
 but the row, as long as tiles have one size. For numbers, this has the place of the library's products if steps are to
 be batch-invariant: those take another kernel, and may split the depth, for another number of rows.
+
+Rows for products of FP8 (see `kernels/float8_matrix.py`) are rounded by one kernel where torch has six. Divisions round
+as those of torch do, so the bytes are the same.
 """
 
 from __future__ import annotations
@@ -19,14 +22,20 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels import products as library
+from cbatch.kernels.float8_matrix import LEAST_SCALE, Float8Matrix
 from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, power_of_2
-from cbatch.kernels.triton.launch import launch_options
+from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, launch_options, power_of_2, to_fp8
+from cbatch.runtime.kv_cache import FP8 as E4M3
+from cbatch.runtime.kv_cache import FP8_MAX
 
 FIXED_ROWS = 64
 """If steps are to be batch-invariant, packed matrices and experts get the tile that they have for so many rows."""
 
+_MOST_AT_ONCE = 8192
+"""Numbers of a row that a program rounds to FP8 at once."""
+
+_LARGEST, _LEAST_SCALE = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_SCALE)
 _INT8, _INT4, _INT4_ZEROS, _MXFP4, _FP8 = map(tl.constexpr, (INT8, INT4, INT4_ZEROS, MXFP4, FP8))
 
 
@@ -276,3 +285,38 @@ def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
         *tensors, ids, out, kind, matrix.columns, matrix.depth, group,
         block, **launch_options(block * GROUP // 8),
     )  # fmt: skip
+
+
+@triton.jit
+def _round_rows_kernel(
+    source: tl.tensor, codes: tl.tensor, scales: tl.tensor, DEPTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, DEPTH, BLOCK):
+        column = first + step
+        number = tl.load(source + row * DEPTH + column, mask=column < DEPTH, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(number))
+    scale = tl.maximum(tl.div_rn(tl.max(largest, 0), _LARGEST), _LEAST_SCALE)
+    tl.store(scales + row, scale)
+    for first in range(0, DEPTH, BLOCK):
+        column = first + step
+        number = tl.load(source + row * DEPTH + column, mask=column < DEPTH, other=0.0).to(tl.float32)
+        tl.store(codes + row * DEPTH + column, to_fp8(tl.div_rn(number, scale)), mask=column < DEPTH)
+
+
+def round_rows(source: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [T, depth] in e4m3, and their scales [T, 1] float32; see `rounded_rows`."""
+    rows, depth = source.shape
+    codes = torch.empty(rows, depth, dtype=torch.uint8, device=source.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=source.device)
+    block = min(power_of_2(depth), _MOST_AT_ONCE)
+    _round_rows_kernel[(rows,)](source, codes, scales, depth, block, **launch_options(block // 8))
+    return codes.view(E4M3), scales
+
+
+def float8_linear(source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
+    """See `model/ops/products.py`."""
+    matrix.multiply(*round_rows(source), bias, out)

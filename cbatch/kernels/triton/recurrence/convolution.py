@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import Recurrence
-from cbatch.kernels.triton.attention_tile import power_of_2
-from cbatch.kernels.triton.launch import launch_options
-from cbatch.kernels.triton.recurrence.chunk import CHUNK_TENSORS, chunk_tensors, read_chunk
+from cbatch.kernels.triton.attention_tile import launch_options, power_of_2
+from cbatch.kernels.triton.recurrence.tiles import CHUNK_TENSORS, chunk_tensors, read_chunk
 
 _ROWS, _CHANNELS = 16, 128
 """Of a tile of a step with chunks; a step that only decodes has twice as many channels and one row."""
@@ -185,15 +184,9 @@ def _keep_window_kernel(
 
 
 def convolve(
-    source: Tensor,
-    weights: tuple[Tensor, Tensor | None],
-    activation: str,
-    state: Tensor,
-    recurrence: Recurrence,
-    out: Tensor,
-    input_gate: Tensor | None,
-    output_gate: Tensor | None,
-) -> None:
+    source: Tensor, weights: tuple[Tensor, Tensor | None], activation: str, state: Tensor, recurrence: Recurrence, out:
+    Tensor, input_gate: Tensor | None, output_gate: Tensor | None,
+) -> None:  # fmt: skip
     """See `model/ops/convolution.py`."""
     weight, bias = weights
     channels, kernel = weight.shape

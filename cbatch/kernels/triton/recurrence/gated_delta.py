@@ -15,19 +15,17 @@ from torch import Tensor
 
 from cbatch.kernels.operands import Recurrence
 from cbatch.kernels.triton.attention_tile import LAUNCH
-from cbatch.kernels.triton.recurrence.chunk import (
-    CHUNK_TENSORS,
-    chunk_tensors,
-    read_chunk,
-    softplus,
-)
 from cbatch.kernels.triton.recurrence.tiles import (
+    CHUNK_TENSORS,
     SHORT,
     TILE,
+    chunk_tensors,
     decay_between,
     dot_in_parts,
     find_tile,
     num_tiles,
+    read_chunk,
+    softplus,
     takes_tiles,
     tile_bounds,
     tile_constants,
@@ -202,16 +200,9 @@ def _gated_delta_tile_kernel(
 
 
 def gated_delta(
-    qkv: Tensor,
-    controls: Tensor,
-    heads: Any,
-    weights: tuple[Tensor, Tensor],
-    state: Tensor,
-    recurrence: Recurrence,
-    out: Tensor,
-    *,
-    capability: int,
-) -> None:
+    qkv: Tensor, controls: Tensor, heads: Any, weights: tuple[Tensor, Tensor], state: Tensor, recurrence: Recurrence,
+    out: Tensor, *, capability: int,
+) -> None:  # fmt: skip
     """See `model/ops/gated_delta.py`.  capability: of the chip, 90 for 9.0"""
     given, ints = (qkv, controls, *weights), chunk_tensors(recurrence)
     rows, chunks = (qkv.stride(0), controls.stride(0)), len(recurrence.slots)

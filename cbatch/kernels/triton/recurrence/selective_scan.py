@@ -13,17 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import Recurrence
-from cbatch.kernels.triton.recurrence.chunk import (
-    CHUNK_TENSORS,
-    chunk_tensors,
-    read_chunk,
-    softplus,
-)
 from cbatch.kernels.triton.recurrence.tiles import (
+    CHUNK_TENSORS,
     SHORT,
+    chunk_tensors,
     decay_between,
     dot_in_parts,
     num_tiles,
+    read_chunk,
+    softplus,
     takes_tiles,
     tile_bounds,
     tile_constants,

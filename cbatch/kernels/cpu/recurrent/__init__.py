@@ -1,1 +1,0 @@
-"""Layers with a state that goes from token to token."""
