@@ -3,6 +3,11 @@
 A product goes along the depth, so what it reads at once lies together: a part is 32 bytes of every column. In 8 bits
 these are 32 numbers of the depth. In 4 bits they are 64, two groups with a scale each: byte i holds number i in its low
 bits and number i + 32 in its high ones.
+
+FP8 matrices can also be multiplied with rows that are rounded to FP8, by the matrix units that a GPU has for it:
+`torch._scaled_mm` takes both sides in e4m3 (4 bits of exponent and 3 of mantissa), and multiplies a sum by the scale of
+its row and by that of its column. A row's scale makes its largest number 448, the largest of e4m3, and depends on
+nothing but the row.
 """
 
 from __future__ import annotations
@@ -14,10 +19,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cbatch.kernels.formats import FP8, GROUP, INT4_ZEROS, INT8, MXFP4, Integers
+from cbatch.runtime.kv_cache import FP8 as E4M3
+from cbatch.runtime.kv_cache import FP8_MAX, as_stored
 
 _IN_8_BITS = {INT8: torch.int8, FP8: torch.uint8}
 _SCALES = {MXFP4: torch.bfloat16, FP8: torch.float32}
 """Their types, if they are not float16."""
+
+
+LEAST_SCALE = 2.0**-126
+"""The smallest scale of a row: the smallest normal float32. Rows of zeros have it."""
+
+_MULTIPLE = 16
+"""Columns and depth of what a GPU multiplies are multiples of it."""
 
 
 class QuantizedMatrix(NamedTuple):
@@ -99,3 +113,50 @@ class QuantizedMatrix(NamedTuple):
 def _part_size(format: int) -> int:
     """Numbers of the depth in a part."""
     return GROUP if format in _IN_8_BITS else 2 * GROUP
+
+
+class Float8Matrix(NamedTuple):
+    """A matrix [columns, depth] with a scale for each column, as `torch._scaled_mm` takes it.
+
+    numbers: [columns, depth] e4m3
+    scales:  [1, columns] float32
+    """
+
+    numbers: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, columns: int, depth: int, device: torch.device) -> Float8Matrix:
+        """Without numbers, which `fill` brings."""
+        numbers = torch.zeros(columns, depth, dtype=torch.uint8, device=device).view(E4M3)
+        return cls(numbers, torch.zeros(1, columns, dtype=torch.float32, device=device))
+
+    @staticmethod
+    def takes(columns: int, depth: int) -> bool:
+        """Whether a GPU multiplies matrices of this size."""
+        return columns % _MULTIPLE == 0 and depth % _MULTIPLE == 0
+
+    @property
+    def columns(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
+
+    def fill(self, first: int, integers: Integers) -> None:
+        """Writes columns from `first` on, each with one scale."""
+        columns = slice(first, first + len(integers.numbers))
+        self.numbers.view(torch.uint8)[columns] = integers.numbers
+        self.scales[:, columns] = integers.scales.T
+
+    def multiply(self, rows: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out [T, columns] = scales [T, 1] * rows [T, depth] e4m3 times the matrix, plus bias [columns]."""
+        torch._scaled_mm(rows, self.numbers.t(), scales, self.scales, bias=bias, out_dtype=out.dtype, out=out)
+
+
+def rounded_rows(source: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [T, depth] in e4m3, and their scales [T, 1] float32, by operations of torch."""
+    numbers = source.float()
+    scales = (numbers.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=LEAST_SCALE)
+    return as_stored(numbers / scales, E4M3), scales

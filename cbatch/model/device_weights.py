@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.float8_matrix import Float8Matrix
 from cbatch.kernels.formats import FP8, INT4, INT8, ON_GPU, quantized
 from cbatch.kernels.operands import ExpertWeights, NormWeights
-from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix
 from cbatch.model.float8 import Float8Use
 from cbatch.model.stored import Packing, StoredWeights
 from cbatch.model.weight import Activation, Matrix, Norm, Weight

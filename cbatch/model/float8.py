@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from cbatch.base.errors import in_short
-from cbatch.kernels.float8_matrix import Float8Matrix, rounded_rows
+from cbatch.kernels.quantized_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.triton.occupancy import device_limits
 from cbatch.model.base import Model
 from cbatch.model.dtypes import activations_in

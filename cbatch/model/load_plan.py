@@ -17,7 +17,7 @@ from cbatch.base.quantization import STORED, Quantization
 from cbatch.base.units import parse_memory
 from cbatch.model.device_map import DeviceMap, choose_device_map
 from cbatch.model.dtypes import choose_dtype
-from cbatch.model.weight_cache import WeightCache
+from cbatch.model.packed_file import WeightCache
 from cbatch.runtime.device import choose_device, is_accelerator
 from cbatch.runtime.numba_setup import require_compiler
 

@@ -10,6 +10,8 @@ anew. The record also says which file was found to be whole since the machine st
 Each process maps the file copy-on-write. Nothing writes to weights, so no page is copied; and numba compiles for arrays
 that can be written, as those in private memory can, where read-only ones would need every kernel compiled once more. A
 kernel that did write would harm nobody else.
+
+The folder of the files keeps them from one start to the next, within bounds (see `WeightCache`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +39,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.base.units import format_bytes
-from cbatch.model.weight_cache import LOCK, PARTIAL, RECORD, WEIGHTS, WeightCache, unlink
+from cbatch.base.config import EngineConfig
+from cbatch.base.units import format_bytes, parse_memory
 from cbatch.runtime.cpu import num_threads
 from cbatch.runtime.memory import count_as_taken
 
@@ -45,6 +48,15 @@ _log = logging.getLogger("cbatch")
 
 Arrays = dict[str, NDArray[Any]]
 
+WEIGHTS, RECORD, LOCK, PARTIAL = ".weights", ".record", ".lock", ".partial"
+"""How names end: of a file, and, after its whole name, of what belongs to it."""
+
+DEFAULT_LIMIT = "50%"
+
+LEAST_BYTES = 64 * 2**20
+"""Smaller weights are packed about as fast as a file is opened and checked."""
+
+_NEW_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _HEADER_BYTES = 4096
 _LINE = 64
 """Arrays begin with a line of the processor's cache."""
@@ -59,6 +71,126 @@ _CHECKED_BYTES = 2**20
 
 _MAP_FIXED, _MADV_HUGEPAGE, _MADV_COLLAPSE = 0x10, 14, 25
 """Of Linux; Python names few of them. The last (since Linux 6.1) makes huge pages of small ones, which a tmpfs has."""
+
+
+class CachedFile(NamedTuple):
+    """used_ns: when an engine last mapped it"""
+
+    name: str
+    size: int
+    used_ns: int
+
+
+@dataclass(frozen=True)
+class WeightCache:
+    """A folder of packed weights.
+
+    limit:       the most that its files may take, as `20GiB` or a share of what its disk would have free without them
+    least_bytes: weights that take less are not kept
+    """
+
+    folder: Path
+    limit: str = DEFAULT_LIMIT
+    least_bytes: int = 0
+
+    @classmethod
+    def of_config(cls, config: EngineConfig) -> WeightCache | None:
+        """The one that an engine uses, if any. That of the user is `cbatch/weights` in XDG_CACHE_HOME or `~/.cache`."""
+        if not config.weight_cache or sys.platform != "linux":
+            return None
+        limit = config.weight_cache_size or DEFAULT_LIMIT
+        if config.weights_folder is not None:
+            return cls(Path(config.weights_folder), limit)
+        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        try:
+            folder = folder if folder.is_absolute() else Path.home() / ".cache"
+        except RuntimeError:
+            _log.warning("Packed weights are not kept, since there is no home directory.")
+            return None
+        return cls(folder / "cbatch" / "weights", limit, LEAST_BYTES)
+
+    def files(self) -> list[CachedFile]:
+        """All complete files, the one that was used longest ago first; none if the folder cannot be read."""
+        found = []
+        with suppress(OSError):
+            for path in self.folder.glob("*" + WEIGHTS):
+                with suppress(OSError):
+                    status = path.lstat()
+                    used = status.st_mtime_ns
+                    with suppress(OSError):
+                        used = path.with_name(path.name + RECORD).lstat().st_mtime_ns
+                    found.append(CachedFile(path.name, status.st_size, used))
+        return sorted(found, key=lambda file: file.used_ns)
+
+    def describe(self) -> str:
+        """Where it is and what it holds, for people."""
+        files = self.files()
+        size = format_bytes(sum(file.size for file in files))
+        limit = f"{self.limit} of what is free" if self.limit.endswith("%") else self.limit
+        return f"{size} in {self.folder}, at most {limit}; cbatch info --clear-weight-cache empties it"
+
+    def clear(self) -> int:
+        """Removes all files but those that are just being made; the bytes that they took.
+
+        Engines that have mapped them keep them until they are closed. Raises OSError if a file cannot be removed.
+        """
+        files = self.files()
+        if files:
+            with _opened(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
+                for file in files:
+                    _remove(file.name, folder)
+                _remove_abandoned(folder)
+        return sum(file.size for file in files)
+
+    def make_room(self, folder: int, size: int) -> None:
+        """Removes the files that were used longest ago, until one of this size may be added.
+
+        folder: of this cache, opened
+
+        Raises OSError if there is no room even without the others.
+        """
+        _remove_abandoned(folder)
+        files, disk = self.files(), os.fstatvfs(folder)
+        held = sum(file.size for file in files)
+        most = parse_memory(self.limit, disk.f_bavail * disk.f_frsize + held)
+        if size > most:
+            raise OSError(f"they take {format_bytes(size)}, and it may hold {format_bytes(most)}")
+        for file in files:
+            if held + size <= most:
+                break
+            _remove(file.name, folder)
+            held -= file.size
+
+
+def _remove(name: str, folder: int) -> None:
+    """Removes a file; those that have mapped it can still read it."""
+    for suffix in (RECORD, ""):
+        _unlink(name + suffix, folder)
+
+
+def _remove_abandoned(folder: int) -> None:
+    """Removes what processes have left that died while they made a file."""
+    for name in os.listdir(folder):
+        if name.endswith(WEIGHTS + PARTIAL):
+            lock, flags = name.removesuffix(PARTIAL) + LOCK, os.O_RDWR | os.O_CREAT
+            with suppress(OSError), _opened(lock, flags, folder) as opened:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _unlink(name, folder)
+
+
+def _unlink(name: str, folder: int) -> None:
+    """Removes a file if it is there."""
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+
+
+@contextmanager
+def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    file = os.open(path, flags, 0o600, dir_fd=folder)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 class ArrayShape(NamedTuple):
@@ -88,7 +220,8 @@ class PackedFile:
         if sys.platform != "linux":
             raise OSError("that takes Linux")
         layout = _Layout.of(self.content, shapes)
-        with _private_folder(self.cache.folder) as folder, _locked(layout.name + LOCK, folder):
+        with _private_folder(self.cache.folder) as folder, _opened(layout.name + LOCK, _NEW_LOCK, folder) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             mapping = _map_finished(layout, folder)
             if mapping is None:
                 self.cache.make_room(folder, layout.size)
@@ -205,24 +338,10 @@ def _is_ours(file: int) -> bool:
 def _private_folder(path: Path) -> Iterator[int]:
     """A folder, opened; it is made if it is not there. Raises OSError if others may write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
         if not _is_ours(folder):
             raise PermissionError(f"{path} is open to other users")
         yield folder
-    finally:
-        os.close(folder)
-
-
-@contextmanager
-def _locked(name: str, folder: int) -> Iterator[None]:
-    """Holds the lock of that name; waits for it."""
-    lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _map_finished(layout: _Layout, folder: int) -> _Mapping | None:
@@ -239,7 +358,7 @@ def _map_finished(layout: _Layout, folder: int) -> _Mapping | None:
             mapping.advise(mmap.MADV_WILLNEED)
             if mapping.checksum() != before.get("checksum"):
                 _log.warning("A file of packed weights is spoiled, and made anew.")
-                unlink(record, folder)
+                _unlink(record, folder)
                 return None
             _write_record(record, folder, before | now)
         os.utime(record, ns=(time.time_ns(),) * 2, dir_fd=folder)  # when it was used last
@@ -268,7 +387,7 @@ def _read_record(name: str, folder: int) -> dict[str, Any]:
 
 def _write_record(name: str, folder: int, record: Mapping[str, Any]) -> None:
     partial = name + PARTIAL
-    unlink(partial, folder)
+    _unlink(partial, folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "w") as opened:
         json.dump(record, opened)
@@ -290,22 +409,20 @@ def _open_finished(layout: _Layout, folder: int) -> int | None:
 def _fill_file(layout: _Layout, folder: int, fill: Callable[[Arrays], None]) -> None:
     """Writes the file under another name, straight from `fill` into its pages, then renames it."""
     partial = layout.name + PARTIAL
-    unlink(partial, folder)  # of a process that died; whatever it is
-    file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-    try:
-        _reserve(file, layout.size)
-        mapping = _Mapping.of(file, layout.size, mmap.MAP_SHARED)
-        fill(layout.arrays(mapping))
-        os.pwrite(file, layout.header, 0)
-        mapping.advise(_MADV_COLLAPSE)
-        record = {"boot": _boot(), "checksum": mapping.checksum(), "file": _identity(file)}
-        os.rename(partial, layout.name, src_dir_fd=folder, dst_dir_fd=folder)
-        _write_record(layout.name + RECORD, folder, record)
-    except BaseException:
-        unlink(partial, folder)
-        raise
-    finally:
-        os.close(file)
+    _unlink(partial, folder)  # of a process that died; whatever it is
+    with _opened(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder) as file:
+        try:
+            _reserve(file, layout.size)
+            mapping = _Mapping.of(file, layout.size, mmap.MAP_SHARED)
+            fill(layout.arrays(mapping))
+            os.pwrite(file, layout.header, 0)
+            mapping.advise(_MADV_COLLAPSE)
+            record = {"boot": _boot(), "checksum": mapping.checksum(), "file": _identity(file)}
+            os.rename(partial, layout.name, src_dir_fd=folder, dst_dir_fd=folder)
+            _write_record(layout.name + RECORD, folder, record)
+        except BaseException:
+            _unlink(partial, folder)
+            raise
 
 
 def _reserve(file: int, size: int) -> None:

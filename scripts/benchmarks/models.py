@@ -12,8 +12,8 @@ from torch import Tensor
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.float8_matrix import rounded_rows
 from cbatch.kernels.formats import FP8, Integers
+from cbatch.kernels.quantized_matrix import rounded_rows
 from cbatch.model.base import LinearCost, Model
 from cbatch.model.families import read_program
 from cbatch.model.loader import LoadedModel

@@ -33,7 +33,7 @@ from cbatch.api import Engine
 from cbatch.attention.cpu import CpuAttention
 from cbatch.base.model_files import read_json_object
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.float8_matrix import rounded_rows
+from cbatch.kernels.quantized_matrix import rounded_rows
 from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats.gguf import GgufModel

@@ -14,8 +14,8 @@ from tests.support.device import DEVICE
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
-from cbatch.kernels.float8_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.formats import Integers
+from cbatch.kernels.quantized_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.triton.products import linear
 from cbatch.kernels.triton.products.linear import round_rows
 from cbatch.model.float8 import float8_problem

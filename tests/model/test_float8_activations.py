@@ -22,9 +22,8 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.quantization import Quantization
 from cbatch.engine.kernel_checks.layer import LayerChecks
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.float8_matrix import Float8Matrix
 from cbatch.kernels.formats import FORMATS
-from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix
 from cbatch.kernels.triton.occupancy import CHIPS
 from cbatch.model import checkpoint, float8, load_plan, stored
 from cbatch.model.float8 import float8_problem, tell_float8

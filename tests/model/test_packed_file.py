@@ -30,8 +30,7 @@ from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
 from cbatch.model.ops.cpu_layout import PACKING
-from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
-from cbatch.model.weight_cache import RECORD, WeightCache
+from cbatch.model.packed_file import RECORD, Arrays, ArrayShape, PackedFile, WeightCache
 from cbatch.runtime.memory import device_memory
 from tests.support.tiny_models import draw_weights, make_network
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from cbatch import ConfigError, Engine, EngineConfig
-from cbatch.model import packed_file, weight_cache
-from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
-from cbatch.model.weight_cache import WeightCache
+from cbatch.model import packed_file
+from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile, WeightCache
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="weights are kept on Linux only")
 
@@ -169,7 +168,7 @@ def test_engines_keep_large_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             return len(list(folder.glob("*.weights")))
 
     assert files() == 0
-    monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_file, "LEAST_BYTES", 0)
     assert files(weight_cache=False) == 0 and files() == 1
     with pytest.raises(ConfigError, match="'much' is not an amount of memory"):
         files(weight_cache_size="much")

@@ -21,7 +21,7 @@ from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.local_models import LocalModel, gguf_folders, hub_cache, local_models
 from cbatch.cli.common.options import engine_config, engine_options
-from cbatch.model.weight_cache import WeightCache
+from cbatch.model.packed_file import WeightCache
 
 if TYPE_CHECKING:
     from cbatch.api import Engine

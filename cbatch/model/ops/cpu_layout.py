@@ -28,10 +28,9 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu_weights import gated_columns, interleaved, packed_columns
 from cbatch.model.ops.operation import Operation, with_role
 from cbatch.model.ops.program import Program
-from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile
+from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile, WeightCache
 from cbatch.model.stored import StoredWeights
 from cbatch.model.weight import RESIDUAL, Activation, Matrix, Norm, Weight
-from cbatch.model.weight_cache import WeightCache
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import check_room
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbatch.kernels import products as library
-from cbatch.kernels.float8_matrix import Float8Matrix, rounded_rows
-from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix, rounded_rows
 from cbatch.model.ops.device_kernel import DeviceOps, device_kernel
 
 _COLUMNS_AT_ONCE = 4096

@@ -32,8 +32,8 @@ from cbatch.model.formats.methods.gptq import GptqMatrix
 from cbatch.model.formats.methods.mxfp4 import Mxfp4Matrix
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
+from cbatch.model.packed_file import WeightCache
 from cbatch.model.tensor_files import Tensors
-from cbatch.model.weight_cache import WeightCache
 from tests.support.generation import generate
 from tests.support.model_checks import PROMPTS, reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error

@@ -49,11 +49,11 @@ def main(child_seconds: float) -> None:
 def _prepare(child_seconds: float) -> None:
     preload()
     from cbatch.cli.main import hide_warnings
-    from cbatch.model import weight_cache
+    from cbatch.model import packed_file
     from cbatch.text import isolated, template_renderer
 
     hide_warnings()
-    weight_cache.LEAST_BYTES = 0
+    packed_file.LEAST_BYTES = 0
     isolated.LIMITS = isolated.LIMITS._replace(cpu_seconds=child_seconds)
     template_renderer.TRIAL_SECONDS = child_seconds
     template_renderer.LIMITS = template_renderer.LIMITS._replace(cpu_seconds=child_seconds)

@@ -8,8 +8,8 @@ A program goes along the whole depth for a tile of rows and columns, in one orde
 but the row, as long as tiles have one size. For numbers, this has the place of the library's products if steps are to
 be batch-invariant: those take another kernel, and may split the depth, for another number of rows.
 
-Rows for products of FP8 (see `kernels/float8_matrix.py`) are rounded by one kernel where torch has six. Divisions round
-as those of torch do, so the bytes are the same.
+Rows for products of FP8 are rounded by one kernel where torch has six. Divisions round as those of torch do, so the
+bytes are the same.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels import products as library
-from cbatch.kernels.float8_matrix import LEAST_SCALE, Float8Matrix
 from cbatch.kernels.formats import FP8, GROUP, INT4, INT4_ZEROS, INT8, MXFP4
-from cbatch.kernels.quantized_matrix import QuantizedMatrix
+from cbatch.kernels.quantized_matrix import LEAST_SCALE, Float8Matrix, QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, from_fp8, launch_options, power_of_2, to_fp8
 from cbatch.runtime.kv_cache import FP8 as E4M3
 from cbatch.runtime.kv_cache import FP8_MAX
