@@ -12,7 +12,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from cbatch.model.programs.program import Experts, Linear
 from gguf import GGMLQuantizationType as Kind
 
 from cbatch.attention.cpu import CpuAttention
@@ -29,6 +28,7 @@ from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.gguf_architectures import architecture, declared
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
+from cbatch.model.ops.all import Experts, Linear
 from cbatch.model.packed_file import WeightCache
 from tests.support.generation import generate
 from tests.support.gguf_files import ARCHITECTURES, byte_level_metadata, gguf_model, write_model
