@@ -186,10 +186,7 @@ class EngineConfig:
                 "--activations fp8 multiplies by products of the library, which depend on the number of rows; leave it "
                 "out with --deterministic."
             )
-        self._check_device_map()
         self._check_lora()
-
-    def _check_device_map(self) -> None:
         _check_max_memory(self.max_memory)
         if self.device_map == "none":
             for name in ("max_memory", "offload_folder"):

@@ -1,4 +1,6 @@
-"""Whether a model can be had from the Hugging Face hub or its local cache, which is asked before anything is loaded.
+"""Where a model is: a folder or a GGUF file, or on the Hugging Face hub as an id or as `ID:FILE.gguf`.
+
+Whether it can be had from the hub or its local cache is asked before anything is loaded.
 
 The libraries that download retry for most of a minute, file by file, before they say that there is no network. One look
 here takes two seconds at most. Its limits are for the connection and the first answer; a download may take its time.
@@ -11,12 +13,68 @@ import re
 import socket
 import threading
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from cbatch.base.errors import ModelNotFound
-from cbatch.base.gguf_source import HubFile, hub_file, is_gguf, split_names
+from cbatch.base.errors import ModelError, ModelNotFound
 from cbatch.base.model_files import check_source, weight_files
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+_MAX_PARTS = 1000
+
+
+class HubFile(NamedTuple):
+    """A file of a repository on the hub."""
+
+    repository: str
+    name: str
+
+
+def is_gguf(source: str) -> bool:
+    """Whether a model's name means a GGUF file, here or on the hub."""
+    return source.lower().endswith(".gguf") and not Path(source).is_dir()
+
+
+def hub_file(source: str) -> HubFile | None:
+    """The file of the hub that a model's name means; None if it means one of this machine."""
+    repository, separator, name = source.partition(":")
+    is_here = not separator or not is_gguf(source) or Path(source).exists()
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
+    return HubFile(repository, name) if is_id and not is_here else None
+
+
+def split_names(name: str) -> list[str]:
+    """The names of all parts of a model, of which one is given; only this one if it is not split."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match[3])
+    if not 1 <= int(match[2]) <= count <= _MAX_PARTS:
+        raise ModelError(f"{name} is part {int(match[2])} of {count}, which cannot be.")
+    ending = name[-5:]
+    return [f"{match[1]}-{number:05}-of-{match[3]}{ending}" for number in range(1, count + 1)]
+
+
+def gguf_paths(source: str, revision: str | None) -> list[Path]:
+    """The files of a model, downloaded if they are on the hub. Raises ModelError if one is missing, and OSError."""
+    found = hub_file(source)
+    if found is None:
+        paths = [Path(name) for name in split_names(source)]
+        for path in paths:
+            if not path.is_file():
+                raise ModelNotFound(f"There is no file {path}.")
+        return paths
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return [Path(hf_hub_download(found.repository, name, revision=revision)) for name in split_names(found.name)]
+    except LocalEntryNotFoundError:  # there is no network
+        raise
+    except EntryNotFoundError as error:
+        raise ModelNotFound(f"{found.repository} has no file {found.name}.") from error
+
 
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 2.0, 10.0
 """Seconds for looking up the hub's address and connecting to it, and for its first answer."""

@@ -102,7 +102,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         if b"\\ud" in data.lower():
             json.dumps(content, ensure_ascii=False).encode()  # raises for half a pair of surrogates
     except UnicodeDecodeError as error:
-        line, column = _position(data[: error.start])
+        before = data[: error.start]
+        line, column = before.count(b"\n") + 1, len(before) - before.rfind(b"\n")
         raise InvalidFile(f"{path} is not valid JSON: line {line}, column {column} is not UTF-8.") from error
     except UnicodeEncodeError as error:
         raise InvalidFile(f"{path} is not valid JSON: it has half a surrogate pair.") from error
@@ -189,11 +190,6 @@ def _is_deep(data: bytes) -> bool:
     return len(brackets) > MAX_JSON_DEPTH  # a torn file may leave a few
 
 
-def _position(before: bytes) -> tuple[int, int]:
-    """Line and column, from 1, of what follows these bytes."""
-    return before.count(b"\n") + 1, len(before) - before.rfind(b"\n")
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers would load; other exports of the weights may lie beside them.
 
@@ -218,7 +214,11 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises InvalidFile for any other file, and OSError if it cannot be read.
     """
     with open_regular(path) as file:
-        header = read_header(file, path)
+        return tensors_of_header(read_header(file, path), path)
+
+
+def tensors_of_header(header: bytes, path: Path) -> dict[str, StoredTensor]:
+    """What `read_header` has read, as `stored_tensors` gives it."""
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)

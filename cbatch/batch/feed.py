@@ -25,7 +25,7 @@ from cbatch.base.request import Request
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN, WorkAhead
 from cbatch.batch.row import Row
 from cbatch.engine.thread import EngineThread
-from cbatch.schedule.forecast import OutputLengths
+from cbatch.schedule.admission import OutputLengths
 from cbatch.schedule.limits import SequenceLimits
 
 LEAST_SAMPLES = 8

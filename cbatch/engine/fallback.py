@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cbatch.attention.base import AttentionBackend
-from cbatch.attention.per_device import PerDeviceAttention
 from cbatch.attention.reference import ReferenceAttention
-from cbatch.attention.registry import check_kv_dtype, select_attention
+from cbatch.attention.registry import PerDeviceAttention, check_kv_dtype, select_attention
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.model.base import Model

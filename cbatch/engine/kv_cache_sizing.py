@@ -24,7 +24,7 @@ from cbatch.engine.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, 
 from cbatch.engine.fallback import Execution
 from cbatch.engine.model_runner import ModelRunner, step_parts, stored_states
 from cbatch.model.base import Model
-from cbatch.runtime.batch import Logits, RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
 from cbatch.runtime.transfer import use_device
 from cbatch.sample.output import PendingSample
@@ -48,15 +48,9 @@ _INDEX_BLOCKS = 65536
 _MAKES_STEPS_SMALLER = "a smaller --max-batch-tokens makes it smaller, and so does a smaller --max-seqs."
 
 _ALL_FEATURES = SamplingParams(
-    temperature=1.0,
-    top_k=50,
-    top_p=0.9,
-    min_p=0.01,
-    presence_penalty=1.0,
-    logit_bias=((0, 1.0),),
-    allowed_token_ids=(0,),
-    logprobs=20,
-)
+    temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=1.0, logit_bias=((0, 1.0),),
+    allowed_token_ids=(0,), logprobs=20,
+)  # fmt: skip
 """The parameters that take most memory when a token is sampled."""
 
 
@@ -68,35 +62,17 @@ class CacheSize(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRequest:
-    """How many slots of recurrent states are asked for; of a model without such states none.
-
-    slot_bytes: bytes of one slot on the device
-    wanted:     slots for `max_seqs` sequences and their snapshots
-    exactly:    instead of as many as fit; None if that is not said
-    """
-
-    slot_bytes: int = 0
-    wanted: int = 0
-    exactly: int | None = None
-
-    def fitting(self, num_bytes: int) -> int:
-        """Slots to be had in so many bytes."""
-        if not self.slot_bytes:
-            return 0
-        return self.exactly if self.exactly is not None else min(self.wanted, num_bytes // self.slot_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class CacheSizeRequest:
-    """The requested size of the KV cache.
+    """The requested size of the KV cache and of the state pool.
 
     memory:        `4GiB`, `512MiB`, or `90%` of free memory
     num_blocks:    exact number of blocks, which overrides memory
     block_bytes:   bytes of one block on the device
     blocks_wanted: blocks for `max_seqs` sequences of full length; more would never be used
     share:         the device's part of all memory, if others have layers too: an amount is for all of them
-    slots:         of recurrent states
+    slot_bytes:    bytes of one slot of recurrent states on the device; 0 for a model without such states
+    slots_wanted:  slots for `max_seqs` sequences and their snapshots
+    num_slots:     exact number of slots, instead of as many as fit
 
     Raises ConfigError if num_blocks is below 1.
     """
@@ -106,7 +82,9 @@ class CacheSizeRequest:
     block_bytes: int
     blocks_wanted: int
     share: float = 1.0
-    slots: SlotRequest = SlotRequest()
+    slot_bytes: int = 0
+    slots_wanted: int = 0
+    num_slots: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -115,8 +93,7 @@ class CacheSizeRequest:
     def bytes_of(self, free: int) -> int:
         """Bytes of the requested cache. Raises ConfigError if `memory` cannot be parsed."""
         if self.num_blocks is not None:
-            slots = self.slots
-            return self.num_blocks * self.block_bytes + (slots.exactly or slots.wanted) * slots.slot_bytes
+            return self.num_blocks * self.block_bytes + (self.num_slots or self.slots_wanted) * self.slot_bytes
         asked = parse_memory(self.memory, free)
         return asked if self.is_share else int(asked * self.share)
 
@@ -125,13 +102,15 @@ class CacheSizeRequest:
 
         Slots get at most half of it, unless there is nothing but states.
         """
+        for_slots = num_bytes // 2 if self.block_bytes else num_bytes
         if self.num_blocks is not None:
-            return CacheSize(self.num_blocks, self.slots.fitting(num_bytes - self.num_blocks * self.block_bytes))
-        slots = self.slots.fitting(num_bytes // 2 if self.block_bytes else num_bytes)
-        if not self.block_bytes:
-            return CacheSize(self.blocks_wanted, slots)
-        fitting = (num_bytes - slots * self.slots.slot_bytes) // self.block_bytes
-        return CacheSize(min(fitting, self.blocks_wanted), slots)
+            for_slots = num_bytes - self.num_blocks * self.block_bytes
+        slots = min(self.slots_wanted, for_slots // self.slot_bytes) if self.slot_bytes else 0
+        if self.slot_bytes and self.num_slots is not None:
+            slots = self.num_slots
+        if self.num_blocks is not None or not self.block_bytes:
+            return CacheSize(self.num_blocks or self.blocks_wanted, slots)
+        return CacheSize(min((num_bytes - slots * self.slot_bytes) // self.block_bytes, self.blocks_wanted), slots)
 
     @property
     def is_share(self) -> bool:
@@ -144,24 +123,20 @@ def make_runner(config: EngineConfig, execution: Execution, limits: StepLimits) 
 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
-    model, attention, size, state_dtype = (
-        execution.model,
-        execution.attention,
-        config.block_size,
-        state_dtype_of(config),
-    )
+    model, attention = execution.model, execution.attention
+    size, state_dtype = config.block_size, state_dtype_of(config)
     block_bytes, slot_bytes = bytes_per_device(model, attention, size, state_dtype)
     wanted = -(-model.max_model_len // size)
-    blocks_wanted = (
-        limits.max_seqs * wanted if model.layers else max(wanted, min(limits.max_seqs * wanted, _INDEX_BLOCKS))
-    )
+    blocks_wanted = limits.max_seqs * wanted
+    if not model.layers:
+        blocks_wanted = max(wanted, min(blocks_wanted, _INDEX_BLOCKS))
     slots_wanted = limits.max_seqs * (1 + (SNAPSHOTS_PER_SEQ if config.prefix_cache else 0)) if model.states else 0
     total, found = sum(block_bytes.values()) + sum(slot_bytes.values()), []
     for device in block_bytes.keys() | slot_bytes.keys():
         one, block, slot = device_memory(device), block_bytes.get(device, 0), slot_bytes.get(device, 0)
         cache_size = CacheSizeRequest(
             config.kv_cache_memory or one.share, config.kv_blocks, block, blocks_wanted, (block + slot) / total,
-            SlotRequest(slot, slots_wanted, config.state_slots),
+            slot, slots_wanted, config.state_slots,
         )  # fmt: skip
         found.append((*choose_cache_size(cache_size, execution, size, limits, one), one))
     num_blocks = min(cache_size.num_blocks for cache_size, _, _ in found)
@@ -228,17 +203,17 @@ def choose_cache_size(
             f"{limits} takes {format_bytes(step_bytes + kept)} of the {format_bytes(free)} that are free "
             f"on {memory.name}"
         )
-        if available < cache_size.block_bytes + cache_size.slots.slot_bytes:
+        if available < cache_size.block_bytes + cache_size.slot_bytes:
             raise ConfigError(f"{takes} after the weights, which leaves no room for a KV cache; {_MAKES_STEPS_SMALLER}")
         if asked > available and not cache_size.is_share:
             raise ConfigError(
                 f"A KV cache of {format_bytes(asked)} was asked for. {takes}, so {format_bytes(max(available, 0))} are "
                 "left for the cache; a smaller --max-batch-tokens leaves more."
             )
-    found, slots = cache_size.divide(min(asked, available)), cache_size.slots
-    if found.num_blocks < 1 or (slots.slot_bytes and found.num_slots < 1):
+    found, slot_bytes = cache_size.divide(min(asked, available)), cache_size.slot_bytes
+    if found.num_blocks < 1 or (slot_bytes and found.num_slots < 1):
         parts = [f"one block of {format_bytes(cache_size.block_bytes)}"] if cache_size.block_bytes else []
-        parts += [f"the states of one sequence, {format_bytes(slots.slot_bytes)}"] if slots.slot_bytes else []
+        parts += [f"the states of one sequence, {format_bytes(slot_bytes)}"] if slot_bytes else []
         raise ConfigError(f"--kv-cache-memory {cache_size.memory} does not hold {' and '.join(parts)}.")
     return found, step_bytes
 
@@ -290,9 +265,8 @@ class MemoryProfiler:
     def _measure_graphs(self, measure_peak: Callable[[Callable[[], object]], int]) -> int:
         """What the graphs keep: the largest one of each kind, which the others use again, and something for each."""
         runner, limits = self._runner, self._limits
-        parts = step_parts(
-            self._model, runner.attention, runner.kv_cache, self._sampler, limits.graphs, runner.state_pool
-        )
+        both, pool = (runner.attention, runner.kv_cache), runner.state_pool
+        parts = step_parts(self._model, *both, self._sampler, limits.graphs, pool)
         if parts is None:
             return 0
         sizes, num_blocks = GraphSizes.of(limits), -(-self._cache_tokens // runner.kv_cache.block_size)
@@ -327,12 +301,8 @@ class MemoryProfiler:
         """Chunks start .. stop-1; a token is sampled after each."""
         chunks = []
         for number, (start, stop) in enumerate(bounds):
-            sequence = TokenSequence(
-                number,
-                self._ids,
-                Request(params=_ALL_FEATURES, max_new_tokens=1, seed=number),
-                grammar_state=_AnyToken(),
-            )
+            request = Request(params=_ALL_FEATURES, max_new_tokens=1, seed=number)
+            sequence = TokenSequence(number, self._ids, request, grammar_state=_AnyToken())
             sequence.counts = counts_for(_ALL_FEATURES, [])
             if sequence.counts is not None:
                 sequence.counts.add(0)
@@ -341,17 +311,11 @@ class MemoryProfiler:
             chunks.append(ScheduledChunk(sequence, start, stop, True, sequence.blocks, state=state))
         return SchedulerOutput(chunks)
 
-    def _forward(self, scheduled: SchedulerOutput) -> tuple[RaggedBatch, Logits]:
-        runner = self._runner
-        batch = RaggedBatch.build(
-            scheduled, runner.kv_cache.block_size, self._model.device, state_pool=runner.state_pool
-        )
-        return batch, runner.forward(batch)
-
     def _compute(self, scheduled: SchedulerOutput) -> None:
         """A step as the engine computes it, with a constraint and all of `_ALL_FEATURES` for each request."""
-        batch, logits = self._forward(scheduled)
-        rows = len(scheduled.to_sample)
+        block_size, pool = self._runner.kv_cache.block_size, self._runner.state_pool
+        batch = RaggedBatch.build(scheduled, block_size, self._model.device, state_pool=pool)
+        logits, rows = self._runner.forward(batch), len(scheduled.to_sample)
         bitmask = torch.from_numpy(full_bitmask(self._model.vocab_size))
         masks = TokenMasks(bitmask.expand(rows, -1), [None] * rows)
         PendingSample(scheduled, logits, self._sampler, batch.scored, masks).get()

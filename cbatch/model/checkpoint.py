@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from cbatch.base.errors import ConfigError, ModelError
-from cbatch.base.gguf_source import is_gguf
-from cbatch.base.hub import reachable_source
+from cbatch.base.hub import is_gguf, reachable_source
 from cbatch.base.model_files import WEIGHT_FILES, InvalidFile, check_source, model_folder, weight_files
 from cbatch.model.config import UnsupportedConfig, read_generation_config, read_model_config
 from cbatch.model.families import read_program, text_config

@@ -127,24 +127,16 @@ def _check_part(part: Mapping[str, Any], path: Path, inside: str, *, is_text: bo
         check_settings(part, _FIELDS, path, inside)
     for name, value in part.items():
         if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
-            _check_rope(value, path, f"{inside}{name}.")
+            check_settings(value, _ROPE, path, f"{inside}{name}.")
+            for kind, settings in value.items():  # by the types of layers
+                if isinstance(settings, dict):
+                    check_settings(settings, _ROPE, path, f"{inside}{name}.{kind}.")
         elif isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
             _check_part(value, path, f"{inside}{name}.", is_text=name in _TEXT_PARTS)
-        elif isinstance(value, int) and value > _LAYERS:
-            _check_count(name, value, path, inside)
-
-
-def _check_count(name: str, value: int, path: Path, inside: str) -> None:
-    most = next((most for names, most in _COUNTS.items() if names.fullmatch(name)), value)
-    if value > most:
-        raise InvalidFile(f"{path}: {inside}{name} must be at most {most}, not {shown(value)}.")
-
-
-def _check_rope(settings: Mapping[str, Any], path: Path, inside: str) -> None:
-    check_settings(settings, _ROPE, path, inside)
-    for kind, value in settings.items():  # by the types of layers
-        if isinstance(value, dict):
-            check_settings(value, _ROPE, path, f"{inside}{kind}.")
+        elif isinstance(value, int):
+            most = next((most for names, most in _COUNTS.items() if names.fullmatch(name)), value)
+            if value > most:
+                raise InvalidFile(f"{path}: {inside}{name} must be at most {most}, not {shown(value)}.")
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

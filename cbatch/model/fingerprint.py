@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from cbatch.base.errors import ModelError
-from cbatch.base.model_files import open_regular, read_header, read_json_object, weight_files
+from cbatch.base.model_files import open_regular, read_header, read_json_object, tensors_of_header, weight_files
 
 NAMES_AND_VERSIONS = ("_name_or_path", "name_or_path", "transformers_version", "tokenizer_file")
 """Keys of a model's JSON files that say where it came from, not what it is."""
@@ -42,12 +41,9 @@ def _samples(path: Path) -> Iterator[bytes]:
     with open_regular(path) as file:
         header = read_header(file, path)
         yield header
-        try:
-            places = [value["data_offsets"] for name, value in json.loads(header).items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{path} is not a safetensors file.") from error
-        for start, stop in places:
+        for tensor in tensors_of_header(header, path).values():
+            start, stop = tensor.start, tensor.stop
             last = max(stop - SAMPLE_BYTES, start)  # the first sample is at the tensor's beginning, the last at its end
             for place in sorted({start + (last - start) * number // (SAMPLES - 1) for number in range(SAMPLES)}):
-                file.seek(8 + len(header) + place)
+                file.seek(place)
                 yield file.read(min(SAMPLE_BYTES, stop - place))

@@ -18,8 +18,7 @@ from cbatch.base.errors import (
     RequestError,
     in_short,
 )
-from cbatch.base.gguf_source import gguf_paths, is_gguf
-from cbatch.base.hub import looks_like_path, reachable_source
+from cbatch.base.hub import gguf_paths, is_gguf, looks_like_path, reachable_source
 from cbatch.base.model_files import WEIGHTS_INDEX, check_files, check_source, model_folder, weight_files
 from cbatch.base.params import SamplingParams
 from cbatch.model.base import Model
@@ -134,7 +133,9 @@ def _load(plan: LoadPlan) -> LoadedModel:
         else:
             network = make_network()
             make_network, config = lambda: network, network.config.get_text_config().to_dict()
-            placement = _place(network) if plan.device_map is not None else None
+            if plan.device_map is not None:
+                placement = placement_of(network)
+                _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
     return LoadedModel(
         name=name,
         make_network=make_network,
@@ -181,12 +182,6 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
         path="fast",
         stored=checkpoint.description,
     )
-
-
-def _place(network: Any) -> Placement:
-    placement = placement_of(network)
-    _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
-    return placement
 
 
 def _checked_settings(plan: LoadPlan) -> tuple[Path, dict[str, Any], SamplingParams]:

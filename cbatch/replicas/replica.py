@@ -31,7 +31,7 @@ from cbatch.replicas.connection import (
     Reply,
 )
 from cbatch.requests.completion import Timing
-from cbatch.runtime.interpreter import tune_process
+from cbatch.runtime.cpu import tune_process
 
 
 class Replica:

@@ -1,8 +1,10 @@
-"""The CPU: how many threads compute on it, and arrays for its vector units."""
+"""The CPU: how many threads compute on it, arrays for its vector units, and settings of Python for computing."""
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -62,3 +64,16 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     start = -memory.ctypes.data % _LINE
     array: NDArray[Any] = memory[start : start + size].view(dtype).reshape(shape)
     return array
+
+
+SWITCH_SECONDS = 5e-4
+
+
+def tune_process() -> None:
+    """Prepares Python for a process that has loaded a model and works on several threads.
+
+    `freeze` keeps full garbage collections from walking over all of torch, which took half of the time of short rows.
+    The switch interval bounds how long another thread may keep the interpreter while the engine waits for it.
+    """
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from cbatch.base.config import CPU_CACHE_SHARE
 from cbatch.base.errors import ModelError
 from cbatch.base.units import format_bytes
-from cbatch.runtime.cgroup import free_cgroup_bytes
 from cbatch.runtime.device import is_accelerator
 
 Step = Callable[[], object]
@@ -194,3 +193,35 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             seen.add(id(one))
             yield one
             left += [one.__cause__, one.__context__]
+
+
+_CGROUPS = Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
+_FILES = {
+    "": ("memory.max", "memory.current", "file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+}
+"""By the controller that /proc/self/cgroup names, none in version 2: limit, what is taken, and how much of it are pages
+of files, which the system drops when it needs memory (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+"""
+
+
+def free_cgroup_bytes() -> int:
+    """Bytes that are free within the narrowest limit of this process's container or group; sys.maxsize without one."""
+    return min(_free_in_groups(), default=sys.maxsize)
+
+
+def _free_in_groups() -> Iterator[int]:
+    with suppress(OSError):
+        for line in _CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for name in _FILES.keys() & set(controllers.split(",")):
+                group = _ROOT / name / path.strip("/")
+                for folder in (group, *group.parents):
+                    with suppress(OSError, ValueError):  # no such folder here, or no limit
+                        limit, taken, files = _FILES[name]
+                        most, now = (int((folder / file).read_text()) for file in (limit, taken))
+                        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                        yield max(most - now + int(statistics.get(files, 0)), 0)
+                    if folder == _ROOT / name:
+                        break

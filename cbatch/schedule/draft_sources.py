@@ -39,14 +39,11 @@ class DraftSources:
         self._finished.update(MAX_FINISHED_INDEXED + min(prompt_tokens, MAX_INDEXED))
         self._budget = MAX_INDEXED
 
-    def index_prompt(self, sequence: TokenSequence, most: int) -> None:
-        """Indexes at most so many tokens of a request that does not decode yet, so that its first drafts are early."""
-        self._index(sequence, most)
-
     def propose(self, sequence: TokenSequence, count: int) -> Proposal | None:
         """At most `count` tokens that the request may get next; None if nothing is known."""
         grammar = sequence.grammar_state
-        found = self._from_texts(sequence, count)
+        drafter = self.index(sequence, MAX_INDEXED)
+        found = drafter.propose(count, self._min_match) if len(drafter) == len(sequence.token_ids) else None
         if grammar is None:
             return found
         if found is not None and (allowed := grammar.num_allowed(found.tokens)) < len(found.tokens):
@@ -63,11 +60,7 @@ class DraftSources:
         if sequence.num_generated:
             self._finished.add(sequence.token_ids[max(sequence.num_prompt - PROMPT_TAIL, 0) :])
 
-    def _from_texts(self, sequence: TokenSequence, count: int) -> Proposal | None:
-        drafter = self._index(sequence, MAX_INDEXED)
-        return drafter.propose(count, self._min_match) if len(drafter) == len(sequence.token_ids) else None
-
-    def _index(self, sequence: TokenSequence, most: int) -> Drafter:
+    def index(self, sequence: TokenSequence, most: int) -> Drafter:
         """Indexes what a request has grown by: at most so many tokens, and as many as step and memory allow."""
         drafter = self._drafters.get(sequence)
         if drafter is None:

@@ -65,7 +65,7 @@ class Drafts:
         """
         if sequence.num_drafted:
             return True
-        proposal = self._propose(sequence, 2) if sequence.is_decoding else None
+        proposal = self._sources.propose(sequence, 2) if sequence.is_decoding else None
         return proposal is not None and self._policy.is_promising(sequence, proposal)
 
     def extend(self, scheduled: SchedulerOutput, budget: int, max_rows: int, *, may_allocate: bool) -> None:
@@ -81,7 +81,7 @@ class Drafts:
         self._sources.begin_step(scheduled.num_tokens - len(scheduled.chunks))
         for chunk in scheduled.chunks:
             if chunk.stop - chunk.start > 1:
-                self._sources.index_prompt(chunk.sequence, chunk.stop - chunk.start)
+                self._sources.index(chunk.sequence, chunk.stop - chunk.start)  # so that its first drafts are early
         budget = min(budget, self._max_rows - len(scheduled.to_sample))
         if budget <= 0 or not self._policy.looks_beside(scheduled):
             return
@@ -100,7 +100,7 @@ class Drafts:
             if not self._policy.looks_at(chunk.sequence):
                 continue
             if (room := self._room(chunk, may_allocate=may_allocate)) > 0:
-                proposal = self._propose(chunk.sequence, min(room, most))
+                proposal = self._sources.propose(chunk.sequence, min(room, most))
                 self._policy.found(chunk.sequence, proposal)
                 if proposal is not None:
                     found[number] = proposal
@@ -121,9 +121,6 @@ class Drafts:
         """Drops what is kept for a request that has ended; later ones may find its output."""
         self._sources.forget(sequence)
         self._policy.forget(sequence)
-
-    def _propose(self, sequence: TokenSequence, count: int) -> Proposal | None:
-        return self._sources.propose(sequence, count)
 
     def _room(self, chunk: ScheduledChunk, *, may_allocate: bool) -> int:
         """Most tokens of a draft behind a chunk; 0 if it is not the last known token of a decoding request."""

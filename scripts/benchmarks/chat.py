@@ -22,7 +22,7 @@ from cbatch.base.outputs import TokenEvent
 from cbatch.base.request import Request
 from cbatch.cli.chat.engine_client import PRIORITY
 from cbatch.engine.thread import EngineThread
-from cbatch.runtime.interpreter import tune_process
+from cbatch.runtime.cpu import tune_process
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.terminal import Terminal
 

@@ -37,7 +37,7 @@ from cbatch.replicas.connection import MAX_REPLY_ROWS, ReplicaInfo, Reply
 from cbatch.replicas.dispatcher import Dispatcher
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import LocalLauncher, Place
-from cbatch.runtime.interpreter import tune_process
+from cbatch.runtime.cpu import tune_process
 from cbatch.schedule.limits import EngineLimits
 from scripts.benchmarks.harness import Report, at_least_one
 

@@ -26,7 +26,7 @@ from cbatch.batch.lines import RowOptions, read_lines
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.run.stats import RunStats
-from cbatch.runtime.interpreter import tune_process
+from cbatch.runtime.cpu import tune_process
 from scripts.benchmarks.harness import ROOT, Report
 from scripts.benchmarks.models import FreeModel
 

@@ -21,7 +21,7 @@ from cbatch.batch.feed import (
     output_limit,
 )
 from cbatch.batch.row import Row
-from cbatch.schedule.forecast import PRIOR
+from cbatch.schedule.admission import PRIOR
 from cbatch.schedule.limits import SequenceLimits
 from tests.support.queued_requests import encoded, queued
 

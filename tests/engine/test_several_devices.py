@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.attention import per_device
-from cbatch.attention.per_device import PerDeviceAttention
+from cbatch.attention import registry
 from cbatch.attention.reference import ReferenceAttention
+from cbatch.attention.registry import PerDeviceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine import fallback, kv_cache_sizing
@@ -150,7 +150,7 @@ def test_each_gpu_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         current.append(device)
         yield
 
-    monkeypatch.setattr(per_device, "use_device", use_device)
+    monkeypatch.setattr(registry, "use_device", use_device)
     names = {0: "triton", 1: "triton", 2: "reference"}
     monkeypatch.setattr(
         fallback, "select_attention", lambda name, device, *_: _NotingBackend(device, names[device.index])

@@ -24,7 +24,7 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import read_program
-from cbatch.model.families.registry import declared_kinds
+from cbatch.model.families.decoder import declared_kinds
 from cbatch.model.loader import LoadedModel
 from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch

@@ -16,7 +16,7 @@ from cbatch.model.device_map import DeviceMap
 from cbatch.model.hf.network import check_weights_fit
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
 from cbatch.model.tensor_files import Tensors
-from cbatch.runtime import cgroup, memory
+from cbatch.runtime import memory
 
 CPU = torch.device("cpu")
 
@@ -63,13 +63,13 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     group = tmp_path / "outer" / "inner"
     group.mkdir(parents=True)
     (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/outer/inner\n")
-    monkeypatch.setattr(cgroup, "_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_ROOT", tmp_path)
     unlimited = memory._free_host_bytes()
     for folder, most in ((group, "max"), (group.parent, "5000")):
         (folder / "memory.max").write_text(f"{most}\n")
         (folder / "memory.current").write_text("3000\n")
         (folder / "memory.stat").write_text("anon 1500\nfile 1500\n")
-    assert cgroup.free_cgroup_bytes() == 5000 - 3000 + 1500 == memory._free_host_bytes() < unlimited
+    assert memory.free_cgroup_bytes() == 5000 - 3000 + 1500 == memory._free_host_bytes() < unlimited
     (group.parent / "memory.max").write_text("max")
-    assert cgroup.free_cgroup_bytes() > 2**60
+    assert memory.free_cgroup_bytes() > 2**60

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.runtime.trusted_folder import why_not_trusted
+from cbatch.runtime.numba_setup import why_not_trusted
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_folders_of_others(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_groups_of_one_user_are_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the many systems on which new files are writable for the user's own group, and the other groups."""
     folder.chmod(0o775)
-    monkeypatch.setattr("cbatch.runtime.trusted_folder._is_private_group", lambda number: True)
+    monkeypatch.setattr("cbatch.runtime.numba_setup._is_private_group", lambda number: True)
     assert why_not_trusted(folder, Path(__file__)) is None
-    monkeypatch.setattr("cbatch.runtime.trusted_folder._is_private_group", lambda number: False)
+    monkeypatch.setattr("cbatch.runtime.numba_setup._is_private_group", lambda number: False)
     assert why_not_trusted(folder, Path(__file__)) == f"other users may write to {folder}"

@@ -65,7 +65,7 @@ def test_a_prompt_is_indexed_while_it_is_computed() -> None:
     sequence = request_of(0, tokens, prompt=len(tokens))
     for part in (MAX_INDEXED // 2, MAX_INDEXED, MAX_INDEXED, MAX_INDEXED // 2 + 2):
         sources.begin_step()
-        sources.index_prompt(sequence, part)
+        sources.index(sequence, part)
     assert step(sources, sequence) == Proposal([3, 4, 5, 6], 2)
 
 

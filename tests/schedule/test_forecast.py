@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from cbatch.schedule.forecast import HISTORY, PRIOR, Growth, OutputLengths, projected_peak
+from cbatch.schedule.admission import HISTORY, PRIOR, Growth, OutputLengths, projected_peak
 
 
 def test_remaining_is_the_mean_of_the_longer_ones() -> None:

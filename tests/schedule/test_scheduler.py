@@ -11,9 +11,8 @@ import pytest
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import Sample
 from cbatch.base.request import Request
-from cbatch.schedule.admission import MAX_PREEMPTIONS, AdmissionPolicy
+from cbatch.schedule.admission import MAX_PREEMPTIONS, AdmissionPolicy, OutputLengths
 from cbatch.schedule.block_pool import BlockPool
-from cbatch.schedule.forecast import OutputLengths
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import SchedulerOutput, StepResult
 from cbatch.schedule.scheduler import Scheduler

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cbatch.schedule.draft_policy import DraftPolicy
-from cbatch.schedule.drafts import Drafts
+from cbatch.schedule.draft_sources import DraftSources
 from cbatch.schedule.output import SchedulerOutput
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.speculation.drafter import Proposal
@@ -42,7 +42,7 @@ class Prophet:
 
 def propose_by(monkeypatch: pytest.MonkeyPatch, propose: Propose) -> None:
     """Makes all engines draft what `propose` says."""
-    monkeypatch.setattr(Drafts, "_propose", lambda _, sequence, count: propose(sequence, count))
+    monkeypatch.setattr(DraftSources, "propose", lambda _, sequence, count: propose(sequence, count))
 
 
 def decide_at_random(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:

@@ -14,7 +14,7 @@ from cbatch.cli.common.console import notice
 from cbatch.cli.common.local_models import suggest_models
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.common.stdout import without_library_output
-from cbatch.runtime.interpreter import tune_process
+from cbatch.runtime.cpu import tune_process
 
 if TYPE_CHECKING:
     from cbatch.api import Engine

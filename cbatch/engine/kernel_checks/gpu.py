@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cbatch.attention.base import AttentionBackend
-from cbatch.attention.per_device import PerDeviceAttention
+from cbatch.attention.registry import PerDeviceAttention
 from cbatch.engine.kernel_checks.attention import AttentionChecks
 from cbatch.engine.kernel_checks.captured_step import check_captured
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck

@@ -20,7 +20,7 @@ from numba.np.arrayobj import populate_array
 
 from cbatch import compat
 from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
-from cbatch.runtime.trusted_folder import why_not_trusted
+from cbatch.runtime.numba_setup import why_not_trusted
 
 _log = logging.getLogger("cbatch")
 

@@ -11,18 +11,16 @@ from cbatch.model.families import (  # noqa: F401  # which registers them
     experts,
     gemma,
     gemma4,
-    glm,
     gpt,
     granite,
     lfm,
     llama,
     mamba_hybrid,
-    parallel,
-    post_norm,
+    part_order,
     qwen_hybrid,
 )
 from cbatch.model.families.builder import Builder
-from cbatch.model.families.registry import declaration_of, declared_kinds
+from cbatch.model.families.decoder import declaration_of, declared_kinds
 from cbatch.model.ops.all import Program
 
 __all__ = ["declared_kinds", "read_program", "text_config"]

@@ -1,4 +1,4 @@
-"""What most declarations have in common: settings that they read alike, and the order of a decoder's parts."""
+"""How a declaration is registered by its `model_type`, and what most have in common: settings and parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,30 @@ from typing import Any
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import Activation, HeadNorms, Norm, Weight
+
+Declaration = Callable[[Builder], None]
+
+_declarations: dict[str, Declaration] = {}
+
+
+def family(*kinds: str) -> Callable[[Declaration], Declaration]:
+    """Registers a declaration for the models of these types."""
+
+    def register(declaration: Declaration) -> Declaration:
+        _declarations.update(dict.fromkeys(kinds, declaration))
+        return declaration
+
+    return register
+
+
+def declaration_of(kind: str) -> Declaration | None:
+    return _declarations.get(kind)
+
+
+def declared_kinds() -> list[str]:
+    """Every `model_type` that has a declaration."""
+    return sorted(_declarations)
+
 
 Part = Callable[[Layer, str], object]
 """A part of a layer, given the buffer that it reads, whose result is added to the residual."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, Layer, NormKind
-from cbatch.model.families.decoder import Part, decoder, feed_forward, sparse_by_type
+from cbatch.model.families.decoder import Part, decoder, family, feed_forward, sparse_by_type
 from cbatch.model.families.experts import add_biased_experts, num_experts
-from cbatch.model.families.registry import family
 from cbatch.model.families.rotary import read_rotary, rope_settings, yarn_mscale
 from cbatch.model.ops.all import RESIDUAL
 

@@ -11,6 +11,7 @@ from cbatch.model.families.decoder import (
     attention,
     decoder,
     every,
+    family,
     feed_forward,
     head_norms,
     read_common,
@@ -20,7 +21,6 @@ from cbatch.model.families.decoder import (
 )
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.llama import hunyuan_attention
-from cbatch.model.families.registry import family
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import RESIDUAL, Activation, Gate, Linear
 
@@ -371,11 +371,8 @@ def llama4(model: Builder) -> None:
         raise UnsupportedConfig("it has layers of other types")
     floor, beta = config.number("floor_scale", 8192), config.number("attn_scale", 0.1)
     scaled = model.query_scale(beta, floor, shift=1) if is_tuned else None
-    bias, step, sparse = (
-        config.flag("attention_bias"),
-        config.whole("interleave_moe_layer_step", 1),
-        config.get("moe_layers"),
-    )
+    bias, step = config.flag("attention_bias"), config.whole("interleave_moe_layer_step", 1)
+    sparse = config.get("moe_layers")
     sparse = set(range(step - 1, model.num_layers, step) if sparse is None else sparse)
     experts, inner = num_experts(config), config.whole("intermediate_size")
     head_norm, has_norms = NormKind(norm.eps, has_weight=False), config.flag("use_qk_norm", True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cbatch.model.families.builder import Builder, NormKind
-from cbatch.model.families.decoder import attention, decoder, every, feed_forward, head_norms
-from cbatch.model.families.registry import family
+from cbatch.model.families.decoder import attention, decoder, every, family, feed_forward, head_norms
 from cbatch.model.families.rotary import read_rotary
 
 WITH_PICTURES = (

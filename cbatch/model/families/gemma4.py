@@ -7,10 +7,8 @@ from typing import Any
 
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.families.decoder import every
+from cbatch.model.families.decoder import every, family
 from cbatch.model.families.gemma import WITH_PICTURES
-from cbatch.model.families.registry import family
-from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import (
     RESIDUAL,
     Activation,
@@ -41,10 +39,8 @@ def gemma4(model: Builder) -> None:
     kinds = model.layer_types([*every(6, layers)[:-1], "full_attention"])
     windows = model.windows(kinds, window=config.whole("sliding_window", 512))
     activation = model.activation("hidden_activation", default="gelu_pytorch_tanh")
-    bias, per_layer = (
-        config.flag("attention_bias"),
-        int(config.get("hidden_size_per_layer_input", 0 if is_unified else 256) or 0),
-    )
+    per_layer = int(config.get("hidden_size_per_layer_input", 0 if is_unified else 256) or 0)
+    bias = config.flag("attention_bias")
     first_shared = layers - config.whole("num_kv_shared_layers", 0)
     is_doubled = config.flag("use_double_wide_mlp")
     config.ignore("vocab_size_per_layer_input", "cache_implementation", "global_head_dim", "num_global_key_value_heads")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
-from cbatch.model.families.decoder import attention, decoder, feed_forward
-from cbatch.model.families.registry import family
+from cbatch.model.families.decoder import attention, decoder, family, feed_forward
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import HeadNorms, Matrix
 

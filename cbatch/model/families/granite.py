@@ -7,9 +7,8 @@ from typing import Any
 
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, Layer, NormKind
-from cbatch.model.families.decoder import attention, decoder, every, feed_forward, read_common, sinks
+from cbatch.model.families.decoder import attention, decoder, every, family, feed_forward, read_common, sinks
 from cbatch.model.families.mixers import ScanSizes, mamba2
-from cbatch.model.families.registry import family
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import Activation
 
@@ -147,9 +146,7 @@ def hyperclovax(model: Builder) -> None:
     bias, mlp_bias, scale = config.flag("attention_bias"), config.flag("mlp_bias"), config.get("attention_multiplier")
     after = ("post_norm1", "post_norm2") if config.flag("use_post_norm", True) else ("", "")
     factor = config.number("residual_multiplier", 1.0)
-    attend = attention(
-        sizes, bias=bias, rotary=rotary, scale=scale, factor=factor, after=(norm, after[0])
-    )  # fmt: skip
+    attend = attention(sizes, bias=bias, rotary=rotary, scale=scale, factor=factor, after=(norm, after[0]))
     feed = feed_forward(activation, bias=mlp_bias, factor=factor, after=(norm, after[1]))
     embedding, logits = config.number("embedding_multiplier", 1.0), config.number("logits_scaling", 1.0)
     decoder(model, norm, attend, feed, scale=embedding, factor=logits)

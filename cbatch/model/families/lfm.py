@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.decoder import family
 from cbatch.model.families.mixers import gated_convolution
-from cbatch.model.families.registry import family
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import Activation
 

@@ -8,25 +8,13 @@ import torch
 
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, Layer, NormKind
-from cbatch.model.families.decoder import Part, attention, decoder, feed_forward, head_norms, read_common
-from cbatch.model.families.registry import family
+from cbatch.model.families.decoder import Part, attention, decoder, family, feed_forward, head_norms, read_common
 from cbatch.model.families.rotary import read_rotary, rope_settings
 from cbatch.model.ops.all import Activation, Rotary
 
 
-@family(
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "internlm3",
-    "iquestcoder",
-    "emu3",
-    "emu3_text_model",
-    "ministral",
-    "cwm",
-    "seed_oss",
-)
+@family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3", "emu3_text_model", "ministral",
+        "cwm", "seed_oss")  # fmt: skip
 def llama(model: Builder) -> None:
     """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows."""
     config, kind = model.config, model.config.kind
@@ -36,9 +24,7 @@ def llama(model: Builder) -> None:
     mlp_bias = config.flag("mlp_bias", config.get("bias", False))
     config.expect("clip_qkv", None)
     norms = head_norms(norm, sizes) if kind == "qwen3" else None
-    attend = attention(
-        sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=_windows(model), norms=norms
-    )  # fmt: skip
+    attend = attention(sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=_windows(model), norms=norms)
     decoder(model, norm, attend, feed_forward(activation, bias=mlp_bias))
 
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
 from cbatch.model.families.builder import Builder, Layer, NormKind
-from cbatch.model.families.decoder import decoder, feed_forward
+from cbatch.model.families.decoder import decoder, family, feed_forward
 from cbatch.model.families.experts import biased_router
 from cbatch.model.families.granite import expanded_mamba, expanded_scan
 from cbatch.model.families.mixers import ScanSizes, mamba2
-from cbatch.model.families.registry import family
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import Activation, Linear, Matrix, Norm
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cbatch.model.config import ConfigReader
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.decoder import family
 from cbatch.model.families.experts import add_gated_shared_expert, num_experts, sparse_layers
 from cbatch.model.families.mixers import DeltaSizes, gated_delta_net
-from cbatch.model.families.registry import family
 from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import Activation, Gate, Linear, Matrix
 

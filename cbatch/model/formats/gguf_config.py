@@ -51,7 +51,10 @@ def architecture_of(file: GgufFile) -> Architecture:
 def read_config(file: GgufFile) -> Config:
     """The config of a file's model. Raises ModelError if it is not known, or does not fit the tensors."""
     architecture, data = architecture_of(file), Metadata(file)
-    vocabulary, hidden = _two(data)
+    embedding = data.shape("token_embd.weight")
+    if len(embedding) != 2:
+        raise data.refused(f"is damaged: its embedding has the shape {embedding}")
+    vocabulary, hidden = embedding
     layers = _num_layers(data)
     if data.whole("embedding_length") != hidden:
         raise data.refused("claims to have an embedding of another width than its tensors have")
@@ -75,13 +78,6 @@ def read_config(file: GgufFile) -> Config:
         config["intermediate_size"] = data.whole("feed_forward_length")
     _check_heads(data, config)
     return architecture.read(data, config)
-
-
-def _two(data: Metadata) -> tuple[int, int]:
-    shape = data.shape("token_embd.weight")
-    if len(shape) != 2:
-        raise data.refused(f"is damaged: its embedding has the shape {shape}")
-    return shape[0], shape[1]
 
 
 def _num_layers(data: Metadata) -> int:
@@ -126,7 +122,7 @@ def sources_of(file: GgufFile, config: Config) -> dict[str, Source]:
         match = _LAYER_TENSOR.fullmatch(name)
         if match is not None and int(match[1]) < config["num_hidden_layers"]:
             before = f"blk.{match[1]}.", f"model.layers.{match[1]}."
-            found.update(_sources(file, architecture, architecture.layer, config, match[2], *before))
+            found.update(_sources(file, architecture, architecture.layer, config, match[2], before))
         elif match is None and not _NOT_WEIGHTS.fullmatch(name):
             found.update(_sources(file, architecture, architecture.model, config, name))
     return found
@@ -138,10 +134,10 @@ def _sources(
     rules: Rules,
     config: Config,
     name: str,
-    theirs: str = "",
-    ours: str = "",
+    before: tuple[str, str] = ("", ""),
 ) -> Iterator[tuple[str, Source]]:
-    """What becomes of a tensor. theirs, ours: what its name begins with in the file, and that of the weight"""
+    """What becomes of a tensor. before: what its name begins with in the file, and that of the weight"""
+    theirs, ours = before
     stem, _, ending = name.rpartition(".")
     rule, suffix = (rules[name], "") if name in rules else (rules.get(stem), f".{ending}")
     if rule is BEHIND:

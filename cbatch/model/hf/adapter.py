@@ -52,8 +52,7 @@ from cbatch.model.hf.facts import (
 )
 from cbatch.model.hf.indexed import INDEXED_LAYERS, serve_indexers
 from cbatch.model.hf.placement import accept_host_rows, input_device, parameters_once
-from cbatch.model.hf.recurrent import StateLayout, recurring, serve_modules
-from cbatch.model.hf.recurrent_modules import modules_with_conventions
+from cbatch.model.hf.recurrent import StateLayout, modules_with_conventions, recurring, serve_modules
 from cbatch.model.lora.modules import ModuleAdapters
 from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import Logits, RaggedBatch
@@ -179,21 +178,14 @@ class TransformersModel:
 
         They are in the model's dtype, or in float32 if the sampling kernel cannot read that.
         """
-        with self._checked(AttentionCalls(kv_cache, attention, batch, self.windows)), self._recurring(batch):
+        recurring_step: AbstractContextManager[None] = nullcontext()
+        if self._recurrent is not None and batch.states is not None:
+            recurring_step = recurring(self._recurrent, batch.states, batch.starts, batch.stops)
+        with self._checked(AttentionCalls(kv_cache, attention, batch, self.windows)), recurring_step:
             logits = self._call(batch)
         if self._is_emulated:
             logits = logits.float()
         return Logits(logits if samples_on(self.device) else logits.cpu())
-
-    def _recurring(self, batch: RaggedBatch) -> AbstractContextManager[None]:
-        if self._recurrent is None or batch.states is None:
-            return nullcontext()
-        return recurring(self._recurrent, batch.states, batch.starts, batch.stops)
-
-    def _adapting(self, batch: RaggedBatch) -> AbstractContextManager[None]:
-        if self._adapters is None or batch.adapters is None:
-            return nullcontext()
-        return self._adapters.applied(batch.adapters)
 
     @contextmanager
     def _checked(self, step: AttentionCalls) -> Iterator[None]:
@@ -206,7 +198,10 @@ class TransformersModel:
             )
 
     def _call(self, batch: RaggedBatch) -> Tensor:
-        with self._adapting(batch):
+        adapting: AbstractContextManager[None] = nullcontext()
+        if self._adapters is not None and batch.adapters is not None:
+            adapting = self._adapters.applied(batch.adapters)
+        with adapting:
             output = self._network(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.position_ids[None],
@@ -331,7 +326,10 @@ class CapturableNetwork:
     @classmethod
     def of(cls, model: TransformersModel, network: Any) -> CapturableNetwork | None:
         """None if the two parts do not give what the network gives."""
-        decoder, head = _parts_of(network)
+        try:
+            decoder, head = network.get_decoder(), network.get_output_embeddings()
+        except Exception:  # whatever a network raises that has none
+            return None
         if decoder is None or not isinstance(head, nn.Linear):
             return None
         ids = list(range(_TRIAL_TOKENS))
@@ -378,14 +376,6 @@ class CapturableNetwork:
         else:
             logits = self.finish(self.head(chosen).float())
         return logits if out is None else out.copy_(logits)
-
-
-def _parts_of(network: Any) -> tuple[Any, Any]:
-    """The decoder and the head of a network, where it has them."""
-    try:
-        return network.get_decoder(), network.get_output_embeddings()
-    except Exception:  # whatever a network raises that has none
-        return None, None
 
 
 def _finish_of(product: Tensor, expected: Tensor, softcap: float | None, tolerance: float) -> Finish | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -43,28 +42,17 @@ def chunk_multiple(config: Any, states: StateLayout) -> int:
 
 
 def max_model_len(config: Any) -> int:
-    names = (
-        "max_position_embeddings",
-        "n_positions",
-        "max_target_positions",
-        "max_sequence_length",
-        "max_seq_len",
-        "seq_length",
-    )
-    lengths = (getattr(config, name, None) for name in names)
+    names = "max_position_embeddings n_positions max_target_positions max_sequence_length max_seq_len seq_length"
+    lengths = (getattr(config, name, None) for name in names.split())
     longest = next((length for length in lengths if isinstance(length, int) and length > 0), 2048)
-    for parameters in _rope_parameters(config):
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_by_layer_type = rope and all(isinstance(value, dict) for value in rope.values())
+    for parameters in rope.values() if is_by_layer_type else [rope]:
         # Once the longest text of a batch passes this length, the encoding of every token changes.
         switch = parameters.get("original_max_position_embeddings")
         if parameters.get("rope_type") == "longrope" and isinstance(switch, int):
             longest = min(longest, switch)
     return longest
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a config, one for all layers or one for each type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
 
 
 def check_config(config: Any, text_config: Any) -> None:
@@ -115,9 +103,14 @@ def linear_cost_of(network: Any, config: Any) -> LinearCost:
     """
     weight = getattr(network.get_output_embeddings(), "weight", None)
     head = weight if isinstance(weight, nn.Parameter) else None
-    experts, share = _experts(config)
+    experts = next((found for name in EXPERTS if isinstance(found := getattr(config, name, None), int)), 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    share = chosen / experts if experts and isinstance(chosen, int) else 1.0
     weight_bytes, parameters, in_experts = 0, 0.0, 0
-    for parameter in _matrices(network, head):
+    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
+    for parameter in network.parameters():  # each once, however many modules share it
+        if parameter.dim() < 2 or (parameter is not head and id(parameter) in embeddings):
+            continue
         weight_bytes += parameter.numel() * parameter.element_size()
         is_expert = experts > 1 and parameter.dim() == 3 and parameter.shape[0] == experts
         in_experts += is_expert
@@ -125,21 +118,6 @@ def linear_cost_of(network: Any, config: Any) -> LinearCost:
             parameters += parameter.numel() * (share if is_expert else 1)
     assumed = _assumed(network, head, experts, in_experts)
     return LinearCost(weight_bytes, parameters, head.numel() if head is not None else 0, assumed)
-
-
-def _matrices(network: Any, head: nn.Parameter | None) -> Iterator[nn.Parameter]:
-    """Yields each matrix once, however many modules share it."""
-    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
-    for parameter in network.parameters():
-        if parameter.dim() >= 2 and (parameter is head or id(parameter) not in embeddings):
-            yield parameter
-
-
-def _experts(config: Any) -> tuple[int, float]:
-    """The number of experts of a layer, and the share of them that a token is multiplied with (1 if unknown)."""
-    number = next((found for name in EXPERTS if isinstance(found := getattr(config, name, None), int)), 0)
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
-    return number, chosen / number if number and isinstance(chosen, int) else 1.0
 
 
 def _assumed(network: Any, head: nn.Parameter | None, experts: int, in_experts: int) -> tuple[str, ...]:

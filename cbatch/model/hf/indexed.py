@@ -87,9 +87,11 @@ def _serve(module: Any, parameter: str, number: int) -> None:
         for sequence in metadata.sequences:
             view = IndexView(current, len(current.windows) + number, sequence, metadata.slots)
             part = {name: _rows_of(value, sequence.rows, tokens) for name, value in given.items()}
-            part |= {parameter: view, "attention_mask": _causal(sequence, device)}
+            keys = torch.arange(sequence.stop, device=device)
+            part |= {parameter: view, "attention_mask": (keys <= keys[sequence.start :, None])[None]}
             chosen.append(original(**part))
-        return _joined(chosen)
+        most = max(one.shape[-1] for one in chosen)  # -1 where a token has fewer
+        return torch.cat([nn.functional.pad(one, (0, most - one.shape[-1]), value=-1) for one in chosen], dim=1)
 
     module.forward = forward
 
@@ -101,15 +103,3 @@ def _rows_of(value: Any, rows: slice, tokens: int) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_rows_of(one, rows, tokens) for one in value)
     return value
-
-
-def _causal(sequence: Sequence, device: torch.device) -> Tensor:
-    """[1, n, stop], true for the keys up to each token of a chunk."""
-    keys = torch.arange(sequence.stop, device=device)
-    return (keys <= keys[sequence.start :, None])[None]
-
-
-def _joined(chosen: list[Tensor]) -> Tensor:
-    """Positions [1, T, K] of all tokens, of those of each sequence [1, n, k]; -1 where a token has fewer."""
-    most = max(one.shape[-1] for one in chosen)
-    return torch.cat([nn.functional.pad(one, (0, most - one.shape[-1]), value=-1) for one in chosen], dim=1)

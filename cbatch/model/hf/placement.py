@@ -71,9 +71,10 @@ class Placement:
         amounts = " and ".join(f"{format_bytes(place.read_bytes)} from {place.name}" for place in read)
         rates = " and ".join(_rate(place.read_rate) for place in read)
         seconds = sum(place.read_bytes / place.read_rate for place in read)
+        takes = f"{_figure(seconds)} s" if seconds >= 1 else f"{_figure(1000 * seconds)} ms"
         cached = "; what the system keeps in its page cache is read faster" if read[-1].name == DISK else ""
         return (
-            f"A step reads up to {amounts}. At the {rates} measured now that takes {_seconds(seconds)}, or "
+            f"A step reads up to {amounts}. At the {rates} measured now that takes {takes}, or "
             f"{_figure(1 / seconds)} tokens/s for each sequence{cached}. Sequences that run together share that time."
         )
 
@@ -87,7 +88,11 @@ def placement_of(network: Any) -> Placement:
     device_map = getattr(network, "hf_device_map", {"": main})
     for name, parameter in network.named_parameters(remove_duplicate=False):
         place = places.setdefault(where := _place_name(device_map, name), Place(where))
-        _note_module(place, name)
+        parts = name.split(".")
+        if (number := next((part for part in parts if part.isdigit()), None)) is not None:
+            place.layers.add(int(number))
+        else:
+            place.others[parts[-2] if len(parts) > 1 else parts[-1]] = None
         size = stored[name][1].num_bytes if name in stored else parameter.numel() * parameter.element_size()
         if where == DISK or (where == CPU_MEMORY and is_accelerator(main)):
             elsewhere.setdefault(where, {})[name] = size
@@ -106,16 +111,6 @@ def _place_name(device_map: Mapping[str, Any], name: str) -> str:
     beginnings = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
     given = next(device_map[beginning] for beginning in beginnings if beginning in device_map)
     return {"cpu": CPU_MEMORY, "disk": DISK}.get(str(given)) or str(as_device(given))
-
-
-def _note_module(place: Place, name: str) -> None:
-    """Adds the module of a parameter to what lies in a place: a layer by its number, any other by its name."""
-    parts = name.split(".")
-    number = next((part for part in parts if part.isdigit()), None)
-    if number is not None:
-        place.layers.add(int(number))
-    else:
-        place.others[parts[-2] if len(parts) > 1 else parts[-1]] = None
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -150,8 +145,11 @@ def _read_rate(
     """
     count, seconds = 0, 0.0
     for name in sorted(sizes, key=lambda name: (sizes[name] > SAMPLE_BYTES, -sizes[name])):
-        if name in stored:
-            _drop_cached(*stored[name])
+        if name in stored and hasattr(os, "posix_fadvise"):  # else the system, macOS, cannot be asked to drop its cache
+            path, tensor = stored[name]
+            with suppress(OSError), path.open("rb") as file:
+                os.fdatasync(file.fileno())  # what is not written yet stays
+                os.posix_fadvise(file.fileno(), tensor.start, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
         synchronize(device)
         start = time.perf_counter()
         _touch(weights[name].to(device))
@@ -170,18 +168,6 @@ def _touch(tensor: Tensor) -> None:
         for start in range(0, len(content), len(buffer)):
             part = content[start : start + len(buffer)]
             buffer[: len(part)].copy_(part)
-
-
-def _drop_cached(path: Path, tensor: StoredTensor) -> None:
-    """Asks the system to forget what it has cached of a tensor in a file. macOS cannot be asked."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), path.open("rb") as file:
-            os.fdatasync(file.fileno())  # what is not written yet stays
-            os.posix_fadvise(file.fileno(), tensor.start, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _seconds(count: float) -> str:
-    return f"{_figure(count)} s" if count >= 1 else f"{_figure(1000 * count)} ms"
 
 
 def _rate(bytes_per_s: float) -> str:

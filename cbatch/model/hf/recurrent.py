@@ -7,6 +7,9 @@ is a `StateView` of the slots. Everything else in the model runs on the ragged r
 
 Some modules take no state into account if they are given more than one token (the scan of Mamba). With
 `StateLayout.by_token` they go on from a state token by token.
+
+RWKV, xLSTM and RecurrentGemma know no cache object. They are given a `forward` that takes one as the keyword `held`, in
+place of a list of tensors, a tuple of them, or attributes of the module (`CONVENTIONS`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from cbatch.base.errors import ModelError
-from cbatch.model.hf.recurrent_modules import Convention, modules_with_conventions
 from cbatch.runtime.state_pool import StateShape, StepStates
 
 PROBE_TOKENS = 5
@@ -322,7 +324,7 @@ def _serve(module: Any, parameter: str, *, together: bool = True) -> None:
         given = dict(bound.arguments)
         extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         given |= given.pop(extra, {}) if extra is not None else {}
-        tokens = _num_tokens(given)
+        tokens = next(value.shape[1] for value in given.values() if isinstance(value, Tensor))
         results = []
         for piece in step.pieces if together else _one_by_one(step.pieces):
             view = StateView(step.states, step.tensors, piece)
@@ -343,12 +345,6 @@ def _one_by_one(pieces: Sequence[Piece]) -> Iterator[Piece]:
             continue
         for row, slot, copy_to in zip(piece.rows.tolist(), piece.slots, piece.copy_to, strict=True):  # type: ignore[union-attr]
             yield Piece(slice(row, row + 1), [slot], False, False, [copy_to])
-
-
-def _num_tokens(given: dict[str, Any]) -> int:
-    """How many tokens the ragged row has that a module is given."""
-    first = next(value for value in given.values() if isinstance(value, Tensor))
-    return int(first.shape[1])
 
 
 def _taken(value: Any, piece: Piece, tokens: int) -> Any:
@@ -379,3 +375,104 @@ def _joined(results: list[tuple[Piece, Any]], tokens: int) -> Any:
             return None
         whole[:, piece.rows] = rows
     return whole
+
+
+Forward = Callable[..., Any]
+
+
+class _Columns:
+    """Stands for a tensor [N, hidden, layers], of which a module reads and writes the column of its layer."""
+
+    def __init__(self, column: Tensor) -> None:
+        self.column = column
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.column
+
+    def __setitem__(self, index: Any, value: Tensor) -> None:
+        self.column = value
+
+
+def _rwkv(module: Any, number: int) -> Forward:
+    """RWKV keeps, for each layer, what its two parts saw last, and numerator, denominator and maximum of a mean."""
+    original: Forward = module.forward
+    is_attention = hasattr(module, "time_decay")
+    indices = (1, 2, 3, 4) if is_attention else (0,)
+
+    def forward(hidden: Tensor, state: Any = None, use_cache: bool = False, *, held: StateView | None = None) -> Any:
+        if held is None:
+            return original(hidden, state, use_cache) if is_attention else original(hidden, state)
+        columns: list[Any] = [None] * 5
+        for index in indices:
+            column = held.get(module.layer_id, "rwkv", index)
+            if column is None:
+                inner = module.attention_hidden_size if index >= 2 else hidden.shape[-1]
+                dtype = torch.float32 if index >= 2 else hidden.dtype
+                column = hidden.new_full((len(hidden), inner), -1e30 if index == 4 else 0.0, dtype=dtype)
+            columns[index] = _Columns(column)
+        out = original(hidden, columns, True)[0] if is_attention else original(hidden, columns)[0]
+        for index in indices:
+            held.set(module.layer_id, "rwkv", columns[index].column, index)
+        return out, None
+
+    return forward
+
+
+def _xlstm(module: Any, number: int) -> Forward:
+    """A block of xLSTM keeps a matrix, a vector and a maximum for each head."""
+    original: Forward = module.forward
+
+    def forward(x: Tensor, state: Any = None, *, held: StateView | None = None) -> Any:
+        if held is None:
+            return original(x, state)
+        parts = [held.get(number, "xlstm", index) for index in range(3)]
+        out, new = original(x, None if parts[0] is None else tuple(parts))
+        for index, part in enumerate(new):
+            held.set(number, "xlstm", part, index)
+        return out, None
+
+    return forward
+
+
+def _recurrent_gemma(module: Any, number: int) -> Forward:
+    """A block of RecurrentGemma keeps the last inputs of a convolution, and what its linear recurrence gave last."""
+    original: Forward = module.forward
+
+    def forward(hidden: Tensor, *args: Any, held: StateView | None = None, **kwargs: Any) -> Any:
+        if held is None:
+            return original(hidden, *args, **kwargs)
+        module.conv1d_state = held.get(number, "conv")
+        module.rg_lru.recurrent_states = held.get(number, "recurrent")
+        out = original(hidden, *args, **kwargs | {"use_cache": True})
+        held.set(number, "conv", module.conv1d_state)
+        held.set(number, "recurrent", module.rg_lru.recurrent_states)
+        module.conv1d_state = module.rg_lru.recurrent_states = None
+        return out
+
+    return forward
+
+
+class Convention(NamedTuple):
+    """How modules of a class are given their states.
+
+    adapt:    makes their new `forward`, given a module and its number
+    together: whether they can be given several sequences at once
+    """
+
+    adapt: Callable[[Any, int], Forward]
+    together: bool = True
+
+
+CONVENTIONS: dict[str, Convention] = {
+    "RwkvSelfAttention": Convention(_rwkv, together=False),  # it mixes up the sequences of a batch
+    "RwkvFeedForward": Convention(_rwkv, together=False),
+    "xLSTMBlock": Convention(_xlstm),
+    "RecurrentGemmaRecurrentBlock": Convention(_recurrent_gemma),
+}
+"""By the name of the class."""
+
+
+def modules_with_conventions(network: nn.Module) -> list[tuple[nn.Module, Convention]]:
+    """The modules of a network that are listed here, in their order."""
+    names = ((module, CONVENTIONS.get(type(module).__name__)) for module in network.modules())
+    return [(module, convention) for module, convention in names if convention is not None]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ModelError
-from cbatch.base.gguf_source import gguf_paths, hub_file, is_gguf, split_names
+from cbatch.base.hub import gguf_paths, hub_file, is_gguf, split_names
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.gguf_file import MAX_STRINGS, read_gguf
 from tests.support.model_fuzzer.kinds import WholeModels

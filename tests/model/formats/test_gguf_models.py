@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from cbatch.attention.cpu import CpuAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, ModelError
-from cbatch.base.gguf_source import gguf_paths
+from cbatch.base.hub import gguf_paths
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine

@@ -9,9 +9,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from huggingface_hub.errors import EntryNotFoundError
 
-from cbatch.base import gguf_source, hub
+from cbatch.base import hub
 from cbatch.base.errors import ModelNotFound
-from cbatch.base.gguf_source import gguf_paths
+from cbatch.base.hub import gguf_paths
 from cbatch.cli.main import run_command
 from tests.support.gguf_files import byte_level_metadata, gguf_model, write_model
 
@@ -60,4 +60,4 @@ def test_files_of_the_hub_are_looked_for_first(tmp_path: Path, monkeypatch: pyte
     hub.check_hub_model("me/m-GGUF:m.gguf", None)
     hub.check_hub_model(str(tmp_path / "m.gguf"), None)
     hub.check_hub_model("m.gguf", None)
-    assert asked == ["me/m-GGUF"] and gguf_source.is_gguf("me/m-GGUF:m.gguf")
+    assert asked == ["me/m-GGUF"] and hub.is_gguf("me/m-GGUF:m.gguf")

@@ -42,17 +42,13 @@ class Metadata:
         return float(value)
 
     def text(self, name: str, default: str) -> str:
-        value = self._get(name)
-        if value is None:
-            return default
+        value = default if (given := self._get(name)) is None else given
         if not isinstance(value, str):
             raise self._wrong(name, value)
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name)
-        if value is None:
-            return default
+        value = default if (given := self._get(name)) is None else given
         if not isinstance(value, bool):
             raise self._wrong(name, value)
         return value
@@ -61,11 +57,11 @@ class Metadata:
         """A number for each layer."""
         value = self._get(name)
         values = [value] * count if type(value) is int else value
-        if not isinstance(values, list) or len(values) < count or not all(type(one) is int for one in values):
+        is_list = isinstance(values, list) and len(values) >= count
+        if not is_list or not all(type(one) is int and 0 <= one <= _LARGEST for one in values):
             raise self._wrong(name, value)
-        if not all(0 <= one <= _LARGEST for one in values):
-            raise self._wrong(name, value)
-        return values[:count]
+        found: list[int] = values[:count]
+        return found
 
     def flags(self, name: str, count: int) -> list[bool] | None:
         """A flag for each layer; None if there is none, or a number that says how often one is set."""
