@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 _LINE = 64
 """Bytes of a line of the processor's cache, and of its longest vector."""
@@ -64,6 +65,17 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     start = -memory.ctypes.data % _LINE
     array: NDArray[Any] = memory[start : start + size].view(dtype).reshape(shape)
     return array
+
+
+def empty_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialized numbers on any device.
+
+    On a CPU numpy makes them: it asks the system for large pages, which spares page-table walks, and the system commits
+    memory when it is first touched.
+    """
+    if device.type != "cpu":
+        return torch.empty(*shape, dtype=dtype, device=device)
+    return torch.from_numpy(empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 SWITCH_SECONDS = 5e-4

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu import empty
+from cbatch.runtime.cpu import empty_tensor
 from cbatch.runtime.memory import use_small_pages
 
 _SMALL_BYTES = 2**21
@@ -102,7 +101,7 @@ class KVCache:
             self.flat = parts[0][0], parts[1][0]
             self.keys, self.values = parts[0][1], parts[1][1]
         else:
-            make, places = partial(_empty, dtype=dtype), list(zip(shapes, devices, strict=True))
+            make, places = partial(empty_tensor, dtype=dtype), list(zip(shapes, devices, strict=True))
             self.keys = [make(num_blocks, *shape, device=place) for (shape, _), place in places]
             self.values = [make(num_blocks, *shape, device=place) for (_, shape), place in places]
 
@@ -112,16 +111,9 @@ def _stacked(
 ) -> tuple[Tensor, list[Tensor]]:
     """One tensor for the blocks of all layers, flat, and the part of each layer [num_blocks, *shape]."""
     sizes = [num_blocks * math.prod(shape) for shape in shapes]
-    whole = _empty(sum(sizes), dtype=dtype, device=device)
+    whole = empty_tensor(sum(sizes), dtype=dtype, device=device)
     parts = torch.split(whole, sizes)
     if device.type == "cpu":
         for part in parts:
             use_small_pages(part.view(torch.uint8)[:_SMALL_BYTES].numpy())
     return whole, [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.empty(*shape, dtype=dtype, device=device)
-    # numpy asks the system for large pages, which spares page-table walks from one scattered block to the next.
-    return torch.from_numpy(empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu import empty
+from cbatch.runtime.cpu import empty_tensor
 from cbatch.schedule.state_slots import ZERO, ChunkState
 
 
@@ -45,11 +45,16 @@ class StatePool:
         """device: of all states, or of each"""
         self.num_slots = num_slots
         devices = [device] * len(shapes) if isinstance(device, torch.device) else device
-        self.flat = _flat(num_slots, shapes, devices)
-        if self.flat is None:
-            self.tensors = [_empty(num_slots, state, place) for state, place in zip(shapes, devices, strict=True)]
+        self.flat: Tensor | None = None
+        if len({state.dtype for state in shapes}) != 1 or any(device.type != "cpu" for device in devices):
+            self.tensors = [
+                empty_tensor(num_slots, *state.shape, dtype=state.dtype, device=place)
+                for state, place in zip(shapes, devices, strict=True)
+            ]
             return
-        parts = torch.split(self.flat, [num_slots * math.prod(state.shape) for state in shapes])
+        sizes = [num_slots * math.prod(state.shape) for state in shapes]
+        self.flat = empty_tensor(sum(sizes), dtype=shapes[0].dtype, device=devices[0])
+        parts = torch.split(self.flat, sizes)
         self.tensors = [part.view(num_slots, *state.shape) for part, state in zip(parts, shapes, strict=True)]
 
     @property
@@ -65,21 +70,6 @@ class StatePool:
         """Copies slots to slots; no target is a source."""
         for tensor in self.tensors:
             tensor[list(targets)] = tensor[list(sources)]
-
-
-def _flat(num_slots: int, shapes: Sequence[StateShape], devices: Sequence[torch.device]) -> Tensor | None:
-    if len({state.dtype for state in shapes}) != 1 or any(device.type != "cpu" for device in devices):
-        return None
-    size = sum(math.prod(state.shape) for state in shapes)
-    return _empty(num_slots, StateShape((size,), shapes[0].dtype), devices[0]).view(-1)
-
-
-def _empty(num_slots: int, state: StateShape, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.empty(num_slots, *state.shape, dtype=state.dtype, device=device)
-    # The system commits memory of numpy's when it is first touched, and most snapshots never are.
-    memory = torch.from_numpy(empty(num_slots * state.num_bytes, np.uint8))
-    return memory.view(state.dtype).view(num_slots, *state.shape)
 
 
 @dataclass(frozen=True, slots=True)

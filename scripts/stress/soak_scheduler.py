@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 
-from tests.support.random_walk import RandomWalk
+from tests.support.scheduler_simulation import RandomWalk
 
 ACTIONS = 200
 """Random actions in each simulation, before it runs until all requests are done."""

@@ -74,6 +74,12 @@ def backend() -> TritonAttention:
     )
 
 
+def invariant_backend() -> TritonAttention:
+    """Small tiles, of which short sequences have several."""
+    tuning = PrefillTuning(rows=32, tokens=64, warps=4)  # in float32, a quarter of the tokens
+    return TritonAttention(DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024), tuning, batch_invariant=True)
+
+
 @dataclass
 class Sequences:
     """Keys, values and queries of some sequences, and the blocks of their tokens."""
@@ -167,6 +173,18 @@ class Sequences:
         return found
 
 
+def check(
+    sequences: Sequences, steps: list[list[ScheduledChunk]], attention: TritonAttention | None = None, **options: Any
+) -> None:
+    """Compares each step with the reference in float64."""
+    dtype, tolerance = options.pop("dtype", torch.float32), options.pop("tolerance", 2e-5)
+    found = sequences.run(attention or backend(), steps, dtype, **options)
+    expected = sequences.run(ReferenceAttention(), steps, torch.float64, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, check_dtype=False)
+
+
 def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[ScheduledChunk]]:
     """Prompts alone, then decode rows among chunks, then decode rows alone; each sequence ends with its length."""
     chooser = random.Random(seed)
@@ -185,11 +203,7 @@ def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[ScheduledChun
 def test_equals_the_reference(name: str) -> None:
     """Guards every form of attention: prefill, decode and both in a step; NaN in unused places must not show."""
     sequences = Sequences(CASES[name], [1, 2, 34, 75] if CASES[name].group < 16 else [1, 34])
-    steps = chunks_and_decodes(sequences.lengths, seed=1)
-    found = sequences.run(backend(), steps, torch.float32)
-    expected = sequences.run(ReferenceAttention(), steps, torch.float64)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
+    check(sequences, chunks_and_decodes(sequences.lengths, seed=1))
 
 
 @pytest.mark.parametrize("name", ["plain", "grouped heads", "window of one", "wide window", "all at once"])
@@ -201,9 +215,7 @@ def test_short_chunks_are_split_over_keys(name: str) -> None:
     everything = [(one, 0, 150) for one in range(4)]
     counts, lengths = (np.array(ints) for ints in ([c - b for _, b, c in chunks], [c for _, _, c in chunks]))
     assert (count_splits(counts, lengths, SPLIT)[1] > 1).all()
-    found = sequences.run(backend(), [everything, chunks], torch.float32, only_written=1)[0]
-    expected = sequences.run(ReferenceAttention(), [everything, chunks], torch.float64, only_written=1)[0]
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5, check_dtype=False)
+    check(sequences, [everything, chunks], only_written=1)
 
 
 @pytest.fixture
@@ -238,22 +250,14 @@ def test_half_precision_is_near_the_reference(name: str) -> None:
     """Guards kernels in the types that models have: sums are float32, only what is stored is rounded."""
     sequences = Sequences(CASES[name], [1, 33, 50], HALF)
     steps = chunks_and_decodes(sequences.lengths, seed=2)
-    found = sequences.run(backend(), steps, HALF)
-    expected = sequences.run(ReferenceAttention(), steps, torch.float64)
-    tolerance = 2e-2 if DEVICE.type == "cuda" else 3e-3
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == HALF
-        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, check_dtype=False)
+    check(sequences, steps, dtype=HALF, tolerance=2e-2 if DEVICE.type == "cuda" else 3e-3)
 
 
 def test_usual_tiles_equal_the_reference() -> None:
     """Guards the sizes that are used by default: splits, tiles and programs as on a GPU."""
     sequences = Sequences(CASES["grouped heads"], [530, 70])
     steps = [[(0, 0, 512), (1, 0, 60)], [(0, 512, 529), (1, 60, 69)], [(0, 529, 530), (1, 69, 70)]]
-    found = sequences.run(TritonAttention(DEVICE), steps, torch.float32, only_written=1)
-    expected = sequences.run(ReferenceAttention(), steps, torch.float64, only_written=1)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
+    check(sequences, steps, TritonAttention(DEVICE), only_written=1)
 
 
 def test_more_splits_than_are_merged_at_once() -> None:
@@ -261,10 +265,7 @@ def test_more_splits_than_are_merged_at_once() -> None:
     length = (2 * attention_tile.CHUNK + 1) * SPLIT + 5
     sequences = Sequences(AttentionCase(LayerShape(1, 16, 16), group=2), [length])
     steps = [[(0, 0, length - 4)], [(0, length - 4, length - 1)], [(0, length - 1, length)]]
-    found = sequences.run(backend(), steps, torch.float32, only_written=1)
-    expected = sequences.run(ReferenceAttention(), steps, torch.float64, only_written=1)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5, check_dtype=False)
+    check(sequences, steps, only_written=1)
 
 
 def test_a_decode_row_has_the_same_bits_in_every_batch() -> None:
@@ -308,12 +309,15 @@ STEPS = {
 
 
 @pytest.mark.usefixtures("little_spare")
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("window", "invariant"), [(None, False), (40, False), (40, True)])
 @pytest.mark.parametrize("kind", STEPS)
-def test_buffers_serve_one_step_after_another(kind: str, window: int | None) -> None:
-    """Guards captured graphs: the same launches, with other numbers at the same addresses, compute other steps."""
+def test_buffers_serve_one_step_after_another(kind: str, window: int | None, invariant: bool) -> None:
+    """Guards captured graphs: the same launches, with other numbers at the same addresses, compute other steps.
+
+    Those of `--deterministic` have one launch a layer.
+    """
     sequences = Sequences(replace(CASES["window"], block_size=5, window=window), [90, 5, 64, 33])
-    attention, size = backend(), sequences.case.block_size
+    attention, size = invariant_backend() if invariant else backend(), sequences.case.block_size
     cache = sequences.cache(attention, torch.float32, DEVICE)
     everything = [(one, 0, length) for one, length in enumerate(sequences.lengths)]
     sequences.fill(attention, cache, everything)
@@ -336,10 +340,10 @@ def test_buffers_serve_one_step_after_another(kind: str, window: int | None) -> 
         assert (buffers.slots[real:] == -1).all()
         if slices:
             expected = attention.attend(query[:real], *cache, attention.prepare(batch, size), scale=0.3, window=window)
-            assert torch.equal(out[:real], expected)
-        if kind == "decode":
+            assert expected.isfinite().all() and torch.equal(out[:real], expected)
+        if kind == "decode" or invariant:
             assert (out[real:] == 0).all()
-    assert all(seen == launches[0] for seen in launches)
+    assert all(seen == launches[0] for seen in launches) and (len(launches[0]) == 1) >= invariant
 
 
 def as_recorded(value: object) -> object:
@@ -550,10 +554,7 @@ def test_a_tile_before_a_split_has_no_partial_results(name: str, monkeypatch: py
     small = TritonAttention(
         DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024), PrefillTuning(rows=16, tokens=16, warps=4)
     )
-    everything = [(0, 0, 76), (1, 0, 20)]
-    found = sequences.run(small, [everything, chunks], torch.float32, only_written=1)[0]
-    expected = sequences.run(ReferenceAttention(), [everything, chunks], torch.float64, only_written=1)[0]
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5, check_dtype=False)
+    check(sequences, [[(0, 0, 76), (1, 0, 20)], chunks], small, only_written=1)
 
 
 def test_what_does_not_fit_goes_another_way() -> None:
@@ -562,12 +563,6 @@ def test_what_does_not_fit_goes_another_way() -> None:
     assert fits([layer], torch.bfloat16, DEVICE) and fits([layer], torch.float32, DEVICE)
     assert not fits([layer], torch.float64, DEVICE)
     assert not fits([layer, LayerShape(1, 576, 512)], torch.bfloat16, DEVICE)
-
-
-def invariant_backend() -> TritonAttention:
-    """Small tiles, of which short sequences have several."""
-    tuning = PrefillTuning(rows=32, tokens=64, warps=4)  # in float32, a quarter of the tokens
-    return TritonAttention(DEVICE, DecodeTuning(split=SPLIT, tile_bytes=1024), tuning, batch_invariant=True)
 
 
 def by_token(found: list[Tensor], steps: list[list[ScheduledChunk]]) -> dict[tuple[int, int], Tensor]:
@@ -608,28 +603,3 @@ def test_usual_attention_depends_on_the_chunks() -> None:
     sequences = Sequences(CASES["grouped heads"], [50, 3])
     runs = [by_token(sequences.run(backend(), steps, torch.float32), steps) for steps in WAYS]
     assert not all(torch.equal(runs[0][token], run[token]) for run in runs[1:] for token in run)
-
-
-@pytest.mark.parametrize("kind", STEPS)
-def test_buffers_of_invariant_attention(kind: str) -> None:
-    """Guards captured graphs of `--deterministic`: one launch a layer, always the same, and the bits of a plain one."""
-    sequences = Sequences(replace(CASES["window"], block_size=5, window=40), [90, 5, 64, 33])
-    attention, size = invariant_backend(), sequences.case.block_size
-    cache = sequences.cache(attention, torch.float32, DEVICE)
-    sequences.fill(attention, cache, [(one, 0, length) for one, length in enumerate(sequences.lengths)])
-    tokens = 4 if kind == "decode" else 40
-    buffers = attention.graph_buffers(tokens, 4, 20, size, decode_only=kind == "decode")
-    launches = []
-    for slices in STEPS[kind]:
-        batch = sequences.batch(slices, DEVICE)
-        buffers.fill(batch)
-        query = undefined_query(sequences, tokens, slices)
-        with launches_of() as seen:
-            out = attention.attend(query, *cache, buffers.metadata, scale=0.3, window=40)
-        launches.append(seen)
-        real = len(batch.ids)
-        assert (out[real:] == 0).all()
-        if slices:
-            single = attention.attend(query[:real], *cache, attention.prepare(batch, size), scale=0.3, window=40)
-            assert single.isfinite().all() and torch.equal(out[:real], single)
-    assert len(launches[0]) == 1 and all(seen == launches[0] for seen in launches)

@@ -152,19 +152,25 @@ def test_activations_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         assert capture.captured == 4 and capture.replayed
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "cohere", "gpt2"])
-def test_a_model_of_transformers_equals_generate(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards captured steps of models without a program: decoder and head by themselves, a softcap, a factor."""
-    network = saved_model(kind).network.to(DEVICE)
-    model, capture = TransformersModel(network), capturer()
-    assert model.capturable is not None
+def check_greedy(model: Any, network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps of a model are replays, and give the tokens of its network."""
+    capture = capturer()
     engine = engine_with_graphs(monkeypatch, model, capture, run_ahead=True)
     if isinstance(capture, Repeater):
-        monkeypatch.setattr(TransformersModel, "forward", None)
+        monkeypatch.setattr(type(model), "forward", None)
     for prompt, output in zip(make_prompts(LENGTHS), run(engine), strict=True):
         assert is_greedy_output(network, prompt, output)
     if isinstance(capture, Repeater):
         assert capture.replayed == engine.stats().num_steps
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "gpt2"])
+def test_a_model_of_transformers_equals_generate(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards captured steps of models without a program: decoder and head by themselves, a softcap, a factor."""
+    network = saved_model(kind).network.to(DEVICE)
+    model = TransformersModel(network)
+    assert model.capturable is not None
+    check_greedy(model, network, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +181,7 @@ def test_a_model_with_recurrent_layers_equals_generate(
 ) -> None:
     """Guards slots in captured steps: they are read on the device, and padding touches no state."""
     network = make_architecture(kind, eos_token_id=None, **sizes).to(DEVICE)
-    model, capture = model_of(network), capturer()
-    engine = engine_with_graphs(monkeypatch, model, capture, run_ahead=True)
-    if isinstance(capture, Repeater):
-        monkeypatch.setattr(model, "forward", None)
-    for prompt, output in zip(make_prompts(LENGTHS), run(engine), strict=True):
-        assert is_greedy_output(network, prompt, output)
-    if isinstance(capture, Repeater):
-        assert capture.replayed == engine.stats().num_steps
+    check_greedy(model_of(network), network, monkeypatch)
 
 
 def test_networks_that_are_more_than_decoder_and_head_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

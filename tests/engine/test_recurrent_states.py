@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, ModelError
@@ -17,7 +16,6 @@ from cbatch.base.request import Request
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.hf import recurrent
 from cbatch.model.hf.self_check import checked_model
-from cbatch.runtime.state_pool import StatePool, StateShape
 from tests.support.architectures import make_architecture
 from tests.support.generation import generate
 from tests.support.tiny_models import loaded, make_engine, make_prompts
@@ -192,18 +190,6 @@ def test_a_model_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(recurrent.StateView, "get_recurrent_state", lambda self, layer_idx, state_idx=0: None)
     with pytest.raises(ModelError, match="differs from its own"):
         checked_model(make_architecture(HYBRID))
-
-
-def test_slots_of_a_pool_are_independent() -> None:
-    """Guards the pool: zeroing and copying touch the named slots of every state, and no other."""
-    pool = StatePool([StateShape((2, 3), torch.float32), StateShape((4,), torch.bfloat16)], 5, torch.device("cpu"))
-    for tensor in pool.tensors:
-        tensor.copy_(torch.arange(5).view(5, *[1] * (tensor.dim() - 1)).expand_as(tensor))
-    pool.zero([1, 3])
-    pool.copy([4, 2], [1, 0])
-    for tensor in pool.tensors:
-        assert [float(slot.float().mean()) for slot in tensor] == [2, 4, 2, 0, 4]
-    assert pool.slot_bytes == 2 * 3 * 4 + 4 * 2
 
 
 def test_outputs_go_on_after_known_tokens(hybrid: Any) -> None:

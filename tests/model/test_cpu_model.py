@@ -132,21 +132,6 @@ def test_bfloat16_is_near_float32(name: str) -> None:
         assert errors.square().mean().sqrt() <= 1.2 * bound
 
 
-def test_the_batch_changes_no_bit_in_bfloat16() -> None:
-    """Guards what the other path cannot promise: the same log-probabilities alone, in a batch and in small steps."""
-    loaded = fast(network_of("llama"), torch.bfloat16)
-    params = SamplingParams(max_tokens=12, logprobs=5)
-    prompts = make_prompts([5, 90, 33, 64, 17])
-
-    def run_with(rows: list[list[int]], **config: Any) -> list[Any]:
-        settings = EngineConfig(block_size=16, kv_blocks=60, device="cpu", prefix_cache=False, **config)
-        return [output.logprobs for output in generate(SteppingEngine(settings, loaded), rows, params)]
-
-    batched = run_with(prompts)
-    assert run_with(prompts, max_batch_tokens=9) == batched
-    assert [run_with([prompt])[0] for prompt in prompts] == batched
-
-
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "bias": {"logit_bias": {"5": 40.0}},

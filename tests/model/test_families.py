@@ -136,7 +136,7 @@ def test_rounded_weights_are_near_float32(kind: str) -> None:
         assert error < tolerance
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "gemma2", "stablelm"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "stablelm"])
 def test_company_changes_no_bit(kind: str) -> None:
     """Guards rows whose experts others use too: the same log-probabilities alone, in a batch and in small steps."""
     model = cpu_model(kind, torch.bfloat16)

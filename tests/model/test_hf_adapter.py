@@ -191,7 +191,7 @@ def test_served_up_to_where_it_would_be_wrong(kind: str) -> None:
 def test_self_check_sees_positions_that_depend_on_the_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the limit above if a config spells it differently: a long text must not change what others get."""
     family, extra, _ = LIMITED[kind]
-    monkeypatch.setattr("cbatch.model.hf.adapter._max_model_len", lambda config: 120)
+    monkeypatch.setattr("cbatch.model.hf.adapter.max_model_len", lambda config: 120)
     with pytest.raises(ModelError, match="depends on the longest text"):
         make_engine(make_family(family, **extra))
 

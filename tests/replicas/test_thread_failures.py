@@ -12,7 +12,7 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError
 from cbatch.base.request import RequestDefaults
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
 from cbatch.isolate import worker
 from cbatch.replicas import supervisor as supervisor_module

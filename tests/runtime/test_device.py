@@ -116,20 +116,8 @@ IN_A_CONTAINER = (
             "might not have a CUDA gpu); nvidia-smi may say more",
         ),
     ],
-    ids=[
-        "old driver",
-        "very old",
-        "unknown",
-        "CPU build",
-        "CPU build, old",
-        "container",
-        "hidden",
-        "802",
-        "no library",
-        "unknown error",
-        "none",
-        "other",
-    ],
+    ids="old driver;very old;unknown;CPU build;CPU build, old;container;hidden;802;no library;unknown error;none;"
+    "other".split(";"),
 )
 def test_a_gpu_that_cannot_be_used_is_explained(
     given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture

@@ -11,7 +11,15 @@ import pytest
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import Sample
 from cbatch.base.request import Request
-from cbatch.schedule.admission import MAX_PREEMPTIONS, AdmissionPolicy, OutputLengths
+from cbatch.schedule.admission import (
+    HISTORY,
+    MAX_PREEMPTIONS,
+    PRIOR,
+    AdmissionPolicy,
+    Growth,
+    OutputLengths,
+    projected_peak,
+)
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import SchedulerOutput, StepResult
@@ -294,33 +302,6 @@ def test_no_slots_or_no_budget_is_an_error() -> None:
         make_scheduler(seqs=0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_ends_and_leaks_nothing(seed: int) -> None:
-    """Guards every invariant at every step, under arrivals, cancellations, priorities and tight memory."""
-    random_ = random.Random(seed)
-    scheduler = make_scheduler(
-        blocks=random_.randint(5, 12), block_size=random_.randint(1, 4), seqs=random_.randint(1, 5), budget=7
-    )
-    live: list[TokenSequence] = []
-    for number in range(60):
-        prompt = random_.randint(1, scheduler.pool.capacity)
-        room = min(scheduler.sequence_limits.max_new_tokens(prompt), random_.randint(1, 12))
-        live.append(make_request(number, prompt, room, priority=random_.randint(0, 2)))
-        scheduler.add(live[-1])
-        step(scheduler)
-        live = [r for r in live if r.num_generated < r.request.max_new_tokens]
-        if live and random_.random() < 0.2:
-            scheduler.cancel(live.pop(random_.randrange(len(live))))
-    steps = 0
-    while scheduler.has_work:
-        first = min(scheduler.running + scheduler.waiting, key=lambda sequence: (sequence.priority, sequence.id))
-        planned = step(scheduler)
-        assert first.id in planned, "the oldest of the highest priority must advance in every step"
-        steps += 1
-        assert steps < 5000, "no progress"
-    assert all(r.num_generated == r.request.max_new_tokens for r in live) and scheduler.pool.num_used == 0
-
-
 def most_preempted(seed: int) -> int:
     """How often a request was preempted at most, among peers that are all expected to end at once."""
     random_ = random.Random(seed)
@@ -379,3 +360,43 @@ def test_scheduling_needs_no_torch() -> None:
     """Guards the layers: the scheduler can be tested and read without a tensor library."""
     code = "import sys, cbatch.schedule.scheduler; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_remaining_is_the_mean_of_the_longer_ones() -> None:
+    """Guards the estimate, its limit, and the default while no output has ended."""
+    lengths = OutputLengths()
+    assert lengths.remaining(0, 10_000) == PRIOR and lengths.remaining(300, 10_000) == 300
+    for length in (10, 20, 60):
+        lengths.add(length)
+    assert [lengths.remaining(done, 10_000) for done in (0, 10, 20, 60, 100)] == [30, 30, 40, 60, 100]
+    assert lengths.remaining(10, 15) == 5 and lengths.remaining(10, 10) == 0
+
+
+def test_only_recent_outputs_count() -> None:
+    """Guards against outdated lengths, and against a history that grows without end."""
+    lengths = OutputLengths()
+    for length in [1000] * HISTORY + [50] * HISTORY:
+        lengths.add(length)
+    assert lengths.remaining(0, 10_000) == 50
+
+
+def simulated_peak(used: int, growing: list[Growth], size: int) -> int:
+    """The peak by simulation: each request takes one more block for each `size` tokens, from the first on."""
+    most, alive, held = used, list(growing), used
+    for step in range(max(one.tokens for one in growing) + 1):
+        now = held + sum(-(-step // size) for _ in alive)
+        most = max(most, now)
+        ending = [one for one in alive if one.tokens == step]
+        alive = [one for one in alive if one.tokens != step]
+        held -= sum(one.blocks for one in ending)
+    return most
+
+
+def test_peak_is_that_of_a_simulation() -> None:
+    """Guards the formula against a simulation."""
+    random_ = random.Random(1)
+    for _ in range(300):
+        growing = [Growth(random_.randint(0, 40), random_.randint(1, 9)) for _ in range(random_.randint(1, 8))]
+        used, size = sum(one.blocks for one in growing), random_.randint(1, 16)
+        assert projected_peak(used, sorted(growing), size) == simulated_peak(used, growing, size)
+    assert projected_peak(7, [], 4) == 7

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cbatch.runtime import gpu_absence
+from cbatch.runtime import device
 
 ONES = torch.ones
 
@@ -48,9 +48,9 @@ class Machine:
             version.write_text(self.driver)
         for node in self.nodes:
             (self.folder / node).touch()
-        patch.setattr(gpu_absence, "NVIDIA_DRIVER", version)
-        patch.setattr(gpu_absence, "DEVICES", self.folder)
-        patch.setattr(gpu_absence, "WSL_DRIVER", self.folder / "wsl")
+        patch.setattr(device, "NVIDIA_DRIVER", version)
+        patch.setattr(device, "DEVICES", self.folder)
+        patch.setattr(device, "WSL_DRIVER", self.folder / "wsl")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         patch.delenv("CBATCH_DEVICE", raising=False)
         for name, value in self.environment.items():

@@ -1,11 +1,15 @@
 """A simulation around the scheduler: an oracle as the model, and a cache in which every slot tells what it holds.
 
+What must be true of steps and bookkeeping is stated without the scheduler's algorithm. `RandomWalk` acts at random on
+small schedulers; each walk is repeatable from a seed and a number.
+
 Tokens are sampled from what is read through the block tables, as attention would read them. So whatever another request
 or an earlier owner has left in a slot shows: aliasing, wrong sharing, stale content, a write too many.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from cbatch.base.outputs import Sample, TokenEvent
+from cbatch.base.outputs import FinishReason, Sample, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.runtime.batch import BlockTables, InFlightTokens, RaggedBatch
 from cbatch.sample.output import NAN
-from cbatch.schedule.admission import MAX_PREEMPTIONS
+from cbatch.schedule.admission import MAX_PREEMPTIONS, priority_key
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
@@ -27,8 +32,215 @@ from cbatch.schedule.recurrent_states import RecurrentStates
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import ZERO, StateSlots
-from tests.support.oracle import CollidingToken, OracleRequest, Stamps, make_request, next_token
-from tests.support.scheduler_invariants import StateBefore, check_between_steps, check_scheduled, require
+
+Stamps = NDArray[np.int64]
+
+
+class CollidingToken(int):
+    """A token with the same hash as any other, so that only its value tells it apart."""
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclass(slots=True)
+class OracleRequest:
+    """A request, with what the oracle knows of it.
+
+    tokens:  prompt and whole output
+    stamps:  what each token's slot must hold
+    reason:  why the output ends there
+    entered: number of the step that last admitted it
+    cached:  tokens of it that were cached when it was first admitted to a step that was not rolled back
+    """
+
+    sequence: TokenSequence
+    tokens: list[int]
+    stamps: Stamps
+    reason: FinishReason
+    entered: int = 0
+    cached: int = 0
+
+
+def stamps_of(tokens: Sequence[int], before: Sequence[int] = (), position_offset: int = 0) -> list[int]:
+    """The stamps of tokens; `before` are those of the tokens in front of them.
+
+    A stamp stands for a token, its position id and all tokens before it.
+    """
+    stamps = list(before)
+    for position, token in enumerate(tokens, len(stamps) + position_offset):
+        last = stamps[-1] if stamps else 0
+        stamps.append(hash((last, position, int(token))) & (2**63 - 1))
+    return stamps
+
+
+def next_token(stamp: int, vocabulary: int) -> int:
+    """The token that follows the one with this stamp."""
+    return (stamp >> 7) % vocabulary
+
+
+def make_request(sequence: TokenSequence, stop_after: int | None, vocabulary: int, kind: type[int]) -> OracleRequest:
+    """A new request and its output; token number `stop_after` of that, if there is one, becomes a stop token.
+
+    kind: of its tokens, `int` or `CollidingToken`
+    """
+    prompt, limit = sequence.token_ids, sequence.request.max_new_tokens
+    offset = sequence.request.position_offset
+    tokens, stamps = list(prompt), stamps_of(prompt, position_offset=offset)
+    for _ in range(limit):
+        tokens.append(kind(next_token(stamps[-1], vocabulary)))
+        stamps = stamps_of(tokens[-1:], stamps, offset)
+    output = tokens[len(prompt) :]
+    stop = {output[stop_after - 1]} if stop_after is not None and stop_after <= limit else set()
+    length = len(prompt) + next((place + 1 for place, token in enumerate(output) if token in stop), limit)
+    sequence.request.stop_ids = frozenset(stop)
+    return OracleRequest(sequence, tokens[:length], np.array(stamps[:length], np.int64), "stop" if stop else "length")
+
+
+class Violation(AssertionError):
+    """An invariant is broken."""
+
+
+def require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise Violation(otherwise)
+
+
+@dataclass(frozen=True, slots=True)
+class StateBefore:
+    """The state before a step, of the requests that need more than the tokens in flight.
+
+    first:    the request that has to advance in any case
+    running:  the running requests; `decoding` those of them that were decoding
+    computed: number of computed or scheduled tokens of each
+    excused:  requests that need not advance as long as others run, and neither do those that wait after them
+    """
+
+    first: TokenSequence | None
+    running: frozenset[TokenSequence]
+    decoding: tuple[TokenSequence, ...]
+    computed: dict[TokenSequence, int]
+    excused: frozenset[TokenSequence]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, excused: Collection[TokenSequence] = ()) -> StateBefore:
+        running = [sequence for sequence in scheduler.running if not sequence.is_finishing]
+        unfinished = running + [sequence for sequence in scheduler.waiting if not sequence.is_finishing]
+        competing = unfinished
+        if running and (held := [priority_key(sequence) for sequence in scheduler.waiting if sequence in excused]):
+            competing = [
+                sequence for sequence in unfinished if sequence.is_running or priority_key(sequence) < min(held)
+            ]
+        first = min(competing, key=priority_key, default=None)
+        decoding = tuple(sequence for sequence in running if sequence.is_decoding)
+        computed = {sequence: sequence.num_computed for sequence in running}
+        return cls(first, frozenset(running), decoding, computed, frozenset(excused))
+
+
+def check_scheduled(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> None:
+    """Checks limits, chunks, progress and order of one step, before it is computed."""
+    sequences = [chunk.sequence for chunk in scheduled.chunks]
+    planned, admitted = set(sequences), set(scheduled.admitted)
+    require(len(sequences) == len(planned) <= scheduler.max_seqs, "more chunks than slots, or two for one request")
+    require(scheduled.num_tokens <= scheduler.max_batch_tokens, "more tokens than a step may have")
+    require(planned <= set(scheduler.running), "a chunk of a request that does not run")
+    require(admitted == planned - before.running, "the admitted requests are not those that did not run before")
+    for chunk in scheduled.chunks:
+        sequence, end = chunk.sequence, chunk.stop
+        wanted = sequence.num_tokens - chunk.is_last  # the placeholder of this step's token
+        require(before.computed.get(sequence, chunk.start) == chunk.start < end <= wanted, "a chunk that does not fit")
+        require(sequence.num_computed == end, "a chunk that does not count as computed")
+        require(chunk.is_last == (end == wanted), "a wrong is_last")
+        require(
+            sequence.num_generated + sequence.num_output_placeholders <= sequence.request.max_new_tokens,
+            "a token too many is coming",
+        )
+        require(end <= len(sequence.blocks) * scheduler.pool.block_size, "a token that has no place in the cache")
+    first = before.first
+    if first is not None and not any(
+        priority_key(sequence) < priority_key(first) for sequence in admitted & before.excused
+    ):
+        require(first in planned, "the oldest of the highest priority does not advance")
+    is_spent = _check_prefill_limit(scheduler, scheduled, before)
+    if isinstance(scheduler.states, RecurrentStates):
+        _check_cuts(scheduler, scheduled)
+    elif scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
+        whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
+        require(whole == set(scheduler.running), "budget is left, and a request did not get all it needs")
+    if not isinstance(scheduler.states, RecurrentStates):
+        _check_oldest_prompts(scheduled, before)
+    for sequence in before.decoding:
+        if sequence.is_running and sequence not in planned:
+            _check_passed_over(scheduler, scheduled, sequence)
+
+
+def _check_cuts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
+    """Prompts of a model with recurrent layers are cut at multiples, or where a snapshot is made."""
+    assert isinstance(scheduler.states, RecurrentStates)
+    multiple = scheduler.states.chunk_multiple
+    if scheduler.max_batch_tokens - scheduler.max_seqs < multiple:
+        return
+    for chunk in scheduled.chunks:
+        is_snapshot = chunk.state is not None and chunk.state.snapshot is not None
+        require(chunk.is_last or is_snapshot or chunk.stop % multiple == 0, f"a prompt that is cut at {chunk.stop}")
+
+
+def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> bool:
+    """Whether prompts use the whole limit. It applies to those that are not more urgent than a decoding request."""
+    limit, decoding = scheduler.prefill_limit, set(before.decoding)
+    rows = [chunk.sequence.priority for chunk in scheduled.chunks if chunk.sequence in decoding]
+    prompts = [chunk for chunk in scheduled.chunks if chunk.sequence not in decoding]
+    if limit is None or not rows:
+        return False
+    if isinstance(scheduler.states, RecurrentStates):
+        limit = max(limit, scheduler.states.chunk_multiple)
+    total = sum(chunk.num_tokens for chunk in prompts)
+    limited = any(chunk.sequence.priority >= min(rows) for chunk in prompts)
+    require(not limited or total <= limit, f"{total} tokens of prompts beside decoding requests, {limit} are allowed")
+    return total >= limit
+
+
+def _check_oldest_prompts(scheduled: SchedulerOutput, before: StateBefore) -> None:
+    """The oldest running prompt of a priority gets all it needs, or as much as all younger ones in sum."""
+    prompts = before.running.difference(before.decoding)
+    counts = {chunk.sequence: chunk.num_tokens for chunk in scheduled.chunks if chunk.sequence not in before.decoding}
+    whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
+    for oldest in prompts & counts.keys() - whole:
+        rivals = [r for r in {*prompts, *counts} if r.priority == oldest.priority]
+        if not any(r.id < oldest.id and r in prompts for r in rivals):
+            younger = sum(counts.get(r, 0) for r in rivals if r.id > oldest.id)
+            require(
+                counts[oldest] >= younger, f"prompt {oldest.id} got {counts[oldest]} tokens, younger ones {younger}"
+            )
+
+
+def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, sequence: TokenSequence) -> None:
+    """A decoding request gets no token only if higher priorities, and older requests of its own, took all of them."""
+    higher = sum(chunk.num_tokens for chunk in scheduled.chunks if chunk.sequence.priority < sequence.priority)
+    beside = [s for s in scheduled.chunks if s.sequence.priority == sequence.priority and s.sequence.id < sequence.id]
+    taken = higher + sum(chunk.num_tokens for chunk in beside if chunk.num_tokens == 1)
+    require(
+        higher > 0 and taken == scheduler.max_batch_tokens, f"request {sequence.id} is decoding and was passed over"
+    )
+
+
+def check_between_steps(scheduler: Scheduler, live: Collection[TokenSequence]) -> None:
+    """Every live request is in one place, every block is free or held, and blocks to be written have one owner."""
+    scheduler.check_integrity()
+    pool, running, waiting, finishing = scheduler.pool, scheduler.running, scheduler.waiting, scheduler.finishing
+    require(len(running) + len(waiting) + len(finishing) == len(live), "a request is in two places, or in none")
+    require({*running, *waiting, *finishing} == set(live), "a request is lost, or is there and should not be")
+    require(all(sequence.is_finishing for sequence in finishing), "a finishing request needs more tokens")
+    require(len(running) <= scheduler.max_seqs, "more requests run than there are slots")
+    held = Counter(block for sequence in running for block in sequence.blocks)
+    references = {block: count for block in range(pool.num_blocks) if (count := pool.ref_count(block))}
+    require(references == held, "references differ from who holds the blocks")
+    require(pool.num_free + len(held) == pool.num_blocks, "free and held blocks are not all blocks")
+    for sequence in running:
+        require(0 < sequence.num_computed < sequence.num_tokens, "nothing computed, or nothing left to compute")
+        for block in sequence.blocks[sequence.num_computed // pool.block_size :]:
+            require(held[block] == 1, f"block {block} will be written and has two owners")
+
 
 UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
 """What a slot can hold besides stamps, which are not negative. Each planted NaN has a number: -3, -4 and so on."""
@@ -294,23 +506,16 @@ class SchedulerSimulation:
         self.counts["dropped tokens"] += len(results) - len(live)
         for nan in nans:
             self._seen_nans.setdefault(nan, self.counts["steps"])
-        events = self._update_from_output(scheduled, results)
+        samples = [Sample(0, error=NAN) if token is None else Sample(token) for token in results]
+        events = self.scheduler.update_from_output(scheduled, StepResult(samples))
         require([event.request_id for event in events] == [sequence.id for sequence, _ in live], "not an event a token")
         for event, (_, result) in zip(events, live, strict=True):
             self._check_event(event, is_nan=result is None)
 
-    def _update_from_output(self, scheduled: SchedulerOutput, results: list[int | None]) -> list[TokenEvent]:
-        """The only place that knows the form in which the scheduler takes the results of a step."""
-        samples = [Sample(0, error=NAN) if token is None else Sample(token) for token in results]
-        return self.scheduler.update_from_output(scheduled, StepResult(samples))
-
-    def _batch(self, scheduled: SchedulerOutput) -> RaggedBatch:
-        in_flight_tokens = self._in_flight.in_flight_tokens if self._in_flight is not None else None
-        return RaggedBatch.build(scheduled, self.sizes.block_size, torch.device("cpu"), self._tables, in_flight_tokens)
-
     def _compute(self, scheduled: SchedulerOutput, broken: Collection[TokenSequence]) -> StepInFlight:
         """Writes the stamps of a step, reads what attention would read, and samples from that."""
-        batch = self._batch(scheduled)
+        in_flight = self._in_flight.in_flight_tokens if self._in_flight is not None else None
+        batch = RaggedBatch.build(scheduled, self.sizes.block_size, torch.device("cpu"), self._tables, in_flight)
         slots = batch.slots
         require(len(set(slots.tolist())) == len(slots), "two tokens of a step in one slot")
         ids, positions = batch.ids, batch.positions
@@ -451,3 +656,90 @@ class SchedulerSimulation:
 
     def _forget(self, sequence: TokenSequence) -> None:
         self.past.append(self.sequences.pop(sequence))
+
+
+ACTIONS = {
+    "step": 60, "add": 16, "share": 14, "fork": 3, "urgent": 4, "evict": 1, "cancel": 5, "fail": 6, "nan": 2,
+    "shrink": 1, "grow": 15, "limit": 4,
+}  # fmt: skip
+"""How often each of them is drawn."""
+MOST_LIVE = 20
+
+
+class RandomWalk:
+    """One simulation, and the random actions on it."""
+
+    def __init__(self, seed: int, number: int, *, recurrent: bool = False) -> None:
+        """recurrent: of a model with recurrent layers"""
+        self._random = random.Random(f"{seed}/{number}")
+        below = self._random.random
+        self._has_one_priority = below() < 0.3
+        """If all requests have one priority and steps keep their size, preemption is bounded."""
+        self._longest_suffix = self._random.choice((2, 3, 5, 16))
+        self._most_tokens = self._random.choice((3, 10, 24))
+        self.simulation = SchedulerSimulation(
+            SimulationSizes(
+                block_size=self._random.randint(1, 8),
+                num_blocks=self._random.randint(2, 24),
+                max_seqs=self._random.randint(1, 8),
+                max_batch_tokens=self._random.randint(1, 32),
+                prefix_cache=below() < 0.9,
+                colliding=below() < 0.2,
+                overlap=below() < 0.7,
+                vocabulary=self._random.choice((3, 50)),
+                state_slots=self._random.randint(1, 16) if recurrent else None,
+                chunk_multiple=self._random.choice((1, 1, 2, 4, 6)) if recurrent else 1,
+                max_model_len=self._random.choice((1000, 1000, 20)),
+            )
+        )
+
+    def run(self, actions: int) -> SchedulerSimulation:
+        """Does so many random actions, then steps until all requests are done."""
+        names, weights = list(ACTIONS), list(ACTIONS.values())
+        for name in self._random.choices(names, weights, k=actions):
+            self._act(name)
+        if self._random.random() < 0.75:
+            for _ in range(5):  # doubling 1 so often makes 32
+                self.simulation.grow()
+        self.simulation.drain()
+        return self.simulation
+
+    def _act(self, name: str) -> None:
+        simulation, draw = self.simulation, self._random.randrange
+        if self._has_one_priority and name in ("urgent", "shrink"):
+            name = "add" if name == "urgent" else "step"
+        if name == "step":
+            simulation.step()
+        elif name == "cancel":
+            simulation.cancel(draw(MOST_LIVE))
+        elif name == "fail":
+            simulation.fail_step(
+                garbage=draw(2) == 0, late=draw(2) == 0, shrink=draw(16) == 0 and not self._has_one_priority
+            )
+        elif name == "nan":
+            simulation.step(broken=[draw(8)])
+        elif name == "shrink":
+            simulation.shrink(draw(1, simulation.scheduler.max_batch_tokens + 1))
+        elif name == "grow":
+            simulation.grow()
+        elif name == "limit":
+            simulation.limit_prefill(self._random.choice((None, 1, 2, 3, 8)))
+        elif len(simulation.sequences) < MOST_LIVE:
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        simulation, draw = self.simulation, self._random.randrange
+        capacity = min(simulation.scheduler.pool.capacity, simulation.sizes.max_model_len - 1)
+        priority = 1 if self._has_one_priority else draw(1, 4)
+        if name == "evict":
+            for _ in range(draw(1, 4)):
+                simulation.add(self._suffix(capacity // 2 + 1, capacity), 1, priority)
+            return
+        start = 0 if name == "add" else draw(3 * self._longest_suffix)
+        suffix = self._suffix(0, 3) if name == "fork" else self._suffix(1, min(self._longest_suffix, capacity))
+        prompt = simulation.prompt(draw(MOST_LIVE), start, suffix, generated=name == "fork")
+        stop_after = draw(1, self._most_tokens + 1) if draw(3) == 0 else None
+        simulation.add(prompt, draw(1, self._most_tokens + 1), 0 if name == "urgent" else priority, stop_after)
+
+    def _suffix(self, least: int, most: int) -> list[int]:
+        return [self._random.randrange(3) for _ in range(self._random.randint(least, most))]

@@ -9,6 +9,7 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import every, family
 from cbatch.model.families.gemma import WITH_PICTURES
+from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import (
     RESIDUAL,
     Activation,

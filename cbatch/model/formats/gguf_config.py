@@ -19,13 +19,13 @@ from cbatch.model.formats.gguf_architectures.architecture import (
     MAX_EXPERTS,
     Architecture,
     Config,
+    Metadata,
     Order,
     Rule,
     Rules,
     declared_architectures,
     find_architecture,
 )
-from cbatch.model.formats.gguf_architectures.metadata import Metadata
 from cbatch.model.formats.gguf_file import GgufFile
 from cbatch.model.formats.gguf_weights import Source
 

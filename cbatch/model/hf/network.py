@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from copy import deepcopy
 from functools import partial
 from tempfile import gettempdir
@@ -63,8 +62,16 @@ def load_network(plan: LoadPlan) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-        with _without_bars(config):
-            network, report = load() if device_map is None else _load_spread(load, device_map)
+        # Libraries of quantized formats draw progress bars on stderr, terminal or not.
+        draws_bars = bool(getattr(config, "quantization_config", None))
+        with redirect_stderr(io.StringIO()) if draws_bars else nullcontext():
+            if device_map is None:
+                network, report = load()
+            else:  # accelerate decides where its parts go
+                with device_map.offload_folder() as folder:
+                    given = {"max_memory": device_map.max_memory, "offload_folder": str(folder)}
+                    network, report = load(device_map="auto", **given)
+                    keep_rewritten_weights(network, folder)
         if not report["missing_keys"] and not report["mismatched_keys"]:
             return (network.to(plan.device) if device_map is None else network).eval()
     except CbatchError:
@@ -84,14 +91,6 @@ def load_network(plan: LoadPlan) -> Any:
     raise ModelError(f"Cannot load {source}: {len(missing)} of its weights are not in its files, such as {missing[0]}.")
 
 
-def _load_spread(load: Callable[..., Any], device_map: DeviceMap) -> tuple[Any, dict[str, Any]]:
-    """What transformers loads when accelerate decides where it goes."""
-    with device_map.offload_folder() as folder:
-        network, report = load(device_map="auto", max_memory=device_map.max_memory, offload_folder=str(folder))
-        keep_rewritten_weights(network, folder)
-    return network, report
-
-
 def _silence_libraries() -> None:
     """Hides the warnings and progress bars of transformers, accelerate and the hub; their errors are still raised.
 
@@ -103,11 +102,6 @@ def _silence_libraries() -> None:
     transformers_logging.set_verbosity_error()
     for name in ("huggingface_hub", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _without_bars(config: Any) -> AbstractContextManager[object]:
-    """Hides the progress bars that libraries of quantized formats draw on stderr, terminal or not."""
-    return redirect_stderr(io.StringIO()) if getattr(config, "quantization_config", None) else nullcontext()
 
 
 def fits(plan: LoadPlan, device_map: DeviceMap) -> bool:

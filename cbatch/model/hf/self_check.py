@@ -93,7 +93,9 @@ def _paged_logits(
     attention = ReferenceAttention()
     shapes = [attention.block_shapes(layer, _BLOCK_SIZE, model.dtype) for layer in model.layers]
     kv_cache = KVCache(shapes, 5, _BLOCK_SIZE, model.dtype, model.layer_devices)
-    pool = _used_state_pool(model) if model.states else None
+    pool = StatePool(model.states, _NUM_SLOTS, model.state_devices) if model.states else None
+    for tensor in pool.tensors if pool is not None else ():
+        tensor.fill_(7.0)  # as if others had left numbers there
     for step, bounds in enumerate(chunks):
         slices = []
         for number, (sequence, (start, stop)) in enumerate(zip(sequences, bounds, strict=True)):
@@ -107,14 +109,6 @@ def _paged_logits(
             batch.position_ids[slices[0].num_tokens :] += max(model.max_model_len - _LENGTHS[1], 0)
         logits = model.forward(batch, kv_cache, attention).values.cpu()
     return logits
-
-
-def _used_state_pool(model: TransformersModel) -> StatePool:
-    """Slots of state in which others have left numbers."""
-    pool = StatePool(model.states, _NUM_SLOTS, model.state_devices)
-    for tensor in pool.tensors:
-        tensor.fill_(7.0)
-    return pool
 
 
 def _chunk_state(number: int, step: int, *, resumed: bool) -> ChunkState:

@@ -20,6 +20,7 @@ from cbatch.model.formats.gguf_architectures.architecture import (
     MODEL,
     PERMUTED,
     Config,
+    Metadata,
     Read,
     Rule,
     Rules,
@@ -39,7 +40,6 @@ from cbatch.model.formats.gguf_architectures.architecture import (
     whole,
     with_channel,
 )
-from cbatch.model.formats.gguf_architectures.metadata import Metadata
 
 _PERMUTED = LAYER | PERMUTED
 _BIASES: dict[str, Any] = {"attention_bias": has("attn_q.bias"), "mlp_bias": has("ffn_down.bias")}

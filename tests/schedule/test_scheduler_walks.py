@@ -1,4 +1,4 @@
-"""Block pool, prefix cache and scheduler under whatever hypothesis generates, checked against an oracle."""
+"""Block pool, prefix cache and scheduler in random walks, each step checked against an oracle."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
@@ -19,123 +16,7 @@ from cbatch.schedule.recurrent_states import RecurrentStates
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import Snapshot, StateSlots
-from tests.support.random_walk import RandomWalk
-from tests.support.scheduler_invariants import Violation
-from tests.support.scheduler_simulation import SchedulerSimulation, SimulationSizes
-
-MOST_LIVE = 12
-
-shapes = st.builds(
-    SimulationSizes,
-    block_size=st.integers(1, 8),
-    num_blocks=st.sampled_from([9, 5, 12, 16, 24, 14, 7, 2]),
-    max_seqs=st.sampled_from([3, 5, 8, 2, 6, 4, 8, 1]),
-    max_batch_tokens=st.sampled_from([9, 16, 32, 24, 6, 12, 4, 1]),
-    max_model_len=st.sampled_from([1000, 1000, 20]),
-    prefix_cache=st.sampled_from([True, True, True, False]),
-    vocabulary=st.sampled_from([2, 50]),
-    colliding=st.booleans(),
-    overlap=st.sampled_from([True, True, False]),
-    state_slots=st.sampled_from([None, None, 6, 12, 3, 1]),
-    chunk_multiple=st.sampled_from([1, 4, 3]),
-)
-which = st.integers(0, 2 * MOST_LIVE)
-tails = st.lists(st.integers(0, 1), max_size=9)
-lengths = st.integers(1, 12)
-priorities = st.integers(1, 3)
-stops = st.none() | lengths
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Everything that can happen to a scheduler; the simulation checks its invariants after each action."""
-
-    simulation: SchedulerSimulation
-
-    @initialize(sizes=shapes)
-    def begin(self, sizes: SimulationSizes) -> None:
-        self.simulation = SchedulerSimulation(sizes)
-
-    @rule(several=st.lists(tails, min_size=1, max_size=5), tokens=lengths, priority=priorities, stop=stops)
-    def add(self, several: list[list[int]], tokens: int, priority: int, stop: int | None) -> None:
-        for tail in several:
-            self._add(self.simulation.prompt(0, 0, tail), tokens, priority, stop)
-
-    @rule(row=which, cut=st.integers(1, 16), tail=tails, tokens=lengths, priority=priorities, stop=stops)
-    def share(self, row: int, cut: int, tail: list[int], tokens: int, priority: int, stop: int | None) -> None:
-        self._add(self.simulation.prompt(row, cut, tail), tokens, priority, stop)
-
-    @rule(row=which, tail=st.just([]) | tails, tokens=lengths, priority=priorities)
-    def fork(self, row: int, tail: list[int], tokens: int, priority: int) -> None:
-        self._add(self.simulation.prompt(row, 0, tail, generated=True), tokens, priority)
-
-    @rule(row=which, cut=st.integers(0, 16), tail=tails, tokens=lengths)
-    def add_urgent(self, row: int, cut: int, tail: list[int], tokens: int) -> None:
-        self._add(self.simulation.prompt(row, cut, tail), tokens, 0)
-
-    @rule(first=st.integers(0, 9), parts=st.integers(1, 5), priority=priorities)
-    def fill_the_cache(self, first: int, parts: int, priority: int) -> None:
-        length = self.simulation.scheduler.pool.capacity // parts
-        for start in range(first, first + parts):
-            self._add(self.simulation.prompt(0, 0, [start + place % 10 for place in range(length)]), 1, priority)
-
-    @rule()
-    def step_once(self) -> None:
-        self.simulation.step()
-
-    @rule(count=st.integers(2, 9))
-    def step_on(self, count: int) -> None:
-        for _ in range(count):
-            self.simulation.step()
-
-    @rule(broken=st.sets(st.integers(0, 7), min_size=1, max_size=2))
-    def step_with_nan(self, broken: set[int]) -> None:
-        self.simulation.step(broken=broken)
-
-    @rule(garbage=st.booleans(), late=st.booleans(), shrink=st.sampled_from([False] * 7 + [True]))
-    def fail_step(self, garbage: bool, late: bool, shrink: bool) -> None:
-        self.simulation.fail_step(garbage=garbage, late=late, shrink=shrink)
-
-    @rule(row=which)
-    def cancel(self, row: int) -> None:
-        self.simulation.cancel(row)
-
-    @rule(part=st.sampled_from([1.0, 0.7, 0.3]), grow=st.booleans())
-    def shrink(self, part: float, grow: bool) -> None:
-        self.simulation.shrink(max(1, int(part * self.simulation.scheduler.max_batch_tokens)))
-        if grow:
-            self.grow()
-
-    @rule(limit=st.sampled_from([None, 1, 2, 5]))
-    def limit_prefill(self, limit: int | None) -> None:
-        self.simulation.limit_prefill(limit)
-
-    @rule()
-    def grow(self) -> None:
-        while not self.simulation.grow():
-            self.simulation.step()
-
-    def teardown(self) -> None:
-        if hasattr(self, "simulation"):
-            self.simulation.grow()
-            self.simulation.drain()
-
-    def _add(self, prompt: list[int], tokens: int, priority: int, stop: int | None = None) -> None:
-        if len(self.simulation.sequences) < MOST_LIVE:
-            self.simulation.add(prompt, tokens, priority, stop)
-
-
-@pytest.mark.slow
-def test_invariants_hold_under_all_actions() -> None:
-    """Guards every output against other requests, every block against two owners, every request against starving."""
-    quick = settings(
-        max_examples=100,
-        stateful_step_count=60,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(SchedulerMachine, settings=quick)
+from tests.support.scheduler_simulation import RandomWalk, Violation
 
 
 def test_the_smallest_step_does_not_shrink() -> None:
@@ -153,11 +34,27 @@ def count_events(walks: int, *, recurrent: bool = False) -> Counter[str]:
     return counts
 
 
-def test_random_walks_meet_everything() -> None:
-    """Guards the soak test: its random walks meet everything that the scheduler has to survive."""
-    counts = count_events(25)
-    names = "failed steps,shrinks,limits,NaN requests,cancelled running,cancelled waiting,shared blocks,preemptions"
-    assert all(counts[name] >= 10 for name in [*names.split(","), "finished by stop", "finished by length"]), counts
+COMMON = "failed steps,NaN requests,cancelled running,shared blocks,preemptions"
+
+
+@pytest.mark.parametrize(
+    ("recurrent", "names"),
+    [(False, "shrinks,limits,cancelled waiting,finished by stop,finished by length"), (True, "failed late,snapshots")],
+)
+def test_random_walks_meet_everything(recurrent: bool, names: str) -> None:
+    """Guards every output against other requests, every block and slot against two owners, every request against
+    starving; and the soak test: its walks meet all that the scheduler has to survive.
+    """
+    counts = count_events(25, recurrent=recurrent)
+    assert all(counts[name] >= 10 for name in f"{COMMON},{names}".split(",")), counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_long_walks(recurrent: bool) -> None:
+    """Guards the same, with other seeds and for longer."""
+    for number in range(60):
+        RandomWalk(1, number, recurrent=recurrent).run(300)
 
 
 def free_too_early(self: BlockPool, blocks: Sequence[int]) -> None:
@@ -277,13 +174,6 @@ FAULTS: list[tuple[type, str, Any, str]] = [
 ]
 
 
-def test_random_walks_with_states_meet_everything() -> None:
-    """Guards the soak test of recurrent layers: snapshots are made, taken over, and dropped with NaN in them."""
-    counts = count_events(25, recurrent=True)
-    names = "failed steps,failed late,snapshots,shared blocks,NaN requests,preemptions,cancelled running"
-    assert all(counts[name] >= 10 for name in names.split(",")), counts
-
-
 def leave_what_was_there(self: StateSlots, snapshot: Snapshot | None) -> tuple[int, int | None]:
     """Neither zeroes a slot nor copies a snapshot to it."""
     return take_with(self, snapshot)[0], None
@@ -340,31 +230,11 @@ STATE_FAULTS: list[tuple[type, str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("owner", "method", "fault", "message"),
-    STATE_FAULTS,
-    ids=[fault.__name__ for _, _, fault, _ in STATE_FAULTS],
-)
-def test_planted_faults_of_states_are_seen(
-    owner: type, method: str, fault: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the simulation: a slot that is not zeroed, a snapshot that is one token off or stale, a shifted grid."""
-    monkeypatch.setattr(owner, method, fault)
+@pytest.mark.parametrize("fault", [*FAULTS, *STATE_FAULTS], ids=lambda one: getattr(one[2], "fget", one[2]).__name__)
+def test_planted_faults_are_seen(fault: tuple[type, str, Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the simulation itself: it finds these faults even without the scheduler's own integrity check."""
+    owner, method, wrong, message = fault
+    monkeypatch.setattr(owner, method, wrong)
     monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
     with pytest.raises((Violation, ValueError), match=message):
-        count_events(100, recurrent=True)
-
-
-@pytest.mark.parametrize(
-    ("owner", "method", "fault", "message"),
-    FAULTS,
-    ids=[getattr(fault, "fget", fault).__name__ for _, _, fault, _ in FAULTS],
-)
-def test_planted_faults_are_seen(
-    owner: type, method: str, fault: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards the test itself: it finds these faults even without the scheduler's own integrity check."""
-    monkeypatch.setattr(owner, method, fault)
-    monkeypatch.setattr(Scheduler, "check_integrity", lambda self: None)
-    with pytest.raises((Violation, ValueError), match=message):
-        count_events(100)
+        count_events(100, recurrent=fault in STATE_FAULTS)
