@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cbatch.batch.jsonl import parse_line
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults
-from cbatch.batch.line_processor import LineProcessor
+from cbatch.batch.line_processor import LineProcessor, parse_line
 from cbatch.batch.lines import Line, RowOptions
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
