@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from cbatch.cli.bench.recorder import RunRecord
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord
 from cbatch.cli.bench.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class WorkCount:
+class WorkCount(NamedTuple):
     """Steps of the engine, and the tokens that all of them compute, padding and tokens past an end included."""
 
     steps: int
@@ -78,17 +78,19 @@ class Gain:
 
     @classmethod
     def of(cls, static: RunRecord, continuous: RunRecord, work: Workload) -> Gain:
-        slots = continuous.slots
-        full_steps = work.output_tokens / slots
-        without_padding_s = static.elapsed_s - _padding_s(static)
+        full_steps = work.output_tokens / continuous.slots
         static_steps, steps = len(static.steps), len(continuous.steps)
+        without_padding_s = static.elapsed_s
+        for step in static.steps:
+            if padding := step.tokens("padding"):  # which takes its share of the step's tokens
+                without_padding_s -= (step.end - step.start) * padding / step.tokens(*TOKEN_KINDS)
         return cls(
             measured=static.elapsed_s / continuous.elapsed_s,
             slots=static_steps / full_steps,
             padding=static.elapsed_s / without_padding_s,
             tail=full_steps / steps,
             step_time=(without_padding_s / static_steps) / (continuous.elapsed_s / steps),
-            expected=ExpectedGain.of(work, slots),
+            expected=ExpectedGain.of(work, continuous.slots),
         )
 
     @property
@@ -100,12 +102,3 @@ class Gain:
             f"× {self.step_time:.2f} for the time of a step. By arithmetic: {self.expected.by_steps:.2f} if all steps "
             f"take as long, {self.expected.by_tokens:.2f} if all tokens do."
         )
-
-
-def _padding_s(record: RunRecord) -> float:
-    """Seconds for padding: its share of the tokens of each step that has some."""
-    padded = [step for step in record.steps if step.tokens("padding")]
-    return sum(
-        (step.end - step.start) * step.tokens("padding") / step.tokens("prefill", "decode", "padding", "idle")
-        for step in padded
-    )

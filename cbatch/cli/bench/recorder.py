@@ -7,15 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.workload import Outputs
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.schedule.output import ScheduledChunk
 
 TokenKind = Literal["prefill", "decode", "padding", "idle"]
 """prefill: of a prompt; decode: wanted output; padding: fills up a prompt; idle: output past a request's end."""
+
+TOKEN_KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,10 @@ class RecordedStep:
     def tokens(self, *kinds: TokenKind) -> int:
         return sum(chunk.tokens for chunk in self.chunks if chunk.kind in kinds)
 
-    def slots(self, *kinds: TokenKind) -> int:
-        """How many slots computed tokens of these kinds."""
-        return len({chunk.slot for chunk in self.chunks if chunk.kind in kinds})
+    @property
+    def useful_slots(self) -> int:
+        """How many slots worked on a request that was not finished."""
+        return len({chunk.slot for chunk in self.chunks if chunk.kind in ("prefill", "decode")})
 
     @property
     def drafted(self) -> int:
@@ -119,11 +123,6 @@ class RunRecord:
     def outputs(self) -> Outputs:
         """The tokens of each request, without those past its end."""
         return [request.tokens[: request.wanted] for request in self.requests]
-
-    @property
-    def useful_slot_steps(self) -> int:
-        """How often a slot worked in a step on a request that was not finished."""
-        return sum(step.slots("prefill", "decode") for step in self.steps)
 
 
 MOST_BLOCKS = 60
@@ -233,18 +232,9 @@ class RunRecorder:
         events = self.engine.step()
         end = self._clock() - self._began
         assert self._latest is not None
-        step, scheduled = self._latest, self._latest.scheduled
         got = Counter(event.request_id for event in events if event.token_id is not None)
-        chunks = tuple(
-            self._chunk(
-                chunk.sequence.id,
-                range(chunk.start, chunk.stop),
-                len(chunk.draft),
-                chunk.replayed,
-                got[chunk.sequence.id],
-            )
-            for chunk in scheduled.chunks
-        )
+        chunks = tuple(self._chunk(chunk, got[chunk.sequence.id]) for chunk in self._latest.scheduled.chunks)
+        step = self._latest
         self.record.steps.append(RecordedStep(start, end, step.seconds, chunks, step.used_blocks))
         for event in events:
             if event.error is not None:
@@ -262,22 +252,19 @@ class RunRecorder:
                 if not submission.is_padding and submission.slot is not None:
                     self._used_slots.discard(submission.slot)
 
-    def _chunk(self, request_id: int, places: range, drafted: int, replayed: int, got: int) -> RecordedChunk:
-        """
-        places: of the tokens in their sequence
-        got:    tokens that the request got of this step
-        """
-        submission = self._submissions[request_id]
+    def _chunk(self, chunk: ScheduledChunk, got: int) -> RecordedChunk:
+        """got: tokens that the request got of this step"""
+        submission, drafted = self._submissions[chunk.sequence.id], len(chunk.draft)
         if submission.slot is None:
             submission.slot = min(set(range(len(self._used_slots) + 1)) - self._used_slots)
         if not submission.is_padding:
             self._used_slots.add(submission.slot)
         request = self.record.requests[submission.index]
-        is_decode = bool(request.tokens) and len(places) == 1 + replayed + drafted
+        is_decode = bool(request.tokens) and chunk.num_tokens == 1 + chunk.replayed + drafted
         kind: TokenKind = "decode" if is_decode else "prefill"
         if submission.is_padding:
             kind = "padding"
         elif request.is_done:
             kind = "idle"
         accepted = max(got - 1, 0) if drafted else 0
-        return RecordedChunk(submission.slot, submission.index, kind, places.start, len(places), drafted, accepted)
+        return RecordedChunk(submission.slot, submission.index, kind, chunk.start, chunk.num_tokens, drafted, accepted)

@@ -18,7 +18,7 @@ from cbatch.api import Engine
 from cbatch.cli.bench.gain import Gain
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.peers import PeerMetrics
-from cbatch.cli.bench.recorder import RunRecord
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord
 from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
 from cbatch.cli.bench.techniques import Techniques
 from cbatch.cli.bench.workload import Outputs, Workload
@@ -111,7 +111,7 @@ def run_metrics(record: RunRecord, work: Workload) -> RunMetrics:
     step_s = sum(step.end - step.start for step in record.steps)
     num_steps = max(len(record.steps), 1)
     padding, generated = record.tokens("padding"), sum(len(request.tokens) for request in record.requests)
-    computed, slot_steps = record.tokens("prefill", "decode", "padding", "idle"), record.useful_slot_steps
+    computed, slot_steps = record.tokens(*TOKEN_KINDS), sum(step.useful_slots for step in record.steps)
     blocks_used = [step.blocks_used for step in record.steps]
     return RunMetrics(
         elapsed_s=record.elapsed_s,
@@ -263,17 +263,6 @@ class ComparisonReport:
     def done(self) -> list[StrategyResult]:
         """All but the peers that failed."""
         return [result for result in self.strategies if isinstance(result, StrategyResult)]
-
-    @property
-    def runs(self) -> dict[str, RunMetrics]:
-        """The metrics of our own strategies, by title."""
-        return {result.title: result.metrics for result in self.done if isinstance(result.metrics, RunMetrics)}
-
-    @property
-    def replicas(self) -> list[ReplicaFigures]:
-        """What each replica did, if there are any."""
-        found = (result.metrics for result in self.done)
-        return next((metrics.replicas for metrics in found if isinstance(metrics, ReplicaMetrics)), [])
 
     @property
     def gain(self) -> Gain | None:

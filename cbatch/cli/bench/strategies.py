@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+
+import psutil
+import torch
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.cli.bench.peak_memory import PeakMemory
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.workload import Workload
 from cbatch.engine.stepping_engine import SteppingEngine
@@ -27,31 +33,26 @@ def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """Padded batches: prompts are padded to the longest, and every request runs until the slowest has finished.
 
     Padding tokens are computed like others, in the same ragged steps; only their extra attention work is left out.
+    Raises ConfigError if a batch cannot run as one.
     """
     for batch in work.batches(slots):
         width = max(len(work.prompts[index]) for index in batch)
         longest = max(work.output_lengths[index] for index in batch)
-        _check_batch(recorder.engine, len(batch), width, longest)
+        limits, tokens = recorder.engine.limits, width + longest
+        if tokens > limits.max_model_len:
+            raise ConfigError(
+                f"A static batch of prompts padded to {width} and outputs of {longest} tokens does not fit the context "
+                f"of {limits.max_model_len}; leave static out of --strategies, or use a smaller --batch-size."
+            )
+        if len(batch) * (limits.blocks_for(tokens) + 1) > limits.num_blocks:
+            raise ConfigError(
+                f"The KV cache of {limits.cache_tokens:,} tokens does not hold a static batch of {len(batch)} requests "
+                f"of {tokens} tokens; give it more (--kv-cache-memory), or use a smaller --batch-size."
+            )
         for slot, index in enumerate(batch):
             recorder.add(index, work.prompts[index], longest, slot)
             recorder.add_padding(index, slot, width - len(work.prompts[index]))
         recorder.run()
-
-
-def _check_batch(engine: SteppingEngine, requests: int, width: int, longest: int) -> None:
-    """Raises ConfigError if a padded batch cannot run as one."""
-    limits = engine.limits
-    context = limits.max_model_len
-    if width + longest > context:
-        raise ConfigError(
-            f"A static batch of prompts padded to {width} and outputs of {longest} tokens does not fit the context of "
-            f"{context}; leave static out of --strategies, or use a smaller --batch-size."
-        )
-    if requests * (limits.blocks_for(width + longest) + 1) > limits.num_blocks:
-        raise ConfigError(
-            f"The KV cache of {limits.cache_tokens:,} tokens does not hold a static batch of {requests} requests of "
-            f"{width + longest} tokens; give it more (--kv-cache-memory), or use a smaller --batch-size."
-        )
 
 
 def run_continuous(recorder: RunRecorder, work: Workload, slots: int) -> None:
@@ -150,6 +151,54 @@ ABLATIONS = {
 }
 
 
+INTERVAL = 0.002
+"""Seconds between two samples of a process; shorter peaks are missed."""
+
+
+@dataclass(slots=True)
+class PeakMemory:
+    bytes: int = 0
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device, *, releases: bool = True) -> Iterator[PeakMemory]:
+    """The most bytes taken beyond those at the start: of the GPU, or of this process on a CPU. Set when the block ends.
+
+    releases: return free memory of the process to the system first, so that taking it again is seen
+    """
+    found = PeakMemory()
+    if device.type not in ("cpu", "mps"):  # an Apple GPU works in memory of the process
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        yield found
+        found.bytes = module.max_memory_allocated(device) - before
+        return
+    if releases:
+        release_free_memory()
+    process, stop = psutil.Process(), threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        while not stop.wait(INTERVAL):
+            found.bytes = max(found.bytes, process.memory_info().rss - before)
+
+    thread = threading.Thread(target=watch, name="cbatch-memory", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+def release_free_memory() -> None:
+    """Returns free memory to the system where the C library can."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """What all strategies have in common: the model in memory, the engine's configuration, the work and the slots."""
@@ -170,11 +219,11 @@ class Experiment:
         if not strategy.has_drafts:
             config = replace(config, speculate="off")
         with SteppingEngine(config, self.loaded) as engine:
-            with PeakMemory(engine.device) as memory:
+            with peak_memory(engine.device) as memory:
                 recorder = RunRecorder(engine, self.work.output_lengths, self.slots)
                 strategy.run(recorder, self.work, self.slots)
                 record = recorder.finish()
-            record.peak_bytes = memory.peak_bytes
+            record.peak_bytes = memory.bytes
         return record
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.cli.bench.peak_memory import PeakMemory, release_free_memory
-from cbatch.cli.bench.strategies import Experiment
+from cbatch.cli.bench.strategies import Experiment, peak_memory, release_free_memory
 from cbatch.engine.stepping_engine import SteppingEngine
 
 LONG_PROMPT = 10_000
@@ -99,14 +98,14 @@ def _prompt_memory(experiment: Experiment, length: int, budget: int) -> PromptMe
         engine.zero_cache()
         release_free_memory()
         _compute(engine, [1])  # touches what any step does, such as weights that are mapped from a file
-        with PeakMemory(engine.device, releases=False) as memory:
+        with peak_memory(engine.device, releases=False) as memory:
             start = time.perf_counter()
             try:
                 _compute(engine, [1] * length)
             except RequestError as error:
                 raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {error}") from error
             elapsed = time.perf_counter() - start
-    return PromptMemory(length, budget, memory.peak_bytes, elapsed)
+    return PromptMemory(length, budget, memory.bytes, elapsed)
 
 
 def _compute(engine: SteppingEngine, prompt: list[int]) -> None:

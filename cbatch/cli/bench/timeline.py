@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cbatch.cli.bench.recorder import RecordedStep, RunRecord, TokenKind
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RecordedStep, RunRecord, TokenKind
 
-KIND_LABELS: dict[TokenKind, str] = {
-    "prefill": "prefill (prompt)",
-    "decode": "decode (output)",
-    "padding": "padding",
-    "idle": "idle (past the end)",
-}
-KINDS = tuple(KIND_LABELS)
+LABELS = "prefill (prompt)", "decode (output)", "padding", "idle (past the end)"
+KIND_LABELS = dict(zip(TOKEN_KINDS, LABELS, strict=True))
 
 MAX_GAP = 1 / 500
 """Intervals of the same work with a gap below this share of the whole time are drawn as one."""
 
-SYMBOLS: dict[TokenKind, str] = {"prefill": "█", "decode": "━", "padding": "░", "idle": "·"}
+SYMBOLS = dict(zip(TOKEN_KINDS, "█━░·", strict=True))
 ENTRY, EDGE = "▐", "│"
 
 
@@ -91,15 +87,14 @@ def slot_intervals(record: RunRecord) -> list[Interval]:
 
 def time_shares(record: RunRecord) -> dict[str, float]:
     """Shares of all slots' time: useful, on padding, idle (past an end), and empty. They sum to 1."""
-    seconds = dict.fromkeys(KINDS, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(TOKEN_KINDS, 0.0)
     for step in record.steps:
         for interval in chunk_intervals(step):
             seconds[interval.kind] += interval.seconds
     busy = sum(seconds.values())
     whole = max(record.slots * record.elapsed_s, busy) or 1.0
-    useful = seconds["prefill"] + seconds["decode"]
-    parts = {"useful": useful, "padding": seconds["padding"], "idle": seconds["idle"], "empty": whole - busy}
-    return {name: part / whole for name, part in parts.items()}
+    useful = seconds.pop("prefill") + seconds.pop("decode")
+    return {name: part / whole for name, part in {"useful": useful, **seconds, "empty": whole - busy}.items()}
 
 
 def whole_percents(shares: Mapping[str, float]) -> dict[str, int]:
@@ -142,30 +137,20 @@ def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: in
             lines.append(f"{slot:>{number_width}} {EDGE}{''.join(lane)}{EDGE}")
         if record.slots > max_lanes:
             lines.append(f"{record.slots - max_lanes} of {record.slots} slots are not shown"[:width])
-    legend = [f"{SYMBOLS[kind]} {KIND_LABELS[kind]}" for kind in KINDS] + [f"{ENTRY} a request enters"]
-    return [*lines, _axis(number_width + 2, columns, end), *_wrapped(legend, "   ", width)]
+    middle, right = f"{end / 2:.2f}" if columns >= 30 else "", f"{end:.2f} s"
+    axis = ("0".ljust(columns // 2) + middle).ljust(columns - len(right)) + right
+    legend = [*map(" ".join, zip(SYMBOLS.values(), KIND_LABELS.values(), strict=True)), f"{ENTRY} a request enters"]
+    return [*lines, " " * (number_width + 2) + axis, *_wrapped(legend, "   ", width)]
 
 
 def _dominant_kinds(record: RunRecord, columns: int, end: float) -> dict[tuple[int, int], TokenKind]:
     """The kind that took most of the time of each slot and column, unless it was empty for longer."""
     bin_s = end / columns
-    seconds: dict[tuple[int, int], dict[TokenKind, float]] = {}
+    seconds: dict[tuple[int, int], Counter[TokenKind]] = defaultdict(Counter)
     for interval, n, overlap in binned(record, bin_s, columns):
-        cell = seconds.setdefault((interval.slot, n), {})
-        cell[interval.kind] = cell.get(interval.kind, 0.0) + overlap
-    chosen: dict[tuple[int, int], TokenKind] = {}
-    for place, cell in seconds.items():
-        kind = max(cell, key=lambda kind: cell[kind])
-        if cell[kind] > bin_s - sum(cell.values()):
-            chosen[place] = kind
-    return chosen
-
-
-def _axis(indent: int, columns: int, end: float) -> str:
-    """A line with the time in seconds at its start, its end and, if there is space, its middle."""
-    middle, last = f"{end / 2:.2f}" if columns >= 30 else "", f"{end:.2f} s"
-    line = "0".ljust(columns // 2) + middle
-    return " " * indent + line.ljust(columns - len(last)) + last
+        seconds[interval.slot, n][interval.kind] += overlap  # type: ignore[assignment]
+    most = {place: cell.most_common(1)[0] for place, cell in seconds.items()}
+    return {place: kind for place, (kind, time) in most.items() if time > bin_s - sum(seconds[place].values())}
 
 
 def _wrapped(texts: list[str], between: str, width: int) -> list[str]:

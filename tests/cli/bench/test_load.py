@@ -500,7 +500,7 @@ def test_rounds_take_turns() -> None:
     """Guards the curve: every round has all numbers of users, with prompts of its own, and the median counts."""
     simulation = SimulatedEngine()
     runs = Runs(simulation, scenario(duration_s=8.0), EASY_SLO, 3, lambda text: None, simulation)
-    probes = runs.probe_by_turns([1, 3])
+    probes = runs.probe([1, 3])
     assert list(probes) == [1, 3] and [len(runs.results[users]) for users in probes] == [3, 3]
     assert all(probes[users] is median_result(runs.results[users]) for users in probes)
     prompts = [tuple(made.prompt) for made in simulation.asked]

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import format_count
-from cbatch.cli.bench.load.users import SERVED_SHARE, SLO, Clock, LoadResult, Scenario, run_load
+from cbatch.cli.bench.load.users import SLO, Clock, LoadResult, Scenario, run_load
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.results import Machine, describe_model
 from cbatch.cli.common.console import notice
@@ -31,11 +30,8 @@ WARMUP_S = 1.0
 
 def median_result(results: Sequence[LoadResult]) -> LoadResult:
     """Of several runs, the one whose first tokens have the median p99; of two in the middle, the later one."""
-
-    def worst_wait(result: LoadResult) -> float:
-        return math.inf if result.ttft_s.p99 is None else result.ttft_s.p99
-
-    return sorted(results, key=worst_wait)[len(results) // 2]
+    waits = [math.inf if result.ttft_s.p99 is None else result.ttft_s.p99 for result in results]
+    return results[sorted(range(len(results)), key=waits.__getitem__)[len(results) // 2]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +143,19 @@ def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> L
     """
     slo = SLO(options.slo_ttft, options.slo_tps)
     with open_engine(options.engine, quiet=options.is_silent) as engine:
-        scenario = _scenario(options, engine)
+        inputs, outputs = options.lengths
+        scenario = Scenario(
+            users=max(options.users, default=DEFAULT_MAX_USERS),
+            rate=options.rate,
+            duration_s=min(MAX_PROBE_S, options.duration) if options.find_capacity else options.duration,
+            think_s=options.think,
+            inputs=inputs,
+            outputs=outputs,
+            vocabulary=engine.model.vocab_size,
+            context=engine.limits.sequence.longest,
+            turns=options.turns,
+            seed=options.seed,
+        )
         is_one_load = not options.find_capacity and len(options.users) == 1
         if is_one_load and not options.quiet and (warning := expected_arrivals(scenario)):
             notice(warning)
@@ -155,29 +163,13 @@ def measure_load(options: BenchOptions, on_progress: Callable[[str], None]) -> L
         runs.warm_up()
         found: LoadResult | Capacity
         if options.find_capacity:
-            found = find_capacity(runs.probe_in_all_rounds, most=scenario.users)
+            found = find_capacity(lambda users: runs.probe([users])[users], most=scenario.users)
         elif is_one_load:
             found = runs.load()
         else:
-            found = most_served(runs.probe_by_turns(options.users))
+            found = most_served(runs.probe(options.users))
         machine, model = Machine.of(engine), describe_model(engine)
         return LoadReport(options, machine, model, scenario, slo, found, runs.results)
-
-
-def _scenario(options: BenchOptions, engine: Engine) -> Scenario:
-    inputs, outputs = options.lengths
-    return Scenario(
-        users=max(options.users, default=DEFAULT_MAX_USERS),
-        rate=options.rate,
-        duration_s=min(MAX_PROBE_S, options.duration) if options.find_capacity else options.duration,
-        think_s=options.think,
-        inputs=inputs,
-        outputs=outputs,
-        vocabulary=engine.model.vocab_size,
-        context=engine.limits.sequence.longest,
-        turns=options.turns,
-        seed=options.seed,
-    )
 
 
 class Runs:
@@ -203,43 +195,26 @@ class Runs:
 
     def load(self) -> LoadResult:
         """The median run of the scenario as it is."""
-        users = self._scenario.users
+        return self._run([self._scenario])[self._scenario.users]
+
+    def probe(self, users: Sequence[int]) -> dict[int, LoadResult]:
+        """The median probes with each of these numbers of users, by turns."""
+        return self._run([self._scenario.probe(count, self._scenario.duration_s) for count in users])
+
+    def _run(self, scenarios: Sequence[Scenario]) -> dict[int, LoadResult]:
         for number in range(self._rounds):
-            self._run(self._scenario, users, number)
-        return median_result(self.results[users])
-
-    def probe_in_all_rounds(self, users: int) -> LoadResult:
-        """The median probe with this many users."""
-        for number in range(self._rounds):
-            self._probe(users, number)
-        return median_result(self.results[users])
-
-    def probe_by_turns(self, users: Sequence[int]) -> dict[int, LoadResult]:
-        """The median probes with each of these numbers of users."""
-        for number in range(self._rounds):
-            for count in users:
-                self._probe(count, number)
-        return {count: median_result(results) for count, results in self.results.items()}
-
-    def _probe(self, users: int, number: int) -> None:
-        self._run(self._scenario.probe(users, self._scenario.duration_s), users, number)
-
-    def _run(self, scenario: Scenario, users: int, number: int) -> None:
-        of_rounds = f", round {number + 1} of {self._rounds}" if self._rounds > 1 else ""
-        self._on_progress(f"{format_count(users, 'user')} for {scenario.duration_s:g} s{of_rounds}")
-        result = run_load(self._engine_thread, scenario.in_round(number), self._slo, self._clock)
-        self.results.setdefault(users, []).append(result)
+            for one in scenarios:
+                of_rounds = f", round {number + 1} of {self._rounds}" if self._rounds > 1 else ""
+                self._on_progress(f"{format_count(one.users, 'user')} for {one.duration_s:g} s{of_rounds}")
+                result = run_load(self._engine_thread, one.in_round(number), self._slo, self._clock)
+                self.results.setdefault(one.users, []).append(result)
+        return {one.users: median_result(self.results[one.users]) for one in scenarios}
 
 
 def most_served(probes: dict[int, LoadResult]) -> Capacity:
     """The most of these users for whom, and for all fewer of whom, the objective holds."""
-    served = list(itertools.takewhile(lambda users: _holds(probes[users]), probes))
+    served = list(itertools.takewhile(lambda users: probes[users].holds, probes))
     return Capacity(served[-1] if served else 0, probes, len(served) == len(probes))
-
-
-def _holds(result: LoadResult) -> bool:
-    """Whether so many of the users were served; a run in which nothing can be judged fails."""
-    return result.users_served is not None and result.users_served >= SERVED_SHARE
 
 
 def find_capacity(measure: Callable[[int], LoadResult], *, most: int = 4096, precision: float = 0.05) -> Capacity:
@@ -253,7 +228,7 @@ def find_capacity(measure: Callable[[int], LoadResult], *, most: int = 4096, pre
 
     def holds(users: int) -> bool:
         probes[users] = measure(users)
-        return _holds(probes[users])
+        return probes[users].holds
 
     good, bad = 0, 1
     while bad <= most and holds(bad):

@@ -124,6 +124,11 @@ class Turn:
         """Seconds to the first token, or until `end` if none came."""
         return (end if self.first is None else self.first) - self.asked
 
+    def ttft_s(self, slo: SLO, end: float) -> float | None:
+        """Seconds to the first token; if it is late and did not come, so far; None if it could still be in time."""
+        is_late = not self.error and self.meets(slo, end) is False
+        return self.waited_s(end) if self.first is not None or is_late else None
+
     def meets(self, slo: SLO, end: float) -> bool | None:
         """Whether it met the objective; None if it was cut off at `end` and was on time until then."""
         if self.error or self.waited_s(end) > slo.ttft_s:
@@ -226,6 +231,11 @@ class LoadResult:
         return self.output_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
+    def holds(self) -> bool:
+        """Whether so many of the users were served; a run in which nothing can be judged fails."""
+        return self.users_served is not None and self.users_served >= SERVED_SHARE
+
+    @property
     def is_judged(self) -> bool:
         """Whether there were users to judge, and times of first and further tokens."""
         return self.users_served is not None and self.ttft_s.p50 is not None and bool(self.tpot_s.p50)
@@ -233,8 +243,7 @@ class LoadResult:
     def to_json(self) -> dict[str, Any]:
         data = asdict(replace(self, timed=()))
         del data["timed"]
-        for name in ("users_served", "answers_served"):
-            data[f"{name}_share"] = data.pop(name)
+        data |= {f"{name}_share": data.pop(name) for name in ("users_served", "answers_served")}
         return data | {"output_tokens_per_s": self.output_tokens_per_s}
 
 
@@ -349,13 +358,13 @@ class _LoadGenerator:
         return LoadResult(
             users=sum(bool(user.turns) for user in self._users),
             users_judged=len(users),
-            users_served=_share(users),
+            users_served=sum(users) / len(users) if users else None,
             answers=len(answers),
-            answers_served=_share(answers),
+            answers_served=sum(answers) / len(answers) if answers else None,
             cut_off=sum(turn.ended is None for turn in turns),
             errors=len(errors),
             first_error=errors[0] if errors else "",
-            ttft_s=Percentiles.of([turn.waited_s(end) for turn in counted if _has_ttft(turn, slo, end)]),
+            ttft_s=Percentiles.of([wait for turn in counted if (wait := turn.ttft_s(slo, end)) is not None]),
             tpot_s=Percentiles.of([turn.tpot_s for turn in counted if turn.tpot_s is not None]),
             prompt_tokens=sum(len(turn.prompt) for turn in turns),
             cached_tokens=sum(turn.cached_tokens for turn in turns),
@@ -363,20 +372,13 @@ class _LoadGenerator:
             elapsed_s=end - self._began,
             worst_lag_s=self._worst_lag,
             users_missing=sum(not user.turns for user in self._users),
-            timed=[_timed(turn, slo, self._began, end) for turn in turns],
+            timed=[
+                TimedAnswer(
+                    user=turn.user.number,
+                    asked_s=turn.asked - self._began,
+                    ttft_s=turn.ttft_s(slo, end),
+                    tokens_per_s=1 / turn.tpot_s if turn.tpot_s else None,
+                )
+                for turn in turns
+            ],
         )
-
-
-def _has_ttft(turn: Turn, slo: SLO, end: float) -> bool:
-    """Whether its first token came, or is so late that the wait so far counts as the least it would have been."""
-    return turn.first is not None or (not turn.error and turn.meets(slo, end) is False)
-
-
-def _share(met: list[bool]) -> float | None:
-    return sum(met) / len(met) if met else None
-
-
-def _timed(turn: Turn, slo: SLO, began: float, end: float) -> TimedAnswer:
-    waited = turn.waited_s(end) if _has_ttft(turn, slo, end) else None
-    speed = 1 / turn.tpot_s if turn.tpot_s else None
-    return TimedAnswer(turn.user.number, turn.asked - began, waited, speed)

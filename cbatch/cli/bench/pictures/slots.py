@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from cbatch.cli.bench import timeline, units
 from cbatch.cli.bench.pictures import style
-from cbatch.cli.bench.recorder import RunRecord, TokenKind
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, TokenKind
 from cbatch.cli.bench.timeline import Interval
 
 BINS = 100
@@ -128,7 +128,7 @@ def _draw_shares(axes: Axes, record: RunRecord, end: float) -> None:
 def utilisation(record: RunRecord, bin_s: float) -> tuple[list[float], dict[TokenKind, list[float]]]:
     """The edges of the first BINS stretches of `bin_s` seconds, and the mean share of slots in each of them by kind."""
     edges = [n * bin_s for n in range(BINS + 1)]
-    busy: dict[TokenKind, list[float]] = {kind: [0.0] * BINS for kind in timeline.KINDS}
+    busy: dict[TokenKind, list[float]] = {kind: [0.0] * BINS for kind in TOKEN_KINDS}
     for interval, n, seconds in timeline.binned(record, bin_s or 1.0, BINS):
         busy[interval.kind][n] += seconds / (bin_s or 1.0) / record.slots
     return edges, busy

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Columns of the timeline if stdout is not a terminal."""
 
-IN_WORDS = {"one by one": "one request at a time", "continuous": "continuous batching"}
-
 ALTS = {
     "timeline": "One lane for each slot over time: what it computed, for which request, and when it was empty.",
     "utilisation": "Share of the slots that compute over time, by kind of work, for each strategy.",
@@ -117,7 +115,8 @@ def _baseline(done: Sequence[StrategyResult], subject: StrategyResult) -> Strate
 
 
 def _in_words(result: StrategyResult) -> str:
-    return IN_WORDS.get(result.title, result.title)
+    names = {"one by one": "one request at a time", "continuous": "continuous batching"}
+    return names.get(result.title, result.title)
 
 
 def _headline(subject: StrategyResult, baseline: StrategyResult | None) -> str:
@@ -193,6 +192,27 @@ def _agreement(difference: OutputDifference) -> str:
 
 def _details(report: ComparisonReport, pictures: Mapping[str, Picture]) -> list[Detail]:
     techniques, rates = report.techniques, report.rates
+    metrics = {result.title: result.metrics for result in report.done}
+    runs = {title: one for title, one in metrics.items() if isinstance(one, RunMetrics)}
+    replicas = [one for of in metrics.values() if isinstance(of, ReplicaMetrics) for one in of.replicas]
+    memory = [
+        {
+            "tokens a step": f"{entry.tokens_a_step:,}",
+            "prompt": f"{entry.prompt_tokens:,}",
+            "peak memory": format_bytes(entry.peak_bytes),
+            "first token": units.duration(entry.elapsed_s),
+        }
+        for entry in techniques.prompt_memory or []
+    ]
+    costs = [
+        {
+            "context": f"{entry.context_tokens:,}",
+            "with cache": units.duration(entry.with_cache_s),
+            "without": units.duration(entry.without_cache_s),
+            "speedup": units.times(entry.without_cache_s / entry.with_cache_s),
+        }
+        for entry in techniques.token_costs or []
+    ]
     rounds = range(max(len(result.elapsed_s_of_rounds) for result in report.done))
     by_round = Table(
         ["strategy", *(f"round {n + 1}" for n in rounds)],
@@ -204,43 +224,13 @@ def _details(report: ComparisonReport, pictures: Mapping[str, Picture]) -> list[
     )
     return [
         Detail("The roofline", [roofline, *report.assumed]),
-        Detail("What the slots did", [pictures.get("utilisation"), waste_table(report.runs)]),
+        Detail("What the slots did", [pictures.get("utilisation"), waste_table(runs)]),
         Detail("Speed and latency", [pictures.get("speed")]),
         Detail("One step of the engine", [pictures.get("step")]),
         Detail("Drafts", [pictures.get("speculation")]),
-        Detail("Replicas", [replica_table(report.replicas)]),
-        Detail(
-            "Memory of a long prompt",
-            [
-                Table.of(
-                    [
-                        {
-                            "tokens a step": f"{entry.tokens_a_step:,}",
-                            "prompt": f"{entry.prompt_tokens:,}",
-                            "peak memory": format_bytes(entry.peak_bytes),
-                            "first token": units.duration(entry.elapsed_s),
-                        }
-                        for entry in techniques.prompt_memory or []
-                    ]
-                )
-            ],
-        ),
-        Detail(
-            "Time of one more token",
-            [
-                Table.of(
-                    [
-                        {
-                            "context": f"{entry.context_tokens:,}",
-                            "with cache": units.duration(entry.with_cache_s),
-                            "without": units.duration(entry.without_cache_s),
-                            "speedup": units.times(entry.without_cache_s / entry.with_cache_s),
-                        }
-                        for entry in techniques.token_costs or []
-                    ]
-                )
-            ],
-        ),
+        Detail("Replicas", [replica_table(replicas)]),
+        Detail("Memory of a long prompt", [Table.of(memory)]),
+        Detail("Time of one more token", [Table.of(costs)]),
         Detail("Every round", [by_round if len(rounds) > 1 else None], is_printed=False),
     ]
 
