@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,35 @@ from scripts.gpu.speed import Line
 TINY = ["--device", DEVICE.type, "--tiny"]
 
 
-def results_of(prefix: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(prefix.with_suffix(".json").read_text())
-    return results
+Measure = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Measure:
+    """Runs the script with tiny sizes. Returns what it wrote as JSON, with all that it printed as `log`."""
+
+    def run(*options: str) -> dict[str, Any]:
+        assert bench_gpu.main([*TINY, *options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr()
+        results: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+        log = (tmp_path / "out.log").read_text()
+        assert capsys.readouterr().out == log
+        return results | {"log": log}
+
+    return run
 
 
 @pytest.mark.slow
-def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_is_measured(measure: Measure) -> None:
+    """Guards the script from end to end, with Triton's interpreter: a sample of `test_every_part_runs`."""
+    results = measure("--shapes", "0.6B", "--only", "attention")
+    assert results.keys() - {"warnings"} == {"machine", "attention", "log"} and len(results["attention"]) >= 2
+    assert results["machine"]["name"] in results["log"].splitlines()[0]
+
+
+@pytest.mark.exhaustive
+def test_every_part_runs(measure: Measure) -> None:
     """Guards attention, steps and whole runs from end to end, with tiny sizes and Triton's interpreter."""
-    options = ["--shapes", "0.6B", "--peer-requests", "2", "--only", "checks,attention,yardstick,model"]
-    assert bench_gpu.main([*TINY, *options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr()
-    results = results_of(tmp_path / "out")
-    assert results.keys() - {"warnings"} == {"machine", "checks", "attention", "yardstick", "model 0.6B"}
+    results = measure("--shapes", "0.6B", "--peer-requests", "2", "--only", "checks,attention,yardstick,model")
     assert results["checks"][0] == "0.6B, stepped down: no" and len(results["checks"]) > 5
     assert all(check["agrees"] and check["what"].startswith("0.6B, ") for check in results["checks"][1:])
     assert any(check["share"] for check in results["checks"][1:])
@@ -45,8 +63,6 @@ def test_every_part_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not any(line.get("error") for line in results["model 0.6B"])
     assert results["yardstick"][0] == "256 requests, 142,827 prompt tokens, 133,966 output tokens"
     assert all(line["tokens_per_s"] > 0 and line["requests"] == 8 for line in results["yardstick"][1:])
-    printed, logged = capsys.readouterr().out, (tmp_path / "out.log").read_text()
-    assert printed == logged and results["machine"]["name"] in logged.splitlines()[0]
 
 
 def test_the_yardstick_is_that_of_the_field() -> None:
@@ -58,10 +74,9 @@ def test_the_yardstick_is_that_of_the_field() -> None:
 
 
 @pytest.mark.slow
-def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_runs(measure: Measure) -> None:
     """Guards `--load` from end to end, with tiny sizes."""
-    assert bench_gpu.main([*TINY, "--load", "--out", str(tmp_path / "out")]) == 0, capsys.readouterr()
-    lines = results_of(tmp_path / "out")["load 8B"]
+    lines = measure("--load")["load 8B"]
     assert [line["what"] for line in lines[:2]] == ["8B, 4 requests, step by step", "8B, 4 requests, overlapped"]
     assert [line["overlapped"] for line in lines[:2]] == [False, True]
     assert all(line["tokens_per_s"] > 0 and 0 <= line["idle_share"] < 1 for line in lines[:2])
@@ -72,16 +87,15 @@ def test_load_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_cost_of_determinism_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_of_determinism_is_measured(measure: Measure) -> None:
     """Guards `--deterministic`, on the fast path of the device: both runs, their ratio, bits alone and together."""
-    options = [*TINY, "--deterministic", "--shapes", "0.6B", "--out", str(tmp_path / "out")]
-    assert bench_gpu.main(options) == 0, capsys.readouterr()
-    plain, fixed, cost, without, with_ = results_of(tmp_path / "out")["deterministic 0.6B"]
+    results = measure("--deterministic", "--shapes", "0.6B")
+    plain, fixed, cost, without, with_ = results["deterministic 0.6B"]
     assert plain["by"] == "cbatch" and fixed["by"] == "cbatch, deterministic" and not fixed["error"]
     assert cost["ratio"] == pytest.approx(plain["tokens_per_s"] / fixed["tokens_per_s"])
     assert not without["deterministic"] and with_["deterministic"]
     assert (with_["requests"], with_["same_bits"], with_["same_tokens"]) == (2, 2, 2)
-    assert "--deterministic takes" in capsys.readouterr().out
+    assert "--deterministic takes" in results["log"]
 
 
 def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,15 +109,14 @@ def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture
 
 
 def test_warnings_of_the_engine_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards figures of an engine that has stepped down: the log and the JSON say so."""
     warn = logging.getLogger("cbatch").warning
     monkeypatch.setattr(bench_gpu, "parts_of", lambda *_: {"one": lambda: iter([warn("It is slow: %s.", "no graphs")])})
     monkeypatch.setattr(bench_gpu, "describe", lambda *_: None)
-    assert bench_gpu.main([*TINY, "--out", str(tmp_path / "out")]) == 0
-    assert results_of(tmp_path / "out")["warnings"] == ["It is slow: no graphs."]
-    assert "warning: It is slow: no graphs." in (tmp_path / "out.log").read_text()
+    results = measure()
+    assert results["warnings"] == ["It is slow: no graphs."] and "warning: It is slow: no graphs." in results["log"]
     warn("Later ones are not.")
     assert "Later" not in capsys.readouterr().out
 

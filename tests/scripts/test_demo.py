@@ -1,4 +1,4 @@
-"""The bundled model answers, through the installed command, what it was trained to answer."""
+"""The bundled model answers what it was trained to answer; training can be repeated, and saw nothing of the test."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 import cbatch
 from cbatch import Engine, EngineConfig, SamplingParams
+from scripts.demo import data
 
 DEMO = Path(cbatch.__file__).parent / "demo"
 PROMPTS = Path(__file__).parents[2] / "scripts" / "prompts.jsonl"
@@ -53,3 +54,20 @@ def test_demo_answers_equal_generate(budget: int) -> None:
         ids = torch.tensor([prompt])
         full = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
         assert output.token_ids == full[0, len(prompt) :].tolist()
+
+
+def test_the_same_seed_gives_the_same_dialogues() -> None:
+    """Guards the reproduction of a training run and of the score table."""
+    first, again = (list(data.training_dialogues(5, 50)) for _ in range(2))
+    assert first == again != list(data.training_dialogues(6, 50))
+    assert data.held_out(per_skill=5) == data.held_out(per_skill=5)
+
+
+def test_training_holds_nothing_of_the_test() -> None:
+    """Guards the scores: the trainer keeps no dialogue with a held-out operand, word, name or question."""
+    cases = data.held_out() + data.own_wording()
+    overlap = data.Overlap(cases)
+    kept = [dialogue for dialogue in data.training_dialogues(11, 2000) if not overlap.found(dialogue)]
+    assert len(kept) > 1980, "the generator avoids the test set by itself, but for rare accidents"
+    asked = {turn.user for dialogue in kept for turn in dialogue.turns}
+    assert not asked & {case.messages[-1]["content"] for case in cases if len(case.messages) == 1}

@@ -51,32 +51,23 @@ def run(
                 device.launch(1)
 
 
-def test_a_host_that_is_ahead_leaves_no_idle_time() -> None:
-    """Guards overlapped steps: what the host does meanwhile, and spans without work, are not the device's time."""
+@pytest.mark.parametrize(
+    ("late", "before_sample", "share"),
+    [
+        pytest.param(3, 0, 0.0, id="a host that is ahead: what it does meanwhile is not the device's time"),
+        pytest.param(20, 0, 99 * 9 / (99 * 20 + 11), id="a host that is late: 11 ms of work are given every 20 ms"),
+        pytest.param(0, 30, (20 + 99 * 19) / 3001, id="a host that needs tokens before it samples"),
+    ],
+)
+def test_the_device_waits_for_a_late_host(late: float, before_sample: float, share: float) -> None:
+    """Guards the figure itself, with a model of 10 ms and a sampler of 1 ms."""
     device = Device()
     events = StepEvents(device.event)
-    run(device, events, 50, late=3)
+    run(device, events, 100, late=late, before_sample=before_sample)
     idle = events.idle()
-    assert idle is not None and idle.num_steps == 50 and idle.share == 0
-    assert idle.seconds == pytest.approx(50 * 11e-3)
-
-
-def test_a_host_that_is_late_leaves_the_difference() -> None:
-    """Guards the figure itself: a model of 10 ms and a sampler of 1 ms, given every 20 ms."""
-    device = Device()
-    events = StepEvents(device.event)
-    run(device, events, 100, late=20)
-    idle = events.idle()
-    assert idle is not None and idle.share == pytest.approx(99 * 9 / (99 * 20 + 11))
-
-
-def test_waiting_for_the_sampler_counts() -> None:
-    """Guards steps whose tokens the host needs before it samples: the device waits within a step, too."""
-    device = Device()
-    events = StepEvents(device.event)
-    run(device, events, 100, late=0, before_sample=30)
-    idle = events.idle()
-    assert idle is not None and idle.share == pytest.approx(19.0 / 30, rel=0.02)
+    assert idle is not None and idle.num_steps == 100 and idle.share == pytest.approx(share)
+    if not share:
+        assert idle.share == 0 and idle.seconds == pytest.approx(100 * 11e-3)
 
 
 def test_steps_at_both_ends_do_not_count() -> None:
@@ -99,8 +90,7 @@ def test_a_failed_step_ends_its_event() -> None:
     events = StepEvents(device.event)
     with pytest.raises(ZeroDivisionError), events.recorded(), span("forward"):
         device.launch(1 // 0)
-    nothing = span("forward")
-    assert nothing is span("sample")
+    assert span("forward") is span("sample")
     run(device, events, 2, late=0)
     idle = events.idle()
     assert idle is not None and idle.num_steps == 3

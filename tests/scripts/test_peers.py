@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
 from cbatch.kernels.formats import INT4
-from scripts.benchmarks.harness import in_columns, main, parse
+from scripts.benchmarks.harness import main, parse
 from scripts.benchmarks.peers import grid, llama_cpp_peer
 from scripts.benchmarks.peers.cbatch_peer import make_engine
 from scripts.benchmarks.peers.process import PeerProcess, call, disturbance
@@ -113,23 +113,6 @@ def test_less_work_is_no_work(job: PeerJob, monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert process._error_of({"outputs": [[1] * 4, [2] * 9, [3]]}, ("work", 0, 1)) == ""
     assert disturbance(0.05) == "" and disturbance(1.26) == "Disturbed: something else took 1.3 cores."
-
-
-def test_columns() -> None:
-    """Guards both forms of the table: the same cells, and aligned figures."""
-    lines = [["system", "speed", "note"], ["a", "1,000.0", "x"], ["long name", "7.5", ""]]
-    assert in_columns(lines, markdown=True, notes=True) == [
-        "| system    |   speed | note |",
-        "|-----------|--------:|----|",
-        "| a         | 1,000.0 | x |",
-        "| long name |     7.5 |  |",
-    ]
-    assert in_columns(lines, markdown=False, notes=True) == [
-        "system       speed  note",
-        "------------------------",
-        "a          1,000.0  x",
-        "long name      7.5",
-    ]
 
 
 @pytest.mark.slow

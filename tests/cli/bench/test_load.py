@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import queue
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,15 +76,9 @@ class SimulatedEngine:
 
     def submit(self, request: Request, on_event: EventCallback) -> None:
         self.time += self.submit_takes
-        made = Submission(
-            number=len(self.asked),
-            prompt=list(request.prompt_ids),
-            length=request.params.max_tokens,
-            request=request,
-            on_event=on_event,
-            at=self.time,
-        )
-        self.asked.append(made)
+        number, length, prompt = len(self.asked), request.params.max_tokens, list(request.prompt_ids)
+        made = {"number": number, "prompt": prompt, "length": length, "request": request, "at": self.time}
+        self.asked.append(Submission(**made, on_event=on_event))
         self._serve()
 
     def cancel(self, request: Request) -> None:
@@ -233,22 +227,19 @@ def test_a_probe_has_all_its_users_in_its_first_quarter() -> None:
     assert scenario(rate=100.0).probe(50, 20.0).rate == 100.0
 
 
-def test_a_conversation_keeps_what_was_said() -> None:
-    """Guards turns: each prompt is the conversation so far and a question; a new one begins after the last turn."""
+@pytest.mark.parametrize(
+    ("turns", "context", "sizes"), [(3, 100, [4, 13, 22, 4]), (100, 18, [4, 13, 4, 13])], ids=["ends", "is full"]
+)
+def test_a_conversation_keeps_what_was_said(turns: int, context: int, sizes: list[int]) -> None:
+    """Guards turns: each prompt is the conversation so far and a question, until its last turn or the context's end."""
     simulation = SimulatedEngine()
-    load(simulation, users=1, duration_s=14.0, turns=3)
-    first, second, third, fourth = (made.prompt for made in simulation.asked[:4])
-    answer = [50, 51, 52, 53, 54]
-    assert [len(first), len(second), len(third), len(fourth)] == [4, 13, 22, 4]
-    assert second[:9] == first + answer and third[:18] == second + answer
-    assert len({tuple(first), tuple(fourth), tuple(third[18:])}) == 3
-
-
-def test_a_full_conversation_begins_anew() -> None:
-    """Guards the context: a turn that would not fit is the first of a new conversation."""
-    simulation = SimulatedEngine()
-    load(simulation, users=1, duration_s=14.0, turns=100, context=18)
-    assert [len(made.prompt) for made in simulation.asked[:4]] == [4, 13, 4, 13]
+    load(simulation, users=1, duration_s=14.0, turns=turns, context=context)
+    prompts = [made.prompt for made in simulation.asked[:4]]
+    assert list(map(len, prompts)) == sizes
+    for before, after in itertools.pairwise(prompts):
+        if len(after) > 4:
+            assert after[: len(before) + 5] == [*before, 50, 51, 52, 53, 54]
+    assert len({tuple(prompt[-4:]) for prompt in prompts}) == 4
 
 
 def test_lengths_that_do_not_fit() -> None:
@@ -327,33 +318,24 @@ def test_an_interrupted_run_cancels_too() -> None:
 
 def measured(capacity: int) -> Callable[[int], LoadResult]:
     empty = load(SimulatedEngine(ttft=1000.0), users=1, duration_s=0.5)
-
-    def measure(users: int) -> LoadResult:
-        served = 1.0 if users <= capacity else 0.9899
-        return LoadResult(**{**as_dict(empty), "users_judged": users, "users_served": served})
-
-    return measure
-
-
-def as_dict(result: LoadResult) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in LoadResult.__dataclass_fields__}
+    return lambda users: replace(empty, users_judged=users, users_served=1.0 if users <= capacity else 0.9899)
 
 
 @pytest.mark.parametrize(
-    ("capacity", "tried"),
-    [(37, [1, 2, 4, 8, 16, 32, 36, 37, 38, 40, 48, 64]), (1, [1, 2]), (0, [1]), (5, [1, 2, 4, 5, 6, 8])],
+    ("capacity", "most", "tried"),
+    [
+        (37, 4096, [1, 2, 4, 8, 16, 32, 36, 37, 38, 40, 48, 64]),
+        (1, 4096, [1, 2]),
+        (0, 4096, [1]),
+        (5, 4096, [1, 2, 4, 5, 6, 8]),
+        (10**9, 50, [1, 2, 4, 8, 16, 32, 50]),
+        (49, 50, [1, 2, 4, 8, 16, 32, 41, 45, 47, 48, 49, 50]),
+    ],
 )
-def test_the_search_finds_the_most(capacity: int, tried: list[int]) -> None:
-    """Guards doubling and bisection, and that every probe can be drawn."""
-    found = find_capacity(measured(capacity), precision=0.0)
-    assert (found.users, list(found.probes), found.is_limit) == (capacity, tried, False)
-
-
-def test_the_search_has_a_limit() -> None:
-    """Guards a fast engine against an endless search, and says that the limit was reached."""
-    found = find_capacity(measured(10**9), most=50)
-    assert (found.users, list(found.probes), found.is_limit) == (50, [1, 2, 4, 8, 16, 32, 50], True)
-    assert find_capacity(measured(49), most=50, precision=0.0).users == 49
+def test_the_search_finds_the_most(capacity: int, most: int, tried: list[int]) -> None:
+    """Guards doubling and bisection, that every probe can be drawn, and a fast engine against an endless search."""
+    found = find_capacity(measured(capacity), most=most, precision=0.0)
+    assert (found.users, list(found.probes), found.is_limit) == (min(capacity, most), tried, capacity > most)
 
 
 def test_the_search_is_as_close_as_asked() -> None:
@@ -382,17 +364,13 @@ def test_capacity_of_four_slots() -> None:
     assert found.probes[6].output_tokens_per_s == pytest.approx(4 * 5 / 1.5, rel=0.1)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("2s", 2), (" 1.5m ", 90), ("1h", 3600), ("0 s", 0)])
-def test_durations(text: str, seconds: float) -> None:
-    """Guards durations as people write them."""
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "2", "s", "-1s", "2 days", "1e3s", "1m30s"])
-def test_what_is_no_duration(text: str) -> None:
-    """Guards against a duration that is misread; without a unit it is ambiguous."""
-    with pytest.raises(ValueError, match="is not a duration; write it as 500ms, 2s or 1m"):
-        parse_duration(text)
+def test_durations() -> None:
+    """Guards durations as people write them; without a unit one is ambiguous."""
+    written = {"500ms": 0.5, "2s": 2, " 1.5m ": 90, "1h": 3600, "0 s": 0}
+    assert {text: parse_duration(text) for text in written} == written
+    for text in ("", "2", "s", "-1s", "2 days", "1e3s", "1m30s"):
+        with pytest.raises(ValueError, match="is not a duration; write it as 500ms, 2s or 1m"):
+            parse_duration(text)
 
 
 class Watched(EngineThread):
@@ -470,8 +448,8 @@ def test_users_who_never_came_are_told() -> None:
 
 def test_a_late_load_and_failed_answers_are_told() -> None:
     """Guards the remarks on a program that was too slow to ask in time, and on answers that failed, in any round."""
-    bad = LoadResult(**{**as_dict(load(SimulatedEngine())), "worst_lag_s": 0.5, "first_error": "NaN in the logits."})
-    report = dataclasses.replace(report_of(load(SimulatedEngine()), scenario()), rounds={2: [bad]})
+    bad = replace(load(SimulatedEngine()), worst_lag_s=0.5, first_error="NaN in the logits.")
+    report = replace(report_of(load(SimulatedEngine()), scenario()), rounds={2: [bad]})
     assert report.remarks == [
         "Some answers failed: NaN in the logits.",
         "Questions were asked up to 0.50 s late, so the load was less than intended.",
@@ -485,8 +463,7 @@ def report_of(found: LoadResult | Capacity, asked: Scenario) -> LoadReport:
 
 
 def with_wait(p99: float | None, **changes: Any) -> LoadResult:
-    one = as_dict(load(SimulatedEngine())) | {"ttft_s": Percentiles(0.1, 0.2, p99)} | changes
-    return LoadResult(**one)
+    return replace(load(SimulatedEngine()), ttft_s=Percentiles(0.1, 0.2, p99), **changes)
 
 
 def test_the_median_run() -> None:

@@ -46,30 +46,21 @@ def setup_of(engine: Engine, work: Workload, clock: Any = time.perf_counter) -> 
     return PeerSetup(engine.loaded.network, work, slots=2, max_batch_tokens=16, clock=clock)
 
 
-def ticks() -> Any:
-    """A clock that advances a second each time it is read."""
-    return iter(range(1000)).__next__
-
-
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str) -> None:
-    """Guards the comparison: same requests, greedy, to the wanted length, whatever the model's own defaults are."""
-    ours = our_outputs(engine, work)
+    """Guards the comparison: same requests, greedy, to the wanted length, whatever the model's own defaults are.
+
+    After it, the network has our attention again, and the model's own settings.
+    """
+    network, ours = engine.loaded.network, our_outputs(engine, work)
+    settings = network.generation_config
     assert any(7 in tokens[:-1] for tokens in ours), "no end token in the middle: nothing would be seen of it"
-    outputs, metrics = run_peer(name, setup_of(engine, work, ticks()))
+    outputs, metrics = run_peer(name, setup_of(engine, work, iter(range(1000)).__next__))  # a second each time
     assert outputs == ours
     assert sum(map(len, outputs)) == sum(LENGTHS) and metrics.elapsed_s == 1
     assert metrics.attention == "sdpa" or "paged" in metrics.attention
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_the_network_is_put_back(engine: Engine, work: Workload, name: str) -> None:
-    """Guards the runs after a peer's: our attention, and the model's own settings."""
-    network = engine.loaded.network
-    before, settings = our_outputs(engine, work), network.generation_config
-    run_peer(name, setup_of(engine, work))
     assert network.config._attn_implementation == "cbatch" and network.generation_config is settings
-    assert our_outputs(engine, work) == before
+    assert our_outputs(engine, work) == ours
 
 
 @pytest.mark.parametrize("error", [RuntimeError("No kernel for it. See there.\nmore"), KeyboardInterrupt()])

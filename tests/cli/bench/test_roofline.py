@@ -62,23 +62,14 @@ def test_matrices_of_a_model(tied: bool) -> None:
     assert cost.assumed == ()
 
 
-def test_positions_are_looked_up() -> None:
-    """Guards against position embeddings that count as read whole."""
+def test_matrices_of_other_models() -> None:
+    """Guards positions, which are looked up, experts, of which all are read, and windows, which each layer has."""
     attention_and_mlp = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER
     assert ModelCost.of(make_engine(make_network("gpt2"))).parameters == LAYERS * attention_and_mlp
-
-
-def test_experts() -> None:
-    """Guards mixtures of experts: all are read, the chosen ones are multiplied with, and a sentence says so."""
-    cost = ModelCost.of(make_engine(make_network("mixtral")))
-    router = 4 * HIDDEN
+    cost, router = ModelCost.of(make_engine(make_network("mixtral"))), 4 * HIDDEN
     assert cost.weight_bytes == 4 * (LAYERS * (ATTENTION + router + 4 * MLP) + HEAD)
     assert cost.parameters == LAYERS * (ATTENTION + router + 2 * MLP)
     assert [note for note in cost.assumed if "experts" in note] == list(cost.assumed) != []
-
-
-def test_windows_of_a_model() -> None:
-    """Guards models with two kinds of layers: each has its own window."""
     assert [window for _, window in ModelCost.of(make_engine(make_network("gemma2"))).layers] == [12, None]
 
 
@@ -91,21 +82,21 @@ def test_what_is_not_known_is_said() -> None:
     assert len(cost.assumed) == 1 and "output head" in cost.assumed[0]
 
 
-def test_the_best_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "copy", "product"),
+    [
+        pytest.param([0.001, 0.04, 0.02, 0.08, 0.05, 0.03, 0.001, 0.02, 0.01, 0.03, 0.02, 0.02], 0.02, 0.01, id="fast"),
+        pytest.param([0.5, 0.25, 0.1, 0.2, 0.3], 0.25, 0.2, id="slow: fewer rounds, and the clock raises in another"),
+    ],
+)
+def test_the_best_round_counts(
+    seconds: list[float], copy: float, product: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the rates: the best round counts, the first only warms up; bytes are read and written."""
     monkeypatch.setattr(roofline, "COPY_BYTES", 1000)
-    copies, products = [0.001, 0.04, 0.02, 0.08, 0.05, 0.03], [0.001, 0.02, 0.01, 0.03, 0.02, 0.02]
-    rates = measure_rates(CPU, torch.float32, clock_of(copies + products))
-    assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.02)
-    assert rates.flops_per_s == pytest.approx(2 * 1024**3 / 0.01)
-
-
-def test_slow_devices_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the time that measuring takes: this clock raises in a further round."""
-    monkeypatch.setattr(roofline, "COPY_BYTES", 1000)
-    rates = measure_rates(CPU, torch.float32, clock_of([0.5, 0.25, 0.1, 0.2, 0.3]))
-    assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.25)
-    assert rates.flops_per_s == pytest.approx(2 * 1024**3 / 0.2)
+    rates = measure_rates(CPU, torch.float32, clock_of(seconds))
+    assert rates.bytes_per_s == pytest.approx(2 * 1000 / copy)
+    assert rates.flops_per_s == pytest.approx(2 * 1024**3 / product)
 
 
 def test_the_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +118,8 @@ def test_rates_are_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch)
         torch, "mm", lambda left, right, out: products.append((left, right)) or mm(left, right, out=out)
     )
     monkeypatch.setattr(Tensor, "copy_", lambda target, source: copies.append(source) or copy(target, source))
-    measure_rates(CPU, torch.bfloat16)
+    rates = measure_rates(CPU, torch.bfloat16)
+    assert 0 < rates.bytes_per_s < float("inf") and 0 < rates.flops_per_s < float("inf")
     of_each = {left.dtype: (left, right) for left, right in products}
     assert all(left is of_each[left.dtype][0] for left, _ in products)
     assert of_each.keys() == {torch.bfloat16, torch.float32}
@@ -140,11 +132,3 @@ def test_rates_are_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch)
         assert right.stride() == (1, 1024)  # as `linear` multiplies with weights
     assert copies and all(source is copies[0] for source in copies)
     assert len(copies[0]) == 2**20 and len(copies[0].unique()) == 256
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Guards the real measurement, in the types of models."""
-    monkeypatch.setattr(roofline, "COPY_BYTES", 2**20)
-    rates = measure_rates(CPU, dtype)
-    assert 0 < rates.bytes_per_s < float("inf") and 0 < rates.flops_per_s < float("inf")
