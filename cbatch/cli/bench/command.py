@@ -54,15 +54,15 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(options: BenchOptions) -> None:
     """Measures, and shows and writes what was found."""
-    from cbatch.cli.bench import skew
     from cbatch.cli.bench.compare import measure_comparison
     from cbatch.cli.bench.load.measure import measure_load
-    from cbatch.cli.bench.report import comparison, load
+    from cbatch.cli.bench.report import comparison, load, skew
     from cbatch.cli.bench.report.page import write_files
+    from cbatch.cli.bench.skew import measure_skew
 
     chosen: tuple[Any, Any] = (comparison, measure_comparison)
     if options.is_curve or options.is_load:
-        chosen = (skew, skew.measure_skew) if options.is_curve else (load, measure_load)
+        chosen = (skew, measure_skew) if options.is_curve else (load, measure_load)
     kind, measure = chosen
     report = measure(options, (lambda text: None) if options.is_silent else notice)
     pictures = kind.draw(report) if options.plot or options.report else {}
