@@ -27,7 +27,7 @@ PLACES: list[tuple[type, str, int]] = [
     (FileWriter, "_sync", 1),
     (FileWriter, "tick", 3),
     (FileWriter, "_complete", 1),
-    (FileWriter, "_row", 5),
+    (FileWriter, "_read", 5),
     (RunStats, "count", 5),
     (RowStream, "release", 3),
     (EngineStream, "_submit", 10),
