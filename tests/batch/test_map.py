@@ -269,16 +269,8 @@ def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -
     """Guards the other rows, and a file whose error rows are kept like all others."""
     circle: list[Any] = []
     circle.append(circle)
-    bad: list[Any] = [
-        None,
-        {"id": 3, "prompt": "a", "when": object},
-        {"prompt": "a", "x": circle},
-        [],
-        "",
-        b"bytes",
-        {"prompt": "a", (1, 2): 3},
-        "x" * (16 * 2**20),
-    ]
+    bad: list[Any] = [None, {"id": 3, "prompt": "a", "when": object}, {"prompt": "a", "x": circle}, [], "", b"bytes"]
+    bad += [{"prompt": "a", (1, 2): 3}, "x" * (16 * 2**20)]
     path = tmp_path / "out.jsonl"
     results = list(mapped([*bad, "good"], path=path, params={"max_tokens": 1}))
     assert [row.get("error", {}).get("code") for row in results] == ["invalid_row"] * 7 + ["line_too_long", None]
@@ -394,46 +386,33 @@ class Missing:
 def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Path) -> None:
     """Guards rows against a column that nobody asked for, and keys against addresses and the order of sets."""
 
-    def row() -> dict[Any, Any]:
+    def columns() -> dict[Any, tuple[Any, Any]]:
+        """Values, each with what stands for it in JSON."""
         return {
-            "id": np.int64(3),
-            "q": "hello",
-            "whole": np.int32(4),
-            "real": np.float64("nan"),
-            "list": [float("inf"), 1.5, np.array([1, 2])],
-            "day": date(2024, 5, 6),
-            "moment": datetime(2024, 5, 6, 7),
-            "numpy": np.datetime64("2024-05-06T07", "ns"),
-            "days": np.array(["2024-05-06", "NaT"], "M8[D]"),
-            "no_time": np.datetime64("NaT"),
-            "price": Decimal("1.50"),
-            "set": {"b", "a"},
-            "bytes": b"x",
-            "object": Opaque(),
-            "missing": Missing(),
-            7: "number",
+            "q": ("hello", "hello"),
+            "whole": (np.int32(4), 4),
+            "real": (np.float64("nan"), None),
+            "list": ([float("inf"), 1.5, np.array([1, 2])], [None, 1.5, [1, 2]]),
+            "day": (date(2024, 5, 6), "2024-05-06"),
+            "moment": (datetime(2024, 5, 6, 7), "2024-05-06T07:00:00"),
+            "numpy": (np.datetime64("2024-05-06T07", "ns"), "2024-05-06T07:00:00.000000000"),
+            "days": (np.array(["2024-05-06", "NaT"], "M8[D]"), ["2024-05-06", None]),
+            "no_time": (np.datetime64("NaT"), None),
+            "price": (Decimal("1.50"), "1.50"),
+            "set": ({"b", "a"}, ["a", "b"]),
+            "bytes": (b"x", "b'x'"),
+            "object": (Opaque(), f"<{__name__}.Opaque object>"),
+            "missing": (Missing(), None),
+            7: ("number", "number"),
         }
+
+    def row() -> dict[Any, Any]:
+        return {"id": np.int64(3)} | {name: value for name, (value, _) in columns().items()}
 
     options: dict[str, Any] = {"template": "Say {q}", "params": {"max_tokens": 1}, "path": tmp_path / "out.jsonl"}
     (result,) = mapped([row()], **options)
     assert "error" not in result and result["id"] == 3
-    assert result["extra"] == {
-        "q": "hello",
-        "whole": 4,
-        "real": None,
-        "list": [None, 1.5, [1, 2]],
-        "day": "2024-05-06",
-        "moment": "2024-05-06T07:00:00",
-        "numpy": "2024-05-06T07:00:00.000000000",
-        "days": ["2024-05-06", None],
-        "no_time": None,
-        "price": "1.50",
-        "set": ["a", "b"],
-        "bytes": "b'x'",
-        "object": f"<{__name__}.Opaque object>",
-        "missing": None,
-        "7": "number",
-    }
+    assert result["extra"] == {str(name): shown for name, (_, shown) in columns().items()}
     assert list(mapped([row()], resume=True, **options)) == [result]
     huge = {"q": "a", "huge": 10**5000, "id": 5}
     missing, digits, shown, good = mapped(

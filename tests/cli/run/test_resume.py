@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,96 +103,50 @@ def test_content_is_refused_without_resume(done: Case, capfd: pytest.CaptureFixt
     assert done.run("--overwrite") == 1 and done.kept() == 0 and done.out.read_bytes() == before
 
 
-def changed_input(case: Case, model: Path) -> list[str]:
-    case.rows([{**ROWS[0], "prompt": "goodbye"}, *ROWS[1:]])
-    return []
-
-
-def changed_column(case: Case, model: Path) -> list[str]:
-    case.rows([*ROWS[:4], {**ROWS[4], "note": "other"}, ROWS[5]])
-    return []
-
-
-def changed_bad_line(case: Case, model: Path) -> list[str]:
-    case.rows([*ROWS[:3], "{worse", *ROWS[4:]])
-    return []
-
-
-def mended_line(case: Case, model: Path) -> list[str]:
-    case.rows([*ROWS[:3], {"prompt": "mended"}, *ROWS[4:]])
-    return []
-
-
-def changed_sampling(case: Case, model: Path) -> list[str]:
-    case.rows([{**ROWS[0], "max_tokens": 4}, *ROWS[1:]])
-    return []
-
-
-def shorter(case: Case, model: Path) -> list[str]:
-    case.rows(ROWS[:4])
-    return []
-
-
-def shifted(case: Case, model: Path) -> list[str]:
-    case.source.write_text("\n" + case.source.read_text())
-    return []
-
-
-def other_option(case: Case, model: Path) -> list[str]:
-    return ["--top-k", "5"]
-
-
-def other_seed(case: Case, model: Path) -> list[str]:
-    return ["--seed", "1"]
-
-
-def other_system(case: Case, model: Path) -> list[str]:
-    return ["--system", "be brief"]
-
-
-def other_columns(case: Case, model: Path) -> list[str]:
-    return ["--token-ids"]
-
-
-def other_dtype(case: Case, model: Path) -> list[str]:
-    return ["--dtype", "bfloat16"]
-
-
-def other_model(case: Case, model: Path) -> list[str]:
-    return ["-m", str(model)]
+def replaced(place: int, row: Any) -> list[Any]:
+    """ROWS with another row in one place."""
+    return [*ROWS[:place], row, *ROWS[place + 1 :]]
 
 
 OTHER_INPUT = (
     "another input, another --system, --template, --template-kwargs, --raw or --format, another LoRA adapter, "
     "or a version of cbatch that read a column differently"
 )
-CHANGES: dict[Callable[[Case, Path], list[str]], str] = {
-    changed_input: f"1 made with {OTHER_INPUT} (first: line 1)",
-    changed_column: f"1 made with {OTHER_INPUT} (first: line 5)",
-    changed_bad_line: f"1 made with {OTHER_INPUT} (first: line 4)",
-    mended_line: "1 made with a line that was refused then and is accepted now, or the other way round",
-    changed_sampling: "1 made with other sampling parameters",
-    shorter: "2 for lines that the input does not have (first: line 5)",
-    shifted: "1 for lines that the input does not have (first: line 1)",
-    other_option: "5 made with other sampling parameters, another seed",
-    other_seed: "5 made with other sampling parameters, another seed",
-    other_system: f"4 made with {OTHER_INPUT} (first: line 1)",
-    other_columns: "5 made with other sampling parameters, another seed, --token-ids",
-    other_dtype: "6 made with another model, dtype, chat template or --date (first: line 1)",
-    other_model: "6 made with another model, dtype, chat template or --date (first: line 1)",
+SAMPLING, MODEL = "made with other sampling parameters", "made with another model, dtype, chat template or --date"
+CHANGES: dict[str, tuple[list[Any], str]] = {
+    "input": (replaced(0, {**ROWS[0], "prompt": "goodbye"}), f"1 made with {OTHER_INPUT} (first: line 1)"),
+    "column": (replaced(4, {**ROWS[4], "note": "other"}), f"1 made with {OTHER_INPUT} (first: line 5)"),
+    "bad line": (replaced(3, "{worse"), f"1 made with {OTHER_INPUT} (first: line 4)"),
+    "mended line": (
+        replaced(3, {"prompt": "mended"}),
+        "1 made with a line that was refused then and is accepted now, or the other way round",
+    ),
+    "sampling": (replaced(0, {**ROWS[0], "max_tokens": 4}), f"1 {SAMPLING}"),
+    "shorter": (ROWS[:4], "2 for lines that the input does not have (first: line 5)"),
+    "shifted": (["", *ROWS], "1 for lines that the input does not have (first: line 1)"),
+    "--top-k 5": (ROWS, f"5 {SAMPLING}, another seed"),
+    "--seed 1": (ROWS, f"5 {SAMPLING}, another seed"),
+    "--system brief": (ROWS, f"4 made with {OTHER_INPUT} (first: line 1)"),
+    "--token-ids": (ROWS, f"5 {SAMPLING}, another seed, --token-ids"),
+    "--dtype bfloat16": (ROWS, f"6 {MODEL} (first: line 1)"),
+    "-m MODEL": (ROWS, f"6 {MODEL} (first: line 1)"),
 }
+"""Changes of the input or, from - on, of the options, and what is said of them."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_no_longer_fits_is_named_and_left(
-    done: Case, change: Callable[[Case, Path], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    done: Case, change: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards against mixing two runs: exit code 2 with the difference, and no byte changed."""
+    rows, message = CHANGES[change]
+    done.rows(rows)
+    other = str(save_model(tmp_path / "other", generation={"eos_token_id": 3}))
+    arguments = change.replace("MODEL", other).split() if change.startswith("-") else []
     before = done.out.read_bytes()
-    arguments = change(done, save_model(tmp_path / "other", generation={"eos_token_id": 3}))
     assert done.run("--resume", *arguments) == 2
-    assert CHANGES[change] in capfd.readouterr().err and done.out.read_bytes() == before
+    assert message in capfd.readouterr().err and done.out.read_bytes() == before
     assert done.run("--resume", "--recompute-changed", *arguments) == 1
     resumed = done.out.read_bytes()
     assert done.run("--overwrite", *arguments) == 1
