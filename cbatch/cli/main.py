@@ -47,7 +47,9 @@ def cli() -> None:
 
 def run_command(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code. Every error becomes a sentence on stderr."""
-    if not _has_working_folder():
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError:  # libraries would end the process
         notice("The working folder does not exist any more; change to another one.")
         return EXIT_USAGE
     try:
@@ -65,25 +67,14 @@ def run_command(arguments: list[str] | None = None) -> int:
         return error.exit_code
     except ReaderGone:
         return EXIT_PIPE
-    except (EngineError, RunFailed) as error:
-        notice(str(error))
-        return EXIT_FATAL
     except CbatchError as error:
         notice(str(error))
-        return EXIT_USAGE
+        return EXIT_FATAL if isinstance(error, EngineError | RunFailed) else EXIT_USAGE
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the disk, the device, memory, a bug or a panic: a sentence, and never exit code 1
         notice(f"{_reason(error)}; finished rows are written.")
         return EXIT_FATAL
-
-
-def _has_working_folder() -> bool:
-    """Libraries end the process if there is none."""
-    try:
-        return bool(os.getcwd())  # noqa: PTH109
-    except OSError:
-        return False
 
 
 def _reason(error: BaseException) -> str:

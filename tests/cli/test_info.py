@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.api import Engine
 from cbatch.cli.bench import roofline
+from cbatch.cli.common.loading import show_loaded
 from cbatch.cli.main import run_command
 from cbatch.engine import stepping_engine
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload
@@ -17,20 +19,15 @@ from tests.support.gpu_machine import Machine
 
 
 def test_info_names_versions_model_and_cache(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the figures: bytes of a token over all layers, and a cache of whole blocks."""
-    assert run_command(["info", "-m", str(model_folder), "--kv-blocks", "10", "--dtype", "float32"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert {"cbatch", "python", "torch", "transformers", "model", "device", "attention"} <= lines.keys()
-    # 2 layers x (keys + values) x 2 heads x 12 dimensions x 4 bytes
-    assert "384 bytes a token" in lines["KV"] and "160 tokens in 10 blocks of 16" in lines["KV"]
-    assert "(llama)" in lines["model"]
-
-
-def test_info_as_json(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards scripts that read what people see: the same names and values in one object, and nothing else on stdout."""
+    """Guards the figures, and scripts: --json has the same names and values in one object, alone on stdout."""
     options = ["info", "-m", str(model_folder), "--kv-blocks", "10", "--dtype", "float32"]
     assert run_command(options) == 0
     lines = capsys.readouterr().out.splitlines()
+    shown = dict(line.split(maxsplit=1) for line in lines)
+    assert {"cbatch", "python", "torch", "transformers", "model", "device", "attention"} <= shown.keys()
+    # 2 layers x (keys + values) x 2 heads x 12 dimensions x 4 bytes
+    assert "384 bytes a token" in shown["KV"] and "160 tokens in 10 blocks of 16" in shown["KV"]
+    assert "(llama)" in shown["model"]
     assert run_command([*options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [f"{name:<13} {value}" for name, value in found.items()] == lines
@@ -95,16 +92,10 @@ def test_a_fallback_is_told(
         shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fallback")]
         assert shown == ([f"fallback      {sentence}"] if sentence else [])
         (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n')
-        files = [
-            f"{tmp_path}/in.jsonl",
-            "-o",
-            f"{tmp_path}/out.jsonl",
-            "--overwrite",
-            "--stats",
-            f"{tmp_path}/stats.json",
-        ]
+        stats, out = f"{tmp_path}/stats.json", f"{tmp_path}/out.jsonl"
+        files = [f"{tmp_path}/in.jsonl", "-o", out, "--overwrite", "--stats", stats]
         assert run_command(["run", "-q", *files, *model]) == 0
-        assert json.loads((tmp_path / "stats.json").read_text())["fallback"] == sentence
+        assert json.loads(Path(stats).read_text())["fallback"] == sentence
 
 
 def run_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, str]:
@@ -150,3 +141,14 @@ def test_a_table_of_kernels(
     checks.clear()
     code, shown = run_check(capsys, monkeypatch, model_folder)
     assert code == 0 and shown.endswith("There is nothing to check: torch computes everything on this device.\n")
+
+
+def test_what_a_model_asks_for_in_vain_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards people against a generation_config.json that is followed only in part, also on replicas."""
+    with Engine() as engine:
+        assert "not applied" not in engine.core.describe()
+        engine.core.loaded = replace(engine.core.loaded, not_applied=("num_beams", "eta_cutoff"))
+        show_loaded(engine.core.describe(), is_demo=False, verbose=True)
+    said = capsys.readouterr().err
+    assert "generation_config.json asks for num_beams, eta_cutoff, which this version does not apply" in said
+    assert "parameters: 4.7 million" in said and "context: 1,024 tokens" in said

@@ -19,6 +19,7 @@ class ChatHarness:
     """Makes controllers on one engine, and runs their callbacks as a front end does."""
 
     def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.client = EngineClient(lambda: engine)
         self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_open = False
@@ -42,14 +43,9 @@ class ChatHarness:
         assert session.last is not None and session.last.reply is not None
         return session.last.reply.text
 
-    def is_idle(self) -> bool:
-        assert self.client.engine is not None
-        stats = self.client.engine.stats()
-        return stats.num_running == stats.num_waiting == 0
-
     def wait_idle(self) -> None:
         end = time.monotonic() + TIMEOUT_S
-        while not self.is_idle():
+        while (stats := self.engine.stats()).num_running or stats.num_waiting:
             assert time.monotonic() < end, "the engine goes on for nobody"
             time.sleep(0.01)
 

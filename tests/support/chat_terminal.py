@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import signal
 import struct
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +24,13 @@ from tests.support.fork_server import ForkServer, Run
 
 PATIENCE = float(os.environ.get("CBATCH_TEST_PATIENCE", "120"))
 """Seconds."""
+
+
+def write_session(path: Path, user: str, text: str, name: str = "n", **reply: str) -> Path:
+    """Saves a session of one message and its reply."""
+    turn = {"user": user, "answers": [{"text": text, "state": "stop", **reply}]}
+    path.write_text(json.dumps({"cbatch_session": 1, "name": name, "turns": [turn]}))
+    return path
 
 
 class Chat:
@@ -58,9 +67,7 @@ class Chat:
         name = os.ttyname(slave)
         self.run: Run = self._runs.start("chat", *self._arguments, stdin=name, stdout=name, stderr=name, env=self._env)
         os.close(slave)
-        end = time.monotonic() + PATIENCE
-        while self._wait_for not in self.raw and time.monotonic() < end:
-            self.pump()
+        self.until(lambda: self._wait_for in self.raw or self.run.is_over())
         return self
 
     def __exit__(
@@ -98,17 +105,24 @@ class Chat:
 
     def wait_for_sessions(self, wanted: str) -> None:
         """Waits until the bar shows these sessions."""
-        end = time.monotonic() + PATIENCE
-        while self.sessions != wanted:
-            assert time.monotonic() < end, f"the bar shows {self.sessions!r}, not {wanted!r}"
-            self.pump()
+        self.until(lambda: self.sessions == wanted, f"the bar does not show {wanted!r}:")
 
-    def send(self, keys: str) -> None:
+    def send(self, keys: str, *shown: str, gone: str = "") -> None:
+        """Types keys, and waits as `wait` does if something is to be seen then."""
         self._child.send(keys)
+        if shown:
+            self.wait(*shown, gone=gone)
 
-    def say(self, line: str) -> None:
-        """Types a line and Enter."""
-        self.send(line + "\r")
+    def say(self, line: str, *shown: str, gone: str = "") -> None:
+        """The same with a line and Enter."""
+        self.send(line + "\r", *shown, gone=gone)
+
+    def until(self, is_done: Callable[[], object], what: str = "") -> None:
+        """Waits for something that the program does."""
+        end = time.monotonic() + PATIENCE
+        while not is_done():
+            assert time.monotonic() < end, what + "\n" + "\n".join(self.lines)
+            self.pump()
 
     def pump(self, seconds: float = 0.05) -> None:
         """Reads what the program writes for a while."""
@@ -123,22 +137,17 @@ class Chat:
 
     def wait(self, *texts: str, gone: str = "") -> None:
         """Waits until the screen shows all these texts, and no longer shows `gone`."""
-        end = time.monotonic() + PATIENCE
-        while not all(text in self.text or text in "".join(self.lines) for text in texts) or (
-            gone and gone in self.text
-        ):
-            if time.monotonic() > end:
-                raise AssertionError(f"the screen does not show {texts} without {gone!r}:\n" + "\n".join(self.lines))
-            self.pump()
+
+        def is_shown() -> bool:
+            has_all = all(text in self.text or text in "".join(self.lines) for text in texts)
+            return has_all and not (gone and gone in self.text)
+
+        self.until(is_shown, f"the screen does not show {texts} without {gone!r}:")
 
     def ask_for_long(self, question: str = "Tell me a story.") -> None:
         """Sends a message, and waits until its reply has begun."""
-        self.say(question)
-        self.wait("1 running")
-        end = time.monotonic() + PATIENCE
-        while " " not in self.lines[self.lines.index(f"> {question}") + 2].strip("· "):
-            assert time.monotonic() < end, f"no answer begins:\n{self.lines}"
-            self.pump()
+        self.say(question, "1 running")
+        self.until(lambda: " " in self.lines[self.lines.index(f"> {question}") + 2].strip("· "), "no answer begins:")
 
     def settle(self) -> None:
         """Waits until the screen has not changed for a while."""
@@ -160,10 +169,7 @@ class Chat:
 
     def ended(self) -> int:
         """Waits for the end. Returns the exit code, which is negative if a signal killed it."""
-        end = time.monotonic() + PATIENCE
-        while not self.run.is_over():
-            assert time.monotonic() < end, "it does not end"
-            self.pump()
+        self.until(self.run.is_over, "it does not end")
         self.pump(0.1)
         return self.run.code()
 

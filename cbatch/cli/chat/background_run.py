@@ -77,17 +77,13 @@ class BatchEngines:
             self._driver.close()
             self._driver = None
         if self._driver is None:
-            launcher = EngineLauncher(engine, self._launch_others(), name="this chat")
+            launcher = EngineLauncher(engine, self.launch_others(), name="this chat")
             timeout_s = self._options.replica_timeout or TIMEOUT_S
             self._driver = ReplicaDriver(launcher, self._shared_config, timeout_s=timeout_s)
         return self._driver
 
-    def close(self) -> None:
-        """Ends the other replicas. The chat's own engine stays as it is."""
-        if self._driver is not None:
-            self._driver.close()
-
-    def _launch_others(self) -> ReplicaLauncher | None:
+    def launch_others(self) -> ReplicaLauncher | None:
+        """What starts the other replicas; None if there are none."""
         options = self._options
         if options.wanted == 1:
             return None
@@ -97,8 +93,12 @@ class BatchEngines:
             return LocalLauncher(self._others)
         from cbatch.replicas.ray_cluster import RayLauncher
 
-        others = options.wanted - 1 if options.wanted is not None else None
-        return RayLauncher(options.ray, others, options.ray_resources)
+        return RayLauncher(options.ray, options.wanted and options.wanted - 1, options.ray_resources)
+
+    def close(self) -> None:
+        """Ends the other replicas. The chat's own engine stays as it is."""
+        if self._driver is not None:
+            self._driver.close()
 
 
 CLOSE_SECONDS = 10.0
@@ -147,16 +147,27 @@ class BackgroundRun:
 
     def close(self) -> None:
         """Stops the batch, waits a while for it to end, and ends the replicas."""
-        if self._thread is not None and self.is_running:
+        if self._thread is not None and self._thread.is_alive():
             notice("waiting for the batch to write its finished rows; Ctrl-C leaves at once")
             self.stop()
             self._thread.join(CLOSE_SECONDS)
         self._engines.close()
 
     def _run(self, engine: Engine, options: RunOptions) -> None:
-        name = f"/run {options.input}"
+        from cbatch.cli.run.batch_run import run_batch
+        from cbatch.cli.run.stats import RunStats
+
+        name, stats = f"/run {options.input}", RunStats()
         try:
-            self._run_rows(engine, options)
+            with (
+                stats_file(options, stats),
+                closing(open_input(options)) as source,
+                open_output(options, source) as output,
+            ):
+                notice(f"{name} writes to {options.output}; replies in the chat go first")
+                driver = self._engines.driver(engine)
+                run_batch(driver, options, source, output, stats, progress=self._display, while_running=self._running)
+            notice(f"{name} is done; the output is in {options.output}")
         except ReaderGone:
             notice(f"{name}: the reader of {options.output} went away.")
         except (Interrupted, CbatchError) as error:
@@ -167,21 +178,6 @@ class BackgroundRun:
             notice(f"{name}: {error!r}; finished rows are on disk.")
         finally:
             self.progress = []
-
-    def _run_rows(self, engine: Engine, options: RunOptions) -> None:
-        from cbatch.cli.run.batch_run import run_batch
-        from cbatch.cli.run.stats import RunStats
-
-        stats = RunStats()
-        with (
-            stats_file(options, stats),
-            closing(open_input(options)) as source,
-            open_output(options, source) as output,
-        ):
-            notice(f"/run {options.input} writes to {options.output}; replies in the chat go first")
-            driver = self._engines.driver(engine)
-            run_batch(driver, options, source, output, stats, progress=self._display, while_running=self._running)
-        notice(f"/run {options.input} is done; the output is in {options.output}")
 
     @contextmanager
     def _running(self, pipeline: Pipeline) -> Iterator[None]:
@@ -196,11 +192,10 @@ class BackgroundRun:
     @contextmanager
     def _display(self, total: int | None, state: ProgressState, details: Details) -> Iterator[Callable[[], None]]:
         """Writes to `progress` how far the batch is. There is no room for details."""
-        of_total = f"/{total:,}" if total else ""
 
         def tick() -> None:
             done, text = state()
-            self.progress = [f"run {done:,}{of_total}", *text.split(", ")]
+            self.progress = [f"run {done:,}/{total:,}" if total else f"run {done:,}", *text.split(", ")]
 
         tick()
         yield tick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,10 +16,11 @@ import click
 from cbatch.base.config import EngineConfig
 from cbatch.base.option import option
 from cbatch.base.params import with_overrides
+from cbatch.base.units import format_count
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.exits import UserError
-from cbatch.cli.common.loading import open_engine
+from cbatch.cli.common.loading import open_engine, tracing
 from cbatch.cli.common.options import (
     SamplingOptions,
     engine_options,
@@ -31,15 +33,13 @@ from cbatch.cli.common.options import (
     trace_option,
 )
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.cli.common.tracing import tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cbatch.api import Engine
-    from cbatch.cli.chat.background_run import BackgroundRun
     from cbatch.cli.chat.controller import ChatController
-    from cbatch.cli.chat.pipe import PipeMessage
+    from cbatch.cli.chat.lines import PipeMessage
     from cbatch.cli.chat.session.store import SessionStore
     from cbatch.runtime.tracing import StepTracer
 
@@ -121,52 +121,45 @@ def chat(**values: Any) -> Literal[0, 1]:
 
 
 def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[0]:
-    from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
-    from cbatch.cli.chat.line_terminal import LineTerminal, is_dumb
-
-    engines = BatchEngines(options.engine, options.replicas)
-    store = _open_store()
-    controller = _make_controller(options, engines.config, None if options.no_history else store, trace)
-    _open_session(options, controller, store)
-    background = BackgroundRun(engines)
-    try:
-        if is_dumb():
-            LineTerminal(controller, store, background).run()
-        else:
-            _run_full_screen(options, controller, store, background)
-    finally:
-        controller.close_models()
-        if store.save_error:
-            notice(store.save_error)
-    count = len(store.written)
-    if count and not options.quiet:
-        notice(f"saved {count} session{'s' if count > 1 else ''}; cbatch chat --continue goes on with the last one")
-    return 0
-
-
-def _run_full_screen(
-    options: ChatOptions, controller: ChatController, store: SessionStore, background: BackgroundRun
-) -> None:
     from prompt_toolkit.history import InMemoryHistory
 
-    from cbatch.cli.chat.session.store import InputHistory
+    from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
+    from cbatch.cli.chat.lines import LineTerminal
+    from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
     from cbatch.cli.chat.tui.screen import print_conversations
     from cbatch.cli.chat.tui.terminal import WELCOME, Terminal
 
-    controller.current.add_notice(WELCOME, is_passing=True)
-    history = InMemoryHistory() if options.no_history else InputHistory(store.folder)
-    terminal = Terminal(controller, store, history, background, is_vi=options.vi, takes_mouse=options.mouse)
+    engines = BatchEngines(options.engine, options.replicas)
+    store = SessionStore(default_folder())
+    controller = _make_controller(options, engines.config, None if options.no_history else store, trace)
+    _open_session(options, controller, store)
+    background = BackgroundRun(engines)
+    terminal: LineTerminal | Terminal
+    if os.environ.get("TERM", "") in ("", "dumb", "unknown"):  # it cannot move its cursor
+        terminal = LineTerminal(controller, store, background)
+    else:
+        controller.current.add_notice(WELCOME, is_passing=True)
+        history = InMemoryHistory() if options.no_history else InputHistory(store.folder)
+        terminal = Terminal(controller, store, history, background, is_vi=options.vi, takes_mouse=options.mouse)
     try:
         terminal.run()
     finally:
-        if options.transcript:
+        if options.transcript and isinstance(terminal, Terminal):
             with suppress(OSError):  # the terminal may be gone
                 print_conversations(controller.closed + controller.sessions, sys.stdout)
+        controller.close_models()
+        if store.save_error:
+            notice(store.save_error)
+    if store.written and not options.quiet:
+        saved = format_count(len(store.written), "session")
+        notice(f"saved {saved}; cbatch chat --continue goes on with the last one")
+    return 0
 
 
 def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1]:
     from cbatch.batch.lines import MAX_LINE_BYTES, read_lines
-    from cbatch.cli.chat.pipe import Pipe, read_document, read_messages
+    from cbatch.cli.chat.lines import Pipe, read_document, read_messages
+    from cbatch.cli.chat.session.store import SessionStore, default_folder
 
     if options.replicas.are_given:
         raise UserError("--replicas and --ray are for /run, which needs a terminal; cbatch run takes them, too.")
@@ -182,24 +175,18 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
         if not (message.text or message.problem):
             raise UserError("There is no question: stdin is empty, and none was given.")
         messages = [message]
-    store = _open_store()
+    store = SessionStore(default_folder())
     keeps = not options.no_history and (options.continued or options.load is not None)
     controller = _make_controller(options, options.engine, store if keeps else None, trace)
     _open_session(options, controller, store)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
-        return 0 if Pipe(sys.stdout, as_json=options.json).run(controller, messages) else 1
+        return 0 if Pipe(controller, sys.stdout, as_json=options.json).run(messages) else 1
     finally:
         controller.end_all()
         store.close()
         controller.close_models()
-
-
-def _open_store() -> SessionStore:
-    from cbatch.cli.chat.session.store import SessionStore, default_folder
-
-    return SessionStore(default_folder())
 
 
 def _make_controller(
@@ -223,7 +210,6 @@ def _make_controller(
 
     open_own = partial(load, config, trace)
     client = EngineClient(open_own, template_kwargs=options.template_kwargs, closes_engine=trace is not None)
-
     return ChatController(
         client,
         model_name=config.model or "",
@@ -239,20 +225,20 @@ def _make_controller(
 
 def _open_session(options: ChatOptions, controller: ChatController, store: SessionStore) -> None:
     """Opens what --continue, --load or --from name. Raises UserError if it is not there."""
-    if options.source is not None and options.index is not None:
-        _open_row(options, controller, Path(options.source), options.index)
-    elif options.continued or options.load is not None:
+    if options.continued or options.load is not None:
         from cbatch.cli.chat.session.store import read_session
 
         path = store.find(options.load)
         store.set_path(controller.open_saved(read_session(path)), path)
-
-
-def _open_row(options: ChatOptions, controller: ChatController, source: Path, index: int) -> None:
+    source, index = options.source, options.index
+    if source is None or index is None:
+        return
+    from cbatch.cli.chat.engine_client import takes_messages
     from cbatch.cli.chat.session.export import from_result
+    from cbatch.cli.chat.session.session import as_plain_text
 
     prompts, sampling = Path(options.prompts) if options.prompts is not None else None, options.sampling
-    opened = from_result(source, index, prompts, sampling.seed)
+    opened = from_result(Path(source), index, prompts, sampling.seed)
     session = opened.session
     session.params = with_overrides(session.params, sampling.params)
     session.system = session.system or sampling.system
@@ -260,6 +246,13 @@ def _open_row(options: ChatOptions, controller: ChatController, source: Path, in
     if prompts is None:
         session.add_notice("The file does not hold the question to this reply; --prompts FILE adds it.")
     elif opened.prompt_tokens is not None and session.last is not None:
+        messages = session.messages(session.last)
+
+        def measure(engine: Engine) -> int:
+            as_messages = takes_messages(engine)
+            return len(
+                engine.encode({"messages": messages} if as_messages else as_plain_text(messages), raw=not as_messages)
+            )
 
         def compare(count: int) -> None:
             if count != opened.prompt_tokens:
@@ -268,4 +261,4 @@ def _open_row(options: ChatOptions, controller: ChatController, source: Path, in
                     f"{index + 1} of {prompts} gives {count:,} with this model: is it the right file?"
                 )
 
-        controller.client.count_prompt_tokens(session.messages(session.last), compare)
+        controller.client.count(measure, compare)

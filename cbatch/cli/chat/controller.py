@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.base.params import derive_seed
 from cbatch.cli.chat.engine_client import EngineClient, ReplyRequest
-from cbatch.cli.chat.session.session import CONTEXT_FULL, Notice, Reply, Session, Turn, pastes_in, round_messages
+from cbatch.cli.chat.session.session import (
+    CONTEXT_FULL,
+    Notice,
+    Reply,
+    Session,
+    Turn,
+    pastes_in,
+    round_messages,
+    unanswered,
+)
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.toolbox import ToolBox
 from cbatch.cli.common.console import safe
@@ -19,7 +28,6 @@ from cbatch.cli.common.exits import UserError
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
-    from cbatch.base.outputs import ToolCall
     from cbatch.requests.output_processor import StreamEvent
 
 
@@ -129,7 +137,7 @@ class ChatController:
 
     def fork(self, session: Session, name: str | None = None) -> Session:
         """Opens a copy of a session and makes it the current one."""
-        copy = self._add(session.copy(self._new_name(name)))
+        copy = self._add(session.copied(self._new_name(name)))
         self.save(copy)
         return copy
 
@@ -220,7 +228,8 @@ class ChatController:
     def end(self, session: Session) -> None:
         """Stops the open replies, sends nothing more, and saves."""
         self._stop_replies(session)
-        session.move_queue_to_turns()
+        session.items += [unanswered(turn) for turn in session.queue]
+        session.queue.clear()
         self.save(session)
 
     def end_all(self) -> None:
@@ -406,19 +415,12 @@ class ChatController:
         if self.store is not None and (session.turns or self.store.saved_path(session) is not None):
             self.store.save_later(session)
 
-    def save_open_replies(self) -> None:
-        """Saves what has come so far of open replies; call it now and then."""
-        for session in self.sessions:
-            if session.is_busy:
-                self.save(session)
-
     def _send(self, session: Session, turn: Turn) -> None:
         if session.is_busy:
             session.queue.append(turn)
             self.save(session)
             return
-        last = session.last
-        if last is not None:
+        if (last := session.last) is not None:
             last.first_compared = 0
             last.fall_back_if_empty()
         (reply,) = turn.add_replies(1)
@@ -464,10 +466,9 @@ class ChatController:
         if not reply.generated:
             reply.model = session.model if model is None else model
             session.attempts += 1
-            if session.seed is not None:  # the same replies whatever the session's number
-                reply.seed = derive_seed(session.seed, "turn", str(session.attempts))
-            else:
-                reply.seed = derive_seed(self._seed, "turn", f"{session.number}/{session.attempts}")
+            own = session.seed is not None  # the same replies whatever the session's number
+            name = str(session.attempts) if own else f"{session.number}/{session.attempts}"
+            reply.seed = derive_seed(self._seed if session.seed is None else session.seed, "turn", name)
         client = self.client_for(reply.model)
         reply.params = dict(params)
         reply.begin(time.monotonic())
@@ -493,13 +494,6 @@ class ChatController:
             raise UserError("No call waits for an answer.")
         self.tools.answer(session.asking, is_allowed=is_allowed, always=always)
 
-    def _run_tools(self, session: Session, turn: Turn, reply: Reply, calls: Sequence[ToolCall]) -> None:
-        """Has a model's calls run; it goes on with their results."""
-        go_on = partial(self._request_reply, session, turn, reply, reply.params, model=reply.model)
-        self.tools.begin_round(reply, calls, self.client.post, go_on)
-        self.save(session)
-        session.is_unread = session is not self.current
-
     def _on_start(
         self, session: Session, turn: Turn, reply: Reply, dropped_before: int, prompt_tokens: int, num_dropped: int
     ) -> None:
@@ -521,7 +515,10 @@ class ChatController:
             if event.completion is not None:
                 reply.cached_tokens = event.completion.usage.cached_tokens
             if event.finish_reason == "tool_calls" and event.completion is not None and self.tools.tools:
-                self._run_tools(session, turn, reply, event.completion.tool_calls)
+                go_on = partial(self._request_reply, session, turn, reply, reply.params, model=reply.model)
+                self.tools.begin_round(reply, event.completion.tool_calls, self.client.post, go_on)
+                self.save(session)
+                session.is_unread = session is not self.current
                 return
             state = "stop" if event.finish_reason == "tool_calls" else event.finish_reason
             can_trim = session.num_droppable - session.dropped > 1
@@ -538,15 +535,11 @@ class ChatController:
             if turn.reply is not reply and reply.error:  # the reply is hidden now, and its error with it
                 session.add_notice(reply.error, is_error=True)
         session.is_unread = session is not self.current
-        self._warn_of_full_context(session)
-        self.save(session)
-        if session.queue and self.client_of(session).failure is None:
-            self._send(session, session.queue.pop(0))
-
-    def _warn_of_full_context(self, session: Session) -> None:
-        """Says once that the context is almost full, while there is still room for a message."""
         share, before = self.context_share(session), session.is_almost_full
         session.is_almost_full = share >= ALMOST_FULL
         if session.is_almost_full and not before and not self.auto_trim:
             text = f"The context is {share:.0%} full. /trim N drops the N oldest turns; --auto-trim does it by itself."
             session.add_notice(text, is_passing=True)
+        self.save(session)
+        if session.queue and self.client_of(session).failure is None:
+            self._send(session, session.queue.pop(0))

@@ -114,15 +114,6 @@ class EngineClient:
         if self.engine is not None and self._closes_engine:
             self.engine.close()
 
-    def open_here(self, callbacks: queue.SimpleQueue[Callable[[], object]]) -> None:
-        """Loads the engine while this thread runs the callbacks. Raises what keeps it from opening."""
-        opened: list[BaseException | None] = []
-        self.start(callbacks.put, opened.append)
-        while not opened:
-            callbacks.get()()
-        if opened[0] is not None:
-            raise opened[0]
-
     def unload(self) -> None:
         """Closes the engine and ends the client's thread; also if the engine is still to open."""
         self._is_unloaded = True
@@ -133,30 +124,15 @@ class EngineClient:
     def submit(self, request: ReplyRequest) -> None:
         self._jobs.put(request)
 
+    def count(self, measure: Callable[[Engine], int], on_count: Callable[[int], None]) -> None:
+        """Has something counted once the model is there. `on_count`: called on the front end's thread"""
+        self._jobs.put(lambda engine: self.post(partial(on_count, measure(engine))))
+
     def count_tokens(self, text: str, on_count: Callable[[int], None]) -> None:
-        """Has the tokens of a text counted once the model is there; of a very long one, those of its beginning.
-
-        on_count: called with the number on the front end's thread
-        """
+        """Has the tokens of a text counted; of a very long one, those of its beginning."""
         beginning = text[:MOST_COUNTED]
-
-        def count(engine: Engine) -> None:
-            num_tokens = len(engine.encode(beginning, raw=True)) * len(text) // max(len(beginning), 1)
-            self.post(partial(on_count, num_tokens))
-
-        self._jobs.put(count)
-
-    def count_prompt_tokens(self, messages: Sequence[Message], on_count: Callable[[int], None]) -> None:
-        """The same for the prompt that `cbatch run` makes of a conversation."""
-
-        def count(engine: Engine) -> None:
-            if takes_messages(engine):
-                prompt = engine.encode({"messages": list(messages)})
-            else:
-                prompt = engine.encode(as_plain_text(messages), raw=True)
-            self.post(partial(on_count, len(prompt)))
-
-        self._jobs.put(count)
+        scale = max(len(beginning), 1)
+        self.count(lambda engine: len(engine.encode(beginning, raw=True)) * len(text) // scale, on_count)
 
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from cbatch.base.units import format_count
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.session import Reply
 from cbatch.cli.common.percentiles import Percentiles
 
 SPEED_SECONDS = 3.0
@@ -53,12 +52,9 @@ class ChatStats:
             return [f"the engine has failed: {engine.failure}"]
         stats, shown = engine.stats(), engine.core.describe()
         hits = stats.num_cached_tokens / max(stats.num_prompt_tokens, 1)
+        about = ("model", "parameters", "context", "KV cache", "states", "batch")
         lines = [
-            *(
-                f"{name}: {shown[name]}"
-                for name in ("model", "parameters", "context", "KV cache", "states", "batch")
-                if name in shown
-            ),
+            *(f"{name}: {shown[name]}" for name in about if name in shown),
             f"now: {stats.num_running} running, {stats.num_waiting} waiting, {self.tokens_per_s:,.0f} tokens/s, "
             f"KV cache {stats.cache_used:.0%} used",
             f"so far: {format_count(stats.num_tokens, 'token')} in {format_count(stats.num_steps, 'step')}, "
@@ -73,8 +69,12 @@ class ChatStats:
                 f"were right ({share:.0%})"
             )
         last = self._controller.current.last
-        if last is not None and last.reply is not None and last.reply.first_token_at is not None:
-            lines.append(f"last reply here: {_timing(last.reply)}")
+        if last is not None and (reply := last.reply) is not None and reply.first_token_at is not None:
+            seconds = reply.last_token_at - reply.first_token_at
+            speed = f", then {(reply.num_tokens - 1) / seconds:,.0f} tokens/s" if seconds > 0 else ""
+            first = f"the first after {1000 * (reply.first_token_at - reply.requested_at):,.0f} ms{speed}"
+            prompt = f"{reply.prompt_tokens:,} prompt tokens, {reply.cached_tokens:,} of them cached"
+            lines.append(f"last reply here: {format_count(reply.num_tokens, 'token')}, {first}; {prompt}")
         if self.first_tokens:
             lines.append(f"time to first token: {_percentiles(self.first_tokens)}")
         if self.delays:
@@ -82,16 +82,6 @@ class ChatStats:
                 f"from engine to screen: {_percentiles(self.delays)}, over {format_count(len(self.delays), 'token')}"
             )
         return lines
-
-
-def _timing(reply: Reply) -> str:
-    """Tokens and times of a reply; its speed counts from its first token on."""
-    assert reply.first_token_at is not None
-    seconds, tokens = reply.last_token_at - reply.first_token_at, reply.num_tokens
-    speed = f", then {(tokens - 1) / seconds:,.0f} tokens/s" if seconds > 0 else ""
-    first = 1000 * (reply.first_token_at - reply.requested_at)
-    prompt = f"{reply.prompt_tokens:,} prompt tokens, {reply.cached_tokens:,} of them cached"
-    return f"{format_count(tokens, 'token')}, the first after {first:,.0f} ms{speed}; {prompt}"
 
 
 def _percentiles(seconds: deque[float]) -> str:

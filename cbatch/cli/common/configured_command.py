@@ -1,24 +1,217 @@
-"""A command whose options also come from the environment, a preset and the configuration file."""
+"""Commands whose options also come from the environment, a preset and the configuration file.
+
+Top-level keys of the file are names of options and count for every command that has them. A table such as [chat] is
+for one command, and [preset.NAME] is used with --preset NAME. Values become what would be typed on the command line,
+so that Click converts and checks both alike.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from cbatch.cli.common.config_file import (
-    PRESET,
-    CommandConfig,
-    ConfigFileError,
-    Setting,
-    config_path,
-    display_path,
-    load_config,
-    option_keys,
-)
+PRESET = "preset"
+"""The table of presets."""
+
+_PATH_METAVARS = ("ID_OR_DIR", "DIR", "FILE", "OUT", "OUT.jsonl")
+"""Options that show one of these in their help take a path. A shell would expand its `~`."""
+
+
+class ConfigFileError(click.UsageError):
+    """The configuration file cannot be read, or holds what no command understands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value of the file for one option. `where` names the file, the key and its table, for messages."""
+
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommandConfig:
+    """What the file says to one command, by the names of Click's parameters.
+
+    presets: settings by the names of the presets
+    """
+
+    path: Path
+    settings: Mapping[str, Setting]
+    presets: Mapping[str, Mapping[str, Setting]]
+
+    def preset(self, name: str) -> Mapping[str, Setting]:
+        """The settings of a preset. Raises ConfigFileError if there is none of this name."""
+        if name in self.presets:
+            return self.presets[name]
+        shown = display_path(self.path)
+        if not self.presets:
+            raise ConfigFileError(f"There is no preset {name!r}: {shown} has no table such as [preset.{name}].")
+        known = f"It has {', '.join(sorted(self.presets))}."
+        raise ConfigFileError(f"There is no preset {name!r} in {shown}{_near_miss(name, self.presets)} {known}")
+
+
+def config_path() -> Path:
+    """Where the file lies, whether it exists or not. XDG's standard ignores a relative XDG_CONFIG_HOME."""
+    folder = os.environ.get("XDG_CONFIG_HOME", "")
+    if not Path(folder).is_absolute():
+        folder = os.path.expanduser("~/.config")  # noqa: PTH111 (Path.expanduser raises if there is no home)
+    return Path(folder, "cbatch", "config.toml")
+
+
+def display_path(path: Path) -> str:
+    """A path as people write it: with `~` for their home."""
+    home = os.path.expanduser("~")  # noqa: PTH111
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def option_keys(command: click.Command) -> dict[str, click.Option]:
+    """The options of a command by their keys in the file: the long name, with underscores."""
+    keys = {}
+    for option in command.params:
+        long = [name for name in option.opts if name.startswith("--")]
+        if isinstance(option, click.Option) and long:
+            keys[_as_key(long[0].removeprefix("--"))] = option
+    return keys
+
+
+def load_config(command: click.Command, commands: Sequence[click.Command] = ()) -> CommandConfig:
+    """Reads what the file says to a command. It need not exist.
+
+    commands: all commands; then each key has to be understood by one of them
+
+    Raises ConfigFileError.
+    """
+    path = config_path()
+    shown = display_path(path)
+    try:
+        data = path.read_bytes()
+        content = tomllib.loads(data.decode("utf-8-sig"))
+    except (FileNotFoundError, NotADirectoryError):
+        return CommandConfig(path, {}, {})
+    except OSError as error:
+        raise ConfigFileError(f"{shown} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigFileError(f"{shown} is not valid UTF-8 (line {line}).") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigFileError(f"{shown} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise ConfigFileError(f"{shown} is not valid TOML: it is nested too deeply.") from error
+    keys = {one.name or "": option_keys(one) for one in commands or [command]}
+    return _Reader(path, keys, is_strict=bool(commands)).read(content, command.name or "")
+
+
+class _Reader:
+    """Checks the keys of a file, all of them, and picks the settings of one command.
+
+    keys:      the options of each command
+    is_strict: whether these are all commands, so that another key is wrong
+    """
+
+    def __init__(self, path: Path, keys: Mapping[str, Mapping[str, click.Option]], *, is_strict: bool) -> None:
+        self._path, self._shown, self._keys, self._is_strict = path, display_path(path), keys, is_strict
+        # A preset is chosen in a table, because [preset.NAME] takes the name of its key.
+        self._all = {key: None for options in keys.values() for key in options if key != PRESET}
+        self._preset_keys = {
+            key: None
+            for options in keys.values()
+            # The --preset of `bench` names an experiment, not a table.
+            if PRESET in options and not isinstance(options[PRESET].type, click.Choice)
+            for key in options
+            if key != PRESET
+        }
+
+    def read(self, content: Mapping[str, Any], command: str) -> CommandConfig:
+        tables = {name: content[name] for name in self._keys if name in content}
+        shared = {name: value for name, value in content.items() if name not in tables and name != PRESET}
+        options = self._keys[command]
+        settings = self._settings(shared, "", self._all, options, others=[*self._keys, PRESET])
+        for name, table in tables.items():
+            settings |= self._settings(table, name, self._keys[name], options if name == command else {})
+        presets = content.get(PRESET, {})
+        if not isinstance(presets, dict):
+            raise ConfigFileError(
+                f"{self._shown}: preset holds the presets, as tables such as [preset.coder]; to choose one for every "
+                "chat, write preset under [chat]."
+            )
+        named = {
+            name: self._settings(table, f"{PRESET}.{name}", self._preset_keys, options)
+            for name, table in presets.items()
+        }
+        return CommandConfig(self._path, settings, named)
+
+    def _settings(
+        self,
+        table: Any,
+        name: str,
+        known: Mapping[str, object],
+        options: Mapping[str, click.Option],
+        others: Iterable[str] = (),
+    ) -> dict[str, Setting]:
+        """The settings in a table.
+
+        known:   keys that may stand in it
+        options: those of the command that is started; other keys are left out
+        others:  names that may be meant by a wrong key
+        """
+        if not isinstance(table, dict):
+            raise ConfigFileError(f"{self._shown}: {name} must be a table, [{name}], not one value.")
+        of_table = f" in [{name}]" if name else ""
+        settings: dict[str, Setting] = {}
+        for written, value in table.items():
+            key = _as_key(written)
+            where = f"{self._shown}: {written}{of_table}"
+            if key not in known and self._is_strict:
+                raise ConfigFileError(f"{where} is not an option{_near_miss(key, [*known, *others])}")
+            if (option := options.get(key)) is None:
+                continue
+            if option.name in settings:
+                raise ConfigFileError(f"{where} is there twice, with a dash and with an underscore.")
+            settings[option.name or key] = Setting(_as_typed(option, value, where), where)
+        return settings
+
+
+def _as_key(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _as_typed(option: click.Option, value: Any, where: str) -> Any:
+    """The value as it would be typed on the command line, so that Click reads both alike."""
+    if option.multiple:
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, str) for one in values):
+            raise ConfigFileError(f"{where} must be a string or a list of strings.")
+        return tuple(values)
+    if option.metavar == "JSON" and isinstance(value, dict):
+        try:
+            return json.dumps(value)
+        except TypeError:
+            raise ConfigFileError(f"{where} holds a date or time, which JSON does not have.") from None
+    if isinstance(value, dict | list):
+        raise ConfigFileError(f"{where} takes one value, not a {'table' if isinstance(value, dict) else 'list'}.")
+    if isinstance(value, bool):
+        if not option.is_flag:
+            raise ConfigFileError(f"{where} takes a value, not true or false.")
+        return value
+    text = str(value)
+    return os.path.expanduser(text) if option.metavar in _PATH_METAVARS else text  # noqa: PTH111 (may be a hub id)
+
+
+def _near_miss(name: str, known: Iterable[str]) -> str:
+    found = get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else "."
+
 
 _CONFIG, _SETTINGS, _COMMAND_LINE = f"{__name__}.config", f"{__name__}.settings", f"{__name__}.command_line"
 """Keys of a context's `meta`: what the file says to the command, the settings that count, and what was typed."""
@@ -40,8 +233,13 @@ class ConfiguredCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the file before the options. What is wrong in it counts only if nobody asks for help."""
         problem: ConfigFileError | None = None
+        root = ctx.find_root()
+        commands: list[click.Command] = []  # a command is also read by itself, as /run in a chat is
+        if isinstance(root.command, click.Group):
+            found = (root.command.get_command(root, name) for name in root.command.list_commands(root))
+            commands = [one for one in found if one is not None]
         try:
-            config = load_config(self, _commands(ctx))
+            config = load_config(self, commands)
         except ConfigFileError as error:
             problem, config = error, CommandConfig(config_path(), {}, {})
         ctx.meta[_CONFIG], ctx.meta[_SETTINGS] = config, {}
@@ -50,7 +248,10 @@ class ConfiguredCommand(click.Command):
         try:
             rest = super().parse_args(ctx, args)
         except click.BadParameter as error:
-            raise problem or _located(error, ctx) from error
+            name = error.param.name if error.param is not None else None
+            if problem is None and name and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
+                problem = ConfigFileError(f"{ctx.meta[_SETTINGS][name].where}: {error.message}")
+            raise problem or error from error
         except ConfigFileError as error:  # no such preset
             raise problem or error from None
         if problem is not None and not ctx.resilient_parsing:
@@ -83,34 +284,16 @@ def command_line() -> str:
     return typed
 
 
-def _commands(ctx: click.Context) -> list[click.Command]:
-    """All commands of the program; none if a command is read by itself, as /run in a chat is."""
-    root = ctx.find_root()
-    if not isinstance(root.command, click.Group):
-        return []
-    found = (root.command.get_command(root, name) for name in root.command.list_commands(root))
-    return [command for command in found if command is not None]
-
-
 def _use(ctx: click.Context, settings: Mapping[str, Setting]) -> None:
     """Adds settings to the defaults of a context; they override those that are there."""
-    merged = {**ctx.meta[_SETTINGS], **settings}
-    ctx.meta[_SETTINGS] = merged
-    ctx.default_map = {name: setting.value for name, setting in merged.items()}
+    ctx.meta[_SETTINGS] |= settings
+    ctx.default_map = {name: setting.value for name, setting in ctx.meta[_SETTINGS].items()}
 
 
 def _use_preset(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
     if name is not None and not ctx.resilient_parsing:
         config: CommandConfig = ctx.meta[_CONFIG]
         _use(ctx, config.preset(name))
-
-
-def _located(error: click.BadParameter, ctx: click.Context) -> click.UsageError:
-    """The error; if the value stands in the file, one that says where."""
-    name = error.param.name if error.param is not None else None
-    if name is None or ctx.get_parameter_source(name) is not ParameterSource.DEFAULT_MAP:
-        return error
-    return ConfigFileError(f"{ctx.meta[_SETTINGS][name].where}: {error.message}")
 
 
 preset_option = click.option(

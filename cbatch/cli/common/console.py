@@ -133,15 +133,12 @@ def show_progress(
             due = now + interval
             done, text = state()
             if bars is None:
-                notice(f"{_rows(done, total)}, {'; '.join([text, *details()])}")
+                rows = f"{done:,}/{format_count(total, 'row')}" if total else format_count(done, "row")
+                notice(f"{rows}, {'; '.join([text, *details()])}")
             else:
                 bars.show(done, text, details())
 
         yield tick
-
-
-def _rows(done: int, total: int | None) -> str:
-    return f"{done:,}/{format_count(total, 'row')}" if total else format_count(done, "row")
 
 
 class _Bars(ExitStack):

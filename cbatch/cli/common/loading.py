@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from cbatch.base.errors import ModelNotFound
+from cbatch.base.errors import ModelNotFound, ReaderGone
 from cbatch.base.hub import check_hub_model
+from cbatch.base.units import format_count
 from cbatch.cli.common.console import notice
 from cbatch.cli.common.local_models import suggest_models
+from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.common.stdout import without_library_output
 from cbatch.runtime.cpu import tune_process
+from cbatch.runtime.tracing import StepTracer
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
     from cbatch.base.config import EngineConfig
     from cbatch.replicas.connection import ReplicaLauncher
     from cbatch.replicas.driver import ReplicaDriver
-    from cbatch.runtime.tracing import StepTracer
 
 DEMO_NOTICE = (
     "this is the bundled demo model, a toy of a few million parameters; "
@@ -81,7 +84,12 @@ def suggesting_models(config: EngineConfig) -> Iterator[None]:
 
 def print_notices(*, quiet: bool) -> None:
     """Prints what the engine logs as notices, unless `quiet`."""
-    logging.getLogger("cbatch").handlers = [logging.NullHandler() if quiet else _Notices()]
+
+    class Notices(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            notice(record.getMessage())
+
+    logging.getLogger("cbatch").handlers = [logging.NullHandler() if quiet else Notices()]
 
 
 def show_loaded(shown: Mapping[str, str], *, is_demo: bool, verbose: bool) -> None:
@@ -96,13 +104,6 @@ def show_loaded(shown: Mapping[str, str], *, is_demo: bool, verbose: bool) -> No
         notice(f"recurrent states: {shown['states']}")
     for name in ("model", "attention", "context", "batch") if verbose else ():
         notice(f"{name}: {shown[name]}")
-
-
-class _Notices(logging.Handler):
-    """Prints the engine's log records as notices."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        notice(record.getMessage())
 
 
 @contextmanager
@@ -137,3 +138,30 @@ def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLaunc
     from cbatch.replicas.local import LocalLauncher, find_places
 
     return LocalLauncher(find_places(config, options.wanted))
+
+
+@contextmanager
+def tracing(path: str | None, others: Mapping[str, str | None], *, quiet: bool) -> Iterator[StepTracer | None]:
+    """The tracer for an engine thread, or None without a path. Close the engine thread within this context.
+
+    path:   file of the trace
+    others: files that the trace may not replace, as `check_distinct_file` takes them
+
+    Raises ConfigError if the trace cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    check_distinct_file("--trace", path, others)
+    trace = StepTracer(path)
+    try:
+        yield trace
+    finally:
+        error = sys.exception()
+        if trace.error:
+            notice(trace.error)
+        elif not quiet and not isinstance(error, ReaderGone) and (trace.summary or error is None):
+            steps = format_count(trace.num_steps, "step")
+            missing = f"no trace was written: recording begins after {trace.warmup} steps, and there were {steps}"
+            written = trace.summary and f"trace of {trace.summary.num_steps} steps in {trace.path}: {trace.summary}"
+            notice(written or missing)

@@ -6,7 +6,8 @@ Only names and sizes of files are read, so that a list of many models takes no t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -68,14 +69,14 @@ def suggest_models(name: str) -> list[str]:
     known = {model.name for model in local_models()}
     known.update(_folders_beside(name))
     known.discard(name)
-    rated = sorted(((_similarity(name, other), other) for other in known), key=lambda pair: (-pair[0], pair[1]))
-    return [other for similarity, other in rated if similarity >= _MIN_SIMILARITY][:_MAX_SUGGESTIONS]
 
+    def similarity(other: str) -> float:
+        a, b = name.lower().rstrip("/"), other.lower()
+        ends = SequenceMatcher(None, a.rpartition("/")[2], b.rpartition("/")[2])
+        return max(SequenceMatcher(None, a, b).ratio(), ends.ratio())
 
-def _similarity(name: str, other: str) -> float:
-    name, other = name.lower().rstrip("/"), other.lower()
-    pairs = ((name, other), (name.rpartition("/")[2], other.rpartition("/")[2]))
-    return max(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+    rated = sorted((-similarity(other), other) for other in known)
+    return [other for rating, other in rated if -rating >= _MIN_SIMILARITY][:_MAX_SUGGESTIONS]
 
 
 def _hub_models(cache: Path) -> Iterator[LocalModel]:
@@ -90,36 +91,30 @@ def _hub_models(cache: Path) -> Iterator[LocalModel]:
 
 def _snapshot(folder: os.DirEntry[str], name: str) -> LocalModel | None:
     """A model's snapshot, if it has a configuration and weights. Its files are links to those with the content."""
-    sizes, times, has_config = [], [0.0], False
-    for entry in _entries(folder):
-        status = _status(entry)
-        if status is None:
-            continue
-        has_config = has_config or entry.name == "config.json"
-        if entry.name.endswith(".safetensors"):
-            sizes.append(status.st_size)
-            times.append(status.st_mtime)
-    if not (sizes and has_config):
+    files = {entry.name: status for entry in _entries(folder) if (status := _status(entry)) is not None}
+    weights = [status for file, status in files.items() if file.endswith(".safetensors")]
+    if not weights or "config.json" not in files:
         return None
-    return LocalModel(name.replace("--", "/"), "hub", sum(sizes), max(times))
+    size, newest = sum(one.st_size for one in weights), max(one.st_mtime for one in weights)
+    return LocalModel(name.replace("--", "/"), "hub", size, newest)
 
 
 def _gguf_files(folder: Path | os.DirEntry[str], depth: int) -> Iterator[LocalModel]:
     for entry in _entries(folder):
-        if _is_folder(entry):
+        status = _status(entry)
+        if status is not None and stat.S_ISDIR(status.st_mode):
             if depth and not entry.name.startswith("."):
                 yield from _gguf_files(entry, depth - 1)
-        elif entry.name.lower().endswith(".gguf") and (status := _status(entry)) is not None:
+        elif status is not None and entry.name.lower().endswith(".gguf"):
             yield LocalModel(entry.path, "gguf", status.st_size, status.st_mtime)
 
 
 def _folders_beside(name: str) -> Iterator[str]:
     """Model folders in the current folder, and in the one of the path that is named, written as the name is."""
     path = Path(_expand(name))
-    parents: Iterable[Path] = dict.fromkeys((path.parent, Path()))
-    for parent in parents:
+    for parent in dict.fromkeys((path.parent, Path())):
         for entry in _entries(parent):
-            if _is_folder(entry) and os.path.isfile(os.path.join(entry.path, "config.json")):  # noqa: PTH113, PTH118
+            if os.path.isfile(os.path.join(entry.path, "config.json")):  # noqa: PTH113, PTH118
                 found = str(parent / entry.name)
                 yield f"./{found}" if "/" not in found else found
 
@@ -130,13 +125,6 @@ def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
             return list(entries)
     except (OSError, ValueError):  # the latter for a path with a null character
         return []
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:

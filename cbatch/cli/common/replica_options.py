@@ -36,7 +36,9 @@ def _parse_resources(text: str) -> dict[str, float]:
         resources = json.loads(text)
     except (ValueError, RecursionError):
         resources = None
-    if not isinstance(resources, dict) or not all(map(_is_amount, resources.values())):
+    if not isinstance(resources, dict) or not all(
+        type(amount) in (int, float) and 0 <= amount < math.inf for amount in resources.values()
+    ):
         wanted = '\'{"num_cpus": 8, "num_gpus": 1}\''
         raise ValueError(f"{text!r} is no JSON object of numbers, such as {wanted}.")
     return resources
@@ -51,10 +53,6 @@ def _parse_timeout(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{seconds:g} is no number of seconds above 0.")
     return seconds
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 _option = partial(option, group="Replicas")

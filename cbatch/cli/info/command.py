@@ -15,11 +15,10 @@ import click
 from cbatch import __version__
 from cbatch.base.config import EngineConfig
 from cbatch.base.units import format_bytes, format_count
-from cbatch.cli.common.config_file import display_path
-from cbatch.cli.common.configured_command import ConfiguredCommand
+from cbatch.cli.common.configured_command import ConfiguredCommand, display_path
 from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
-from cbatch.cli.common.local_models import LocalModel, gguf_folders, hub_cache, local_models
+from cbatch.cli.common.local_models import gguf_folders, hub_cache, local_models
 from cbatch.cli.common.options import engine_config, engine_options
 from cbatch.model.packed_file import WeightCache
 
@@ -52,7 +51,7 @@ def info(check: bool, clear_weight_cache: bool, as_json: bool, models: bool, **v
         emit(f"{format_bytes(cache.clear() if cache else 0)} of packed weights were removed.")
         return 0
     if models:
-        show_models()
+        _show_models()
         return 0
     about = _about_machine(config)
     if not as_json:
@@ -65,7 +64,7 @@ def info(check: bool, clear_weight_cache: bool, as_json: bool, models: bool, **v
             emit(json.dumps(about | described, indent=2, ensure_ascii=False))
             return 0
         _show({name: value for name, value in described.items() if not (check and name == "KV cache")})
-        return 0 if not check or show_kernels(engine) else 1
+        return 0 if not check or _kernels_agree(engine) else 1
 
 
 def _about_machine(config: EngineConfig) -> dict[str, str]:
@@ -96,7 +95,7 @@ _WIDTH = 48
 """Columns of the names of kernels."""
 
 
-def show_kernels(engine: Engine) -> bool:
+def _kernels_agree(engine: Engine) -> bool:
     """Checks each kernel and prints its line at once. Returns whether all agree."""
     from cbatch.cli.bench.roofline import measure_rates
 
@@ -107,28 +106,23 @@ def show_kernels(engine: Engine) -> bool:
         return True
     rates = measure_rates(engine.device, engine.model.dtype)
     emit(
-        f"\nA copy moves {_bytes_rate(rates.bytes_per_s)} on {engine.device}, and a product of matrices computes "
+        f"\nA copy moves {rates.bytes_per_s / 1e9:,.1f} GB/s on {engine.device}, and a product of matrices computes "
         f"{_flops_rate(rates.flops_per_s)}.\n\n{'kernel':<{_WIDTH}}  agrees  {'error':>7}  {'limit':>7}  speed"
     )
     wrong = count = 0
     for check in (first, *checks):
         count += not check.skipped
         wrong += not check.agrees
-        _show_kernel(check, engine, rates)
+        if check.skipped:
+            said = f"not checked: {safe(check.skipped)}"
+        elif check.failure:
+            said = f"NO      {safe(check.failure)}"
+        else:
+            agrees = "yes" if check.agrees else "NO"
+            said = f"{agrees:<6}  {check.error:>7.1e}  {check.tolerance:>7.1e}  {_speed(check, engine, rates)}"
+        emit(f"{safe(check.name):<{_WIDTH}}  {said}".rstrip())
     emit(f"\n{wrong} of {count} kernels differ from plain torch." if wrong else "\nAll kernels agree with plain torch.")
     return wrong == 0
-
-
-def _show_kernel(check: KernelCheck, engine: Engine, rates: DeviceRates) -> None:
-    name = f"{safe(check.name):<{_WIDTH}}"
-    if check.skipped:
-        emit(f"{name}  not checked: {safe(check.skipped)}")
-    elif check.failure:
-        emit(f"{name}  NO      {safe(check.failure)}")
-    else:
-        agrees = "yes" if check.agrees else "NO"
-        figures = f"{agrees:<6}  {check.error:>7.1e}  {check.tolerance:>7.1e}"
-        emit(f"{name}  {figures}  {_speed(check, engine, rates)}".rstrip())
 
 
 def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
@@ -144,18 +138,14 @@ def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
         return f"{rate / rates.flops_per_s:>4.0%} of the product ({_flops_rate(rate)})"
     rate = work.bytes_read / seconds
     where = ", in a cache" if work.bytes_read <= cache_bytes(engine.device) else ""
-    return f"{rate / rates.bytes_per_s:>4.0%} of the copy ({_bytes_rate(rate)}{where})"
-
-
-def _bytes_rate(per_s: float) -> str:
-    return f"{per_s / 1e9:,.1f} GB/s"
+    return f"{rate / rates.bytes_per_s:>4.0%} of the copy ({rate / 1e9:,.1f} GB/s{where})"
 
 
 def _flops_rate(per_s: float) -> str:
     return f"{per_s / 1e12:,.1f} TFLOP/s" if per_s >= 1e12 else f"{per_s / 1e9:,.1f} GFLOP/s"
 
 
-def show_models() -> None:
+def _show_models() -> None:
     """Prints name, kind, size and date of each model; if there are none, where they were looked for."""
     models = local_models()
     if not models:
@@ -165,12 +155,10 @@ def show_models() -> None:
             "A model is downloaded when it is first used, for example by cbatch chat -m Qwen/Qwen3-0.6B."
         )
         return
-    rows = [("model", "kind", "size", "date"), *map(_row, models)]
+    rows = [("model", "kind", "size", "date")]
+    for one in models:
+        date = datetime.fromtimestamp(one.modified_at).date().isoformat()
+        rows.append((safe(one.name), one.kind, format_bytes(one.size_bytes), date))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, kind, size, date in rows:
         emit(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {size:>{widths[2]}}  {date}".rstrip())
-
-
-def _row(model: LocalModel) -> tuple[str, str, str, str]:
-    date = datetime.fromtimestamp(model.modified_at).date().isoformat()
-    return safe(model.name), model.kind, format_bytes(model.size_bytes), date

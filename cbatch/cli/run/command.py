@@ -14,7 +14,7 @@ import click
 from cbatch.cli.common.configured_command import ConfiguredCommand, preset_option
 from cbatch.cli.common.console import emit, notice, show_progress
 from cbatch.cli.common.exits import handle_signals
-from cbatch.cli.common.loading import open_engine
+from cbatch.cli.common.loading import open_engine, tracing
 from cbatch.cli.common.options import (
     engine_options,
     lora_option,
@@ -23,7 +23,6 @@ from cbatch.cli.common.options import (
     replica_options,
     sampling_options,
 )
-from cbatch.cli.common.tracing import tracing
 from cbatch.cli.run.files import open_input, open_output, stats_file
 from cbatch.cli.run.options import RunOptions
 

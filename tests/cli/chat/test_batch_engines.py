@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,9 @@ def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[InProcessL
         made.append(InProcessLauncher(engine, 1))
         return made[-1]
 
-    monkeypatch.setattr(BatchEngines, "_launch_others", launch)
+    monkeypatch.setattr(BatchEngines, "launch_others", launch)
     monkeypatch.setattr("cbatch.replicas.local.find_places", lambda config, number: [Place("cpu")] * number)
     return made
-
-
-def wait_until_done(background: BackgroundRun) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while background.is_running:
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_batch_runs_on_all_and_replies_go_on(
@@ -69,7 +61,7 @@ def test_a_batch_runs_on_all_and_replies_go_on(
     for name in ("a", "b"):
         background.start(engine, f"{source} -o {tmp_path / name}.jsonl --stats {tmp_path / name}.json")
         assert harness.ask(controller, "Name a fruit.")
-        wait_until_done(background)
+        wait_until(lambda: not background.is_running, PATIENCE_S)
         stats = json.loads((tmp_path / f"{name}.json").read_text())
         assert [one["name"] for one in stats["replicas"]] == ["replica 1", "this chat"]
         assert all(one["rows"] > 0 for one in stats["replicas"]) and stats["rows"] == 60
@@ -96,9 +88,9 @@ def test_the_engine_of_the_chat_takes_its_share(monkeypatch: pytest.MonkeyPatch)
     engines = BatchEngines(EngineConfig(), ReplicaOptions(3))
     assert engines.config == EngineConfig(device="cpu", kv_cache_memory="12345")
     assert bound == [(0, (1,))] and os.environ["OMP_NUM_THREADS"] == "1"
-    others = engines._launch_others()
+    others = engines.launch_others()
     assert others is not None and others.num_replicas == 2
-    assert BatchEngines(EngineConfig(), ReplicaOptions(1, ray="auto"))._launch_others() is None
+    assert BatchEngines(EngineConfig(), ReplicaOptions(1, ray="auto")).launch_others() is None
 
 
 @pytest.mark.parametrize(("target", "of_others"), [("auto", None), (20.0, 20.0), (None, None)])

@@ -14,6 +14,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.utils import get_cwidth
 
+from cbatch.base.params import PARAMS
 from cbatch.cli.chat.commands import replies
 from cbatch.cli.chat.commands.registry import COMMANDS, CommandCompleter, CommandContext
 from cbatch.cli.chat.controller import ChatController
@@ -103,10 +104,12 @@ def test_patterns_of_files(tmp_path: Path) -> None:
         expand_names("'a")
 
 
-def completions(store: SessionStore, line: str) -> list[str]:
-    """The lines that Tab makes of a line."""
-    controller = ChatController(CLIENT)
-    found = CommandCompleter(controller, store).get_completions(Document(line), CompleteEvent())
+def completions(store: SessionStore, line: str, *, about: bool = False) -> list[str]:
+    """The lines that Tab makes of a line, or what it says about them."""
+    completer = CommandCompleter(ChatController(CLIENT), store)
+    found = list(completer.get_completions(Document(line), CompleteEvent()))
+    if about:
+        return [each.display_meta_text for each in found]
     return [line[: len(line) + each.start_position] + each.text for each in found]
 
 
@@ -124,6 +127,7 @@ def test_completion(tmp_path: Path) -> None:
     (tmp_path / "sub dir").mkdir()
     assert completions(store, f"/read {tmp_path}/sub") == [f"/read {tmp_path}/sub\\ dir/"]
     assert completions(store, "/set temp") == ["/set temperature"]
+    assert completions(store, "/set temp", about=True) == [PARAMS["temperature"].help]
     assert completions(store, "/set all temp") == ["/set all temperature"]
     assert completions(store, "/switch m") == ["/switch main"]
     assert completions(store, "/help ke") == ["/help keys"]
@@ -154,19 +158,12 @@ def test_every_command_teaches() -> None:
                 assert line.strip().partition("/")[2].split()[0] in COMMANDS, line
 
 
-class Screen:
-    """What commands need of a screen."""
-
-    def set_input(self, text: str) -> None:
-        self.input = text
-
-
 def test_thinking_is_turned_on_and_off() -> None:
     """Guards `/think`: it sets the variable that the model's template reads, and says so if there is none."""
     engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{% if enable_thinking %}"), loaded=None)
     client: Any = SimpleNamespace(engine=engine, template_kwargs={})
     controller = ChatController(client)
-    context = CommandContext(controller, Screen(), None, None, None)  # type: ignore[arg-type]
+    context = CommandContext(controller, None, None, None, None)  # type: ignore[arg-type]
     COMMANDS["think"].handler(context, "off")
     assert controller.current.template_kwargs == {"enable_thinking": False}
     assert "thinking: off" in controller.current.items[-1].text

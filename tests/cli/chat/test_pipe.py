@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from cbatch.cli.main import run_command
 from tests.support.chat_terminal import Chat
+from tests.support.fake_replicas import wait_until
 from tests.support.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
@@ -30,15 +30,12 @@ def talk(runs: ForkServer, tmp_path: Path) -> Talk:
     """Pipes text into a chat. Returns its exit code, stdout and stderr."""
 
     def call(text: str | bytes, *arguments: object, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-        streams = [tmp_path / name for name in ("stdin", "stdout", "stderr")]
-        streams[0].write_bytes(text.encode() if isinstance(text, str) else text)
-        for path in streams[1:]:
+        files = {name: tmp_path / name for name in ("stdin", "stdout", "stderr")}
+        for path in files.values():
             path.write_bytes(b"")
-        run = runs.start(
-            "chat", *arguments, stdin=str(streams[0]), stdout=str(streams[1]), stderr=str(streams[2]), env=env
-        )
-        code = run.code()
-        return code, streams[1].read_text(), streams[2].read_text()
+        files["stdin"].write_bytes(text.encode() if isinstance(text, str) else text)
+        code = runs.start("chat", *arguments, env=env, **{name: str(path) for name, path in files.items()}).code()
+        return code, files["stdout"].read_text(), files["stderr"].read_text()
 
     return call
 
@@ -67,8 +64,7 @@ def test_a_question_and_a_document(talk: Talk) -> None:
 def test_a_question_goes_on_with_the_last_session(runs: ForkServer, talk: Talk, tmp_path: Path) -> None:
     """Guards `cbatch chat -c QUESTION`: it remembers, and is remembered; a question alone saves nothing."""
     with Chat(runs, tmp_path) as chat:
-        chat.say("My name is Ada.")
-        chat.wait("Ada!")
+        chat.say("My name is Ada.", "Ada!")
         assert chat.leave() == 0
     state = {"XDG_STATE_HOME": str(tmp_path)}
     assert talk("", "-q", "Spell the word lamp.", env=state)[0] == 0
@@ -173,13 +169,9 @@ def test_signals(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> No
     """Guards the exit codes of a chat in a pipeline that is interrupted in the middle of a reply."""
     text, out, err = (tmp_path / name for name in ("in", "out", "err"))
     text.write_text("Tell me a story.\n")
-    run = runs.start(
-        "chat", "-q", "--ignore-eos", "--max-tokens", 1000, stdin=str(text), stdout=str(out), stderr=str(err)
-    )
-    end = time.monotonic() + 60
-    while not (out.exists() and out.read_bytes()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    files = {"stdin": str(text), "stdout": str(out), "stderr": str(err)}
+    run = runs.start("chat", "-q", "--ignore-eos", "--max-tokens", 1000, **files)
+    wait_until(lambda: out.exists() and out.read_bytes(), 60)
     run.send(signum)
     assert run.code() == code and "Interrupted" in err.read_text()
 

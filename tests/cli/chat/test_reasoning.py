@@ -11,6 +11,7 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
+from cbatch.base.params import PARAMS
 from cbatch.cli.chat.commands.settings import do_set
 from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import to_row
@@ -38,8 +39,7 @@ def make(change: str) -> ChatHarness:
 def harness(request: pytest.FixtureRequest) -> Iterator[ChatHarness]:
     made = make(request.param)
     yield made
-    assert made.client.engine is not None
-    made.client.engine.close()
+    made.engine.close()
 
 
 def shown(controller: Any) -> list[str]:
@@ -69,8 +69,7 @@ def test_reasoning_is_shown_apart_and_not_told_again(tmp_path: Path) -> None:
     assert (kept.text, kept.reasoning, kept.generated) == (text, reply.reasoning, reply.raw)
     with pytest.raises(Exception, match="complete"):
         controller.continue_reply(controller.current)
-    assert harness.client.engine is not None
-    harness.client.engine.close()
+    harness.engine.close()
 
 
 def test_thoughts_that_are_cut_off_go_on(harness: ChatHarness) -> None:
@@ -114,11 +113,14 @@ def test_a_form_cannot_go_on_in_the_middle(harness: ChatHarness) -> None:
 
 
 def test_other_names_of_parameters_are_understood() -> None:
-    """Guards /set with the names of vLLM and ollama, and what it says for those that a chat has not."""
+    """Guards /set: its help, the names of vLLM and ollama, and what it says for those that a chat has not."""
     session = Session("main")
     client = EngineClient(lambda: None)  # type: ignore[arg-type,return-value]
     controller = SimpleNamespace(save=lambda session: None, client_of=lambda session: client, sessions=[session])
-    context: Any = SimpleNamespace(session=session, controller=controller, show=lambda *lines: None)
+    said: list[str] = []
+    context: Any = SimpleNamespace(session=session, controller=controller, show=lambda *lines: said.extend(lines))
+    do_set(context, "top_p")
+    assert said == ["top_p               1.0  (default)", f"  {PARAMS['top_p'].help}"]
     do_set(context, "num_predict 5")
     do_set(context, 'guided_json {"type": "object"}')
     assert session.params["max_tokens"] == 5 and "json_schema" in session.params["response_format"]
@@ -135,7 +137,6 @@ def test_other_names_of_parameters_are_understood() -> None:
 def test_variables_reach_the_chat_template() -> None:
     """Guards --template-kwargs: a model is told not to think, and an exported row says so too."""
     harness = make("' + ('' if enable_thinking | default(true) else '<think>\n\n</think>\n\n') + '")
-    assert harness.client.engine is not None
     lengths = []
     for kwargs in ({}, {"enable_thinking": False}):
         harness.client.template_kwargs = kwargs
@@ -144,6 +145,6 @@ def test_variables_reach_the_chat_template() -> None:
         lengths.append(reply_of(controller.current).prompt_tokens)
         row = to_row(controller.current, harness.client.params({}), 64, as_messages=True, template_kwargs=kwargs)
         assert row.get("chat_template_kwargs", {}) == kwargs
-    block = harness.client.engine.encode("<think>\n\n</think>\n\n", raw=True)
+    block = harness.engine.encode("<think>\n\n</think>\n\n", raw=True)
     assert lengths[1] == lengths[0] + len(block)
-    harness.client.engine.close()
+    harness.engine.close()

@@ -1,4 +1,4 @@
-"""How a session is drawn: wrapping, the status bar. All of it fits, and nothing steers the terminal."""
+"""How a session and its replies in Markdown are drawn: all of it fits, and nothing steers the terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_toolkit.utils import get_cwidth
 
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.markdown.layout import PARSER, MarkdownLayout
 from cbatch.cli.chat.markdown.lines import StyledLine, wrap_plain
+from cbatch.cli.chat.markdown.parser import find_code
 from cbatch.cli.chat.session.session import Notice, Reply, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.screen import Transcript, conversation_lines, status_bar, visible_lines
@@ -25,6 +27,10 @@ TEXT = st.text(st.one_of(st.characters(), st.sampled_from("  \n\n`*-#> \x1b\r\t�
 
 def texts(lines: list[StyledLine]) -> list[str]:
     return ["".join(text for _, text in line) for line in lines]
+
+
+def transcript(session: Session, width: int) -> list[str]:
+    return texts([line for chunk in Transcript().chunks(session, width) for line in chunk])
 
 
 @given(TEXT, st.integers(2, 60))
@@ -44,12 +50,12 @@ def test_alternatives_stand_side_by_side_where_they_fit() -> None:
     session = Session("s")
     replies = [Reply(text, state="stop") for text in ("old", "one two", "three", "four")]
     session.items.append(Turn("q", replies, 1, first_compared=1))
-    wide = texts([line for chunk in Transcript().chunks(session, 80) for line in chunk])
+    wide = transcript(session, 80)
     assert [line.split("│") for line in wide[2:4]] == [
         ["[1]".ljust(25), " [2]".ljust(26), " [3]".ljust(25)],
         ["one two".ljust(25), " three".ljust(26), " four".ljust(25)],
     ]
-    narrow = texts([line for chunk in Transcript().chunks(session, 40) for line in chunk])
+    narrow = transcript(session, 40)
     assert narrow[2:4] == ["[1]", "one two"] and "old" not in "".join(narrow)
 
 
@@ -83,8 +89,7 @@ def test_the_bar_fits_and_shows_the_current_session(width: int, count: int) -> N
 def test_notes_stand_together_and_turns_apart() -> None:
     """Guards the blank lines of a transcript."""
     session = Session("s", items=[Notice("a"), Notice("b"), Turn("q", [Reply("x", state="stop")]), Notice("c")])
-    lines = [line for chunk in Transcript().chunks(session, 30) for line in chunk]
-    assert texts(lines) == ["· a", "· b", "", "> q", "", "x", "", "· c"]
+    assert transcript(session, 30) == ["· a", "· b", "", "> q", "", "x", "", "· c"]
 
 
 def test_code_is_printed_unbroken_at_the_end() -> None:
@@ -128,3 +133,215 @@ print(sorted(lines))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     shown = sorted(["from C", "from Python", "on stdout", "from a child", " 10%", " 20%"])
     assert (done.stdout, done.stderr) == (f"the screen{shown}\n", "")
+
+
+PIECES = st.sampled_from(
+    "# |## |- |  - |    |1. |10) |> |>|* |```|````|~~~|```python\n|```md\n|  ```|   ```\n|\n|\n\n|===|---|--|a|word |"
+    "**|*|_|~~|`|[t](u)|![i](u)|[|](|<a:b>|$|\\(|\\)|\\[|\\]|$$|\n| b |--|--\n|\t|日本|：|👍|\x1b|\r|\u0301|&#10;|"
+    '&#x202e;|&amp;|\\|x = \'y\'\n|"""|- [ ] |x '.split("|")
+)
+CELLS = st.sampled_from(["|", " | ", "|\n", "|-|-|\n"])
+TEXT = st.lists(st.one_of(PIECES, CELLS, st.text(max_size=4)), max_size=40).map("".join)
+LOW_LIMITS = {"layout.SMALL": 12, "layout.CODE_CHUNK": 16, "layout.LONG_LINE": 24, "lines.LONG_LINE": 24}
+
+
+def shown(source: str, width: int = 60) -> list[str]:
+    return texts(MarkdownLayout(width).lines(source))
+
+
+def styled(source: str, style: str) -> list[str]:
+    """The texts in a style."""
+    return [text for line in MarkdownLayout(60).lines(source) for name, text in line if style in name.split()]
+
+
+def check_growing(text: str, width: int, ends: list[int]) -> None:
+    layout = MarkdownLayout(width)
+    for end in sorted(ends):
+        check_lines(layout.lines(text[:end], is_whole=False), width)
+    lines = layout.lines(text)
+    check_lines(lines, width)
+    assert lines == MarkdownLayout(width).lines(text)
+
+
+def check_lines(lines: list[StyledLine], width: int) -> None:
+    assert all(get_cwidth(line) <= width for line in texts(lines))
+    assert not any(unicodedata.category(character) == "Cc" for line in texts(lines) for character in line)
+
+
+@settings(max_examples=150)
+@given(TEXT, st.integers(2, 90), st.data())
+def test_text_that_grows_is_laid_out_as_the_whole(text: str, width: int, data: st.DataObject) -> None:
+    """Guards streaming: in whatever pieces a text comes, the result is the same, and no line is too wide."""
+    check_growing(text, width, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+
+
+@settings(max_examples=60)
+@given(TEXT, st.integers(2, 30), st.data())
+def test_text_that_grows_beyond_the_limits(text: str, width: int, data: st.DataObject) -> None:
+    """Guards blocks that are not parsed with every token: what was shown meanwhile leaves nothing behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LOW_LIMITS.items():
+            patch.setattr(f"cbatch.cli.chat.markdown.{name}", value)
+        check_growing(text, width, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("# One\n## Two ##\nThree\n=====\nFour\n---", ["One", "Two", "Three", "Four"]),
+        ("#\n#no heading", ["#", "#no heading"]),
+        ("\n\none\ntwo  \nthree\n\n\n\nfour\n\n", ["one", "two", "three", "", "four"]),
+        ("one\n***\ntwo", ["one", "─" * 40, "two"]),
+        ("- a\n  - b\n    - c\n* d\n+ e", ["- a", "  - b", "    - c", "* d", "+ e"]),
+        ("7. a\n8. b\n   text\n\n   more\n9) c", ["7. a", "8. b", "   text", "", "   more", "9) c"]),
+        ("1. a\n  - b\n\n- c\n\n- d", ["1. a", "  - b", "", "- c", "", "- d"]),
+        ("- [ ] a\n- [x] b\n1. [X] c\n- [y] d", ["☐ a", "☑ b", "1. ☑ c", "- [y] d"]),
+        ("-\n- \nx", ["- ", "- ", "x"]),
+        ("> a\nlazy\n> > b\n>\n> - c", ["│ a", "│ lazy", "│ │ b", "│", "│ - c"]),
+        ("<b>x</b>\n<!-- y -->\n&amp; &copy;", ["<b>x</b>", "<!-- y -->", "& ©"]),
+        ("[a]: http://b\n[a]", ["[a]: http://b", "[a]"]),
+        ("1986\\. \\*a\\* \\_ \\# \\a", ["1986. *a* _ # \\a"]),
+        ("    code  x\n\n      y\ntext", ["code  x", "", "  y", "text"]),
+        ("a\n-", ["a"]),
+    ],
+)
+def test_blocks(source: str, expected: list[str]) -> None:
+    """Guards what each kind of block is shown as, and that markers, numbers and line ends are those of the source."""
+    assert [line.rstrip() if line.startswith("│") else line for line in shown(source)] == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("[t](http://u) [http://a](http://a)", "t (http://u) http://a"),
+        ("<http://a.b/c_d_e> <me@x.y> http://x.y/a_b_c", "http://a.b/c_d_e me@x.y http://x.y/a_b_c"),
+        ("[中文](https://x.y/中文?a=%20)", "中文 (https://x.y/中文?a=%20)"),
+        ("![an *image*](u.png)", "[image: an image] (u.png)"),
+        ("2**3 and 4**5, a * b * c, snake_case_names", "2**3 and 4**5, a * b * c, snake_case_names"),
+        ("a **bold that is open, and `code", "a **bold that is open, and `code"),
+        ("$a_b_c * d * e$ and $$x_1 _y_$$", "$a_b_c * d * e$ and $$x_1 _y_$$"),
+        ("\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\(", "\\(a_b_c *d*\\) and \\[x_1 _y_\\] and \\("),
+        ("$5 and *6* $", "$5 and 6 $"),
+        ("`` a`b `` &#x202e;&#9;x", "a`b  x"),
+    ],
+)
+def test_text_in_a_line(source: str, expected: str) -> None:
+    """Guards links, images, formulas, and stars and underscores that mean no emphasis."""
+    assert shown(source) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("source", "style", "expected"),
+    [
+        ("**a** b __c__", "class:strong", ["a", "c"]),
+        ("*a* b _c_ ***d***", "class:emphasis", ["a", "c", "d"]),
+        ("~~a~~ ~b~ ~~旧：~~新", "class:strike", ["a", "旧："]),
+        ("`a` **`b`** ``c`", "class:code", ["a", "b"]),
+        ("这是**重点**内容", "class:strong", ["重点"]),
+        ("**重点：**内容，和**说明:**内容", "class:strong", ["重点：", "说明:"]),
+        ("「**重点**」です。これは**「重要」**です", "class:strong", ["重点", "「重要」"]),
+        ("他说**“重点”**是", "class:strong", ["“重点”"]),
+        ("**중요**는 **(강조)**입니다", "class:strong", ["중요", "(강조)"]),
+        ("**L**arge **L**anguage Donau**dampf**schiff", "class:strong", ["L", "L", "dampf"]),
+        ("x**2 + y**2 and **z**", "class:strong", ["z"]),
+        ("[t](http://u) <http://a> ![i](v)", "class:link", ["http://u", "http://a", "v"]),
+        ("# a *b*", "class:heading", ["a ", "b"]),
+        ("- a\n1. b", "class:marker", ["- ", "1. "]),
+        ("> a\n> > b", "class:quote", ["│ ", "│ │ "]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.string", ["'a'"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.keyword", ["def", "return"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.name", ["f"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.number", ["1"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.comment", ["# b"]),
+        ("```python\ndef f(): return 'a' + 1  # b\n```", "class:code.operator", ["+"]),
+        ("```python\nx = 1\nif not", "class:code", ["if not"]),
+        ("```no-language\nif x\n```", "class:code", ["if x"]),
+        ("```python\n~~~\n```\n~~~~ js\n```\n~~~~", "class:fence", ["```python", "```", "~~~~ js", "~~~~"]),
+    ],
+)
+def test_styles(source: str, style: str, expected: list[str]) -> None:
+    """Guards emphasis, also beside East Asian text, where CommonMark sees none, and the colours of code."""
+    assert styled(source, style)[-len(expected) :] == expected
+
+
+def test_text_and_code_are_broken_where_they_do_not_fit() -> None:
+    """Guards words, which stay whole, items, which are indented, and code, which keeps its spaces and has no indent."""
+    source = "# Title\n- a **bold** item that is long\n```python\nx  =  1  # long enough to be cut\n```"
+    assert shown(source, 20) == [
+        "Title", "- a bold item that ", "  is long", "```python", "x  =  1  # long enou", "gh to be cut", "```",
+    ]  # fmt: skip
+
+
+TABLE = "| Name | Size |\n|:-----|-----:|\n| **a** | 1 |\n| b c | 1,000 |\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "width", "expected"),
+    [
+        (TABLE, 40, ["Name │  Size", "─────┼──────", "a    │     1", "b c  │ 1,000"]),
+        ("|a|b|\n|:-:|-|\n|日本語|x|", 40, ["  a    │ b", "───────┼──", "日本語 │ x"]),
+        (
+            "a | b\n--|--\nfour words in here | x \\| y\nz",
+            16,
+            ["a        │ b", "─────────┼──────", "four     │ x | y", "words in │", "here     │", "z        │"],
+        ),
+        (TABLE, 9, ["Name: a", "Size: 1", "", "Name: b c", "Size:", "1,000"]),
+        ("text\n| a | b |\n|---|---|\n| 1 |\n\nafter", 40, ["text", "a │ b", "──┼──", "1 │", "", "after"]),
+        ("| a | b |\n|--", 40, ["| a | b |", "|--"]),
+        ("| a | b |\n|--|--", 40, ["a │ b", "──┼──"]),
+        ("- | a |\n  |---|\n  | 1 |\n- b", 40, ["- a", "  ─", "  1", "- b"]),
+    ],
+)
+def test_tables(source: str, width: int, expected: list[str]) -> None:
+    """Guards tables: alignment, wide characters, cells that are wrapped, and screens too narrow for columns."""
+    assert [line.rstrip() for line in shown(source, width)] == [line.rstrip() for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("```md\n# x\n```py\na\n```\n# y\n```\n# z", ["```md", "# x", "```py", "a", "```", "# y", "```", "z"]),
+        ("````\n```\n# a\n````\n# b", ["````", "```", "# a", "````", "b"]),
+        ("```python\n```sh\n```\n# b", ["```python", "```sh", "```", "b"]),
+        ("~~~\n```\n~~~\n# b", ["~~~", "```", "~~~", "b"]),
+        ("1. a\n   ```\n   x\n    y\n\n   ```\n   - b\n2. c", ["1. a", "```", "x", " y", "", "```", "   - b", "2. c"]),
+        ("- a\n  - b\n    ```\n    c\n    ```\n    d\n- e", ["- a", "  - b", "```", "c", "```", "    d", "- e"]),
+        ("- ```\n  a\n  ```\n- b", ["- ", "```", "a", "```", "- b"]),
+        ("- a\n  ```\n  b\nc", ["- a", "```", "b", "c"]),
+        ("> ```md\n> ```py\n> a\n> ```\n> ```\n> # b", ["│ ```md", "│ ```py", "│ a", "│ ```", "│ ```", "│ b"]),
+        ("```\n\ta\n  b", ["```", "    a", "  b"]),
+        ("\\[\na\n- b\n\\]\n# c", ["\\[", "a", "- b", "\\]", "c"]),
+        ("text\n$$\n+ b_1_\n$$", ["text", "$$", "+ b_1_", "$$"]),
+    ],
+)  # fmt: skip
+def test_fences(source: str, expected: list[str]) -> None:
+    """Guards fences inside fences and lists: what follows is not code, and code has no indentation of its list."""
+    assert shown(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("a\n```py\nx\n\n\ty  \n```\n~~~\nz\n~~~", ["x\n\n\ty  \n", "z\n"]),
+        ("- a\n  ```\n  b\n   c\n  ```\n> ```\n> d\n> ```", ["b\n c\n", "d\n"]),
+        ("```md\n```py\na\n```\n```\n```\nopen", ["```py\na\n```\n", "open"]),
+        ("    indented\n\n`inline`", []),
+    ],
+)
+def test_code_is_found(source: str, expected: list[str]) -> None:
+    """Guards `/copy code`: all fenced blocks, exactly as they are written."""
+    assert find_code(source) == expected
+
+
+@pytest.mark.parametrize("source", ["paragraph **b**\n\n", "- item **b**\n", "x = [1, 'a']\n", "a | b\n", "word "])
+@pytest.mark.parametrize("start", ["", "```python\n", "a | b\n--|--\n", "> - "])
+def test_the_time_of_a_reply_is_linear(source: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the screen against long lists, tables, code and lines, which would be parsed anew for each token."""
+    parsed, parse = list[int](), PARSER.block.parse
+    monkeypatch.setattr(PARSER.block, "parse", lambda text, *rest: (parsed.append(len(text)), parse(text, *rest)))
+    text = start + source * (20_000 // len(source))
+    layout = MarkdownLayout(80)
+    for end in range(0, len(text), 200):
+        layout.lines(text[:end], is_whole=False)
+    assert layout.lines(text) == MarkdownLayout(80).lines(text)
+    assert sum(parsed) < 30 * len(text)

@@ -169,9 +169,8 @@ def tool_model(folder: Path) -> Path:
     tokenizer.chat_template = QWEN3
     tokenizer.add_special_tokens({"extra_special_tokens": TAGS})
     tokenizer.save_pretrained(folder)
-    make_network("llama", vocab_size=len(tokenizer), max_position_embeddings=4096, eos_token_id=2).save_pretrained(
-        folder
-    )
+    network = make_network("llama", vocab_size=len(tokenizer), max_position_embeddings=4096, eos_token_id=2)
+    network.save_pretrained(folder)
     return folder
 
 
@@ -182,14 +181,9 @@ def test_tools_on_the_screen(runs: ForkServer, tmp_path: Path) -> None:
     model = tool_model(tmp_path / "model")
     arguments = ["-m", model, "--tool", tmp_path / "tools.py", "--param", f"regex={json.dumps(CALL)}"]
     with Chat(runs, tmp_path, *arguments) as chat:
-        chat.say("How much is 2 and 3?")
-        chat.wait('⚙ add({"a": 2, "b": 3})', "Run it? y: yes")
-        chat.send("y")
-        chat.wait("→ 5", "Run it? y: yes")
-        chat.send("n")
-        chat.wait("→ The user does not allow this call. ⚙ add", "Run it?")
-        chat.send("a")
-        chat.wait("→ 5 ⚙ add", gone="Run it?")
-        chat.say("/tools")
-        chat.wait("add", "runs Adds.")
+        chat.say("How much is 2 and 3?", '⚙ add({"a": 2, "b": 3})', "Run it? y: yes")
+        chat.send("y", "→ 5", "Run it? y: yes")
+        chat.send("n", "→ The user does not allow this call. ⚙ add", "Run it?")
+        chat.send("a", "→ 5 ⚙ add", gone="Run it?")
+        chat.say("/tools", "add", "runs Adds.")
         chat.send("\x03")

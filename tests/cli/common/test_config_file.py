@@ -10,7 +10,7 @@ import click
 import pytest
 
 from cbatch.cli.chat.background_run import parse_run_options
-from cbatch.cli.common.config_file import config_path, display_path, option_keys
+from cbatch.cli.common.configured_command import config_path, display_path, option_keys
 from cbatch.cli.main import cli, run_command
 
 

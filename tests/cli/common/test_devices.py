@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -22,28 +21,18 @@ def old_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(tmp_path, monkeypatch, gpus=(), driver=driver, start_error=OLD).install()
 
 
-def run_on(device: str, folder: Path) -> int:
-    rows = folder / "in.jsonl"
-    rows.write_text('{"prompt": "Hi"}\n')
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # of torch, which would say the same in other words
-        return run_command(["run", str(rows), "--device", device, "--kv-blocks", "40", "--max-tokens", "2"])
-
-
-def test_auto_runs_on_the_cpu_and_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards a GPU machine against a quiet run on its CPU: one line on stderr, which names the way out."""
-    assert run_on("auto", tmp_path) == 0
+@pytest.mark.filterwarnings("error::UserWarning")  # of torch, which would say the same in other words
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_a_gpu_that_cannot_be_used_is_told(device: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards a GPU machine against a quiet run on its CPU, and scripts that need the GPU: nothing runs without it."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    arguments = ["run", f"{tmp_path}/in.jsonl", "--device", device, "--kv-blocks", "40", "--max-tokens", "2"]
+    assert run_command(arguments) == (2 if device == "cuda" else 0)
     out, err = capfd.readouterr()
     told = [line for line in err.splitlines() if "driver" in line]
-    assert len(out.splitlines()) == 1 and len(told) == 1
-    assert told[0].startswith(
-        f"cbatch: The CPU is used: {REASON}; update the driver, or install a build for CUDA 12: pip"
-    )
-    assert run_on("cpu", tmp_path) == 0 and "driver" not in capfd.readouterr().err
-
-
-def test_a_named_gpu_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards scripts that need the GPU: nothing runs, and the reason is the same."""
-    assert run_on("cuda", tmp_path) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err.startswith(f"cbatch: Device 'cuda' cannot be used: {REASON}; ") and err.count("\n") == 1
+    assert len(out.splitlines()) == (device != "cuda") and len(told) == (device != "cpu")
+    if device == "auto":
+        way_out = "update the driver, or install a build for CUDA 12: pip"
+        assert told[0].startswith(f"cbatch: The CPU is used: {REASON}; {way_out}")
+    elif device == "cuda":
+        assert err.startswith(f"cbatch: Device 'cuda' cannot be used: {REASON}; ") and err.count("\n") == 1

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 
 from cbatch.base.units import format_count
-from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, Command, CommandContext, command, parse_number
+from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, CommandContext, command, parse_number
 from cbatch.cli.chat.engine_client import takes_messages
 from cbatch.cli.chat.session.export import append_row, to_markdown, to_row
 from cbatch.cli.chat.session.files import as_path, expand_names, one_name, read_text
 from cbatch.cli.chat.session.session import Attachment
-from cbatch.cli.chat.session.store import SavedSession, read_session
+from cbatch.cli.chat.session.store import read_session
 from cbatch.cli.common.exits import UserError
 
 PAGE = 15
@@ -65,19 +64,13 @@ def do_load(context: CommandContext, which: str) -> None:
             _list_page(context, which, start=0)
             return
         path = found[0].path
-    open_saved(context, path)
-
-
-def open_saved(context: CommandContext, path: Path) -> None:
-    """Opens a saved session, or goes to it if it is open."""
     for session in context.controller.sessions:
         if context.store.saved_path(session) == path:  # two sessions would overwrite each other in one file
             context.controller.switch(session)
             context.show("this session is open already")
             return
     context.store.wait()
-    loaded = context.controller.open_saved(read_session(path))
-    context.store.set_path(loaded, path)
+    context.store.set_path(context.controller.open_saved(read_session(path)), path)
 
 
 @command("delete", "NAME|NUMBER", "saved")
@@ -87,7 +80,10 @@ def do_delete(context: CommandContext, which: str) -> None:
     Asks first: the same command again deletes the file. Numbers are those of /load.
     Example: /delete 3
     """
-    saved = _find_saved(context, which)
+    path = _find_path(context, which)
+    saved = next((each for each in context.store.saved_sessions() if each.path == path), None)
+    if saved is None:
+        raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
     if any(context.store.saved_path(session) == saved.path for session in context.controller.sessions):
         raise UserError("That session is open; /close it first.")
     if context.to_delete is None or context.to_delete.path != saved.path:
@@ -109,24 +105,12 @@ def _list_page(context: CommandContext, text: str, start: int) -> None:
     context.searched_text, context.listed_sessions = text, found[: start + PAGE]
     more = "; /load more lists more" if len(found) > start + PAGE else ""
     footer = f"/load NUMBER opens one, /load TEXT searches in all of them{more}"
-    context.show(*_lines(context.listed_sessions)[start:], footer)
-
-
-def _lines(sessions: Iterable[SavedSession]) -> list[str]:
     lines = []
-    for number, saved in enumerate(sessions, start=1):
+    for number, saved in enumerate(context.listed_sessions[start:], start=start + 1):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.modified_at))
         name = f"{saved.name}: " if saved.has_own_name else ""
         lines.append(f"{number:>2}  {when}  {format_count(saved.num_turns, 'turn'):>9}  {name}{saved.title}")
-    return lines
-
-
-def _find_saved(context: CommandContext, which: str) -> SavedSession:
-    path = _find_path(context, which)
-    found = next((saved for saved in context.store.saved_sessions() if saved.path == path), None)
-    if found is None:
-        raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
-    return found
+    context.show(*lines, footer)
 
 
 def _find_path(context: CommandContext, which: str) -> Path | None:
@@ -262,25 +246,14 @@ def do_help(context: CommandContext, name: str) -> None:
     if name == "keys":
         context.show(*(f"{keys:<27} {action}" for keys, action in KEYS))
     elif not name:
-        context.show(*_all_commands(), "/help NAME explains a command and gives an example; /help keys lists the keys.")
+        entries = [f"/{item.name}".ljust(NAME_WIDTH) + item.description for item in COMMANDS.values()]
+        height = (len(entries) + 1) // 2  # two columns, read downwards, so that all fit on a screen of 24 lines
+        columns = zip_longest(entries[:height], entries[height:], fillvalue="")
+        rows = [(left.ljust(COLUMN_WIDTH) + right).rstrip() for left, right in columns]
+        context.show(*rows, "/help NAME explains a command and gives an example; /help keys lists the keys.")
     elif found := COMMANDS.get(ALIASES.get(name, name)):
         context.show(f"/{found.name} {found.usage}".rstrip(), f"{found.description}.", found.details)
     else:
         close = difflib.get_close_matches(name, [*COMMANDS, "keys"], 1)
         hint = f"did you mean /help {close[0]}?" if close else "/help lists all of them."
         raise UserError(f"There is no command /{name[:40]}; {hint}")
-
-
-def _all_commands() -> list[str]:
-    """Two columns, read downwards, so that all fit on a screen of 24 lines."""
-    shown = list(COMMANDS.values())
-    height = (len(shown) + 1) // 2
-    rows = []
-    for number in range(height):
-        right = _line(shown[number + height]) if number + height < len(shown) else ""
-        rows.append(_line(shown[number]).ljust(COLUMN_WIDTH) + right)
-    return [row.rstrip() for row in rows]
-
-
-def _line(item: Command) -> str:
-    return f"/{item.name}".ljust(NAME_WIDTH) + item.description

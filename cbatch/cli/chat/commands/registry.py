@@ -15,7 +15,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 
 from cbatch.base.errors import RequestError
-from cbatch.base.params import PARAM_NAMES, SamplingParams
+from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.files import quoted
@@ -50,18 +50,11 @@ def parse_parameter(name: str, text: str) -> dict[str, Any]:
     return given
 
 
-def check_name(name: str) -> None:
-    """Raises UserError if there is no such parameter."""
-    if name not in SETTABLE:
-        close = difflib.get_close_matches(name, SETTABLE, 1)
-        raise UserError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
-
-
 ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "command", "model"]
 
 
 class CommandUI:
-    """What commands need of the screen they were typed on. What a screen cannot do raises UserError."""
+    """What commands need of the terminal they were typed on. What it cannot do raises UserError."""
 
     def exit(self) -> None:
         """Ends the chat."""
@@ -156,21 +149,12 @@ def command(name: str, usage: str = "", argument: ArgumentKind = "") -> Callable
 
     def register(handler: CommandHandler) -> CommandHandler:
         description, _, details = inspect.cleandoc(handler.__doc__ or "").partition("\n\n")
-        COMMANDS[name] = Command(name, usage, description, _reflowed(details), handler, argument)
+        # Each paragraph on one line, which the screen breaks where it ends; examples stay apart.
+        details = re.sub(r"(?<=[^\n])\n(?!\n|Example| )", " ", details)
+        COMMANDS[name] = Command(name, usage, description, details, handler, argument)
         return handler
 
     return register
-
-
-def _reflowed(text: str) -> str:
-    """A docstring with each paragraph on one line, which the screen breaks where it ends; examples stay apart."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        if lines and line and not line.startswith(("Example", " ")):
-            lines[-1] += f" {line}"
-        else:
-            lines.append(line)
-    return "\n".join(lines)
 
 
 def execute_command(context: CommandContext, line: str) -> None:
@@ -187,6 +171,16 @@ def execute_command(context: CommandContext, line: str) -> None:
     if found.name != "delete":
         context.to_delete = None
     found.handler(context, argument.strip())
+
+
+def execute_line(context: CommandContext, line: str) -> None:
+    """Runs a command, or sends a message to the current session. Raises UserError if it cannot be done."""
+    session = context.session
+    if line.startswith("/") and not line.startswith("//"):
+        execute_command(context, line if line.startswith("/all ") else session.unfold(line))
+    else:
+        context.to_delete = None
+        context.controller.send(session, line.removeprefix("/"))
 
 
 def parse_number(text: str, low: int, high: int) -> int:
@@ -223,13 +217,15 @@ class CommandCompleter(Completer):
 
     def _arguments(self, kind: ArgumentKind, rest: str, complete_event: CompleteEvent) -> Iterable[Completion]:
         if kind in ("file", "files"):
-            last = _LAST_NAME.search(rest)
             whole = list(self._files(rest, complete_event))  # a name with blanks that are not marked, or the only one
-            yield from whole or self._files(last[0] if last else "", complete_event)
+            yield from whole or self._files(_LAST_NAME.findall(rest)[0], complete_event)
             return
         before, _, word = rest.lstrip().rpartition(" ")
         if not before or kind == "session" or (kind == "parameter" and before.strip() == "all"):
-            yield from (Completion(each, -len(word)) for each in self._names(kind) if each.startswith(word))
+            for each in self._names(kind):
+                if each.startswith(word):
+                    about = PARAMS[each].help if kind == "parameter" and each in PARAMS else ""
+                    yield Completion(each, -len(word), display_meta=about)
 
     def _files(self, typed: str, complete_event: CompleteEvent) -> Iterable[Completion]:
         """Files whose names begin as the last one that was typed, with a backslash before each blank."""

@@ -25,16 +25,13 @@ def do_retry(context: CommandContext, arguments: str) -> None:
               /retry 2 top_p=0.5 temperature=1
               /retry model=Qwen/Qwen3-0.6B,Qwen/Qwen3-1.7B
     """
-    variants = parse_variants(arguments)
-    session = context.session
+    variants, session = parse_variants(arguments), context.session
     context.controller.retry(session, variants)
     lines = []
     if context.controller.is_greedy(session) and not any("temperature" in each.params for each in variants):
         lines.append(f"sampled at temperature {RETRY_TEMPERATURE}; this session is greedy and would repeat itself")
-    last = session.last
-    assert last is not None
-    if len(variants) == 1:
-        lines.append(f"/pick {last.fallback} goes back to the previous reply")
+    if len(variants) == 1 and session.last is not None:
+        lines.append(f"/pick {session.last.fallback} goes back to the previous reply")
     if lines:
         context.show(*lines)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from cbatch.base.params import SamplingParams, with_overrides
-from cbatch.cli.chat.commands.registry import SETTABLE, CommandContext, check_name, command, parse_parameter
-from cbatch.cli.chat.session.session import Session
+from cbatch.base.params import PARAMS, SamplingParams, with_overrides
+from cbatch.cli.chat.commands.registry import SETTABLE, CommandContext, command, parse_parameter
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models
 
@@ -46,17 +46,18 @@ def do_set(context: CommandContext, text: str) -> None:
     for_all = words[:1] == ["all"]
     name, _, value = (" ".join(words[1:]) if for_all else text).partition(" ")
     value = value.strip()
-    if not value or value in ("default", "null"):
-        if name:
-            check_name(name)
+    if value in ("", "default", "null"):
+        if name and name not in SETTABLE:
+            close = difflib.get_close_matches(name, SETTABLE, 1)
+            raise UserError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
         if value:
             _change(context, {name: None}, for_all)
-        _show(context, [name] if name else SETTABLE)
+        _show(context, [name] if name else SETTABLE, *([f"  {PARAMS[name].help}"] if name and not value else []))
         return
     given = parse_parameter(name, value)
     made = SamplingParams().merged(given)
-    changes = {own: getattr(made, own) for own in given}
-    _change(context, {own: list(new) if isinstance(new, tuple) else new for own, new in changes.items()}, for_all)
+    changes = {own: list(new) if isinstance(new := getattr(made, own), tuple) else new for own in given}
+    _change(context, changes, for_all)
     _show(context, list(given))
 
 
@@ -78,19 +79,18 @@ def _changed(params: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _show(context: CommandContext, names: Sequence[str]) -> None:
+def _show(context: CommandContext, names: Sequence[str], *more: str) -> None:
     session = context.session
     params = context.controller.client_of(session).params(session.params)
-    context.show(*(_shown(name, session, params) for name in names))
-
-
-def _shown(name: str, session: Session, params: SamplingParams) -> str:
-    value = session.seed if name == "seed" else getattr(params, name)
-    is_default = session.seed is None if name == "seed" else name not in session.params
-    shown = json.dumps(value, ensure_ascii=False)
-    if value is None:
-        shown = {"max_tokens": "the rest of the context", "seed": "the chat's own, from --seed"}.get(name, "none")
-    return f"{name:<19} {shown}" + ("  (default)" if is_default else "")
+    lines = []
+    for name in names:
+        value = session.seed if name == "seed" else getattr(params, name)
+        is_default = session.seed is None if name == "seed" else name not in session.params
+        shown = json.dumps(value, ensure_ascii=False)
+        if value is None:
+            shown = {"max_tokens": "the rest of the context", "seed": "the chat's own, from --seed"}.get(name, "none")
+        lines.append(f"{name:<19} {shown}" + ("  (default)" if is_default else ""))
+    context.show(*lines, *more)
 
 
 @command("think", "[on|off|show|hide]")
@@ -107,7 +107,13 @@ def do_think(context: CommandContext, what: str) -> None:
         return
     if what not in ("", "on", "off"):
         raise UserError("Type /think on, off, show or hide.")
-    variable = _think_variable(context)
+    engine = context.controller.client_of(session).engine
+    if engine is None:
+        raise UserError("The model is still loading.")
+    template = (engine.tokenizer.chat_template if engine.tokenizer is not None else None) or ""
+    variable = next((name for name in THINK_VARIABLES if name in template), None)
+    if variable is None:
+        raise UserError("The chat template of this model cannot turn thinking on or off.")
     if what:
         session.template_kwargs = {**session.template_kwargs, variable: what == "on"}
         context.controller.save(session)
@@ -115,18 +121,6 @@ def do_think(context: CommandContext, what: str) -> None:
     value = {**client.template_kwargs, **session.template_kwargs}.get(variable)
     state = "as the model's template has it" if value is None else "on" if value else "off"
     context.show(f"thinking: {state}")
-
-
-def _think_variable(context: CommandContext) -> str:
-    """The variable by which this model's template turns thinking on and off. Raises UserError if it has none."""
-    engine = context.controller.client_of(context.session).engine
-    if engine is None:
-        raise UserError("The model is still loading.")
-    template = (engine.tokenizer.chat_template if engine.tokenizer is not None else None) or ""
-    for variable in THINK_VARIABLES:
-        if variable in template:
-            return variable
-    raise UserError("The chat template of this model cannot turn thinking on or off.")
 
 
 @command("stats")
@@ -153,7 +147,15 @@ def do_model(context: CommandContext, which: str) -> None:
     action, _, name = which.partition(" ")
     if not which:
         context.listed_models = _known_models(controller.model_names)
-        context.show(*_model_lines(context))
+        used = session.model or controller.model_names[0]
+        lines = []
+        for number, each in enumerate(context.listed_models, start=1):
+            state = ""
+            if each in controller.model_names:
+                is_ready = controller.client_for(each).engine is not None
+                state = "  used here" if each == used else "  loaded" if is_ready else "  loading"
+            lines.append(f"{number:>2}  {each or DEMO_NAME}{state}")
+        context.show(*lines)
     elif action == "close":
         if not name:
             raise UserError("Type /model close NAME.")
@@ -169,19 +171,6 @@ def do_model(context: CommandContext, which: str) -> None:
 def _known_models(loaded: Sequence[str]) -> list[str]:
     """The models that `/model` numbers: those that are loaded, then the others on this machine."""
     return list(dict.fromkeys([*loaded, *(model.name for model in local_models())]))
-
-
-def _model_lines(context: CommandContext) -> list[str]:
-    controller, session = context.controller, context.session
-    used = session.model or controller.model_names[0]
-    lines = []
-    for number, name in enumerate(context.listed_models, start=1):
-        state = ""
-        if name in controller.model_names:
-            is_ready = controller.client_for(name).engine is not None
-            state = "  used here" if name == used else "  loaded" if is_ready else "  loading"
-        lines.append(f"{number:>2}  {name or DEMO_NAME}{state}")
-    return lines
 
 
 def _model_name(context: CommandContext, which: str) -> str:

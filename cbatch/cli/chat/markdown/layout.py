@@ -22,7 +22,6 @@ from cbatch.cli.chat.markdown.lines import (
     cells,
     split_long_line,
     wrap,
-    wrap_anywhere,
 )
 from cbatch.cli.chat.markdown.parser import PARSER
 from cbatch.cli.common.console import safe
@@ -112,20 +111,19 @@ class MarkdownLayout:
         self._is_code = bool(tokens) and tokens[-1].type == "fence" and not tokens[-1].meta["closing"]
 
     def _lines(self, source: list[str], blocks: list[list[Token]]) -> list[StyledLine]:
-        rows = _Renderer(source).rows(blocks, self._width, self._code_width, follows=bool(self._done))
-        return [row.line for row in rows]
+        return [row.line for row in _rows(source, blocks, self._width, self._code_width, follows=bool(self._done))]
 
     def _with_unparsed(self, text: str) -> list[StyledLine]:
         """The lines of the unfinished blocks, with text after them that was not parsed with them."""
         if not text:
             return self._open
-        style, fill = ("class:code", wrap_anywhere) if self._is_code else ("", wrap)
+        style, at_words = "class:code" if self._is_code else "", not self._is_code
         *before, last = self._open or [[]]
         if self._rest[self._num_open - 1 : self._num_open] == "\n":
             before, last = self._open, []
         first, *others = text.expandtabs(4).split("\n")
-        lines = [*before, *fill([*last, (style, first)], self._width)]
-        return lines + [part for line in others for part in fill([(style, line)], self._width)]
+        lines = [[*last, (style, first)], *([(style, line)] for line in others)]
+        return before + [part for line in lines for part in wrap(line, self._width, at_words=at_words)]
 
 
 class Row(NamedTuple):
@@ -139,72 +137,65 @@ class Row(NamedTuple):
         return self if self.is_code or not self.line or not columns else Row([("", " " * columns), *self.line])
 
 
-class _Renderer:
-    """Renders tokens. Blank lines stand where the source has them, for which it is needed."""
+def _rows(
+    source: list[str], blocks: Iterable[list[Token]], width: int, code_width: int, *, follows: bool = False
+) -> list[Row]:
+    """Rows of blocks that follow one another, with blank lines where the source has them.
 
-    def __init__(self, source: list[str]) -> None:
-        self._source = source
+    follows: whether there are others before them
+    """
+    rows: list[Row] = []
+    for block in blocks:
+        start = _start(block)
+        if (rows or follows) and start > 0 and not source[start - 1].strip(" >"):
+            rows.append(Row([]))
+        rows += _block(source, block, width, code_width)
+    return rows
 
-    def rows(self, blocks: Iterable[list[Token]], width: int, code_width: int, *, follows: bool = False) -> list[Row]:
-        """Rows of blocks that follow one another. `follows`: whether there are others before them"""
-        rows: list[Row] = []
-        for block in blocks:
-            start = _start(block)
-            if (rows or follows) and start > 0 and not self._source[start - 1].strip(" >"):
-                rows.append(Row([]))
-            rows += self._block(block, width, code_width)
-        return rows
 
-    def _block(self, group: list[Token], width: int, code_width: int) -> list[Row]:
-        token, inner = group[0], group[1:-1]
-        match token.type:
-            case "paragraph_open":
-                return _text_rows(inner[0].content, "", width)
-            case "heading_open":
-                # One that is still empty is shown as it is written.
-                return _text_rows(inner[0].content or token.markup, "class:heading", width)
-            case "hr":
-                return [Row([("class:fence", "─" * min(width, MAX_RULE))])]
-            case "formula":
-                return [Row(part) for line in token.content.split("\n") for part in wrap([("", line)], width)]
-            case "fence" | "code_block":
-                return [Row(line, is_code=True) for line in _code_block(token, code_width)]
-            case "blockquote_open":
-                return self._quote(inner, width, code_width)
-            case "table_open":
-                return [Row(line) for line in _table(inner, width)]
-            case "list_item_open":
-                return self._item(token, inner, width, code_width)
-        return self.rows(_groups(inner), width, code_width)
+def _block(source: list[str], group: list[Token], width: int, code_width: int) -> list[Row]:
+    token, inner = group[0], group[1:-1]
+    match token.type:
+        case "paragraph_open" | "heading_open":
+            text = inner[0].content
+            if token.type == "heading_open":  # one that is still empty is shown as it is written
+                return _text_rows(text or token.markup, "class:heading", width)
+            return _text_rows(text, "", width)
+        case "hr":
+            return [Row([("class:fence", "─" * min(width, MAX_RULE))])]
+        case "formula":
+            return [Row(part) for line in token.content.split("\n") for part in wrap([("", line)], width)]
+        case "fence" | "code_block":
+            return [Row(line, is_code=True) for line in _code_block(token, code_width)]
+        case "blockquote_open" if width >= 4:
+            rows = _rows(source, _groups(inner), width - 2, code_width - 2) or [Row([])]
+            return [Row(_quoted(row.line), row.is_code) for row in rows]
+        case "table_open":
+            return [Row(line) for line in _table(inner, width)]
+        case "list_item_open":
+            return _item(source, token, inner, width, code_width)
+    return _rows(source, _groups(inner), width, code_width)
 
-    def _quote(self, inner: list[Token], width: int, code_width: int) -> list[Row]:
-        if width < 4:
-            return self.rows(_groups(inner), width, code_width)
-        rows = self.rows(_groups(inner), width - 2, code_width - 2) or [Row([])]
-        return [Row(_quoted(row.line), row.is_code) for row in rows]
 
-    def _item(self, token: Token, inner: list[Token], width: int, code_width: int) -> list[Row]:
-        marker = token.info + token.markup
-        if len(inner) > 1 and inner[1].type == "inline" and (task := _TASK.match(inner[1].content)):
-            box = "☐" if task[1] == " " else "☑"
-            marker = f"{marker} {box}" if token.info else box
-            inner[1].content = inner[1].content[task.end() :]
-        # Models indent an item by two columns below one with a number, which is too little to be inside it.
-        line = self._source[_start([token])] if token.level == 1 else ""
-        margin = len(line) - len(line.lstrip(" "))
-        marker += " "
-        size = margin + get_cwidth(marker)
-        if size > width // 2:
-            return [Row(line) for line in wrap([("class:marker", marker)], width)] + self.rows(
-                _groups(inner), width, code_width
-            )
-        rows = self.rows(_groups(inner), width - size, code_width)
-        if not rows or rows[0].is_code:
-            rows.insert(0, Row([]))
-        return [
-            Row([("class:marker", marker), *rows[0].line]).indented(margin),
-            *(row.indented(size) for row in rows[1:]),
-        ]
+def _item(source: list[str], token: Token, inner: list[Token], width: int, code_width: int) -> list[Row]:
+    marker = token.info + token.markup
+    if len(inner) > 1 and inner[1].type == "inline" and (task := _TASK.match(inner[1].content)):
+        box = "☐" if task[1] == " " else "☑"
+        marker = f"{marker} {box}" if token.info else box
+        inner[1].content = inner[1].content[task.end() :]
+    # Models indent an item by two columns below one with a number, which is too little to be inside it.
+    line = source[_start([token])] if token.level == 1 else ""
+    margin = len(line) - len(line.lstrip(" "))
+    marker += " "
+    size = margin + get_cwidth(marker)
+    if size > width // 2:
+        alone = [Row(line) for line in wrap([("class:marker", marker)], width)]
+        return alone + _rows(source, _groups(inner), width, code_width)
+    rows = _rows(source, _groups(inner), width - size, code_width)
+    if not rows or rows[0].is_code:
+        rows.insert(0, Row([]))
+    first = Row([("class:marker", marker), *rows[0].line]).indented(margin)
+    return [first, *(row.indented(size) for row in rows[1:])]
 
 
 def _groups(tokens: list[Token]) -> Iterator[list[Token]]:
@@ -317,10 +308,16 @@ def _table(tokens: list[Token], width: int) -> list[StyledLine]:
             alignments.append(str(token.attrs.get("style", "")).removeprefix("text-align:"))
     count = len(alignments)
     available = width - 3 * (count - 1)
-    if available < MIN_COLUMN * count:
-        return _table_as_list(rows, width)
-    widths = _shrink([max(1, *(cells(line) for row in rows for line in row[n])) for n in range(count)], available)
     lines: list[StyledLine] = []
+    if available < MIN_COLUMN * count:
+        header, *body = rows
+        for row in body or [[[[]] for _ in header]]:
+            lines += [[]] if lines else []
+            for name, (first, *others) in zip(header, row, strict=True):
+                cell = [[*name[0], ("", ": "), *first], *others]
+                lines += [part for line in cell for part in wrap(line, width)]
+        return lines
+    widths = _shrink([max(1, *(cells(line) for row in rows for line in row[n])) for n in range(count)], available)
     for number, row in enumerate(rows):
         columns = [[part for line in cell for part in wrap(line, size)] for cell, size in zip(row, widths, strict=True)]
         for place in range(max(map(len, columns))):
@@ -334,17 +331,6 @@ def _table(tokens: list[Token], width: int) -> list[StyledLine]:
             lines.append(made[:-1])
         if number == 0:
             lines.append([("class:table", "─┼─".join("─" * size for size in widths))])
-    return lines
-
-
-def _table_as_list(rows: list[list[list[StyledLine]]], width: int) -> list[StyledLine]:
-    header, *body = rows
-    lines: list[StyledLine] = []
-    for row in body or [[[[]] for _ in header]]:
-        lines += [[]] if lines else []
-        for name, (first, *others) in zip(header, row, strict=True):
-            lines += wrap([*name[0], ("", ": "), *first], width)
-            lines += [part for line in others for part in wrap(line, width)]
     return lines
 
 
@@ -372,7 +358,7 @@ def _code_block(token: Token, width: int) -> list[StyledLine]:
     complete, newline, unfinished = token.content.rpartition("\n")
     lines = wrap([("class:fence", token.meta["opening"])], width)
     lines += _code_lines(complete, token.info, width) if newline else []
-    lines += wrap_anywhere([("class:code", unfinished)], width) if unfinished else []
+    lines += wrap([("class:code", unfinished)], width, at_words=False) if unfinished else []
     return lines + (wrap([("class:fence", token.meta["closing"])], width) if token.meta["closing"] else [])
 
 
@@ -389,7 +375,7 @@ def _code_lines(code: str, language: str, width: int) -> list[StyledLine]:
         chunk.append(line)
         size += len(line) + 1
     coloured += _coloured("\n".join(chunk), language)
-    return [row for line in coloured for row in wrap_anywhere(line, width)]
+    return [row for line in coloured for row in wrap(line, width, at_words=False)]
 
 
 @lru_cache(maxsize=64)

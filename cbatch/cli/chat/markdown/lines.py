@@ -58,52 +58,32 @@ def side_by_side(columns: list[list[StyledLine]], width: int) -> list[StyledLine
         line: StyledLine = []
         for number, column in enumerate(columns):
             cell = column[row] if row < len(column) else []
-            gap = [("class:fence", COLUMN_GAP)] if number else []
-            line += [*gap, *cell, ("", " " * max(width - cells(cell), 0))]
+            line += [("class:fence", COLUMN_GAP)] if number else []
+            line += [*cell, ("", " " * max(width - cells(cell), 0))]
         rows.append(line)
     return rows
 
 
-def wrap(fragments: Iterable[Fragment], width: int) -> list[StyledLine]:
-    """Breaks one line into lines that fit, between words where it can."""
+def wrap(fragments: Iterable[Fragment], width: int, *, at_words: bool = True) -> list[StyledLine]:
+    """Breaks one line into lines that fit, between words or where its cells end; the latter keeps all blanks."""
     lines: list[StyledLine] = [[]]
     used = 0
-    for word in _words(fragments):
+    for word in _words(fragments) if at_words else [list(fragments)]:
         size = cells(word)
-        if used + size > width and size <= width:
+        if at_words and used + size > width and size <= width:
             if word[0][1].isspace():
                 continue  # invisible at the end of a line
             lines.append([])
             used = 0
         for style, text in word:
-            used = _fill(lines, used, style, text, width)
+            for part in [text] if used + get_cwidth(text) <= width else text:
+                size = get_cwidth(part)
+                if used + size > width and used > 0:
+                    lines.append([])
+                    used = 0
+                append_text(lines[-1], style, part)
+                used += size
     return lines
-
-
-def wrap_anywhere(fragments: Iterable[Fragment], width: int) -> list[StyledLine]:
-    """Breaks one line where its cells end, and keeps all blanks."""
-    lines: list[StyledLine] = [[]]
-    used = 0
-    for style, text in fragments:
-        used = _fill(lines, used, style, text, width)
-    return lines
-
-
-def _fill(lines: list[StyledLine], used: int, style: str, text: str, width: int) -> int:
-    """Adds text to the last line, and where it does not fit, at any character, to new ones.
-
-    used: cells of the last line that are taken
-
-    Returns how many are taken then.
-    """
-    for part in [text] if used + get_cwidth(text) <= width else text:
-        size = get_cwidth(part)
-        if used + size > width and used > 0:
-            lines.append([])
-            used = 0
-        append_text(lines[-1], style, part)
-        used += size
-    return used
 
 
 def cells(line: StyledLine) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams, derive_seed
@@ -68,8 +67,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         file.write((b"" if starts_line else b"\n") + format_row(row))
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedRow:
+class OpenedRow(NamedTuple):
     """A session from a row of output, and what tells whether its question is the right one.
 
     prompt_tokens: length of the prompt that the row was made from; None if it is unknown, or cannot be compared
@@ -94,7 +92,9 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
     if prompts is not None:
         row = _find_row(prompts, index)
         _check_same_row(result, row, f"Row {index} of {path}", f"line {index + 1} of {prompts}")
-        prompt_tokens = None if row.raw else _prompt_tokens(result)
+        usage = _body(result).get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        prompt_tokens = count if isinstance(count, int) and not row.raw else None
         session.load_messages([dict(one) for one in row.messages or [{"role": "user", "content": row.text or ""}]])
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         reply.params = {name: value for name, value in row.given.items() if name != "seed"}
@@ -118,15 +118,6 @@ def _check_same_row(result: Mapping[str, Any], row: Request, output: str, source
     if isinstance(extra, dict) and extra != row.extra:
         strange = next(name for name in [*extra, *row.extra] if extra.get(name) != row.extra.get(name))
         raise UserError(f"{output} has another {strange!r} than {source}: is it the right file?")
-
-
-def _prompt_tokens(result: Mapping[str, Any]) -> int | None:
-    """The length of a row's prompt, from its `usage`."""
-    response = result.get("response")
-    body = response.get("body") if isinstance(response, dict) else result
-    usage = body.get("usage") if isinstance(body, dict) else None
-    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
 
 
 def _find_result(path: Path, index: int) -> dict[str, Any]:
@@ -167,14 +158,22 @@ def _lines(path: Path) -> Iterator[Line]:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
 
 
+def _body(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a result: ours, or the body of OpenAI's response."""
+    response = result.get("response")
+    body = response.get("body") if isinstance(response, dict) else result
+    return body if isinstance(body, dict) else {}
+
+
 def _reply_of(result: dict[str, Any], where: str) -> Reply:
     """The reply in a row of output, ours or OpenAI's."""
     if isinstance(error := result.get("error"), dict):
         raise UserError(f"{where} is an error: {error.get('message')}")
-    text, reason = result.get("text"), result.get("finish_reason")
-    if isinstance(response := result.get("response"), dict):
+    body = _body(result)
+    text, reason = body.get("text"), body.get("finish_reason")
+    if isinstance(result.get("response"), dict):
         try:
-            choice = response["body"]["choices"][0]
+            choice = body["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             reason = choice.get("finish_reason")
         except (KeyError, IndexError, TypeError):

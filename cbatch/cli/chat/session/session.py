@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cbatch.requests.output_processor import StreamEvent
 
 PASTE_LINES, PASTE_CHARACTERS = 12, 1500
-"""A paste with more lines or characters than these is folded into an attachment."""
+"""A paste of at least so many lines or characters is folded into an attachment."""
 
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 
@@ -267,10 +267,10 @@ class Reply:
 
     def finished_copy(self) -> Reply:
         """A copy, which is stopped if more was still to come."""
-        copy = deepcopy(self)
-        if copy.is_open:
-            copy.stop()
-        return copy
+        made = deepcopy(self)
+        if made.is_open:
+            made.stop()
+        return made
 
 
 Message = dict[str, Any]
@@ -351,10 +351,10 @@ class Turn:
 
     def finished_copy(self) -> Turn:
         """A copy in which replies that still stream are stopped."""
-        replies = [reply.finished_copy() for reply in self.replies]
-        copy = replace(self, replies=replies, first_compared=0, attachments=list(self.attachments))
-        copy.fall_back_if_empty()
-        return copy
+        made = replace(self, replies=[reply.finished_copy() for reply in self.replies], first_compared=0)
+        made.attachments = list(self.attachments)
+        made.fall_back_if_empty()
+        return made
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -498,30 +498,23 @@ class Session:
         self.items.remove(turn)
         self.dropped = min(self.dropped, self.num_droppable)
 
-    def copy(self, name: str) -> Session:
+    def copied(self, name: str) -> Session:
         """An independent session at the same point; it gets what has come so far of an open reply."""
-        kept = (item for item in self.items if isinstance(item, Turn) or not item.is_passing)
-        items = [item.finished_copy() if isinstance(item, Turn) else item for item in kept]
-        return replace(
-            self,
-            name=name,
-            number=0,
-            params=dict(self.params),
-            template_kwargs=dict(self.template_kwargs),
-            prelude=list(self.prelude),
-            pastes=list(self.pastes),
-            items=items,
-            queue=[],
-            draft="",
-            attached=[],
-            is_unread=False,
-            is_almost_full=False,
-        )
-
-    def move_queue_to_turns(self) -> None:
-        """Turns queued messages into turns without a reply, so that they are not lost when the session ends."""
-        self.items += [unanswered(turn) for turn in self.queue]
-        self.queue.clear()
+        items = [
+            item.finished_copy() if isinstance(item, Turn) else item
+            for item in self.items
+            if isinstance(item, Turn) or not item.is_passing
+        ]
+        own = {field: copy(getattr(self, field)) for field in ("params", "template_kwargs", "prelude", "pastes")}
+        new: dict[str, Any] = {
+            "number": 0,
+            "queue": [],
+            "draft": "",
+            "attached": [],
+            "is_unread": False,
+            "is_almost_full": False,
+        }
+        return replace(self, name=name, items=items, **own, **new)
 
     def load_messages(self, messages: list[Message]) -> None:
         """Fills an empty session. Messages that do not alternate between user and assistant become the prelude."""

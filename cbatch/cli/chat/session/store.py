@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from prompt_toolkit.history import History
 
@@ -36,40 +37,40 @@ from cbatch.cli.common.exits import UserError
 
 VERSION = 1
 MAX_BYTES = 256 * 2**20
-REPLY_FIELDS = {"text": str, "seed": int, "params": dict, "error": str, "code": str, "remark": str}
-"""Fields of `Reply` that are saved beside its state, under the same names."""
-THINKING_FIELDS = {"reasoning": str, "raw": str}
-"""Saved as well if the model used think tags."""
-COUNT_FIELDS = {"prompt_tokens": int, "num_tokens": int}
-"""Saved if they are known."""
-OPTIONAL_FIELDS = THINKING_FIELDS | COUNT_FIELDS | {"label": str, "model": str}
+
+
+def _keys(names: str, **renamed: str) -> dict[str, str]:
+    return {name: name for name in names.split()} | renamed
+
+
+SAVED: dict[type, dict[str, str]] = {
+    Attachment: _keys("name text is_paste"),
+    ToolUse: _keys("name arguments result"),
+    ToolRound: _keys("text", uses="calls"),
+    Reply: _keys("text reasoning raw seed params error code remark rounds label model prompt_tokens num_tokens state"),
+    Turn: _keys("chosen", text="user", attachments="attached", replies="answers"),
+    Session: _keys("name system params model seed template_kwargs draft pastes attached prelude dropped attempts"),
+}
+"""The fields of each record that are saved, and their keys in the file."""
 
 
 def to_json(session: Session) -> dict[str, Any]:
+    turns = [*session.turns, *(unanswered(turn) for turn in session.queue)]
     return {
         "cbatch_session": VERSION,
-        "name": session.name,
-        "system": session.system,
-        "params": session.params,
-        "model": session.model,
-        "seed": session.seed,
-        "template_kwargs": session.template_kwargs,
-        "draft": session.draft,
-        "pastes": [_attachment_fields(one) for one in pastes_in(session.draft, session.pastes)],
-        "attached": [_attachment_fields(one) for one in session.attached],
-        "prelude": session.prelude,
-        "dropped": session.dropped,
-        "attempts": session.attempts,
-        "turns": [
-            {
-                "user": turn.text,
-                "attached": [_attachment_fields(one) for one in turn.attachments],
-                "chosen": turn.chosen,
-                "answers": [_reply_fields(reply.finished_copy()) for reply in turn.replies],
-            }
-            for turn in [*session.turns, *(unanswered(turn) for turn in session.queue)]
-        ],
+        **_to_json(session),
+        "pastes": _to_json(pastes_in(session.draft, session.pastes)),
+        "turns": _to_json(turns),
     }
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_json(one) for one in value]
+    if type(value) not in SAVED:
+        return value
+    record = value.finished_copy() if isinstance(value, Reply) else value
+    return {key: _to_json(getattr(record, name)) for name, key in SAVED[type(value)].items()}
 
 
 def read_session(path: Path) -> Session:
@@ -81,92 +82,52 @@ def read_session(path: Path) -> Session:
     if fields.get("cbatch_session") != VERSION:
         raise UserError(f"{path} is not a session saved by this version.")
     try:
-        return _from_json(fields)
+        return _session(fields)
     except RequestError as error:
         raise UserError(f"{path}: {error}") from error
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"{path} is damaged: {error!r}.") from error
 
 
-def _attachment_fields(one: Attachment) -> dict[str, Any]:
-    return {"name": one.name, "text": one.text, "is_paste": one.is_paste}
-
-
-def _reply_fields(reply: Reply) -> dict[str, Any]:
-    optional = (*(THINKING_FIELDS if reply.raw else ()), *(COUNT_FIELDS if reply.prompt_tokens else ()))
-    names = (*REPLY_FIELDS, *optional, *(name for name in ("label", "model") if getattr(reply, name)), "state")
-    fields = {name: getattr(reply, name) for name in names}
-    return fields | ({"rounds": [_round_fields(each) for each in reply.rounds]} if reply.rounds else {})
-
-
-def _round_fields(each: ToolRound) -> dict[str, Any]:
-    uses = [{"name": use.name, "arguments": use.arguments, "result": use.result} for use in each.uses]
-    return {"text": each.text, "calls": uses}
-
-
-def _from_json(fields: dict[str, Any]) -> Session:
-    session = Session(
-        _typed(fields["name"], str),
-        system=_typed(fields["system"], str | None),
-        params=_params(fields["params"]),
-        prelude=[_message(message) for message in fields["prelude"]],
-        attempts=_typed(fields["attempts"], int) % 2**32,
-        seed=_typed(fields.get("seed"), int | None),
-        model=_typed(fields.get("model", ""), str),
-        template_kwargs=dict(TemplateOptions(kwargs=_typed(fields.get("template_kwargs", {}), dict)).kwargs),
-        draft=_typed(fields.get("draft", ""), str),
-        attached=[_attachment(one) for one in fields.get("attached", [])],
-        pastes=[_attachment(one) for one in fields.get("pastes", [])],
-    )
-    for turn in fields["turns"]:
-        replies = [_reply(reply) for reply in turn["answers"]]
-        chosen = _typed(turn["chosen"], int)
-        if not 0 <= chosen < max(len(replies), 1):
-            raise IndexError(f"answer {chosen} of {len(replies)}")
-        made = Turn(_typed(turn["user"], str), replies, chosen)
-        made.attachments = [_attachment(one) for one in turn.get("attached", [])]
-        session.items.append(made)
-    session.dropped = max(0, min(_typed(fields["dropped"], int), session.num_droppable))
+def _session(fields: dict[str, Any]) -> Session:
+    session: Session = _from_json(Session, fields)
+    turns: list[Turn] = _from_json(list[Turn], fields["turns"])
+    replies = [reply for turn in turns for reply in turn.replies]
+    for params in (session.params, *(reply.params for reply in replies)):
+        SamplingParams().merged(params)
+        if "seed" in params:  # it is stored apart
+            raise TypeError("params has a seed")
+    for reply in replies:
+        if reply.state not in FINAL_STATES:
+            raise TypeError(f"state {reply.state!r}")
+        for use in reply.uses:
+            use.state = "done"
+    for turn in turns:
+        if not 0 <= turn.chosen < max(len(turn.replies), 1):
+            raise IndexError(f"answer {turn.chosen} of {len(turn.replies)}")
+    session.items += turns
+    session.prelude = [{key: _from_json(str, each[key]) for key in ("role", "content")} for each in session.prelude]
+    session.template_kwargs = dict(TemplateOptions(kwargs=session.template_kwargs).kwargs)
+    session.attempts %= 2**32
+    session.dropped = max(0, min(session.dropped, session.num_droppable))
     return session
 
 
-def _attachment(fields: dict[str, Any]) -> Attachment:
-    name, text = _typed(fields["name"], str), _typed(fields["text"], str)
-    return Attachment(name, text, _typed(fields["is_paste"], bool))
+def _from_json(kind: Any, value: Any) -> Any:
+    """A value of a file as an object of a type. Fields that are not there have their defaults.
 
-
-def _reply(fields: dict[str, Any]) -> Reply:
-    if fields["state"] not in FINAL_STATES:
-        raise TypeError(f"state {fields['state']!r}")
-    values = {name: _typed(fields[name], kind) for name, kind in REPLY_FIELDS.items()}
-    values |= {name: _typed(fields[name], kind) for name, kind in OPTIONAL_FIELDS.items() if name in fields}
-    values["rounds"] = [_round(each) for each in fields.get("rounds", [])]
-    return Reply(state=fields["state"], **values | {"params": _params(fields["params"])})
-
-
-def _round(fields: dict[str, Any]) -> ToolRound:
-    made = ToolRound(_typed(fields["text"], str))
-    for call in fields["calls"]:
-        name, arguments, result = (_typed(call[name], str) for name in ("name", "arguments", "result"))
-        made.uses.append(ToolUse(name, arguments, "done", result))
-    return made
-
-
-def _params(value: Any) -> dict[str, Any]:
-    """Sampling parameters of a session or a reply; the seed is stored apart."""
-    params: dict[str, Any] = _typed(value, dict)
-    SamplingParams().merged(params)
-    if "seed" in params:
-        raise TypeError("params has a seed")
-    return params
-
-
-def _message(message: Any) -> dict[str, Any]:
-    return {"role": _typed(message["role"], str), "content": _typed(message["content"], str)}
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+    Raises TypeError if it has another type.
+    """
+    if kind in SAVED:
+        hints, keys = get_type_hints(kind), SAVED[kind]
+        given: dict[str, Any] = _from_json(dict, value)
+        return kind(**{name: _from_json(hints[name], given[key]) for name, key in keys.items() if key in given})
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is list:
+        return [_from_json(parts[0], one) for one in _from_json(list, value)]
+    if not isinstance(value, {Literal: str, UnionType: kind}.get(origin, origin or kind)) or (
+        isinstance(value, bool) and kind is not bool
+    ):
         raise TypeError(f"{str(value)[:40]!r} has the wrong type")
     return value
 
@@ -295,7 +256,10 @@ class SessionStore:
         for path in sorted(self.sessions_folder.glob("*.json"), key=_modified_at, reverse=True):
             with suppress(OSError, UserError):
                 session = read_session(path)
-                if session.turns and text.casefold() in _searched_text(session):
+                texts = [
+                    text for turn in session.turns for text in (turn.text, *(reply.text for reply in turn.replies))
+                ]
+                if session.turns and text.casefold() in "\n".join([session.name, *texts]).casefold():
                     name = session.name if _AUTOMATIC.fullmatch(path.stem) else path.stem
                     when = path.stat().st_mtime
                     yield SavedSession(path.resolve(), name, when, len(session.turns), session.title)
@@ -316,14 +280,11 @@ class SessionStore:
 
     def find(self, name: str | None) -> Path:
         """The file that `lookup` finds, or that of the last session for None. Raises UserError if there is none."""
-        if name is not None:
-            path = self.lookup(name)
-            advice = f"There is no saved session {name[:80]}; /load in a chat lists them."
-        else:
-            path = next((saved.path for saved in self.saved_sessions()), None)
-            advice = "No session is saved yet."
+        path = next((saved.path for saved in self.saved_sessions()), None) if name is None else self.lookup(name)
+        if path is None and name is not None:
+            raise UserError(f"There is no saved session {name[:80]}; /load in a chat lists them.")
         if path is None:
-            raise UserError(advice)
+            raise UserError("No session is saved yet.")
         return path
 
     def delete(self, path: Path) -> None:
@@ -363,7 +324,11 @@ class SessionStore:
             make_private(self.folder)
             make_private(path.parent)
         text = json.dumps(fields, ensure_ascii=False, indent=1)
-        if not _holds(path, text):  # a session that nobody has touched keeps its time
+        try:
+            is_saved = path.read_text(encoding="utf-8") == text
+        except (OSError, UnicodeDecodeError):
+            is_saved = False
+        if not is_saved:  # a session that nobody has touched keeps its time
             write_private(path, text)
         self._known_versions[path] = _file_version(path)
         (self.written.add if fields["turns"] else self.written.discard)(path)
@@ -399,25 +364,11 @@ class InputHistory(History):
                 file.write(json.dumps(string).encode() + b"\n")
 
 
-def _holds(path: Path, text: str) -> bool:
-    try:
-        return path.read_text(encoding="utf-8") == text
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
 def _modified_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:  # somebody has just deleted it
         return 0.0
-
-
-def _searched_text(session: Session) -> str:
-    parts = [session.name]
-    for turn in session.turns:
-        parts += [turn.text, *(reply.text for reply in turn.replies)]
-    return "\n".join(parts).casefold()
 
 
 def _file_version(path: Path) -> tuple[int, int] | None:

@@ -82,10 +82,10 @@ class InputLine(TextArea):
 
 
 class Editor:
-    """Runs one editor at a time. `edit` blocks, so it is called on a thread of its own."""
+    """Runs one editor at a time: `process`. `edit` blocks, so it is called on a thread of its own."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def edit(self, text: str, terminal: TextIO) -> str:
         """Returns the text after the user edited it in $VISUAL or $EDITOR. Raises UserError if the editor fails."""
@@ -95,9 +95,9 @@ class Editor:
             with tempfile.TemporaryDirectory(prefix="cbatch-") as folder:  # 0700
                 path = Path(folder, "message.md")
                 path.write_text(text, encoding="utf-8", errors="replace")
-                self._process = subprocess.Popen([*command, path], stdin=sys.stdin, stdout=terminal, stderr=terminal)
-                code = self._process.wait()
-                self._process = None
+                self.process = subprocess.Popen([*command, path], stdin=sys.stdin, stdout=terminal, stderr=terminal)
+                code = self.process.wait()
+                self.process = None
                 if code != 0:
                     raise UserError(f"The editor {command[0]} ended with an error; nothing was changed.")
                 return path.read_text(encoding="utf-8")
@@ -107,12 +107,3 @@ class Editor:
             raise UserError(f"The editor {name} did not leave UTF-8 text; nothing was changed.") from error
         except ValueError as error:
             raise UserError(f"$EDITOR is not a command: {error}.") from error
-
-    @property
-    def is_open(self) -> bool:
-        return self._process is not None
-
-    def terminate(self) -> None:
-        """Terminates the editor if one is open, so that nobody has to wait for it."""
-        if (process := self._process) is not None:
-            process.terminate()

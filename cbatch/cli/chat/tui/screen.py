@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 from weakref import WeakKeyDictionary
 
 from prompt_toolkit import print_formatted_text
@@ -120,7 +120,15 @@ class Transcript:
         return chunks
 
     def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
-        state = (width, self.shows_reasoning, *_state_of(item))
+        state: tuple[object, ...] = (width, self.shows_reasoning)
+        if isinstance(item, Turn):  # texts only grow until they are asked for again
+            replies = (
+                (id(one), one.num_requests, len(one.reasoning), len(one.text), one.state, one.error, one.remark)
+                for one in item.replies
+            )
+            calls = (use.state for reply in item.replies for use in reply.uses)
+            sizes = (attachment.num_tokens for attachment in item.attachments)
+            state += (item.chosen, item.first_compared, *replies, *sizes, *calls)
         shown_state, lines = self._items.get(item, (None, []))
         if shown_state != state:
             if isinstance(item, Turn):
@@ -204,19 +212,6 @@ def _round_lines(each: ToolRound, width: int) -> list[StyledLine]:
     return [*lines, []]
 
 
-def _state_of(item: Turn | Notice) -> tuple[Any, ...]:
-    """What the lines of an item depend on. Texts only grow until they are asked for again."""
-    if isinstance(item, Notice):
-        return ()
-    replies = (
-        (id(reply), reply.num_requests, len(reply.reasoning), len(reply.text), reply.state, reply.error, reply.remark)
-        for reply in item.replies
-    )
-    calls = (use.state for reply in item.replies for use in reply.uses)
-    sizes = (attachment.num_tokens for attachment in item.attachments)
-    return (item.chosen, item.first_compared, *replies, *sizes, *calls)
-
-
 class TranscriptView(UIControl):
     """Shows the end of the current session, or the part that the user has scrolled to, or several side by side.
 
@@ -261,12 +256,9 @@ class TranscriptView(UIControl):
         elif mouse_event.event_type == MouseEventType.SCROLL_DOWN:
             self.scroll(WHEEL_LINES)
 
-    def follow(self) -> None:
-        """Goes to the end, and stays there."""
-        self._top = None
-
-    def go_to_start(self) -> None:
-        self._top = 0
+    def go_to(self, top: int | None) -> None:
+        """Goes to a line; None goes to the end, and stays there."""
+        self._top = top
 
     def scroll(self, lines: int) -> None:
         """Scrolls by lines; negative is up. Several calls before the screen is drawn add up."""
@@ -282,8 +274,7 @@ class TranscriptView(UIControl):
             transcript.shows_reasoning = not transcript.shows_reasoning if is_shown is None else is_shown
 
     def end_search(self) -> None:
-        self.searched = ""
-        self.follow()
+        self.searched, self._top = "", None
 
     def find(self, text: str) -> None:
         """Scrolls to the next line above that holds a text; an empty one goes on. Raises UserError if there is none."""
@@ -354,46 +345,48 @@ def print_conversations(sessions: Iterable[Session], stream: TextIO) -> None:
 
 
 def conversation_lines(session: Session, width: int) -> Iterator[StyledLine]:
-    """The turns of a session that this chat has added, under its name; nothing if there are none.
-
-    Lines of code are not broken, so that they can be selected whole.
-    """
-    turns = [turn for turn in session.turns if any(reply.requested_at for reply in turn.replies)]
-    if not turns:
-        return
+    """The turns of a session that this chat has added, under its name. Code is not broken, so that it can be copied."""
     transcript = Transcript(breaks_code=False)
     name = f"── {safe(session.name)} "
-    yield [("class:fence", name + "─" * max(min(width, 60) - len(name), 0))]
-    for turn in turns:
-        yield from transcript.turn(turn, width)
+    head: list[StyledLine] = [[("class:fence", name + "─" * max(min(width, 60) - len(name), 0))]]
+    for turn in session.turns:
+        if any(reply.requested_at for reply in turn.replies):
+            yield from [*head, *transcript.turn(turn, width)]
+            head = []
 
 
 def status_bar(controller: ChatController, stats: ChatStats, background: BackgroundRun, width: int) -> StyledLine:
     """The line between transcript and input: the sessions on the left, the engine on the right."""
-    right = _fitting(_about_engine(controller, stats, background), width // 2)
+    engine = controller.client_of(controller.current).engine
+    if engine is None:  # the most important part comes first
+        parts = ["loading the model", *([safe(stats.loading_detail)] if stats.loading_detail else [])]
+    elif engine.failure is not None:
+        parts = ["the engine has failed"]
+    elif background.progress:
+        parts = background.progress
+    elif (load := engine.stats()).num_running or load.num_waiting:
+        waiting = [f"{load.num_waiting} waiting"] if load.num_waiting else []
+        speed = f"{stats.tokens_per_s:,.0f} tok/s"
+        parts = [f"{load.num_running} running", *waiting, speed, f"KV {load.cache_used:.0%}"]
+    else:
+        parts = [safe(engine.loaded.name)]
+    right = _fitting(parts, width // 2)
     left = _session_labels(controller, width - get_cwidth(right) - 1)
     return [*left, ("class:bar", " " * max(width - cells(left) - get_cwidth(right), 0)), ("class:bar", right)]
 
 
-def _about_engine(controller: ChatController, stats: ChatStats, background: BackgroundRun) -> list[str]:
-    """What the engine does, the most important part first."""
-    engine = controller.client_of(controller.current).engine
-    if engine is None:
-        return ["loading the model", *([safe(stats.loading_detail)] if stats.loading_detail else [])]
-    if engine.failure is not None:
-        return ["the engine has failed"]
-    if background.progress:
-        return background.progress
-    load = engine.stats()
-    if not (load.num_running or load.num_waiting):
-        return [safe(engine.loaded.name)]
-    waiting = [f"{load.num_waiting} waiting"] if load.num_waiting else []
-    return [f"{load.num_running} running", *waiting, f"{stats.tokens_per_s:,.0f} tok/s", f"KV {load.cache_used:.0%}"]
-
-
 def _session_labels(controller: ChatController, width: int) -> StyledLine:
-    """The session names with their marks; if not all fit, those around the current one."""
-    labels = [_label(controller, number, session) for number, session in enumerate(controller.sessions, 1)]
+    """` 1 main… ` while a reply is on its way, ` 1 main* ` if something is unread, `[1 main 12%]` if it is current.
+
+    If not all fit, those around the current one.
+    """
+    labels: StyledLine = []
+    for number, session in enumerate(controller.sessions, 1):
+        share, is_current = controller.context_share(session), session is controller.current
+        mark = "…" if session.is_busy else "*" if session.is_unread else ""
+        label = f"{number} {safe(session.name)}{mark}" + (f" {share:.0%}" if share else "")
+        style = "class:bar.full" if share >= ALMOST_FULL else "class:bar.current" if is_current else "class:bar"
+        labels.append((style, f"[{label}]" if is_current else f" {label} "))
     sizes = [get_cwidth(label) for _, label in labels]
     first = last = controller.sessions.index(controller.current)
     current, used = labels[first], sizes[first]
@@ -410,15 +403,6 @@ def _session_labels(controller: ChatController, width: int) -> StyledLine:
     if used + len(before) + len(after) > width:
         return [("class:bar.current", _cut(current[1], width))]
     return [("class:bar", before), *labels[first : last + 1], ("class:bar", after)]
-
-
-def _label(controller: ChatController, number: int, session: Session) -> Fragment:
-    """` 1 main… ` while a reply is on its way, ` 1 main* ` if something is unread, `[1 main 12%]` if it is current."""
-    share, is_current = controller.context_share(session), session is controller.current
-    mark = "…" if session.is_busy else "*" if session.is_unread else ""
-    label = f"{number} {safe(session.name)}{mark}" + (f" {share:.0%}" if share else "")
-    style = "class:bar.full" if share >= ALMOST_FULL else "class:bar.current" if is_current else "class:bar"
-    return style, f"[{label}]" if is_current else f" {label} "
 
 
 def _fitting(parts: list[str], width: int) -> str:

@@ -24,6 +24,7 @@ from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import (
+    AnyContainer,
     CompletionsMenu,
     ConditionalContainer,
     Float,
@@ -38,7 +39,7 @@ from prompt_toolkit.output import create_output
 
 from cbatch.base.errors import CbatchError, Interrupted
 from cbatch.cli.chat.background_run import BackgroundRun
-from cbatch.cli.chat.commands.registry import CommandCompleter, CommandContext, CommandUI, execute_command
+from cbatch.cli.chat.commands.registry import CommandCompleter, CommandContext, CommandUI, execute_line
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.session import Reply, Session, Turn, pastes_in
 from cbatch.cli.chat.session.store import SessionStore
@@ -204,17 +205,24 @@ class Terminal(CommandUI):
         return app
 
     def _make_layout(self) -> Layout:
-        bar = Window(FormattedTextControl(self._bar), height=1, style="class:bar")
-        listed, height = FormattedTextControl(self._attached), Dimension(min=1, max=4)
-        attached = Window(listed, height=height, wrap_lines=True, dont_extend_height=True)
-        has_attached = Condition(lambda: bool(self._attached()))
-        transcript = Window(self._view, wrap_lines=False)
-        rows = HSplit([transcript, bar, ConditionalContainer(attached, has_attached), self._line, self._line.search])
-        menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
-        return Layout(FloatContainer(rows, [menu]), focused_element=self._line)
+        def bar() -> StyleAndTextTuples:
+            return [*status_bar(self.controller, self.stats, self.background, self._app.output.get_size().columns)]
 
-    def _bar(self) -> StyleAndTextTuples:
-        return [*status_bar(self.controller, self.stats, self.background, self._app.output.get_size().columns)]
+        attached = Window(
+            FormattedTextControl(self._attached),
+            height=Dimension(min=1, max=4),
+            wrap_lines=True,
+            dont_extend_height=True,
+        )
+        rows: list[AnyContainer] = [
+            Window(self._view, wrap_lines=False),
+            Window(FormattedTextControl(bar), height=1, style="class:bar"),
+            ConditionalContainer(attached, Condition(lambda: bool(self._attached()))),
+            self._line,
+            self._line.search,
+        ]
+        menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
+        return Layout(FloatContainer(HSplit(rows), [menu]), focused_element=self._line)
 
     def _attached(self) -> StyleAndTextTuples:
         """The line above the input that lists what goes with the message."""
@@ -250,8 +258,8 @@ class Terminal(CommandUI):
         bind("c-t", view.show_reasoning)
         bind("pageup", lambda: view.scroll_pages(-1))
         bind("pagedown", lambda: view.scroll_pages(1))
-        bind("home", view.go_to_start, on_empty_line)
-        bind("end", view.follow, on_empty_line)
+        bind("home", lambda: view.go_to(0), on_empty_line)
+        bind("end", lambda: view.go_to(None), on_empty_line)
         bind("escape left", lambda: controller.switch_by(-1))
         bind("escape right", lambda: controller.switch_by(1))
         for index in range(9):
@@ -263,8 +271,13 @@ class Terminal(CommandUI):
         bind("left", partial(self._move_choice, -1), picking)
         bind("right", partial(self._move_choice, 1), picking)
         bind("enter", self._pick, picking)
+
+        def offers(number: int) -> bool:
+            turn = self._undecided
+            return turn is not None and (number == turn.fallback or turn.first_compared <= number < len(turn.replies))
+
         for number in range(10):
-            bind(str(number), partial(self._pick, number), on_empty_line & Condition(partial(self._offers, number)))
+            bind(str(number), partial(self._pick, number), on_empty_line & Condition(partial(offers, number)))
         return bindings
 
     def _answer_call(self, is_allowed: bool, always: bool) -> None:
@@ -275,11 +288,6 @@ class Terminal(CommandUI):
         """The last turn, if several replies stand side by side there."""
         last = self.controller.current.last
         return last if last is not None and last.is_undecided else None
-
-    def _offers(self, number: int) -> bool:
-        """Whether the reply with a number is one of those that can be picked now."""
-        turn = self._undecided
-        return turn is not None and (number == turn.fallback or turn.first_compared <= number < len(turn.replies))
 
     def _move_choice(self, offset: int) -> None:
         """Goes to a reply on the left or right, and from the last one to the first."""
@@ -312,13 +320,13 @@ class Terminal(CommandUI):
             return
         if self._line.text:
             self._line.clear()
-            return
-        session.clear_passing_notices()
-        session.add_notice(LEAVING, is_passing=True)
+        else:
+            session.clear_passing_notices()
+            session.add_notice(LEAVING, is_passing=True)
 
     def _on_enter(self, text: str) -> None:
         """Carries out what was typed."""
-        self._view.follow()
+        self._view.go_to(None)
         text, session = text.strip(), self.controller.current
         if not text:
             return
@@ -327,14 +335,11 @@ class Terminal(CommandUI):
         if not text.startswith("/find"):
             self._view.end_search()
         with self._showing_errors():
-            if text.startswith("/") and not text.startswith("//"):
-                execute_command(self._context, text if text.startswith("/all ") else session.unfold(text))
-                return
-            self._context.to_delete = None
             try:
-                self.controller.send(session, text.removeprefix("/"))
+                execute_line(self._context, text)
             except UserError:
-                self._line.put(text)
+                if not text.startswith("/") or text.startswith("//"):
+                    self._line.put(text)
                 raise
 
     @contextmanager
@@ -349,7 +354,12 @@ class Terminal(CommandUI):
 
     async def _run(self) -> None:
         loop = self._loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._on_loop_error)
+
+        def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:  # a bug in an event handler
+            error = context.get("exception") or context.get("message")
+            self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)
+
+        loop.set_exception_handler(on_error)
         for signum in (*SIGNALS, signal.SIGHUP):
             loop.add_signal_handler(signum, self._on_signal, signum)
         self._run_callbacks()
@@ -380,15 +390,11 @@ class Terminal(CommandUI):
                 if self._callbacks:  # one of them raised
                     self._loop.call_soon(self._run_callbacks)
 
-    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Shows a bug in an event handler as a notice; the chat goes on."""
-        error = context.get("exception") or context.get("message")
-        self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)
-
     def _on_signal(self, signum: int) -> None:
-        if self._editor.is_open and signum == signal.SIGINT:
+        if self._editor.process is not None and signum == signal.SIGINT:
             return  # Ctrl-C is meant for the editor
-        self._editor.terminate()
+        if self._editor.process is not None:  # so that nobody has to wait for it
+            self._editor.process.terminate()
         if not self._app.is_done:
             self._app.exit(exception=Interrupted(signum))
 
@@ -408,19 +414,16 @@ class Terminal(CommandUI):
     def _after_render(self) -> None:
         if not self._is_loading:  # only after the first draw: importing torch blocks for seconds
             self._is_loading = True
-            self._mention_saved()
+            if self.controller.store is not None and (count := self._context.store.num_files):
+                chats = "1 chat is" if count == 1 else f"{count:,} chats are"
+                text = f"{chats} saved: /load lists them, cbatch chat --continue opens the last one."
+                self.controller.current.add_notice(text, is_passing=True)
+                self._app.invalidate()
             Thread(target=import_module, args=["cbatch.cli.chat.markdown.layout"], daemon=True).start()
             self.controller.client.start(self._post, self._on_open)
         now = time.monotonic()
         self.stats.delays.extend(now - when for when in self._undrawn_token_times)
         self._undrawn_token_times.clear()
-
-    def _mention_saved(self) -> None:
-        if self.controller.store is not None and (count := self._context.store.num_files):
-            chats = "1 chat is" if count == 1 else f"{count:,} chats are"
-            text = f"{chats} saved: /load lists them, cbatch chat --continue opens the last one."
-            self.controller.current.add_notice(text, is_passing=True)
-            self._app.invalidate()
 
     def _before_render(self) -> None:
         self.stats.tick()
@@ -429,11 +432,12 @@ class Terminal(CommandUI):
         now = time.monotonic()
         if now - self._autosaved_at > AUTOSAVE_SECONDS:
             self._autosaved_at = now
-            self.controller.save_open_replies()
-        if self._context.store.save_error != self._shown_save_error:
-            self._shown_save_error = self._context.store.save_error
-            if self._shown_save_error:
-                self.controller.current.add_notice(self._shown_save_error, is_error=True)
+            for session in self.controller.sessions:
+                if session.is_busy:
+                    self.controller.save(session)
+        before, self._shown_save_error = self._shown_save_error, self._context.store.save_error
+        if self._shown_save_error not in ("", before):
+            self.controller.current.add_notice(self._shown_save_error, is_error=True)
 
     def _on_output_line(self, line: str) -> None:
         """Shows a line that this program printed as a notice. Lines of libraries are kept in case loading fails."""
