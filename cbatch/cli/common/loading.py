@@ -17,7 +17,6 @@ from cbatch.cli.common.local_models import suggest_models
 from cbatch.cli.common.options import check_distinct_file
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.common.stdout import without_library_output
-from cbatch.runtime.cpu import tune_process
 from cbatch.runtime.tracing import StepTracer
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ def open_engine(
     check_model(config)
     print_notices(quiet=quiet)
     from cbatch.api import Engine
+    from cbatch.runtime.cpu import tune_process
 
     gc.freeze()  # imported modules stay
     gc.enable()

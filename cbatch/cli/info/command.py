@@ -20,7 +20,6 @@ from cbatch.cli.common.console import emit, safe
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.local_models import gguf_folders, hub_cache, local_models
 from cbatch.cli.common.options import engine_config, engine_options
-from cbatch.model.packed_file import WeightCache
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
@@ -47,6 +46,8 @@ def info(check: bool, clear_weight_cache: bool, as_json: bool, models: bool, **v
     if as_json and (check or clear_weight_cache or models):
         raise click.UsageError("--json shows what info shows without --check, --models and --clear-weight-cache.")
     if clear_weight_cache:
+        from cbatch.model.packed_file import WeightCache
+
         cache = WeightCache.of_config(config)
         emit(f"{format_bytes(cache.clear() if cache else 0)} of packed weights were removed.")
         return 0
@@ -72,6 +73,7 @@ def _about_machine(config: EngineConfig) -> dict[str, str]:
     import torch
     import transformers
 
+    from cbatch.model.packed_file import WeightCache
     from cbatch.runtime.device import describe_gpus
 
     about = {

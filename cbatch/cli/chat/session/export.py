@@ -11,7 +11,6 @@ from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams, derive_seed
 from cbatch.base.request import Request
 from cbatch.base.strict_json import parse_json_object
-from cbatch.batch.line_processor import parse_line
 from cbatch.batch.lines import Line, RowOptions, read_lines
 from cbatch.batch.row import format_row
 from cbatch.cli.chat.session.session import Reply, Session, as_plain_text
@@ -135,6 +134,8 @@ def _find_result(path: Path, index: int) -> dict[str, Any]:
 
 
 def _find_row(path: Path, index: int) -> Request:
+    from cbatch.batch.line_processor import parse_line
+
     for line in _lines(path):
         if line.index == index:
             row = parse_line(line, RowOptions(allow_unknown=True))
