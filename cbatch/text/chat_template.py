@@ -7,7 +7,7 @@ given: a template would get no date but the clock's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -16,16 +16,16 @@ from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from jinja2.utils import Namespace
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of a message that is to be continued. As in transformers, its space shows whether text is trimmed."""
 
 
 def render_chat(
-    template: str,
+    template: str | Template,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
@@ -34,7 +34,6 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    turns: Turns | None = None,
 ) -> str:
     """A conversation in the format that the model was trained on.
 
@@ -44,7 +43,6 @@ def render_chat(
     variables:              further variables of the template, none of them one of the above
     add_generation_prompt:  end with the opening of the assistant's turn
     continue_final_message: end directly behind the text of the last message, as transformers does; it must be text
-    turns:                  how many turns its loops may take in all; None: any number
 
     Raises whatever the template raises, what Jinja raises for an invalid template, and ValueError if the template does
     not write the text that is to be continued.
@@ -53,8 +51,9 @@ def render_chat(
     final = prepared[-1]["content"] if continue_final_message else ""
     if continue_final_message:
         prepared[-1]["content"] = final + _END_MARK
-    rendered = _compile(template, is_counted=turns is not None).render(
-        **{**special_tokens, **(variables or {}), _TURNS: turns},
+    compiled = _compile(template) if isinstance(template, str) else template
+    rendered = compiled.render(
+        **{**special_tokens, **(variables or {})},
         messages=prepared,
         tools=list(tools) or None,
         documents=None,
@@ -82,52 +81,14 @@ def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
-class TooManyTurns(Exception):
-    """The loops of a template took more turns than they may. It may still be rendered elsewhere."""
-
-
-class Turns:
-    """left: how many turns the loops of a template may still take"""
-
-    def __init__(self, most: int) -> None:
-        self.left = most
-
-    def take(self, items: Any) -> Any:
-        """What a loop goes through. Raises TooManyTurns if it has more items than there are turns."""
-        if isinstance(items, Iterator):
-            items = list(items)
-        if isinstance(items, Sized):
-            self.left -= len(items)
-            if self.left < 0:
-                raise TooManyTurns
-        return items
-
-
-_TURNS = "turns of loops"
-"""A variable that no template can name."""
-
-
-@pass_context
-def _counted(context: Context, items: Any) -> Any:
-    return context.parent[_TURNS].take(items)
-
-
 def template_environment() -> ImmutableSandboxedEnvironment:
     """What chat templates are parsed and compiled in."""
-    environment = sandbox(extensions=[_GenerationTag])
-    environment.filters[_TURNS] = _counted
-    return environment
+    return sandbox(extensions=[_GenerationTag])
 
 
 @lru_cache(maxsize=16)
-def _compile(template: str, *, is_counted: bool = False) -> Template:
-    environment = template_environment()
-    if not is_counted:
-        return environment.from_string(template)
-    tree = environment.parse(template)
-    for loop in tree.find_all(nodes.For):
-        loop.iter = nodes.Filter(loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno, environment=environment)
-    return environment.template_class.from_code(environment, environment.compile(tree), environment.make_globals(None))
+def _compile(template: str) -> Template:
+    return template_environment().from_string(template)
 
 
 def sandbox(*, extensions: Sequence[type[Extension]] = (), **options: Any) -> ImmutableSandboxedEnvironment:

@@ -6,15 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
-from functools import lru_cache
 from typing import Any
 
 from cbatch.base.errors import ModelError
 from cbatch.isolate.child import TOO_LARGE, Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import Worker, WorkerDied, WorkerFailed
-from cbatch.text.chat_template import TooManyTurns, Turns, render_chat, template_environment
-from cbatch.text.template_bounds import weight_of
+from cbatch.text.chat_template import render_chat
+from cbatch.text.template_bounds import BOUNDS, MAX_GROWTH, Bounds, TooMuchWork, bounded
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=2)
 """For one conversation. A real template takes a millisecond."""
@@ -28,7 +27,7 @@ MAX_WORK = 20_000_000_000
 MAX_CHARACTERS, MAX_TAGS = 1 << 20, 20_000
 """Of a template. Real ones have some ten thousand characters, and hundreds of tags."""
 
-MAX_WRITTEN, MAX_GROWTH = 1 << 20, 8
+MAX_WRITTEN, MAX_WRITTEN_EACH = 1 << 20, 8
 """Characters that come out of an empty conversation at most; and for each character of others so many more."""
 
 TOO_LONG = "it writes too much"
@@ -49,14 +48,17 @@ class TemplateRenderer:
 
         Raises WorkerFailed, whatever the template raises, and OSError if a process cannot be started.
         """
-        size = _size(messages) + _size(others["tools"]) + _size(others.get("variables"))
-        if (weight := known_weight(template)) is not None:
-            turns = Turns(MAX_WORK // (weight * (len(template) + size)) - 1)
+        variables = others.pop("variables", None) or {}
+        size = _size(messages) + _size(others["tools"]) + _size(variables)
+        if (found := bounded(template)) is not None:
+            longest = MAX_GROWTH * (len(template) + size)
+            bounds = Bounds(MAX_WORK // (found.weight * longest) - 1, longest)
             try:
-                return render_chat(template, messages, turns=turns, **others)
-            except TooManyTurns:
+                return render_chat(found.template, messages, variables={**variables, BOUNDS: bounds}, **others)
+            except TooMuchWork:
                 pass  # it may take long
-        return self.render_elsewhere(template, MAX_WRITTEN + MAX_GROWTH * size, messages=messages, **others)
+        most = MAX_WRITTEN + MAX_WRITTEN_EACH * size
+        return self.render_elsewhere(template, most, messages=messages, variables=variables, **others)
 
     def render_elsewhere(self, template: str, most: int = MAX_WRITTEN, **arguments: Any) -> str:
         """The same in another process. most: characters that may come out"""
@@ -83,7 +85,7 @@ def template_check(
             f"The model's chat template is too large: {len(template):,} characters with {tags:,} tags. At most "
             f"{MAX_CHARACTERS:,} characters with {MAX_TAGS:,} tags are read."
         )
-    if known_weight(template) is not None:
+    if bounded(template) is not None:
         yield
         return
     worker = Worker(f"{__name__}:_Templates", limits=TRIAL_LIMITS)
@@ -129,12 +131,6 @@ class _Templates:
                 raise
             except Exception:
                 pass
-
-
-@lru_cache(maxsize=16)
-def known_weight(template: str) -> int | None:
-    """See `weight_of`; remembered, because every conversation asks for it."""
-    return weight_of(template, template_environment())
 
 
 def _size(values: Any) -> int:

@@ -11,7 +11,8 @@ from cbatch.base.errors import ModelError
 from cbatch.isolate.worker import WorkerFailed
 from cbatch.text import template_renderer
 from cbatch.text.chat_template import render_chat
-from cbatch.text.template_renderer import TemplateRenderer, known_weight, template_check
+from cbatch.text.template_bounds import bounded
+from cbatch.text.template_renderer import TemplateRenderer, template_check
 from tests.support.chat_templates import TEMPLATES
 from tests.text.test_chat_template import DAY, MESSAGES, SPECIAL, TOOL, VARIABLES
 
@@ -81,7 +82,7 @@ def test_a_refusal_keeps_its_words(worker: TemplateRenderer) -> None:
 def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateRenderer) -> None:
     """Guards against work that is bounded, but not small: each message writes all of them."""
     template = "{% for m in messages %}{{ messages | tojson }}{% endfor %}"
-    assert known_weight(template) is not None
+    assert bounded(template) is not None
     messages = [{"role": "user", "content": "a" * 100}] * 5000
     with pytest.raises(WorkerFailed, match=r"too much|does not end"):
         render(worker, template, messages)
