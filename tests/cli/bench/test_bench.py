@@ -16,6 +16,7 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench import compare, techniques
 from cbatch.cli.bench.options import MAX_SKEW
 from cbatch.cli.bench.peers import PeerMetrics
@@ -281,14 +282,8 @@ def test_everything_at_once(model_folder: Path, tmp_path: Path, capsys: pytest.C
     options += ["--plot", str(tmp_path / "plots"), "--report", str(tmp_path / "r.html"), "--dtype", "float32"]
     assert run_command(["bench", *options, "-m", str(model_folder)]) == 0
     shown = capsys.readouterr().out
-    for words in (
-        "static batches",
-        "transformers-generate",
-        "without KV cache",
-        "The roofline allows",
-        "a request enters",
-    ):
-        assert words in shown
+    words = "static batches", "transformers-generate", "without KV cache", "The roofline allows", "a request enters"
+    assert all(one in shown for one in words)
     assert shown.count("100%") >= 8 and "tokens a step" in shown
     assert {path.name for path in (tmp_path / "plots").iterdir()} >= {"timeline.svg", "speed.svg", "step.svg"}
     assert (tmp_path / "r.html").read_text().count("<img") == 4
@@ -348,3 +343,93 @@ def test_prompts_in_other_forms(model_folder: Path, tmp_path: Path) -> None:
     remedy = pytest.raises(ConfigError, match=r"e\.jsonl cannot be read: it is a JSON array: --format json reads one")
     with remedy, open_prompts(str(tmp_path / "e.jsonl")):
         pass
+
+
+DRAFTED = Workload([[1, 2, 3], [4, 5, 6, 7, 0, 1], [2, 4]], [30, 12, 24], "by hand")
+
+
+@cache
+def repeating() -> Any:
+    """Of so few tokens that its outputs repeat themselves."""
+    return make_network("llama", vocab_size=8)
+
+
+@cache
+def expected() -> list[list[int]]:
+    return generate_alone(repeating(), DRAFTED.prompts, DRAFTED.output_lengths)
+
+
+def drafting() -> Experiment:
+    config = EngineConfig(device="cpu", block_size=4, max_batch_tokens=64, speculate=4)
+    return Experiment(loaded(repeating()), config, DRAFTED, 3)
+
+
+@cache
+def measure_drafts(name: str) -> RunRecord:
+    return drafting().measure(ALL[name])
+
+
+@pytest.mark.parametrize("name", ["none", "static", "continuous", "ragged", "dynamic"])
+def test_drafted_tokens_are_accounted_for(name: str) -> None:
+    """Guards the counts: a chunk with a draft is output and no prompt, and it gives one token and those accepted."""
+    record = measure_drafts(name)
+    assert record.outputs == expected() and 0 < record.accepted < record.drafted
+    assert record.tokens("prefill") == DRAFTED.prompt_tokens
+    chunks = [chunk for step in record.steps for chunk in step.chunks if chunk.kind == "decode"]
+    for index, request in enumerate(record.requests):
+        own = [chunk for chunk in chunks if chunk.request == index]
+        assert all(chunk.tokens == 1 + chunk.drafted for chunk in own)
+        assert 1 + sum(1 + chunk.accepted for chunk in own) >= request.wanted
+        if name != "static":  # where requests run on past their ends
+            assert 1 + sum(1 + chunk.accepted for chunk in own) == request.wanted == len(request.tokens)
+    metrics = run_metrics(record, DRAFTED)
+    assert (metrics.drafted_tokens, metrics.accepted_tokens) == (record.drafted, record.accepted)
+
+
+def test_the_ablation_drafts_nothing() -> None:
+    """Guards `without speculation`: the same work and outputs in more steps, each with one token of a request."""
+    record = measure_drafts("speculation")
+    assert record.outputs == expected() and record.drafted == record.accepted == 0
+    assert record.tokens("decode") == DRAFTED.output_tokens - len(DRAFTED.prompts)
+    assert len(record.steps) > len(measure_drafts("continuous").steps)
+
+
+def test_tokens_of_one_step_have_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards times on a clock that moves one second whenever it is read, and the figures of the engine itself."""
+    ticks = count()
+    monkeypatch.setattr("cbatch.engine.loop.clock", lambda: float(next(ticks)))
+    engine = make_engine(repeating(), speculate=4)
+    recorder = RunRecorder(engine, [30], 1, clock=lambda: float(next(ticks)))
+    recorder.add(0, DRAFTED.prompts[0], 30)
+    recorder.run()
+    record = recorder.finish()
+    steps, request = len(record.steps), record.requests[0]
+    assert steps == 30 - record.accepted < 30
+    assert (request.first, request.last) == (4, 4 * steps)  # the clock is read four times a step
+    assert run_metrics(record, Workload(DRAFTED.prompts[:1], [30], "")).tpot_s.p50 == 4 * (steps - 1) / 29
+    stats = engine.stats()
+    assert (record.drafted, record.accepted) == (stats.num_drafted_tokens, stats.num_accepted_tokens)
+
+
+def test_the_time_of_a_token_is_that_of_a_step() -> None:
+    """Guards `--ablate kv-cache`: it times steps of one token each, so its engines may not draft."""
+    with techniques._engine(drafting(), 100, 100) as engine:
+        engine.add([1] * 64, SamplingParams(max_tokens=20, ignore_eos=True))
+        steps = [engine.step() for _ in range(20)]
+    assert [len(events) for events in steps] == [1] * 20
+
+
+def test_the_command_switches_drafts_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards `--speculate` and `--ablate speculation` of the command, and their figures in JSON and in the tables."""
+    repeating().save_pretrained(tmp_path)
+    options = ["--speculate", "6", "--ablate", "speculation", "--strategies", "continuous", "--rounds", "1"]
+    options += ["--requests", "3", "--input-len", "9:20", "--output-len", "60", "-m", str(tmp_path)]
+    assert run_command(["bench", "--json", *options]) == 0
+    found = {one["strategy"]: one for one in json.loads(capsys.readouterr().out)["strategies"]}
+    with_drafts, without = found["continuous"], found["no-speculation"]
+    assert 0 < with_drafts["accepted_tokens"] <= with_drafts["drafted_tokens"]
+    assert without["drafted_tokens"] == without["accepted_tokens"] == 0 and without["equal_rows_share"] == 1.0
+    assert with_drafts["steps"] < without["steps"] and without["title"] == "without speculation"
+    assert run_command(["bench", "-q", *options]) == 0
+    shown = capsys.readouterr().out
+    assert f"{with_drafts['accepted_tokens']:,} of {with_drafts['drafted_tokens']:,}, " in shown

@@ -304,12 +304,9 @@ def test_the_drawn_steps_are_typical() -> None:
     shown = typical_steps(run_of(*lucky, *none, *mixed, *none, *wrong))
     assert shown == range(2 * MAX_STEPS, 3 * MAX_STEPS)
     assert typical_steps(run_of(2, None)) == range(2) and typical_steps([]) == range(0)
-    assert tokens_shown(RecordedChunk(0, 0, "decode", 9, 5, 4, 1)) == {
-        "as without drafts": 1,
-        "accepted": 1,
-        "rejected": 3,
-    }
-    assert tokens_shown(RecordedChunk(0, 0, "prefill", 0, 99)) == {"prompt": 1, "accepted": 0, "rejected": 0}
+    drafted, prompt = RecordedChunk(0, 0, "decode", 9, 5, 4, 1), RecordedChunk(0, 0, "prefill", 0, 99)
+    assert tokens_shown(drafted) == {"as without drafts": 1, "accepted": 1, "rejected": 3}
+    assert tokens_shown(prompt) == {"prompt": 1, "accepted": 0, "rejected": 0}
 
 
 def test_step_picture_chooses_requests() -> None:
