@@ -19,17 +19,9 @@ from cbatch.model.weight import Matrix, Weight
 
 
 def packed_columns(
-    matrix: Matrix,
-    tensors: Mapping[str, Tensor],
-    format: int,
-    dtype: torch.dtype,
-    depth: int,
-    first: int,
-    stop: int,
-    *,
-    is_gated: bool,
-    keeps_stored: bool,
-) -> NDArray[np.uint8]:
+    matrix: Matrix, tensors: Mapping[str, Tensor], format: int, dtype: torch.dtype, depth: int, first: int, stop: int,
+    *, is_gated: bool, keeps_stored: bool,
+) -> NDArray[np.uint8]:  # fmt: skip
     """Some columns of a matrix as packed bytes, whole tiles of them.
 
     dtype:    numbers are rounded to it before they are packed, or rounded to integers

@@ -38,14 +38,9 @@ class DeviceWeights:
     """Copies weights to a device; those that are multiplied together become one."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        quantize: Quantization | None = None,
-        tied: Matrix | None = None,
-        float8: Float8Use | None = None,
-    ) -> None:
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device,
+        quantize: Quantization | None = None, tied: Matrix | None = None, float8: Float8Use | None = None,
+    ) -> None:  # fmt: skip
         """quantize: keep matrices as integers; those of the files need StoredWeights
         tied:     the matrix of a head that is the embedding
         float8:   counts FP8 matrices; without a problem, those of linears become `Float8Matrix`. None: none does
@@ -65,12 +60,9 @@ class DeviceWeights:
     def embedding(self, weight: Weight) -> Tensor | QuantizedMatrix:
         """[rows, columns] as it is looked up."""
         if weight not in self._tables:
-            is_head = self._tied is not None and self._tied.parts == (weight,)
-            matrix = Matrix((weight,))
+            is_head, matrix = self._tied is not None and self._tied.parts == (weight,), Matrix((weight,))
             packing = self._packing([matrix], is_head=True) if is_head or self._keeps_stored else None
-            self._tables[weight] = (
-                self._stacked([weight], self._dtype) if packing is None else self._packed(matrix, packing)
-            )
+            self._tables[weight] = self.table(weight) if packing is None else self._packed(matrix, packing)
         return self._tables[weight]
 
     def table(self, weight: Weight) -> Tensor:

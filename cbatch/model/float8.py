@@ -78,15 +78,11 @@ def float8_problem(device: torch.device, dtype: torch.dtype) -> str:
         name = gpu_name(device) if is_nvidia(device) else str(device)
         return f"{name} has no matrix units for FP8, which came with compute capability 8.9"
     try:
+        matrix, bias = Float8Matrix.empty(64, 128, device), torch.zeros(64, dtype=dtype, device=device)
         for rows in (1, 33):
-            _try_product(rows, dtype, device)
+            out = torch.empty(rows, 64, dtype=dtype, device=device)
+            matrix.multiply(*rounded_rows(torch.ones(rows, 128, device=device)), bias, out)
+            out.sum().item()  # an error of a kernel comes with its result
     except Exception as error:  # whatever torch and its libraries raise
         return f"torch {torch.__version__} does not multiply FP8 with a scale for each row there ({in_short(error)})"
     return ""
-
-
-def _try_product(rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    matrix = Float8Matrix.empty(64, 128, device)
-    bias, out = torch.zeros(64, dtype=dtype, device=device), torch.empty(rows, 64, dtype=dtype, device=device)
-    matrix.multiply(*rounded_rows(torch.ones(rows, 128, device=device)), bias, out)
-    out.sum().item()  # an error of a kernel comes with its result

@@ -138,14 +138,9 @@ class StoredWeights(Mapping[str, Tensor]):
         return Integers.concatenated(parts)
 
     def finish(
-        self,
-        name: str,
-        where: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        memory: int,
+        self, name: str, where: str, device: torch.device, dtype: torch.dtype, memory: int,
         quantize: Quantization | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Gives back what has been read, and says what has become of formats that no kernel reads.
 
         name:     of their format, and `where` they are, for people

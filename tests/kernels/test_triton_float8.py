@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.support.device import DEVICE
+from tests.support.kernels import draw
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -43,10 +44,6 @@ def plainly_rounded(source: Tensor) -> tuple[NDArray[np.float64], NDArray[np.flo
     sizes, middles = np.abs(numbers / scales).astype(np.float64), (LEVELS[1:] + LEVELS[:-1]) / 2
     low, high = np.searchsorted(middles, sizes, "left"), np.searchsorted(middles, sizes, "right")
     return np.copysign(LEVELS[np.where(low % 2 == 0, low, high)], numbers), scales
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def drawn_matrix(columns: int, depth: int) -> tuple[Float8Matrix, Tensor]:

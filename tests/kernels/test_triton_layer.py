@@ -13,6 +13,7 @@ from cbatch.model.ops.device_kernel import by_torch, by_triton
 from cbatch.model.weight import Activation
 from scripts.gpu.bound_kernels import BoundKernels, Heads, router
 from tests.support.cuda_model import DEVICE
+from tests.support.kernels import draw
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -30,10 +31,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(params=OPS)
 def ops(request: pytest.FixtureRequest) -> BoundKernels:
     return OPS[request.param]
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def norm_of(kind: Any, width: int, seed: int = 1) -> NormWeights:

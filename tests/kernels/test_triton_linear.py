@@ -11,6 +11,7 @@ from torch import Tensor
 from cbatch.model.ops.device_kernel import DeviceOps
 from scripts.gpu.bound_kernels import BoundKernels, router
 from tests.support.device import DEVICE
+from tests.support.kernels import draw
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -27,15 +28,8 @@ def ops_for(capability: int) -> BoundKernels:
     return BoundKernels(DeviceOps(True, True, True, capability))
 
 
-OPS = {
-    "triton": ops_for(90),
-    "triton, without matrix units": BoundKernels(DeviceOps(True, True, True, 75)),
-}
+OPS = {"triton": ops_for(90), "triton, without matrix units": BoundKernels(DeviceOps(True, True, True, 75))}
 DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def product(ops: BoundKernels, source: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,11 +65,7 @@ def differing(multiply: Callable[[Tensor], Tensor], source: Tensor) -> int:
 @pytest.mark.parametrize("kind", ["numbers", "int4", "experts"])
 def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
     """Guards `--deterministic`: numbers of rows for which there would be other tiles otherwise."""
-    ops, source, chooser = (
-        ops_for(90),
-        draw(70, 160, dtype=torch.float16),
-        router(2, "softmax"),
-    )
+    ops, source, chooser = (ops_for(90), draw(70, 160, dtype=torch.float16), router(2, "softmax"))
     matrix, scores = draw(70, 160, dtype=torch.float16, seed=1), draw(160, 6, seed=2)
     packed = QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
     numbers = torch.randint(0, 16, (70, 160), dtype=torch.uint8).to(DEVICE)

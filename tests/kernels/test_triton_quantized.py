@@ -9,6 +9,7 @@ from torch import Tensor
 
 from scripts.gpu.bound_kernels import BoundKernels, router
 from tests.support.device import DEVICE
+from tests.support.kernels import draw
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -33,10 +34,6 @@ SIZES = [(1, 40, 64), (3, 33, 100), (20, 130, 288), (70, 70, 32)]
 @pytest.fixture(params=OPS)
 def ops(request: pytest.FixtureRequest) -> BoundKernels:
     return OPS[request.param]
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def drawn_matrix(kind: int, columns: int, depth: int, out: QuantizedMatrix, seed: int = 0) -> Tensor:

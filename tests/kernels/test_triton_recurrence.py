@@ -16,6 +16,7 @@ from cbatch.model.ops.gated_delta import GatedDelta
 from cbatch.model.ops.selective_scan import SelectiveScan
 from scripts.gpu.bound_kernels import BoundKernels, convolution, delta_rule, scan
 from tests.support.cuda_model import DEVICE
+from tests.support.kernels import draw
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -28,10 +29,6 @@ DTYPES = list(TOLERANCES)  # Triton's interpreter cannot multiply bfloat16
 
 Run = Callable[[BoundKernels, Recurrence, Tensor, Tensor], None]
 """Runs an operation over chunks, on states [slots, ...], into rows of `out`."""
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 @dataclass(frozen=True)

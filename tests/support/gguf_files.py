@@ -210,9 +210,7 @@ def pieces(saved: SavedModel) -> Iterator[Piece]:
     for stack, members in stacks.items():
         own = [members[number] for number in range(len(members))]
         yield Piece(
-            names.get_name(stack) + ".weight",
-            np.stack([tensors[name] for name in own]),
-            partial(_by_name, own),
+            names.get_name(stack) + ".weight", np.stack([tensors[name] for name in own]), partial(_by_name, own)
         )
     stacked = {name for members in stacks.values() for name in members.values()}
     for name, array in tensors.items():

@@ -1,4 +1,4 @@
-"""Calls single kernels from Python, which only other kernels call otherwise."""
+"""What tests of kernels share: numbers to compute with, and calls of kernels that only other kernels call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from numba import njit
+from torch import Tensor
 
 from cbatch.kernels.cpu.jit import OPTIONS
+from tests.support.device import DEVICE
 
 
 @cache
@@ -16,3 +19,8 @@ def callable_kernel(kernel: Any) -> Callable[..., Any]:
     """A kernel, compiled by itself."""
     compiled: Callable[..., Any] = njit(**OPTIONS)(kernel.py_func)
     return compiled
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal numbers on the device of these tests."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)

@@ -49,36 +49,6 @@ _LINE = 64
 _MINUS_INFINITY, _LN2 = np.float32(-np.inf), np.float32(1 / LOG2_E)
 
 
-class _QueryRows(NamedTuple):
-    """Rows of a task that share the keys of a head: `group` for each token, whose positions do not decrease.
-
-    A task may have several heads, the rows of one after those of the other.
-    """
-
-    positions: NDArray[np.int64]
-    rows: int
-    group: int
-
-
-class _Task(NamedTuple):
-    """Rows of one sequence or a group of them, and the tokens and heads of the cache that they see.
-
-    sequence:   the one whose blocks are read
-    first, tokens: its query tokens
-    begin, end: tokens of the cache
-    member:     the first of the sequences that decode behind the same blocks; -1 if there is only one sequence
-    """
-
-    first_head: int
-    stop_head: int
-    sequence: int
-    first: int
-    tokens: int
-    begin: int
-    end: int
-    member: int
-
-
 class _Tile(NamedTuple):
     """The tokens of a tile, from `token` up to `stop` at most, of one head; none if `stop` is 0.
 
@@ -88,13 +58,6 @@ class _Tile(NamedTuple):
     table: NDArray[np.int32]
     head: int
     token: int
-    stop: int
-
-
-class _TilePart(NamedTuple):
-    """The tokens of a tile that a block of rows sees: from `first`, a multiple of 32, up to `stop`."""
-
-    first: int
     stop: int
 
 
@@ -140,17 +103,18 @@ def _list_packed_panels(kv: PagedKV, head: int, table: Any, token: int, stop: in
 
 @inlined
 def _compute_scores(
-    kv: PagedKV, query: Rows, rows: int, part: _TilePart, now: int, scratch: AttentionWorkspace
+    kv: PagedKV, query: Rows, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace
 ) -> None:
     """scores [rows, TILE_TOKENS] = query [rows, key_dim] times the keys of a part of a tile.
 
-    now: which of the panels are those of the tile
+    low, high: the tokens of the tile that the rows see: from `low`, a multiple of 32
+    now:       which of the panels are those of the tile
     """
     panels, ahead, runs, unpacked = scratch.panels[now], scratch.panels[1 - now], scratch.runs, scratch.unpacked
     like, itemsize = unpacked[0], unpacked.itemsize
     pair = 1 if itemsize == 4 else 2
     stride, depth = LANES * pair * itemsize, kv.key_dim // pair
-    for left in range(part.first, part.stop, COLUMNS):
+    for left in range(low, high, COLUMNS):
         for i in range(2):
             place = panels[0, left // LANES + i]
             if kv.itemsize == 1:
@@ -167,12 +131,12 @@ def _compute_scores(
 
 
 @inlined
-def _unpack_values(kv: PagedKV, panel: int, part: _TilePart, now: int, scratch: AttentionWorkspace) -> None:
+def _unpack_values(kv: PagedKV, panel: int, low: int, high: int, now: int, scratch: AttentionWorkspace) -> None:
     """Makes numbers of the bytes of a panel of values and of the next, of 16 tokens after the other."""
     runs, itemsize = scratch.runs, scratch.unpacked.itemsize
     size, unpacked = LANES * LANES * itemsize, np.int64(scratch.unpacked.ctypes.data)
     is_last = panel == kv.value_dim // LANES - 1
-    for i in range(part.first // LANES, -(-part.stop // LANES)):
+    for i in range(low // LANES, -(-high // LANES)):
         source = scratch.panels[now, 1, i] + panel * LANES * LANES
         for side in range(2):
             target = unpacked + (2 * i + side) * size
@@ -183,16 +147,13 @@ def _unpack_values(kv: PagedKV, panel: int, part: _TilePart, now: int, scratch: 
 
 @inlined
 def _accumulate_values(
-    kv: PagedKV, rows: int, part: _TilePart, now: int, scratch: AttentionWorkspace, out: Rows
+    kv: PagedKV, rows: int, low: int, high: int, now: int, scratch: AttentionWorkspace, out: Rows
 ) -> None:
-    """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile.
-
-    now: which of the panels are those of the tile
-    """
+    """out [rows, value_dim] += weights [rows, TILE_TOKENS] times the values of a part of a tile."""
     weights, runs, itemsize = scratch.weights, scratch.runs, scratch.unpacked.itemsize
     pair = 1 if itemsize == 4 else 2
-    stride, depth, run = LANES * pair * itemsize, -(-(part.stop - part.first) // pair), LANES // pair
-    weights_stride, first_panel = TILE_TOKENS * weights.itemsize, part.first // LANES
+    stride, depth, run = LANES * pair * itemsize, -(-(high - low) // pair), LANES // pair
+    weights_stride, first_panel = TILE_TOKENS * weights.itemsize, low // LANES
     width = LANES * kv.block_size * itemsize
     columns = Panels(np.int64(runs.ctypes.data) + first_panel * 32, run, stride, depth, stride)
     for i in range(TILE_TOKENS // LANES):
@@ -200,12 +161,12 @@ def _accumulate_values(
         runs[i, 1], runs[i, 3] = runs[i, 0] + width, runs[i, 2] + width
     for panel in range(0, kv.value_dim // LANES, 2):
         if kv.itemsize == 1:
-            _unpack_values(kv, panel, part, now, scratch)
+            _unpack_values(kv, panel, low, high, now, scratch)
         elif panel == kv.value_dim // LANES - 1:
             for i in range(TILE_TOKENS // LANES):
                 runs[i, 1], runs[i, 3] = runs[i, 0], runs[i, 2]
         for top in range(0, rows, MAX_ROWS):
-            left = Rows(weights.ctypes.data + top * weights_stride + part.first * weights.itemsize, weights_stride)
+            left = Rows(weights.ctypes.data + top * weights_stride + low * weights.itemsize, weights_stride)
             target = Rows(out.address + top * out.stride + panel * LANES * 4, out.stride)
             multiply_tile(kv.microkernel, scratch.unpacked[0], left, columns, target, min(MAX_ROWS, rows - top), 1)
         for i in range(TILE_TOKENS // LANES):
@@ -238,18 +199,17 @@ def _cap_scores(scores: Any, rows: int, params: AttentionParams, scales: Any) ->
 
 @inlined
 def _weigh(
-    is_packed: bool, token: int, query_rows: _QueryRows, top: int, rows: int, params: AttentionParams,
+    is_packed: bool, token: int, positions: Any, group: int, top: int, rows: int, params: AttentionParams,
     scratch: AttentionWorkspace, states: Rows, width: int,
 ) -> None:  # fmt: skip
     """Turns the scores of the rows from `top` on into weights, and rescales their states if need be."""
-    scores, weights, group = scratch.scores, scratch.weights, query_rows.group
+    scores, weights = scratch.scores, scratch.weights
     scale, key_scales, value_scales = np.float32(LOG2_E), scratch.scales[2], scratch.scales[1]
     if params.softcap > 0:
         _cap_scores(scores, rows, params, scratch.scales[0] if is_packed else key_scales)
     else:
         key_scales = scratch.scales[0]
         scale = np.float32(params.scale * LOG2_E)
-    positions = query_rows.positions
     first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
     is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
     for i in range(rows):
@@ -283,30 +243,29 @@ def first_seen(position: int, params: AttentionParams) -> int:
 
 @inlined
 def _attend_tile(
-    kv: PagedKV, token: int, query_rows: _QueryRows, begin: int, params: AttentionParams, now: int,
+    kv: PagedKV, token: int, positions: Any, group: int, begin: int, params: AttentionParams, now: int,
     scratch: AttentionWorkspace, states: Any,
 ) -> None:  # fmt: skip
     """Lets the rows of a head see the tile from `token`.
 
+    positions, group: of the tokens of a task, which do not decrease, and rows of each that share the keys of a head
     begin: the first of these rows in the task
     now:   which of the panels are those of the tile
     """
-    query = scratch.query
-    positions, group = query_rows.positions, query_rows.group
+    query, num_rows = scratch.query, len(positions) * group
     query_stride, state_stride = query.shape[1] * query.itemsize, states.shape[1] * 4
-    for top in range(0, query_rows.rows, BLOCK_ROWS):
-        rows = min(BLOCK_ROWS, query_rows.rows - top)
-        part = _TilePart(
-            max(0, first_seen(positions[top // group], params) - token) // COLUMNS * COLUMNS,
-            min(TILE_TOKENS, positions[(top + rows - 1) // group] + 1 - token),
-        )
-        if part.stop <= part.first:
+    for top in range(0, num_rows, BLOCK_ROWS):
+        rows = min(BLOCK_ROWS, num_rows - top)
+        low = max(0, first_seen(positions[top // group], params) - token) // COLUMNS * COLUMNS
+        high = min(TILE_TOKENS, positions[(top + rows - 1) // group] + 1 - token)
+        if high <= low:
             continue
         source = Rows(query.ctypes.data + (begin + top) * query_stride, query_stride)
         target = Rows(states.ctypes.data + (begin + top) * state_stride, state_stride)
-        _compute_scores(kv, source, rows, part, now, scratch)
-        _weigh(kv.itemsize == 1, token, query_rows, top, rows, params, scratch, target, states.shape[1] - 2 * LANES)
-        _accumulate_values(kv, rows, part, now, scratch, target)
+        _compute_scores(kv, source, rows, low, high, now, scratch)
+        width = states.shape[1] - 2 * LANES
+        _weigh(kv.itemsize == 1, token, positions, group, top, rows, params, scratch, target, width)
+        _accumulate_values(kv, rows, low, high, now, scratch, target)
 
 
 @kernel
@@ -345,12 +304,12 @@ def _merge_state(state: Any, later: Any) -> None:
 
 @inlined
 def _attend_task(
-    kv: PagedKV, task: _Task, table: Any, upcoming: _Tile, query_rows: _QueryRows, params: AttentionParams,
+    kv: PagedKV, task: Any, table: Any, upcoming: _Tile, positions: Any, group: int, params: AttentionParams,
     scratch: AttentionWorkspace,
 ) -> None:  # fmt: skip
     """Lets all rows of a task see its tokens, as far as each may. upcoming: what is read after the task"""
-    first_head, stop_head, begin, end = task.first_head, task.stop_head, task.begin, task.end
-    start, per_head = query_rows.positions[0], query_rows.rows
+    first_head, stop_head, _, _, _, begin, end, _ = task
+    start, per_head = positions[0], len(positions) * group
     rows = (stop_head - first_head) * per_head
     lowest = first_seen(start, params) // TILE_TOKENS * TILE_TOKENS
     all_before = scratch.states[0]
@@ -380,7 +339,8 @@ def _attend_task(
                     for i in range(TILE_TOKENS // LANES):
                         for side in range(2):
                             scratch.panels[1 - now, side, i] = scratch.panels[now, side, i]
-                _attend_tile(kv, token, query_rows, (head - first_head) * per_head, params, now, scratch, states)
+                first_row = (head - first_head) * per_head
+                _attend_tile(kv, token, positions, group, first_row, params, now, scratch, states)
                 now = now if is_packed else 1 - now
         for i in range(rows):
             _add_up_weights(states[i])
@@ -410,12 +370,19 @@ def _heads_of_a_task(kv: PagedKV, plan: AttentionPlan, group: int, workspace: At
 
 
 @kernel
-def _task_of(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _Task:
-    """heads: of a task"""
+def _task_of(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> Any:
+    """Rows of one sequence or a group of them, and the heads and tokens of the cache that they see: of both the first,
+    and the one after the last. The rows of one head come after those of the other.
+
+    heads: of a task
+
+    Returns the heads, the sequence whose blocks are read, its first query token, their number, the tokens of the cache,
+    and the first of the sequences that decode behind the same blocks, -1 if there is only one sequence.
+    """
     parts = -(-kv.heads // heads)
     first_head = number % parts * heads
     sequence, first, tokens, begin, end, member = plan.tasks[number // parts]
-    return _Task(first_head, min(kv.heads, first_head + heads), sequence, first, tokens, begin, end, member)
+    return first_head, min(kv.heads, first_head + heads), sequence, first, tokens, begin, end, member
 
 
 @inlined
@@ -423,8 +390,8 @@ def _first_tile(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _T
     """What a task reads first, windows aside; of task -1 nothing."""
     if number < 0:
         return _Tile(plan.tables[0], 0, 0, 0)
-    task = _task_of(kv, plan, heads, number)
-    return _Tile(plan.tables[task.sequence], task.first_head, task.begin, task.end)
+    first_head, _, sequence, _, _, begin, end, _ = _task_of(kv, plan, heads, number)
+    return _Tile(plan.tables[sequence], first_head, begin, end)
 
 
 @kernel
@@ -452,9 +419,9 @@ def attend(
                 for i in range(group):
                     start = (head * group + i) * kv.key_dim
                     _copy(query[row, start : start + kv.key_dim], scratch.query[at + i])
-        query_rows = _QueryRows(scratch.positions[:tokens], per_head, group)
         upcoming = _first_tile(kv, plan, heads, likely_task(worker, phase, num_tasks))
-        _attend_task(kv, task, plan.tables[sequence], upcoming, query_rows, params, scratch)
+        positions = scratch.positions[:tokens]
+        _attend_task(kv, task, plan.tables[sequence], upcoming, positions, group, params, scratch)
         for i in range((stop_head - first_head) * per_head):
             token, query_head = i % per_head // group, (first_head + i // per_head) * group + i % group
             if member >= 0:

@@ -30,10 +30,7 @@ def norm_constants(norm: NormWeights, prefix: str = "") -> dict[str, Any]:
 
 def norm_tensors(norm: NormWeights, placeholder: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias, or a tensor that is not read."""
-    return (
-        placeholder if norm.weight is None else norm.weight,
-        placeholder if norm.bias is None else norm.bias,
-    )
+    return (placeholder if norm.weight is None else norm.weight, placeholder if norm.bias is None else norm.bias)
 
 
 @triton.jit

@@ -116,6 +116,7 @@ def _q8_0(blocks: Blocks) -> Integers:
 
 
 def _q4_0(blocks: Blocks) -> Integers:
+    """Also IQ4_NL, whose integers are places of levels."""
     return Integers.of_arrays(_flat(_nibbles(blocks, 2)), _halves(blocks, 0))
 
 
@@ -127,10 +128,6 @@ def _q5_0(blocks: Blocks) -> Integers:
     high = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
     numbers = (_nibbles(blocks, 6) | high << 4).astype(np.int8) - 16
     return Integers.of_arrays(_flat(numbers), _halves(blocks, 0))
-
-
-def _iq4_nl(blocks: Blocks) -> Integers:
-    return Integers.of_arrays(_flat(_nibbles(blocks, 2)), _halves(blocks, 0))
 
 
 def _mxfp4(blocks: Blocks) -> Integers:
@@ -174,12 +171,6 @@ def _with_minimum(numbers: NDArray[np.uint8], scales: NDArray[np.float32], minim
 
 
 _READERS: dict[int, tuple[int, Callable[[Blocks], Integers]]] = {
-    Q8_0: (INT8, _q8_0),
-    Q5_0: (INT8, _q5_0),
-    IQ4_NL: (packed.IQ4_NL, _iq4_nl),
-    IQ4_XS: (packed.IQ4_NL, _iq4_xs),
-    MXFP4: (packed.MXFP4, _mxfp4),
-    Q4_0: (INT4, _q4_0),
-    Q4_1: (INT4_ZEROS, _q4_1),
-    Q4_K: (INT4_ZEROS, _q4_k),
-}
+    Q8_0: (INT8, _q8_0), Q5_0: (INT8, _q5_0), IQ4_NL: (packed.IQ4_NL, _q4_0), IQ4_XS: (packed.IQ4_NL, _iq4_xs),
+    MXFP4: (packed.MXFP4, _mxfp4), Q4_0: (INT4, _q4_0), Q4_1: (INT4_ZEROS, _q4_1), Q4_K: (INT4_ZEROS, _q4_k),
+}  # fmt: skip

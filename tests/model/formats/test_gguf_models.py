@@ -320,9 +320,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         gguf_config, "Source", lambda *args, **others: gguf_weights.Source(*args, **others | {"offset": 0.0})
     ),
     "heads of values stay in turns": lambda patch: patch.setattr(
-        declared,
-        "_values_by_key",
-        lambda config, width: torch.arange(config["linear_num_value_heads"] * width),
+        declared, "_values_by_key", lambda config, width: torch.arange(config["linear_num_value_heads"] * width)
     ),
     "gate and up change places": lambda patch: patch.setattr(
         gguf_config, "Source", lambda tensors, *args, **others: gguf_weights.Source(tensors[::-1], *args, **others)

@@ -21,14 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.model.formats.matrices import (
-    EncodedMatrix,
-    FloatMatrix,
-    GroupedMatrix,
-    as_float32,
-    unpacked,
-    unpacked_rows,
-)
+from cbatch.model.formats.matrices import EncodedMatrix, FloatMatrix, GroupedMatrix, as_float32, unpacked, unpacked_rows
 from cbatch.model.formats.settings import FLOATS, Headers, Matrices, Method, Reader, Settings
 from cbatch.model.stored import Rows
 

@@ -45,21 +45,9 @@ def _read(settings: Settings) -> Reader:
             headers.check(scale, FLOATS, (groups, rows))
             headers.check(zero, ("I32",), (groups, -(-rows // each)))
             order = headers.order(place, depth, group, groups)
-            yield (
-                f"{module}.weight",
-                GptqMatrix(
-                    headers.tensors,
-                    name,
-                    rows,
-                    depth,
-                    scale,
-                    bits=bits,
-                    group=group,
-                    order=order,
-                    zero=zero,
-                    shift=shift,
-                ),
-            )
+            where = headers.tensors, name, rows, depth, scale
+            made = GptqMatrix(*where, bits=bits, group=group, order=order, zero=zero, shift=shift)
+            yield f"{module}.weight", made
 
     return matrices
 
