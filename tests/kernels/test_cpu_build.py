@@ -1,4 +1,4 @@
-"""Guards kernels that other processes compile: they are found on disk, and nothing depends on those processes."""
+"""Guards compiled kernels: those of other processes are found on disk, and what is damaged is compiled again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import types
+from numba import typeof, types
+from numba.core.caching import FunctionCache
 
 from cbatch.kernels.cpu import jit
 from cbatch.kernels.cpu.build import built_beside
@@ -92,3 +93,34 @@ def test_other_types_are_refused() -> None:
         with pytest.raises(TypeError, match="No matching definition"):
             pool.run(call_part, address, wrong, out)
     assert out[0] == 10
+
+
+@jit.entry
+def sum_of(numbers: Any, total: Any) -> None:
+    for number in numbers:
+        total[0] += number
+
+
+def summed(dtype: type) -> float:
+    total = np.zeros(1, dtype)
+    sum_of(np.arange(5, dtype=dtype), total)
+    return float(total[0])
+
+
+def test_damaged_and_foreign_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a cut-off file, and against code for other types under the same name."""
+    compiled: Any = sum_of
+    assert summed(np.float32) == 10
+    cache = compiled._cache
+    wanted = tuple(typeof(np.zeros(1, np.float32)) for _ in range(2))
+    context = compiled.targetctx
+    assert cache.load_overload(wanted, context) is not None
+    other = tuple(typeof(np.zeros(1, np.float64)) for _ in range(2))
+    load = FunctionCache._load_overload
+    with monkeypatch.context() as patch:
+        patch.setattr(FunctionCache, "_load_overload", lambda self, sig, *args: load(self, wanted, *args))
+        assert cache.load_overload(other, context) is None
+    Path(cache._cache_file._index_path).write_bytes(b"")
+    assert cache.load_overload(wanted, context) is None
+    assert summed(np.float64) == 10
+    assert cache.load_overload(other, context) is not None, "nothing is kept after a file was damaged"
