@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn, TypedDict, Unpack, overload
 
 import torch
@@ -96,6 +97,11 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
+def _of_core(name: str, setter: Callable[[Engine, Any], None] | None = None) -> Any:
+    """An attribute that an engine has of the one below."""
+    return property(attrgetter(f"core.{name}"), setter)
+
+
 class Engine(AbstractContextManager["Engine"]):
     """A model that generates for any number of callers at once, in batches that change with every step.
 
@@ -103,7 +109,16 @@ class Engine(AbstractContextManager["Engine"]):
     runs all steps and hands the tokens to whoever asked for them. Close an engine that you have made, by `close` or a
     `with` block. An engine that you do not close is closed when it is freed, or when the program ends.
 
-    core: the engine below, which that thread steps; what it says of itself may be read from any thread
+    core:        the engine below, which that thread steps; what it says of itself may be read from any thread
+    config:      its options
+    loaded:      the model, its tokenizer and its own settings
+    model:       the model as the engine runs it. Raises EngineError if the engine is closed
+    tokenizer:   the model's tokenizer and chat template; None if it has none
+    device:      where the model is
+    attention:   name of the attention backend
+    fingerprint: a hash of everything about the model that decides its output: no paths, no times, no device
+    limits:      how long sequences can get, and how much the engine takes at once
+    on_step:     called once for each step, after the model has run (see `StepLoop`)
     """
 
     def __init__(
@@ -388,52 +403,15 @@ class Engine(AbstractContextManager["Engine"]):
         closed = ", closed" if self.core.runner.is_closed else ""
         return f"Engine({self.core.loaded.name!r}, device={str(self.core.device)!r}{closed})"
 
-    @property
-    def config(self) -> EngineConfig:
-        return self.core.config
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model, its tokenizer and its own settings."""
-        return self.core.loaded
-
-    @property
-    def model(self) -> Model:
-        """The model as the engine runs it. Raises EngineError if the engine is closed."""
-        return self.core.model
-
-    @property
-    def tokenizer(self) -> ChatTokenizer | None:
-        """The model's tokenizer and chat template; None if it has none."""
-        return self.core.tokenizer
-
-    @property
-    def device(self) -> torch.device:
-        return self.core.device
-
-    @property
-    def attention(self) -> str:
-        """Name of the attention backend."""
-        return self.core.attention
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of everything about the model that decides its output: no paths, no times, no device."""
-        return self.core.fingerprint
-
-    @property
-    def limits(self) -> EngineLimits:
-        """How long sequences can get, and how much the engine takes at once."""
-        return self.core.limits
-
-    @property
-    def on_step(self) -> OnStep | None:
-        """See `SteppingEngine.on_step`."""
-        return self.core.on_step
-
-    @on_step.setter
-    def on_step(self, on_step: OnStep | None) -> None:
-        self.core.on_step = on_step
+    config: EngineConfig = _of_core("config")
+    loaded: LoadedModel = _of_core("loaded")
+    model: Model = _of_core("model")
+    tokenizer: ChatTokenizer | None = _of_core("tokenizer")
+    device: torch.device = _of_core("device")
+    attention: str = _of_core("attention")
+    fingerprint: str = _of_core("fingerprint")
+    limits: EngineLimits = _of_core("limits")
+    on_step: OnStep | None = _of_core("on_step", lambda self, on_step: setattr(self.core, "on_step", on_step))
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done so far."""

@@ -114,7 +114,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything about the model that decides its output: no paths, no times, no device."""
+        """See `Engine`."""
         template = self.tokenizer.templates if self.tokenizer else None
         dtype = str(getattr(self.model, "quantization", None) or self.model.dtype)
         parts = [self.loaded.fingerprint, dtype, template, sorted(self.loaded.eos_ids)]

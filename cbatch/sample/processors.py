@@ -91,11 +91,16 @@ class Processors:
 
     @classmethod
     def build(cls, sequences: Sequence[TokenSequence], device: torch.device) -> Processors:
-        biased = [row for row, sequence in enumerate(sequences) if sequence.params.logit_bias]
+        biases = {row: _as_arrays(one.params.logit_bias) for row, one in enumerate(sequences) if one.params.logit_bias}
+        bias = None
+        if biases:
+            ids, values = zip(*biases.values(), strict=True)
+            indices, there = _put(list(biases), ids, [np.concatenate(values)], device)
+            bias = indices, there[0]
         counts = {row: r.counts for row, r in enumerate(sequences) if r.counts is not None and r.counts.tokens}
         forbidden = {row: tokens for row, sequence in enumerate(sequences) if (tokens := _forbidden(sequence))}
         return cls(
-            bias=_bias(biased, sequences, device) if biased else None,
+            bias=bias,
             penalties=Penalties.build(counts, sequences, device) if counts else None,
             forbidden=_put(list(forbidden), list(forbidden.values()), [], device)[0] if forbidden else None,
         )
@@ -113,13 +118,6 @@ class Processors:
         if self.forbidden is not None:
             logits[self.forbidden] = float("-inf")
         return logits
-
-
-def _bias(rows: list[int], sequences: Sequence[TokenSequence], device: torch.device) -> tuple[LogitIndices, Tensor]:
-    pairs = [_as_arrays(sequences[row].params.logit_bias) for row in rows]
-    values = np.concatenate([values for _, values in pairs])
-    indices, there = _put(rows, [tokens for tokens, _ in pairs], [values], device)
-    return indices, there[0]
 
 
 @lru_cache(maxsize=256)

@@ -332,19 +332,13 @@ def _top_k(logits: Tensor, top_k: Tensor) -> Tensor:
     return (torch.arange(vocabulary, device=logits.device)[None] < top_k) | (logits >= kth)
 
 
-def _top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    before = probabilities.cumsum(dim=-1) - probabilities
-    return (before < top_p) | (top_p >= 1)
-
-
-def _min_p(probabilities: Tensor, min_p: Tensor) -> Tensor:
-    return probabilities >= min_p * probabilities[:, :1]
-
-
 LOGIT_FILTERS: dict[str, Filter] = {"top_n_sigma": _top_n_sigma, "top_k": _top_k}
 """Filters of sorted logits [D, V]. Each gives the tokens that it keeps, for values [D, 1], in this order."""
 
-SHARE_FILTERS: dict[str, Filter] = {"top_p": _top_p, "min_p": _min_p}
+SHARE_FILTERS: dict[str, Filter] = {
+    "top_p": lambda shares, top_p: (shares.cumsum(dim=-1) - shares < top_p) | (top_p >= 1),
+    "min_p": lambda shares, min_p: shares >= min_p * shares[:, :1],
+}
 """Filters of the probabilities [D, V] of what those keep; none renormalizes them for the next."""
 
 FILTERS = (*LOGIT_FILTERS, *SHARE_FILTERS)

@@ -38,23 +38,15 @@ def prompt() -> list[int]:
     return make_prompts([9])[0]
 
 
-def with_eos(*eos: int) -> SteppingEngine:
-    config = EngineConfig(block_size=4, kv_blocks=64, device="cpu")
-    return SteppingEngine(config, loaded(network(), eos_ids=frozenset(eos)))
-
-
 def test_an_end_token_ends_the_output_and_counts(prompt: list[int]) -> None:
-    """Guards the end of an output: `stop`, with the end token in token_ids."""
+    """Guards the end of an output: `stop`, with the end token in token_ids; and ignore_eos, with which it goes on."""
     tokens = greedy(prompt, 12)
-    done = generate(with_eos(tokens[5]), [prompt], SamplingParams(max_tokens=12))[0]
+    config = EngineConfig(block_size=4, kv_blocks=64, device="cpu")
+    engine = SteppingEngine(config, loaded(network(), eos_ids=frozenset([tokens[5]])))
+    asked = [SamplingParams(max_tokens=12, ignore_eos=ignored) for ignored in (False, True)]
+    done, whole = generate(engine, [prompt] * 2, asked)
     assert done.finish_reason == "stop" and done.token_ids == tokens[: tokens.index(tokens[5]) + 1]
-
-
-def test_ignore_eos_goes_on(prompt: list[int]) -> None:
-    """Guards ignore_eos."""
-    tokens = greedy(prompt, 12)
-    done = generate(with_eos(tokens[5]), [prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0]
-    assert done.finish_reason == "length" and done.token_ids == tokens
+    assert whole.finish_reason == "length" and whole.token_ids == tokens
 
 
 def test_stop_token_ids_and_min_tokens(prompt: list[int]) -> None:

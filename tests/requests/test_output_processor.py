@@ -58,6 +58,7 @@ ANSWERS: dict[str, tuple[str, list[tuple[str, str, str | None, int]]]] = {
     ),
 }
 each = pytest.mark.parametrize("name", ANSWERS)
+QWEN = "Qwen"
 
 
 @cache
@@ -142,20 +143,18 @@ def test_a_stream_gives_what_the_completion_gives(name: str) -> None:
 
 def test_an_output_that_is_cut_off_has_no_reason_to_call() -> None:
     """Guards the finish_reason of an output that ends by max_tokens with a whole call in it."""
-    name = "Qwen"
-    events = events_of(ids_of(name, HERMES)[:-1], finish_reason="length")
-    read, completion = run(make_request(name), tokenizer_of(name), events)
+    events = events_of(ids_of(QWEN, HERMES)[:-1], finish_reason="length")
+    read, completion = run(make_request(QWEN), tokenizer_of(QWEN), events)
     check_stream(read, completion)
     assert completion.finish_reason == "length" and len(completion.tool_calls) == 1
 
 
 def test_ids_of_calls() -> None:
     """Guards the results of calls: their ids differ within an answer and between rows, and never change."""
-    name = "Qwen"
-    outputs = [events_of(ids_of(name, HERMES * 2), number) for number in range(2)]
+    outputs = [events_of(ids_of(QWEN, HERMES * 2), number) for number in range(2)]
 
     def ids(key: str) -> list[str]:
-        _, completion = run(make_request(name, key, n=2), tokenizer_of(name), shuffled(outputs, 0))
+        _, completion = run(make_request(QWEN, key, n=2), tokenizer_of(QWEN), shuffled(outputs, 0))
         return [call.id for choice in completion.choices for call in choice.tool_calls]
 
     assert ids("a") == ids("a") and len({*ids("a"), *ids("b")}) == 8
@@ -182,12 +181,11 @@ def test_random_tokens(name: str, skip_special_tokens: bool) -> None:
 
 def test_text_that_the_engine_made_is_not_made_again() -> None:
     """Guards requests with stop strings, whose text ends in the middle of a token."""
-    name = "Qwen"
-    request = make_request(name, stop=["end"])
+    request = make_request(QWEN, stop=["end"])
     texts = ["<thi", "nk>\nhm</th", "ink>\n", "\nA", "", "nswer"]
     events = [TokenEvent(1, 5, text=text) for text in texts]
     events.append(TokenEvent(1, 6, text=" ", finish_reason="stop", stop_reason="end"))
-    read, completion = run(request, tokenizer_of(name), events)
+    read, completion = run(request, tokenizer_of(QWEN), events)
     check_stream(read, completion)
     assert (completion.text, completion.reasoning, completion.stop_reason) == ("Answer ", "hm", "end")
     assert "".join(event.raw for event in read) == "".join(texts) + " "
@@ -196,12 +194,11 @@ def test_text_that_the_engine_made_is_not_made_again() -> None:
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_an_echo_comes_once_in_each_output(max_tokens: int) -> None:
     """Guards `echo`: the prompt is in front of the first text, also if no token follows."""
-    name = "Qwen"
-    tokenizer = tokenizer_of(name)
+    tokenizer = tokenizer_of(QWEN)
     prompt_ids = tokenizer.encode("Once upon")
     n = 2 if max_tokens else 1
     request = Request(prompt_ids=prompt_ids, params=SamplingParams(echo=True, max_tokens=max_tokens, n=n), index=4)
-    outputs = [events_of(ids_of(name, " a time"), number) for number in range(n)]
+    outputs = [events_of(ids_of(QWEN, " a time"), number) for number in range(n)]
     if max_tokens == 0:
         outputs = [[TokenEvent(1, None, finish_reason="length")]]
     read, completion = run(request, tokenizer, shuffled(outputs, 0))
@@ -213,13 +210,12 @@ def test_an_echo_comes_once_in_each_output(max_tokens: int) -> None:
 
 def test_logprobs_name_their_tokens() -> None:
     """Guards names and bytes of tokens, alternatives, and special tokens that the text leaves out."""
-    name = "Qwen"
-    tokenizer = tokenizer_of(name)
-    token_ids = ids_of(name, "é")
+    tokenizer = tokenizer_of(QWEN)
+    token_ids = ids_of(QWEN, "é")
     scored = [TokenLogprobs(token_id, -0.5, ((token_id, -0.5), (EOS, -3.0))) for token_id in token_ids]
     events = [event._replace(logprobs=one) for event, one in zip(events_of(token_ids), scored, strict=True)]
     events[0] = events[0]._replace(prompt_logprobs=scored[:1] * 2)
-    request = replace(make_request(name, logprobs=2, prompt_logprobs=2), prompt_ids=[0, 7, 7])
+    request = replace(make_request(QWEN, logprobs=2, prompt_logprobs=2), prompt_ids=[0, 7, 7])
     read, completion = run(request, tokenizer, events)
     check_stream(read, completion)
     found = completion.logprobs
@@ -250,12 +246,12 @@ def test_without_a_tokenizer_there_are_token_ids() -> None:
 
 def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the counts of several outputs, of which the first one knows the cached tokens, and the times."""
-    name, clock = "Qwen", itertools.count(5.0)
+    clock = itertools.count(5.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     outputs = [
         [event._replace(cached_tokens=8 - number) for event in events_of([5] * 3, number)] for number in range(2)
     ]
-    processor = OutputProcessor(request := make_request(name, n=2), tokenizer_of(name), frozenset([EOS]), taken_at=1.0)
+    processor = OutputProcessor(request := make_request(QWEN, n=2), tokenizer_of(QWEN), frozenset([EOS]), taken_at=1.0)
     for event in [*outputs[0], *outputs[1]]:
         processor.take(event)
     completion = processor.completion()
@@ -264,7 +260,6 @@ def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_row_shows() -> None:
     """Guards token ids in rows, which only some requests ask for, and the prompt's scores in front of an echo."""
-    name = "Qwen"
     request = Request(
         prompt_ids=[0, 7],
         params=SamplingParams(logprobs=0, echo=True, prompt_logprobs=0),
@@ -275,7 +270,7 @@ def test_what_the_row_shows() -> None:
     events = [event._replace(logprobs=scored) for event in events_of([7, EOS])]
     events[0] = events[0]._replace(prompt_logprobs=[scored])
     for with_token_ids in (False, True):
-        _, completion = run(replace(request, columns=("token_ids",) * with_token_ids), tokenizer_of(name), events)
+        _, completion = run(replace(request, columns=("token_ids",) * with_token_ids), tokenizer_of(QWEN), events)
         (choice,) = completion["response"]["body"]["choices"]
         assert choice.get("token_ids") == ([7, EOS] if with_token_ids else None)
         assert len(choice["logprobs"]["tokens"]) == 4 and "prompt_logprobs" not in completion["response"]["body"]
@@ -283,13 +278,12 @@ def test_what_the_row_shows() -> None:
 
 def test_a_failed_output_fails_its_request() -> None:
     """Guards the readers of a request of which one output fails: one error, no text, and an end for both readers."""
-    name = "Qwen"
     error = RequestError("nan_logits", "The logits are NaN.")
-    good, bad = events_of(ids_of(name, "fine")), events_of([5, 6], 1)
+    good, bad = events_of(ids_of(QWEN, "fine")), events_of([5, 6], 1)
     bad[-1] = bad[-1]._replace(token_id=None, finish_reason="error", error=error)
-    request = replace(make_request(name, n=2), index=4, where="line 5")
+    request = replace(make_request(QWEN, n=2), index=4, where="line 5")
     for events in ([*good, *bad], [*bad, *good], shuffled([good, bad], 1)):
-        read, completion = run(request, tokenizer_of(name), events)
+        read, completion = run(request, tokenizer_of(QWEN), events)
         assert str(completion.error) == "line 5: The logits are NaN." and completion.error is not None
         assert (completion.error.code, completion.choices) == ("nan_logits", (Choice(finish_reason="error"),))
         assert (read[-1].error, read[-1].finish_reason, read[-1].completion) == (error, "error", completion)
@@ -303,7 +297,7 @@ def test_the_error_of_the_first_output_counts() -> None:
         )
         for number in (2, 0, 1)
     ]
-    processor = OutputProcessor(make_request("Qwen", n=3), tokenizer_of("Qwen"), frozenset([EOS]))
+    processor = OutputProcessor(make_request(QWEN, n=3), tokenizer_of(QWEN), frozenset([EOS]))
     for event in events:
         processor.take(event)
     assert str(processor.completion().error) == "0"
@@ -319,10 +313,9 @@ def test_text_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         return push_all(self, token_ids)
 
     monkeypatch.setattr(IncrementalDetokenizer, "push_all", broken)
-    name = "Qwen"
     first, second = events_of([5, 5, 5, EOS]), events_of([5, 9, 5, EOS], 1)
     events = [event for pair in zip(first, second, strict=True) for event in pair]
-    read, completion = run(make_request(name, n=2), tokenizer_of(name), events)
+    read, completion = run(make_request(QWEN, n=2), tokenizer_of(QWEN), events)
     assert completion.error is not None and completion.error.code == "internal_error"
     assert len(read) == 4 and read[-1].completion == completion and str(read[-1].error) == str(completion.error)
     assert all(event.completion is None for event in read[:-1])

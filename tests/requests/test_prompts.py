@@ -417,18 +417,3 @@ def test_priorities_of_rows(model_folder: Path) -> None:
         assert [one.text for one in engine.generate(rows, params)] == [
             one.text for one in engine.generate(plain, params)
         ]
-
-
-def test_rows_of_both_forms_together(engine: Engine) -> None:
-    """Guards requests of the OpenAI Batch API among other prompts."""
-    body = {"messages": [USER], "max_tokens": 3}
-    call = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    text = {**call, "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 3}}
-    own, chat, told, wrong = engine.generate([ROW | {"max_tokens": 3}, call, text, call | {"body": {}}])
-    assert chat.text == own.text and chat["response"]["body"]["choices"][0]["message"]["content"] == own.text
-    assert (
-        told.text
-        == engine.generate({"prompt": "Hi", "raw": True}, FEW).text
-        == told["response"]["body"]["choices"][0]["text"]
-    )
-    assert wrong.error is not None and wrong["error"]["code"] == "invalid_row" and wrong["custom_id"] == wrong.id == "c"
