@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import pickle
@@ -144,32 +143,6 @@ def test_several_outputs_share_their_prompt() -> None:
     assert found == [one.token_ids for one in output.choices]
     (single,) = generate(fresh, [prompt], asked.merged({"n": 1}))
     assert single.token_ids == found[0]
-
-
-def test_a_step_that_fails_is_tried_again_with_its_forms() -> None:
-    """Guards a retry: masks are being filled when the model fails, and nothing of that step has happened."""
-    engine, fresh = demo(), SteppingEngine(EngineConfig(dtype="float32", device="cpu"))
-    asked = [SamplingParams(max_tokens=20, regex="[a-f]{3,9}!", temperature=1.0, seed=seed) for seed in range(5)]
-    prompts = ["Say a letter."] * 5
-    expected = [one.token_ids for one in engine.generate(prompts, asked)]
-    forward, calls = fresh.runner.forward, 0
-
-    def failing(batch: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls % 2:
-            raise RuntimeError("no")
-        return forward(batch)
-
-    fresh.runner.forward = failing  # type: ignore[method-assign]
-    ids = [fresh.add(prompt, one) for prompt, one in zip(prompts, asked, strict=True)]
-    found: dict[int, list[int]] = {number: [] for number in ids}
-    while fresh.has_work:
-        with contextlib.suppress(RuntimeError):
-            for event in fresh.step():
-                assert event.request_id is not None and event.token_id is not None
-                found[event.request_id].append(event.token_id)
-    assert list(found.values()) == expected and calls > 5
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from cbatch.api import Engine
-from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
@@ -29,18 +28,8 @@ from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from tests.support.generation import generate
-from tests.support.shared_engine import SharedEngineStress, check_idle
+from tests.support.shared_engine import CONFIG, LONG, SHORT, SharedEngineStress, check_idle, new_engine
 from tests.support.tiny_models import loaded, make_network, make_prompts
-
-SHORT = SamplingParams(max_tokens=6)
-LONG = SamplingParams(max_tokens=140)
-
-
-CONFIG = EngineConfig(block_size=4, kv_blocks=96, device="cpu")
-
-
-def new_engine() -> Engine:
-    return Engine(CONFIG, loaded=loaded(make_network("llama")))
 
 
 def alone(prompt: list[int], params: SamplingParams = SHORT) -> Sequence[int]:

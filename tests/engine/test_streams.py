@@ -16,30 +16,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from cbatch.api import Engine
-from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.streams import AsyncStream, Stream
 from cbatch.requests.output_processor import StreamEvent
 from tests.support.shared_engine import (
+    LONG,
     PER_REQUEST,
+    SHORT,
     Outcome,
     StreamChecker,
     alive,
     check_idle,
+    new_engine,
     outcome,
     still_alive,
 )
-from tests.support.tiny_models import loaded, make_network, make_prompts, no_collector
+from tests.support.tiny_models import make_prompts, no_collector
 
-SHORT = SamplingParams(max_tokens=6)
-LONG = SamplingParams(max_tokens=140)
 WHOLE = SamplingParams(max_tokens=40)
 """For outputs that are read to their end."""
-CONFIG = EngineConfig(block_size=4, kv_blocks=96, device="cpu")
-
-
-def new_engine() -> Engine:
-    return Engine(CONFIG, loaded=loaded(make_network("llama")))
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.api import Engine
+from cbatch.base.config import EngineConfig
+from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.engine.streams import AsyncStream, Mailbox, Stream
 from cbatch.requests.completion import Completion
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
+from tests.support.tiny_models import loaded, make_network
 
 Row = dict[str, Any]
 
@@ -48,6 +51,14 @@ ROWS: list[Row] = [
 ROWS = [{"seed": number, **row} for number, row in enumerate(ROWS)]
 
 Outcome = str | list[tuple[Any, ...]]
+
+SHORT, LONG = SamplingParams(max_tokens=6), SamplingParams(max_tokens=140)
+CONFIG = EngineConfig(block_size=4, kv_blocks=96, device="cpu")
+
+
+def new_engine() -> Engine:
+    """An engine without a tokenizer."""
+    return Engine(CONFIG, loaded=loaded(make_network("llama")))
 
 
 def make_engine(folder: Path) -> Engine:
