@@ -244,7 +244,9 @@ class Engine(AbstractContextManager["Engine"]):
         requests = await asyncio.to_thread(lambda: list(self._encoded(values, params, seed)))
         mailbox = Mailbox()
         with closing(RequestGroup(thread)) as group:
-            ended = [group.submit(one, mailbox.put_finished) if isinstance(one, Request) else one for one in requests]
+            ended = [
+                group.submit(one, mailbox.put, only_last=True) if isinstance(one, Request) else one for one in requests
+            ]
             for one in ended:
                 if isinstance(one, OutputProcessor):
                     await mailbox.get(group)
@@ -488,22 +490,18 @@ class Engine(AbstractContextManager["Engine"]):
         """Runs requests to their end, while the caller waits."""
         thread = self.thread
         thread.check_may_wait()
-        finished: queue.SimpleQueue[OutputProcessor] = queue.SimpleQueue()
-
-        def on_event(received: Received) -> None:
-            if received[0].is_finished:
-                finished.put(received[0])
-
+        finished: queue.SimpleQueue[Received] = queue.SimpleQueue()
         results: list[Completion | OutputProcessor] = []
         bar = tqdm(total=count, unit=" prompts") if progress else None  # it starts a thread even if it is disabled
         with closing(RequestGroup(thread)) as group, nullcontext() if bar is None else bar:
             for request in requests:
-                results.append(group.submit(request, on_event) if isinstance(request, Request) else request)
-            submitted = sum(isinstance(result, OutputProcessor) for result in results)
-            if bar is not None:
-                bar.update(len(results) - submitted)
-            for _ in range(submitted):
-                group.next_of(finished)
+                if isinstance(request, Request):
+                    results.append(group.submit(request, finished.put, only_last=True))
+                else:
+                    results.append(request)
+            for result in results:
+                if isinstance(result, OutputProcessor):
+                    group.next_of(finished)
                 if bar is not None:
                     bar.update()
         return _completions(results)

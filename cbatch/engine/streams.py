@@ -47,14 +47,20 @@ class RequestGroup:
             if isinstance(one, Request):
                 self.submit(one, put)
 
-    def submit(self, request: Request, on_event: Callable[[Received], None]) -> OutputProcessor:
-        """Submits a request. `on_event` runs on the engine's thread, after the request's OutputProcessor."""
+    def submit(
+        self, request: Request, on_event: Callable[[Received], None], *, only_last: bool = False
+    ) -> OutputProcessor:
+        """Submits a request. `on_event` runs on the engine's thread, after the request's OutputProcessor.
+
+        only_last: whether it is called for the last event alone
+        """
         outputs = self._thread.engine.output_processor(request)
 
         def take(event: TokenEvent) -> None:
             try:
                 outputs.take(event)
-                on_event((outputs, event))
+                if outputs.is_finished or not only_last:
+                    on_event((outputs, event))
             except BaseException as error:
                 self._failure = error
                 raise
@@ -136,11 +142,6 @@ class Mailbox:
         if not self._is_waking:
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._wake)
-
-    def put_finished(self, received: Received) -> None:
-        """Like `put`, but only for the last event of a request."""
-        if received[0].is_finished:
-            self.put(received)
 
     async def get(self, group: RequestGroup) -> Received | StreamEvent | None:
         """Raises EngineError if nothing of these requests can come any more."""
