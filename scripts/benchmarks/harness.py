@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {
     "chat": "scripts.benchmarks.chat",
     "estimates": "scripts.benchmarks.estimates",
-    "fairness": "scripts.benchmarks.fairness",
+    "fairness": "scripts.benchmarks.long_prompt",
     "grid": "scripts.benchmarks.peers.grid",
     "host": "scripts.benchmarks.host",
     "launches": "scripts.benchmarks.launches",

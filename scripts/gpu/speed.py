@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,11 +20,11 @@ from cbatch.engine.cuda_graphs import GraphSizes, StepGraphs, StepParts
 from cbatch.kernels.triton.attention_decode import DecodeTuning
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.model.cuda import CudaModel
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 from cbatch.runtime.state_pool import StatePool, StepStates
 from cbatch.sample.sampler import Sampler
 from scripts.benchmarks.shapes import Config
-from scripts.gpu.clock import make_batch, seconds
 
 BLOCK_SIZE = 16
 
@@ -44,6 +45,45 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.what}: {self.figure:.4g} {self.unit}, {self.share:.0%} of the device's rate"
+
+
+def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10, rounds: int = 3) -> float:
+    """Seconds of one call of `work`: the median of some rounds, after one that does not count. A CPU does one."""
+    if device.type == "cpu":
+        repeats = rounds = 1
+    times = []
+    for _ in range(rounds + 1):
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        wait(device)
+        times.append((time.perf_counter() - start) / repeats)
+    return sorted(times[1:])[rounds // 2]
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def make_batch(
+    starts: Sequence[int], stops: Sequence[int], num_blocks: int, block_size: int, vocabulary: int, device: torch.device
+) -> RaggedBatch:
+    """A step over tokens `starts` to `stops` of sequences whose blocks lie anywhere in the cache; each gets logits."""
+    chance = random.Random(0)
+    free = list(range(num_blocks))
+    chance.shuffle(free)
+    needed = [-(-stop // block_size) for stop in stops]
+    tables = np.zeros((len(stops), max(needed)), np.int32)
+    for row, count in enumerate(needed):
+        tables[row, :count] = [free.pop() for _ in range(count)]
+    positions = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+    counts = np.array(stops) - np.array(starts)
+    sequence = np.repeat(np.arange(len(stops)), counts)
+    slots = tables[sequence, positions // block_size] * np.int64(block_size) + positions % block_size
+    ids = np.array([chance.randrange(vocabulary) for _ in positions])
+    return RaggedBatch(ids, positions, slots, counts.cumsum() - 1, tables, list(starts), list(stops), device)
 
 
 class Cache:

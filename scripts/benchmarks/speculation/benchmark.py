@@ -32,8 +32,7 @@ from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, load_model
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, cpu_seconds_elsewhere, machine_facts
 from scripts.benchmarks.shapes import PEER_SHAPES, SHAPES
-from scripts.benchmarks.speculation.bound import foresee
-from scripts.benchmarks.speculation.model import ScriptedModel, load_scripted
+from scripts.benchmarks.speculation.model import ScriptedModel, foresee, load_scripted
 from scripts.benchmarks.speculation.work import Copying, Work, demo_questions, extraction, random_text, rewriting
 
 GOALS: dict[str, dict[int, float]] = {
