@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,37 +98,24 @@ def damage(data: bytes, chance: random.Random) -> Damage:
             ends = [at for at, byte in enumerate(data) if byte == 0x0A] or [place]
             place = min(max(chance.choice(ends) + chance.randint(-40, 3), 0), len(data) - 1)
         stop = place + int(math.exp(chance.uniform(0, math.log(len(data) / 2))))
-        kind = chance.choice(list(_DAMAGES))
-        if (made := _DAMAGES[kind](data, place, stop, chance)) != data:
+        kind = chance.choice(["flip", "cut", "double", "insert"])
+        if (made := _damaged(kind, data, place, stop, chance)) != data:
             return Damage(kind, made)
 
 
-def _flipped(data: bytes, place: int, stop: int, chance: random.Random) -> bytes:
-    byte = data[place] ^ 1 << chance.randrange(8) if chance.random() < 0.5 else chance.choice(b'\n\0"}{,: 0a')
-    return data[:place] + bytes([byte]) + data[place + 1 :]
-
-
-def _cut(data: bytes, place: int, stop: int, chance: random.Random) -> bytes:
-    return data[:place] + data[stop:]
-
-
-def _doubled(data: bytes, place: int, stop: int, chance: random.Random) -> bytes:
-    at = stop if chance.random() < 0.7 else chance.randrange(len(data))
-    return data[:at] + data[place:stop] + data[at:]
-
-
-def _inserted(data: bytes, place: int, stop: int, chance: random.Random) -> bytes:
+def _damaged(kind: str, data: bytes, place: int, stop: int, chance: random.Random) -> bytes:
+    before, span, after = data[:place], data[place:stop], data[stop:]
+    if kind == "flip":
+        byte = data[place] ^ 1 << chance.randrange(8) if chance.random() < 0.5 else chance.choice(b'\n\0"}{,: 0a')
+        return before + bytes([byte]) + data[place + 1 :]
+    if kind == "cut":
+        return before + after
+    if kind == "double":
+        at = stop if chance.random() < 0.7 else chance.randrange(len(data))
+        return data[:at] + span + data[at:]
     size = min(stop - place, 20)
     new = bytes(chance.choices(b'\n\r\0 "}{,:0aZ', k=size)) if chance.random() < 0.7 else chance.randbytes(size)
-    return data[:place] + new + data[place:]
-
-
-_DAMAGES: dict[str, Callable[[bytes, int, int, random.Random], bytes]] = {
-    "flip": _flipped,
-    "cut": _cut,
-    "double": _doubled,
-    "insert": _inserted,
-}
+    return before + new + data[place:]
 
 
 @dataclass
