@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:  # a process that only drives replicas is tuned without torch
+    import torch
+    from torch import Tensor
 
 _LINE = 64
 """Bytes of a line of the processor's cache, and of its longest vector."""
@@ -27,6 +29,8 @@ _outside = threading.local()
 
 def num_threads() -> int:
     """Number of threads for computing, also within `single_threaded`."""
+    import torch
+
     count: int = getattr(_outside, "count", None) or torch.get_num_threads()
     return count
 
@@ -48,6 +52,8 @@ def single_threaded() -> Iterator[None]:
     After a parallel operation, torch's other threads spin for about a millisecond, which takes the cores from our own
     threads.
     """
+    import torch
+
     _outside.count = before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -73,6 +79,8 @@ def empty_tensor(*shape: int, dtype: torch.dtype, device: torch.device) -> Tenso
     On a CPU numpy makes them: it asks the system for large pages, which spares page-table walks, and the system commits
     memory when it is first touched.
     """
+    import torch
+
     if device.type != "cpu":
         return torch.empty(*shape, dtype=dtype, device=device)
     return torch.from_numpy(empty(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
