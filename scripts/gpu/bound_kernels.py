@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+import cbatch.model.ops.all  # noqa: F401  # registers the kernels of every operation
 from cbatch.kernels.operands import NormWeights
 from cbatch.model.ops.attention import HeadNorms, PrepareHeads
 from cbatch.model.ops.convolution import ShortConvolution
