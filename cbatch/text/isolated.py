@@ -187,25 +187,23 @@ class _WorkerStream:
         self._tokens: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        new = list(token_ids)
-        text = self._push(len(self._tokens), new)
-        if text is FORGOTTEN:
-            self._push(0, self._tokens)
-            text = self._push(len(self._tokens), new)
-        self._tokens += new
-        return text or ""
+        text = self._ask("push", len(self._tokens), list(token_ids))
+        self._tokens += token_ids
+        return text
 
     def flush(self) -> str:
-        text = self._backend.ask("flush", self._number, len(self._tokens))
-        if text is FORGOTTEN and self._tokens:
-            self._push(0, self._tokens)
-            text = self._backend.ask("flush", self._number, len(self._tokens))
+        text = self._ask("flush", len(self._tokens))
         self._tokens = []
-        return text or ""
-
-    def _push(self, before: int, token_ids: list[int]) -> str | None:
-        text: str | None = self._backend.ask("push", self._number, self._context, before, token_ids)
         return text
+
+    def _ask(self, method: str, *arguments: Any) -> str:
+        """What a method answers for this stream, which a new process gets its tokens of first."""
+        ask = partial(self._backend.ask, method, self._number, self._context, *arguments)
+        text = ask()
+        if text is FORGOTTEN and self._tokens:
+            self._backend.ask("push", self._number, self._context, 0, self._tokens)
+            text = ask()
+        return text or ""
 
 
 class TokenizerServer:
@@ -260,7 +258,7 @@ class TokenizerServer:
             self._streams.popitem(last=False)
         return text
 
-    def flush(self, number: int, before: int) -> str | None:
+    def flush(self, number: int, context: Sequence[int], before: int) -> str | None:
         """The end of the text of a stream."""
         stream, length = self._streams.pop(number, (None, 0))
         return FORGOTTEN if stream is None or length != before else stream.flush()
@@ -282,7 +280,8 @@ def _attempts(part: str, backend: LocalBackend) -> Iterator[Callable[[], Any]]:
     if part == "decoder":
         yield from _decoding(backend)
         return
-    for text in _texts(backend):
+    added = [token.content for token in backend.get_added_tokens_decoder().values()][:1000]
+    for text in (*_TEXTS, *(f"a{content} b" for content in added), " ".join(added)):
         match part:
             case "normalizer" if tokenizer.normalizer is not None:
                 yield partial(call, tokenizer.normalizer.normalize_str, text)
@@ -290,14 +289,6 @@ def _attempts(part: str, backend: LocalBackend) -> Iterator[Callable[[], Any]]:
                 yield partial(call, tokenizer.pre_tokenizer.pre_tokenize_str, text)
             case "model" | "post_processor":
                 yield partial(backend.encode, text, add_special_tokens=part == "post_processor")
-
-
-def _texts(backend: LocalBackend) -> Iterator[str]:
-    yield from _TEXTS
-    added = [token.content for token in backend.get_added_tokens_decoder().values()][:1000]
-    for content in added:
-        yield f"a{content} b"
-    yield " ".join(added)
 
 
 def _decoding(backend: LocalBackend) -> Iterator[Callable[[], Any]]:

@@ -99,8 +99,14 @@ def from_folder(folder: Path) -> TextTokenizer | None:
             return None
         template = _chat_template(folder, settings.get("chat_template"))
         special_tokens = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
-        backend = _read(folder / "tokenizer.json")
-        if not _is_read_verbatim(config.get("model_type"), settings, backend):
+        try:
+            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception
+            raise InvalidTokenizer(f"Cannot load the tokenizer of {folder}: {printable(str(error))}.") from error
+        kind, name = config.get("model_type"), settings.get("tokenizer_class")
+        is_verbatim = kind in VERBATIM_MODEL_TYPES and name in VERBATIM_CLASSES
+        is_qwen2 = kind in QWEN2_MODEL_TYPES and name in QWEN2_CLASSES and _is_qwen2(settings, backend)
+        if not (is_verbatim or is_qwen2):
             return None
         if not _has_all_special_tokens(settings, special_tokens.values(), backend):
             return None
@@ -111,13 +117,6 @@ def from_folder(folder: Path) -> TextTokenizer | None:
     bos = special_tokens.get("bos_token")
     bos_id = None if bos is None else backend.token_to_id(bos)
     return TextTokenizer(LocalBackend(backend), bos_id, template, special_tokens)
-
-
-def _read(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise InvalidTokenizer(f"Cannot load the tokenizer of {path.parent}: {printable(str(error))}.") from error
 
 
 def _content(token: Any) -> str:
@@ -137,14 +136,6 @@ def _is_known(folder: Path, settings: dict[str, Any]) -> bool:
     older_files = (folder / name for name in ("special_tokens_map.json", "added_tokens.json"))
     older = "added_tokens_decoder" not in settings and any(path.exists() for path in older_files)
     return not older and not any(folder.glob("*tekken*.json"))
-
-
-def _is_read_verbatim(model_type: Any, settings: dict[str, Any], backend: Tokenizer) -> bool:
-    """Whether transformers uses `tokenizer.json` as it is, or builds an equal tokenizer from its vocabulary."""
-    name = settings.get("tokenizer_class")
-    if model_type in VERBATIM_MODEL_TYPES:
-        return name in VERBATIM_CLASSES
-    return model_type in QWEN2_MODEL_TYPES and name in QWEN2_CLASSES and _is_qwen2(settings, backend)
 
 
 def _is_qwen2(settings: dict[str, Any], backend: Tokenizer) -> bool:

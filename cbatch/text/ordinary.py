@@ -8,6 +8,7 @@ this process; all others run in one of their own (see `isolated`).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -74,9 +75,8 @@ def _skeleton(data: bytes) -> Any:
 
 
 def _is_risky(data: bytes, start: int) -> bool:
-    if any(data.find(key, start) >= 0 for key in _RISKY_KEYS):
-        return True
-    return data.find(rb"\u00", start) >= 0 and _HIDDEN_LETTER.search(data, start) is not None
+    has_key = any(data.find(key, start) >= 0 for key in _RISKY_KEYS)
+    return has_key or (data.find(rb"\u00", start) >= 0 and _HIDDEN_LETTER.search(data, start) is not None)
 
 
 def _check(is_known: bool) -> None:
@@ -86,7 +86,16 @@ def _check(is_known: bool) -> None:
 
 def _check_file(file: Any) -> None:
     _check(isinstance(file, dict))
-    _check_model(file["model"])
+    model = file["model"]
+    match model.get("type", "BPE" if "dropout" in model else None):
+        case "BPE":
+            _check(not model.get("continuing_subword_prefix"))
+        case "WordPiece":
+            _check(model["max_input_chars_per_word"] <= _MAX_WORD_CHARACTERS)
+        case "Unigram":
+            _check("unk_id" in model)
+        case kind:
+            _check(kind == "WordLevel")
     _check_parts(*(file.get(name) for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor")))
     for token in file.get("added_tokens", ()):
         _check(isinstance(token["content"], str) and token["content"] != "" and 0 <= token["id"] < 2**32)
@@ -114,10 +123,7 @@ def _flat(part: Any, name: str, known: Mapping[str, Callable[[_Part], bool]]) ->
 
 def _growth(parts: Iterable[_Part]) -> int:
     """How many times as long replacements can make a text."""
-    growth = 1
-    for part in parts:
-        growth *= max(len(part.get("content", "")), 1) if part["type"] == "Replace" else 1
-    return growth
+    return math.prod(max(len(part["content"]), 1) for part in parts if part["type"] == "Replace")
 
 
 def _anything(part: _Part) -> bool:
@@ -169,18 +175,6 @@ _POST_PROCESSORS: dict[str, Callable[[_Part], bool]] = {
     **dict.fromkeys(("ByteLevel", "BertProcessing", "RobertaProcessing"), _anything),
     "TemplateProcessing": _has_template,
 }
-
-
-def _check_model(model: _Part) -> None:
-    kind = model.get("type", "BPE" if "dropout" in model else None)
-    if kind == "BPE":
-        _check(not model.get("continuing_subword_prefix"))
-    elif kind == "WordPiece":
-        _check(model["max_input_chars_per_word"] <= _MAX_WORD_CHARACTERS)
-    elif kind == "Unigram":
-        _check("unk_id" in model)
-    else:
-        _check(kind == "WordLevel")
 
 
 QWEN2 = (

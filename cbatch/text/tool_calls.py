@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -56,15 +56,13 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     The arguments of earlier tool calls, JSON text in OpenAI's format, become objects. A missing content beside tool
     calls becomes empty text.
     """
-    return [_template_message(message) for message in messages]
-
-
-def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls, content = message.get("tool_calls"), message.get("content")
-    if not calls or message.get("role") != "assistant":
-        return dict(message)
-    changed = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
-    return {**message, "content": "" if content is None else content, "tool_calls": changed}
+    copies = [dict(message) for message in messages]
+    for message in copies:
+        calls = message.get("tool_calls")
+        if calls and message.get("role") == "assistant":
+            message["content"] = "" if message.get("content") is None else message["content"]
+            message["tool_calls"] = list(map(_with_parsed_arguments, calls)) if isinstance(calls, list) else calls
+    return copies
 
 
 def _with_parsed_arguments(call: Any) -> Any:
@@ -87,14 +85,7 @@ def extract_tool_calls(text: str, tag: str, tools: Sequence[Mapping[str, Any]]) 
     """
     if tag == LLAMA:
         return _extract_llama(text)
-    return _extract_calls(text, tag, _read_mistral if tag == MISTRAL else partial(_read_hermes, tools))
-
-
-_Reader = Callable[[str, int], tuple[list[ToolCall], int] | None]
-"""Reads the calls after a tag, from a position in a text on. Returns them and the position where they end, or None."""
-
-
-def _extract_calls(text: str, tag: str, read: _Reader) -> tuple[str, list[ToolCall]]:
+    read = _read_mistral if tag == MISTRAL else partial(_read_hermes, tools)
     pieces: list[str] = []
     calls: list[ToolCall] = []
     begin = place = num_invalid = 0
