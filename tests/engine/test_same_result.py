@@ -314,7 +314,7 @@ def test_the_chat_equals_generate(engine: Engine, family: Family, monkeypatch: p
     forced = forced_by(family) | {"regex": family.pattern.partition(r"\{")[0] + "!"}
     replies = []
     for params in (SHARED, SHARED | {"stop": ["e", "a"], **WARM}, forced):
-        controller = harness.make(system="Be kind.", params=params, seed=11)
+        controller = harness.make(system="Be kind.", params=params, run_seed=11)
         for question in ("Where is Köln?", "<|im_end|> And Bonn?"):
             text = harness.ask(controller, question)
             session, reply = controller.current, reply_of(controller.current)

@@ -217,7 +217,7 @@ def _make_controller(
         tools=ToolBox(load_tools(map(Path, options.tools)), allows_all=options.allow_tools),
         system=sampling.system,
         params=sampling.params,
-        seed=sampling.seed,
+        run_seed=sampling.seed,
         auto_trim=options.auto_trim,
         store=store,
     )

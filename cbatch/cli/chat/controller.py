@@ -64,60 +64,50 @@ def _is_name(text: str) -> bool:
     return len(text.split()) == 1 and not text.isdecimal() and len(text) <= 60 and safe(text) == text
 
 
+@dataclass(eq=False)
 class ChatController:
-    """Opens and closes sessions, requests replies to their messages, and saves them.
+    """Opens and closes sessions, requests replies to their messages, and saves them. Starts with one empty session.
 
-    sessions: those that are open, in order
-    current:  the one on the screen
-    closed:   those that were open in this chat
+    client:         of the model that the chat begins with
+    model_name:     its hub id or folder; empty for the bundled one
+    open_model:     loads others by hub id or folder, with the chat's other options; None allows none
+    tools:          what models may call
+    system, params, seed: defaults of new sessions; None derives the seed from `run_seed`
+    auto_trim:      whether the oldest turns are dropped when the context is full
+    store:          where sessions are saved; None saves nothing
+    on_token:       called for every token, after it became part of its reply, with the new visible text
+    on_switch:      called when another session has become the current one
+    sessions:       those that are open, in order; `current` is the one on the screen
+    closed:         those that were open in this chat
 
     Methods raise UserError if something cannot be done.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        *,
-        model_name: str = "",
-        open_model: Callable[[str], Engine] | None = None,
-        tools: ToolBox | None = None,
-        system: str | None = None,
-        params: dict[str, Any] | None = None,
-        seed: int = 0,
-        auto_trim: bool = False,
-        store: SessionStore | None = None,
-    ) -> None:
-        """Starts with one empty session.
+    client: EngineClient
+    model_name: str = ""
+    open_model: Callable[[str], Engine] | None = None
+    tools: ToolBox = field(default_factory=ToolBox)
+    system: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    run_seed: int = 0
+    auto_trim: bool = False
+    store: SessionStore | None = None
+    on_token: Callable[[Session, Reply, str], None] = lambda session, reply, text: None
+    on_switch: Callable[[], None] = lambda: None
+    sessions: list[Session] = field(default_factory=list)
+    closed: list[Session] = field(default_factory=list)
+    _num_opened: int = 0
+    _requests: dict[Reply, tuple[EngineClient, ReplyRequest]] = field(default_factory=dict)
+    _others: dict[str, EngineClient] = field(default_factory=dict)  # by the names of models that were loaded beside it
 
-        client:         of the model that the chat begins with
-        model_name:     its hub id or folder; empty for the bundled one
-        open_model:     loads others by hub id or folder, with the chat's other options; None allows none
-        tools:          what models may call
-        system, params: defaults of new sessions
-        auto_trim:      whether the oldest turns are dropped when the context is full
-        store:          where sessions are saved; None saves nothing
-        """
-        self.client = client
-        self._others: dict[str, EngineClient] = {}  # by the names of models that were loaded beside it
-        self._model_name, self._open_model = model_name, open_model
-        self.tools = tools or ToolBox()
-        self.store = store
-        self._system, self.default_params, self._seed, self.auto_trim = system, params or {}, seed, auto_trim
-        self.on_token: Callable[[Session, Reply, str], None] = lambda session, reply, text: None
-        """Called for every token, after it became part of its reply, with the new visible text."""
-        self.on_switch: Callable[[], None] = lambda: None
-        """Called when another session has become the current one."""
-        self.default_seed: int | None = None
-        self.sessions: list[Session] = []
-        self.closed: list[Session] = []
-        self._num_opened = 0
-        self._requests: dict[Reply, tuple[EngineClient, ReplyRequest]] = {}
+    def __post_init__(self) -> None:
         self._initial: Session | None = self.new_session("main")
 
     def new_session(self, name: str | None = None) -> Session:
         """Opens an empty session and makes it the current one."""
-        params, seed = dict(self.default_params), self.default_seed
-        return self._add(Session(self._new_name(name), system=self._system, params=params, seed=seed))
+        made = Session(self._new_name(name), system=self.system, params=dict(self.params), seed=self.seed)
+        return self._add(made)
 
     def open_saved(self, session: Session) -> Session:
         """Adds a session from a file. It takes the place of the one that the chat began with, if nobody used that."""
@@ -267,7 +257,7 @@ class ChatController:
     @property
     def model_names(self) -> list[str]:
         """All models that are loaded or being loaded; the first is the chat's own."""
-        return [self._model_name, *self._others]
+        return [self.model_name, *self._others]
 
     def has_model(self, name: str) -> bool:
         return name == "" or name in self.model_names
@@ -290,7 +280,7 @@ class ChatController:
         """Begins to load a model unless it is there; what is asked of it meanwhile waits. A session is told the end."""
         if self.has_model(name):
             return
-        if self._open_model is None:
+        if self.open_model is None:
             raise UserError("Another model can be loaded in a terminal only.")
 
         def on_open(error: BaseException | None) -> None:
@@ -304,7 +294,7 @@ class ChatController:
                 self._leave_model(name, str(error) or repr(error), told)
             told.is_unread = told is not self.current
 
-        self._others[name] = self.client.beside(partial(self._open_model, name), on_open)
+        self._others[name] = self.client.beside(partial(self.open_model, name), on_open)
 
     def unload_model(self, name: str) -> None:
         """Closes a model; its sessions go back to the chat's own."""
@@ -468,7 +458,7 @@ class ChatController:
             session.attempts += 1
             own = session.seed is not None  # the same replies whatever the session's number
             name = str(session.attempts) if own else f"{session.number}/{session.attempts}"
-            reply.seed = derive_seed(self._seed if session.seed is None else session.seed, "turn", name)
+            reply.seed = derive_seed(self.run_seed if session.seed is None else session.seed, "turn", name)
         client = self.client_for(reply.model)
         reply.params = dict(params)
         reply.begin(time.monotonic())

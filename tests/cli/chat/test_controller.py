@@ -1,4 +1,4 @@
-"""Sessions and their replies on a real engine, without a screen: requested, saved, stopped and continued."""
+"""Sessions and their replies on a real engine, without a screen: requested, saved, stopped, continued, and failing."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from cbatch.base.errors import EngineError
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import CommandContext, execute_command
 from cbatch.cli.chat.controller import ChatController, Variant
+from cbatch.cli.chat.engine_client import EngineClient
 from cbatch.cli.chat.session.export import append_row, from_result, to_row
 from cbatch.cli.chat.session.session import Reply, Session, Turn
 from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
@@ -30,8 +31,15 @@ from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.chat.tui.screen import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
+from cbatch.engine.stepping_engine import SteppingEngine
+from cbatch.engine.thread import EngineThread
+from cbatch.requests.input_processor import InputProcessor
+from cbatch.requests.output_processor import OutputProcessor
+from cbatch.text.detokenizer import IncrementalDetokenizer
+from cbatch.text.output_parser import OutputStream
 from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.fake_replicas import wait_until
+from tests.support.faults import Fault, Panic
 
 PATIENCE = 60
 
@@ -285,7 +293,7 @@ def test_a_context_that_fills_up_during_a_reply(harness: ChatHarness) -> None:
 
 def test_an_exported_session_is_a_row_with_the_same_reply(harness: ChatHarness, tmp_path: Path) -> None:
     """Guards the way from a chat to a batch and back: the row gives the reply of the chat, and opens as a session."""
-    controller = harness.make(params={"temperature": 0.9, "top_p": 0.95}, system="Answer in upper case.", seed=4)
+    controller = harness.make(params={"temperature": 0.9, "top_p": 0.95}, system="Answer in upper case.", run_seed=4)
     harness.ask(controller, "My name is Ada.")
     told = harness.ask(controller, "Tell me a story about a cat named Tom.")
     reply = reply_of(controller.current)
@@ -533,3 +541,41 @@ def test_a_damaged_session_is_refused_with_a_reason(change: dict[str, Any], tmp_
     path.write_text(json.dumps(GOOD | change))
     with pytest.raises(UserError, match=r"s\.json"):
         read_session(path)
+
+
+PLACES: list[tuple[type, str]] = [
+    (EngineClient, "_encode"),
+    (EngineClient, "_submit_to_engine"),
+    (InputProcessor, "encode"),
+    (EngineThread, "submit"),
+    (EngineThread, "_deliver"),
+    (OutputProcessor, "take"),
+    (IncrementalDetokenizer, "push_all"),
+    (OutputStream, "push"),
+    (SteppingEngine, "add_request"),
+    (SteppingEngine, "step"),
+]
+
+
+@pytest.fixture
+def chat(model_folder: Path) -> Iterator[ChatHarness]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as engine:
+        yield ChatHarness(engine)
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda place: getattr(place, "__name__", place))
+def test_a_message_that_breaks_something_is_told(
+    owner: type, name: str, chat: ChatHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the client's thread, the engine's, and what they call: a chat must not wait for a thread that is gone."""
+    controller = chat.make()
+    controller.current.params |= {"max_tokens": 4, "ignore_eos": True}
+    with monkeypatch.context() as patch:
+        Fault(patch, owner, name, Panic("boom"))
+        chat.ask(controller, "hello")
+    assert "boom" in reply_of(controller.current).error
+    chat.ask(controller, "hello")
+    failure = chat.client.failure
+    if failure is None:
+        chat.wait_idle()
+    assert reply_of(controller.current).error == (f"The engine failed: {failure}" if failure is not None else "")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 
 import pytest
 
-from cbatch.cli.common.console import show_progress
 from cbatch.cli.main import run_command
 
 NO_MODEL = ["-m", "/no/such/model"]
@@ -46,13 +44,3 @@ def test_a_missing_package_is_told_at_the_start(
     assert run_command([*named, *NO_MODEL]) == 2
     told = capsys.readouterr().err
     assert f"{package}: pip install" in told and "model" not in told
-
-
-def test_rows_are_counted_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards lines of progress against “1 rows”."""
-    monkeypatch.setattr("cbatch.cli.common.console.LINE_SECONDS", 0.0)
-    for done, total, words in ((1, None, "1 row"), (0, 1, "0/1 row"), (1, 2000, "1/2,000 rows"), (2, None, "2 rows")):
-        monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
-        with show_progress(total, lambda done=done: (done, "fast"), quiet=False) as tick:  # type: ignore[misc]
-            tick()
-        assert stderr.getvalue() == f"cbatch: {words}, fast\n"

@@ -53,6 +53,7 @@ def test_the_default_timeout_is_the_one_that_help_states() -> None:
         ('--replicas 2 --ray-resources {"num_gpus":1}', "--ray-resources needs --ray."),
         ("--replica-timeout 9", "--replica-timeout needs --replicas or --ray."),
         ("--replicas 2 --replica-timeout 0", "0 is no number of seconds above 0"),
+        ("--replicas 2 --device-map auto", "it does not go with --replicas, which shares them out"),
         ("--replicas 2 --replica-timeout nan", "nan is no number of seconds above 0"),
     ],
 )
@@ -78,13 +79,6 @@ def test_a_trace_is_of_this_process(command: str, capsys: pytest.CaptureFixture[
         assert run_command([command, option, "--trace", "t.json"]) == 2
         name = option.partition("=")[0]
         assert f"an engine in this process; it does not go with {name}." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "bench"])
-def test_a_model_on_all_devices_has_no_replicas(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against replicas that each take all GPUs and most of the memory."""
-    assert run_command([command, "--replicas", "2", "--device-map", "auto"]) == 2
-    assert "it does not go with --replicas, which shares them out" in capsys.readouterr().err
 
 
 def test_users_have_one_engine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,8 +70,8 @@ def _change(context: CommandContext, changes: dict[str, Any], for_all: bool) -> 
         session.params = _changed(session.params, changes)
         controller.save(session)
     if for_all:
-        controller.default_params = _changed(controller.default_params, changes)
-        controller.default_seed = changes.get("seed", controller.default_seed)
+        controller.params = _changed(controller.params, changes)
+        controller.seed = changes.get("seed", controller.seed)
 
 
 def _changed(params: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

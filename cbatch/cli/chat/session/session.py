@@ -41,14 +41,6 @@ class Attachment:
         size = f"{len(self.text):,} characters" if self.num_tokens is None else f"{self.num_tokens:,} tokens"
         return f"{self.name.rpartition('/')[2]}, {size}"
 
-    def as_block(self) -> str:
-        """The file as the model sees it: its name, and its text between fences that the text does not contain."""
-        longest = max((len(fence) for fence in _FENCE.findall(self.text)), default=2)
-        fence = "`" * max(longest + 1, 3)
-        language = self.name.rpartition(".")[2] if "." in self.name else ""
-        end = "" if self.text.endswith("\n") or not self.text else "\n"
-        return f"File {self.name}:\n{fence}{language if language.isalnum() else ''}\n{self.text}{end}{fence}"
-
 
 def is_long_paste(text: str) -> bool:
     return text.count("\n") >= PASTE_LINES or len(text) >= PASTE_CHARACTERS
@@ -56,10 +48,17 @@ def is_long_paste(text: str) -> bool:
 
 def compose(text: str, attachments: Sequence[Attachment]) -> str:
     """The message that the model sees: files first, then what was typed, with each paste in its place."""
-    for paste in attachments:
-        if paste.is_paste:
-            text = text.replace(paste.name, paste.text)
-    blocks = [file.as_block() for file in attachments if not file.is_paste]
+    blocks = []
+    for one in attachments:
+        if one.is_paste:
+            text = text.replace(one.name, one.text)
+            continue
+        longest = max((len(fence) for fence in _FENCE.findall(one.text)), default=2)
+        fence = "`" * max(longest + 1, 3)  # which the text does not contain
+        language = one.name.rpartition(".")[2] if "." in one.name else ""
+        end = "" if one.text.endswith("\n") or not one.text else "\n"
+        opening = fence + (language if language.isalnum() else "")
+        blocks.append(f"File {one.name}:\n{opening}\n{one.text}{end}{fence}")
     return "\n\n".join([*blocks, text] if text else blocks)
 
 
@@ -221,13 +220,7 @@ class Reply:
         self.last_token_at = now
 
     def finish(
-        self,
-        state: ReplyState,
-        error: RequestError | None,
-        limit: int | None,
-        *,
-        has_failed: bool,
-        can_trim: bool = True,
+        self, state: ReplyState, error: RequestError | None, limit: int | None, *, has_failed: bool, can_trim: bool
     ) -> None:
         """Ends it, and says in `remark` what the user can do if it ended early.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -52,6 +53,8 @@ SAVED: dict[type, dict[str, str]] = {
     Session: _keys("name system params model seed template_kwargs draft pastes attached prelude dropped attempts"),
 }
 """The fields of each record that are saved, and their keys in the file."""
+
+_hints = cache(get_type_hints)
 
 
 def to_json(session: Session) -> dict[str, Any]:
@@ -119,7 +122,7 @@ def _from_json(kind: Any, value: Any) -> Any:
     Raises TypeError if it has another type.
     """
     if kind in SAVED:
-        hints, keys = get_type_hints(kind), SAVED[kind]
+        hints, keys = _hints(kind), SAVED[kind]
         given: dict[str, Any] = _from_json(dict, value)
         return kind(**{name: _from_json(hints[name], given[key]) for name, key in keys.items() if key in given})
     origin, parts = get_origin(kind), get_args(kind)
