@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from cbatch.isolate import channel, worker
 from cbatch.isolate.channel import Channel
 from cbatch.isolate.worker import Worker, WorkerDied, child_command
 from cbatch.replicas.local import LocalLauncher, Place
+from tests.support.fake_replicas import wait_until
 from tests.support.fork_server import ROOT
 
 SOON_S = 20.0
@@ -59,13 +60,6 @@ def is_over(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def died(replica: Worker, method: str, *arguments: object, timeout_s: float = SOON_S) -> str:

@@ -174,7 +174,7 @@ def row_of(line: Line) -> bytes:
     return b"row %d: %s\n" % (line.index, line.data or b"")
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it does not come"
