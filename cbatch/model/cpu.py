@@ -31,14 +31,13 @@ from cbatch.kernels.cpu.thread_pool import shared_thread_pool
 from cbatch.kernels.formats import FORMATS
 from cbatch.model.base import LinearCost
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families import read_program, text_config
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
-from cbatch.model.named_tensors import check_weights, resolved
 from cbatch.model.ops.attention import Attend
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.packed_file import PackedFile
+from cbatch.model.program_model import ProgramModel
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.runtime.cpu import empty, num_threads
@@ -49,7 +48,7 @@ _KEPT_LOGIT_ROWS = 256
 """Rows of logits whose memory is kept from step to step."""
 
 
-class CpuModel:
+class CpuModel(ProgramModel):
     """A model with a program, ready to run ragged batches over a paged cache."""
 
     has_own_threads = True
@@ -72,35 +71,20 @@ class CpuModel:
         quantize: keep the matrices as integers; what is not one stays bfloat16
         shared:   a file of packed weights, which engines of this machine map
         """
-        self.config = text_config(config)
-        self.program = program = read_program(config)
-        self.name = program.name
-        self.kind = program.kind
-        self.dtype = dtype
-        self.device = torch.device("cpu")
-        self.vocab_size = program.vocab_size
-        self.max_model_len = program.max_model_len
-        self.short_context = program.short_context
-        self.layers = list(program.caches)
-        self.windows: list[int | None] = list(program.windows)
-        self.layer_devices = [self.device] * len(self.layers)
-        self.states = list(program.states)
-        self.state_devices = [self.device] * len(self.states)
+        super().__init__(config, dtype, torch.device("cpu"))
+        program = self.program
         if not fits(self.layers, LANES, dtype):
             raise UnsupportedConfig(f"the kernels do not support its sizes, or do not compute in {dtype}")
         if quantize is not None and dtype != torch.bfloat16:
             raise UnsupportedConfig(f"{quantize.weights} weights need bfloat16, not {dtype}")
         self.quantization = quantize
-        tensors = resolved(program, tensors)
-        self.num_parameters = check_weights(program, tensors)
-        stored = tensors if isinstance(tensors, StoredWeights) else None
+        tensors = self.accept(tensors)
+        self.stored_weights = tensors if isinstance(tensors, StoredWeights) else None
         try:
-            self._packed = packed = CpuLayout(program, dtype, quantize, stored)
+            self._packed = packed = CpuLayout(program, dtype, quantize, self.stored_weights)
         except (TypeError, ValueError, OverflowError) as error:  # what unexpected values of a config.json cause
             raise UnsupportedConfig(f"its config.json is unusual ({error})") from error
         self._weights = packed.load(tensors, shared)
-        self.stored_weights = tensors if isinstance(tensors, StoredWeights) else None
-        self.stored = "" if self.stored_weights is None else self.stored_weights.description
         self._thread_pool = shared_thread_pool(num_threads())
         self._element = element_of(dtype)
         calls = [operation for operation in program.operations if isinstance(operation, Attend)]
@@ -252,10 +236,9 @@ class CpuModel:
 
     def _paged_caches_of(self, kv_cache: KVCache) -> PagedCaches:
         """The cache as the kernels take it."""
-        caches = self._paged_caches.get(kv_cache)
-        if caches is None:
-            caches = self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
-        return caches
+        if kv_cache not in self._paged_caches:
+            self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
+        return self._paged_caches[kv_cache]
 
     def _grow_rotary_tables(self, positions: int) -> None:
         """Makes the rotary tables of so many positions (see `StepInputs`)."""

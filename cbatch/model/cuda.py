@@ -21,16 +21,15 @@ from cbatch.kernels.operands import Addend, Recurrence
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.dtypes import activations_in
-from cbatch.model.families import read_program, text_config
 from cbatch.model.float8 import Float8Use, float8_problem
 from cbatch.model.lora.device import DeviceAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter
-from cbatch.model.named_tensors import check_weights, resolved
 from cbatch.model.ops.device_kernel import DeviceOps, by_triton
 from cbatch.model.ops.device_plan import DeviceHead, DevicePlan
 from cbatch.model.ops.products import finish_logits, logits
 from cbatch.model.ops.residual import select_and_norm
+from cbatch.model.program_model import ProgramModel
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16
@@ -39,7 +38,7 @@ from cbatch.runtime.memory import check_room
 from cbatch.runtime.transfer import to_device
 
 
-class CudaModel:
+class CudaModel(ProgramModel):
     """A model with a program, ready to run ragged batches over a paged cache.
 
     It needs a cache whose blocks are laid out as its `ops` write them (`DeviceOps.heads_first`).
@@ -70,31 +69,16 @@ class CudaModel:
         # In bfloat16 and float16, cuBLAS may otherwise add parts of a product in 16 bits.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self.config = text_config(config)
-        self.program = program = read_program(config)
-        self.name = program.name
-        self.kind = program.kind
-        self.dtype = dtype
-        self.device = device
-        self.vocab_size = program.vocab_size
-        self.max_model_len = program.max_model_len
-        self.short_context = program.short_context
-        self.layers = list(program.caches)
-        self.windows: list[int | None] = list(program.windows)
-        self.layer_devices = [self.device] * len(self.layers)
-        self.states = list(program.states)
-        self.state_devices = [self.device] * len(self.states)
+        super().__init__(config, dtype, device)
         self.ops = ops or _triton_ops(self.layers, dtype, device)
-        tensors = resolved(program, tensors)
-        self.num_parameters = check_weights(program, tensors)
-        self.stored = ""
+        tensors = self.accept(tensors)
         least_bits = 2 if isinstance(tensors, StoredWeights) else 4 if quantize is not None else 8 * dtype.itemsize
         check_room("The weights", self.num_parameters * least_bits // 8, device)
         if isinstance(tensors, StoredWeights):
-            self.stored, quantize = tensors.description, quantize or Quantization(STORED)
+            quantize = quantize or Quantization(STORED)
         asks = quantize is not None and quantize.activations == "fp8"
         self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
-        self._on_device = DevicePlan(program, tensors, dtype, device, quantize, self.float8)
+        self._on_device = DevicePlan(self.program, tensors, dtype, device, quantize, self.float8)
         self._adapters: DeviceAdapters | None = None
         self.quantization: Quantization | None = None
         if quantize is not None:

@@ -433,7 +433,7 @@ class Forgetful(Sampler):
         params = {key: value for key, value in self._forgotten.items() if hasattr(requests[0].params, key)}
         requests = [copy(request) for request in requests]
         for request in requests:
-            request.params = replace(request.params, **params)
+            request.request = replace(request.request, params=replace(request.params, **params))
         for name in {"masks", "positions"} & self._forgotten.keys():
             masks, positions = (None, positions) if name == "masks" else (masks, [9] * len(positions))
         return super().sample(logits, requests, positions, argmax, masks)

@@ -75,8 +75,8 @@ def test_triton_equals_the_network(kind: str) -> None:
 def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the comparison: each of these mistakes in a program changes its logits."""
     kind, plant = FAULTS[name]
-    monkeypatch.setattr("cbatch.model.cuda.read_program", lambda config: plant(read_program(config)))
-    monkeypatch.setattr("cbatch.model.cuda.check_weights", lambda *_: 0)
+    monkeypatch.setattr("cbatch.model.program_model.read_program", lambda config: plant(read_program(config)))
+    monkeypatch.setattr("cbatch.model.program_model.check_weights", lambda *_: 0)
     assert error_of(logits_by_torch(kind), expected_logits(kind)) > 5e-4
 
 

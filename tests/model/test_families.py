@@ -108,8 +108,8 @@ def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -
     kind, plant = FAULTS[name]
     expected = expected_logits(kind)
     assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) < 2e-4
-    monkeypatch.setattr("cbatch.model.cpu.read_program", lambda config: plant(read_program(config)))
-    monkeypatch.setattr("cbatch.model.cpu.check_weights", lambda *_: 0)
+    monkeypatch.setattr("cbatch.model.program_model.read_program", lambda config: plant(read_program(config)))
+    monkeypatch.setattr("cbatch.model.program_model.check_weights", lambda *_: 0)
     assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) > 5e-4
 
 
@@ -117,11 +117,11 @@ def test_wrong_operations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_forgotten_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards everything that an operation may have, in every family that has it: its logits change without it."""
     expected, program = expected_logits(kind), read_program(saved_model(kind).config)
-    monkeypatch.setattr("cbatch.model.cpu.check_weights", lambda *_: 0)
+    monkeypatch.setattr("cbatch.model.program_model.check_weights", lambda *_: 0)
     for name, wrong in forgotten(program):
         if (kind, name) in UNSEEN:
             continue
-        monkeypatch.setattr("cbatch.model.cpu.read_program", lambda _, wrong=wrong: wrong)
+        monkeypatch.setattr("cbatch.model.program_model.read_program", lambda _, wrong=wrong: wrong)
         assert error_of(logits_in_chunks(cpu_model(kind), CpuAttention()), expected) > 5e-4, name
 
 

@@ -41,6 +41,9 @@ ACTIVATIONS = {
 }  # fmt: skip
 """Names in config files, and what they are called here."""
 
+STACKED = "gate_up_proj", "down_proj"
+"""Most names of stacked experts; see `Layer.experts`."""
+
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_COLUMNS, _MOST_TOKENS = 2**10, 2**12, 2**20, 2**24
 _MOST_EXPERTS_IN_ALL = 2**15
 """Sizes that no model comes near: what a config.json says costs memory before its weights are compared with it."""
@@ -98,10 +101,6 @@ class HeadSizes:
         """Of queries, keys and values."""
         cache = self.cache
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * cache.value_dim
-
-    def halves_first(self, heads: int) -> Tensor | None:
-        """The order of rows with which halves are rotated instead of neighbours; None if that is so already."""
-        return deinterleaved(heads, self.head_dim, self.rotary_dim) if self.is_interleaved else None
 
 
 def _check_sizes(most: int, *sizes: int) -> None:
@@ -200,10 +199,6 @@ class Builder:
             raise UnsupportedConfig(f"its {heads} query heads cannot share {kv_heads} KV heads")
         return HeadSizes(heads, kv_heads, head_dim, head_dim, int(head_dim * part), is_interleaved)
 
-    def query_scale(self, beta: float, floor: float, shift: int = 0) -> int:
-        """The number of a setting that rotates nothing and scales queries by position; see `Rotary`."""
-        return self.rotary(Rotary((), scale_beta=beta, scale_floor=floor, scale_shift=shift))
-
     def rotary(self, rotary: Rotary) -> int:
         """The number of a rotary setting, which is added if it is new."""
         if rotary not in self._rotaries:
@@ -234,14 +229,13 @@ class Builder:
             raise UnsupportedConfig("it has layers of other types")
         return kinds
 
-    def embed(self, name: str = "model.embed_tokens", scale: float = 1.0) -> None:
+    def embed(
+        self, name: str = "model.embed_tokens", scale: float = 1.0, positions: str | None = None, offset: int = 0
+    ) -> None:
+        """Tokens, times `scale`, and maybe learned positions, which begin in row `offset` of their table."""
         self._embedding = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
-        self.add(Embed(self._embedding, scale))
-
-    def embed_positions(self, name: str, positions: str, offset: int = 0, scale: float = 1.0) -> None:
-        """Tokens, times `scale`, and learned positions, which begin in row `offset` of their table."""
-        self._embedding = Weight(f"{name}.weight", (self.vocab_size, self.hidden_size))
-        table = Weight(f"{positions}.weight", (self.max_model_len + offset, self.hidden_size))
+        size = self.max_model_len + offset, self.hidden_size
+        table = None if positions is None else Weight(f"{positions}.weight", size)
         self.add(Embed(self._embedding, scale, table, offset))
 
     def norm_residual(self, kind: NormKind) -> None:
@@ -368,6 +362,7 @@ class Layer:
         norms: HeadNorms | None = None,
         clip: float = 0.0,
         shared_cache: int | None = None,
+        is_ready: bool = False,
     ) -> int:
         """Self-attention, whose result is added to the residual. Returns the number of its KV cache.
 
@@ -376,18 +371,19 @@ class Layer:
         gate:  of what attention gives
         norms, clip: see `PrepareHeads`
         shared_cache: number of the cache of an earlier layer, instead of one of its own; `qkv` has queries only then
+        is_ready: the source holds queries, keys and values side by side
         """
-        model, shape = self.model, sizes.cache
-        qkv = qkv or self.qkv(sizes, bias=qkv_bias)
-        model.add(Linear(source, "qkv", _reordered(qkv, sizes) if sizes.is_interleaved else qkv))
-        if qkv.columns == sizes.columns[0] + sizes.columns[1] and shared_cache is None:
-            model.add(Gather(("qkv",), "heads", _with_keys_as_values(sizes)))
-            heads = "heads"
-        else:
-            heads = "qkv"
-        stores = shared_cache is None
+        model, shape, stores = self.model, sizes.cache, shared_cache is None
+        if not is_ready:
+            qkv = qkv or self.qkv(sizes, bias=qkv_bias)
+            model.add(Linear(source, "qkv", _reordered(qkv, sizes) if sizes.is_interleaved else qkv))
+            source, (queries, keys, _) = "qkv", sizes.columns
+            if qkv.columns == queries + keys and stores:  # keys are values, too
+                columns = torch.cat([torch.arange(queries + keys), torch.arange(queries, queries + keys)])
+                model.add(Gather((source,), "heads", columns))
+                source = "heads"
         cache = model.new_cache(shape, window) if shared_cache is None else shared_cache
-        model.add(PrepareHeads(heads, "query", sizes.heads, shape, cache, stores, rotary, norms or HeadNorms(), clip))
+        model.add(PrepareHeads(source, "query", sizes.heads, shape, cache, stores, rotary, norms or HeadNorms(), clip))
         scale = sizes.head_dim**-0.5 if scale is None else scale
         model.add(Attend("query", "attended", cache, sizes.heads, shape, scale, window, chunk, softcap or 0.0, sinks))
         if gate is not None:
@@ -395,11 +391,6 @@ class Layer:
         out = out or self.out(sizes, bias=out_bias)
         self.add_to_residual("attended", out, factor=factor, post_norm=post_norm)
         return cache
-
-    def head_gate(self, source: str, sizes: HeadSizes, name: str) -> Gate:
-        """A gate of what attention gives, one number for each head."""
-        self.model.add(Linear(source, "gate", self.matrix(name, sizes.heads, self.model.hidden_size)))
-        return Gate("gate", "attended", width=sizes.cache.value_dim)
 
     def qkv(self, sizes: HeadSizes, prefix: str = "self_attn.", *, bias: bool = False) -> Matrix:
         """The linears q_proj, k_proj and v_proj."""
@@ -420,22 +411,8 @@ class Layer:
     ) -> HeadNorms:
         """Norms of each query and key by itself, with the same weights for all."""
         query, key = names
-        first, second = (
-            self.head_norm(kind, query, sizes.heads, sizes),
-            self.head_norm(kind, key, sizes.kv_heads, sizes),
-        )
-        return HeadNorms(first, second, last=last)
-
-    def separate_norms(self, kind: NormKind, sizes: HeadSizes) -> HeadNorms:
-        """Norms of each query and key by itself, with weights for each (StableLM)."""
-
-        def norm(part: str, heads: int) -> Norm:
-            name = f"{self.prefix}self_attn.{part}_layernorm.norms"
-            return Norm(
-                kind.kind, kind.eps, tuple(Weight(f"{name}.{head}.weight", (sizes.head_dim,)) for head in range(heads))
-            )
-
-        return HeadNorms(norm("q", sizes.heads), norm("k", sizes.kv_heads))
+        queries = self.head_norm(kind, query, sizes.heads, sizes)
+        return HeadNorms(queries, self.head_norm(kind, key, sizes.kv_heads, sizes), last=last)
 
     def row_norms(
         self, kind: NormKind, sizes: HeadSizes, names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
@@ -484,11 +461,6 @@ class Layer:
         else:
             self.model.add(Linear(buffer, target, down, add=add, factor=factor))
 
-    def feed_forward_of(self, source: str, up: Matrix, down: Matrix, activation: Activation) -> None:
-        """The feed-forward part with these matrices, whose result is added to the residual."""
-        self.model.add(Linear(source, "intermediate", up, activation=activation))
-        self.add_to_residual("intermediate", down)
-
     def experts(
         self,
         source: str,
@@ -498,30 +470,7 @@ class Layer:
         *,
         prefix: str = "mlp.experts.",
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
-        target: str = RESIDUAL,
-        factor: float = 1.0,
-        weigh_input: bool = False,
-    ) -> None:
-        """The experts of a layer, whose files hold the matrices of each by itself. They are added to the residual."""
-        _check_sizes(_MOST_EXPERTS, num_experts)
-        _check_sizes(_MOST_EXPERTS_IN_ALL, num_experts * self.model.num_layers)
-        hidden, up, down = self.model.hidden_size, [], []
-        for number in range(num_experts):
-            *first, last = (f"{prefix}{number}.{name}" for name in names)
-            columns = [(1 + activation.gated) * size // len(first)] * len(first)
-            up.append(self.matrix(first, columns, hidden, bias=False))
-            down.append(self.matrix(last, hidden, size, bias=False))
-        self._add_experts(source, target, tuple(up), tuple(down), activation, factor, weigh_input)
-
-    def stacked_experts(
-        self,
-        source: str,
-        num_experts: int,
-        size: int,
-        activation: Activation,
-        up: str,
-        down: str,
-        *,
+        stacked: bool = False,
         transpose: bool = False,
         bias: bool = False,
         interleaved: bool = False,
@@ -529,34 +478,37 @@ class Layer:
         factor: float = 1.0,
         weigh_input: bool = False,
     ) -> None:
-        """The experts of a layer, whose files hold the matrices of all in one tensor.
+        """The experts of a layer, which are added to the residual.
 
-        transpose:   matrices are stored as [depth, columns]
-        bias:        names with `_bias` are theirs
-        interleaved: columns of gate and up take turns
+        stacked: the files hold the matrices of all experts in one tensor, and those of each by itself otherwise
+        transpose, bias, interleaved: of stacked ones: they are [depth, columns]; the names with `_bias` are theirs;
+                 columns of gate and up take turns
         """
         _check_sizes(_MOST_EXPERTS, num_experts)
         _check_sizes(_MOST_EXPERTS_IN_ALL, num_experts * self.model.num_layers)
         hidden, both = self.model.hidden_size, (1 + activation.gated) * size
         _check_sizes(_MOST_COLUMNS, both)
-        rows = torch.arange(both).view(-1, 2).T.flatten() if interleaved else None
-        shapes = [(hidden, both), (size, hidden)] if transpose else [(both, hidden), (hidden, size)]
-        ups, downs = [], []
-        for number in range(num_experts):
-            one = Weight(self.prefix + up, (num_experts, *shapes[0]), number, transpose=transpose, rows=rows)
-            other = Weight(self.prefix + down, (num_experts, *shapes[1]), number, transpose=transpose)
-            biases = Weight(f"{self.prefix}{up}_bias", (num_experts, both), number, rows=rows)
-            down_biases = Weight(f"{self.prefix}{down}_bias", (num_experts, hidden), number)
-            ups.append(Matrix((one,), (biases,) if bias else ()))
-            downs.append(Matrix((other,), (down_biases,) if bias else ()))
-        self._add_experts(source, target, tuple(ups), tuple(downs), activation, factor, weigh_input)
+        *first, last = names
+        order = torch.arange(both).view(-1, 2).T.flatten() if interleaved else None
 
-    def _add_experts(
-        self, source: str, target: str, up: tuple[Matrix, ...], down: tuple[Matrix, ...], activation: Activation,
-        factor: float, weigh_input: bool,
-    ) -> None:  # fmt: skip
+        def stack(number: int, name: str, columns: int, depth: int, rows: Tensor | None = None) -> Matrix:
+            shape = (num_experts, *((depth, columns) if transpose else (columns, depth)))
+            part = Weight(prefix_of_all + name, shape, number, transpose=transpose, rows=rows)
+            biases = Weight(f"{part.name}_bias", (num_experts, columns), number, rows=rows)
+            return Matrix((part,), (biases,) if bias else ())
+
+        prefix_of_all, ups, downs = self.prefix + prefix, [], []
+        for number in range(num_experts):
+            if stacked:
+                ups.append(stack(number, first[0], both, hidden, order))
+                downs.append(stack(number, last, hidden, size))
+            else:
+                own = f"{prefix}{number}."
+                ups.append(self.matrix([own + name for name in first], [both // len(first)] * len(first), hidden))
+                downs.append(self.matrix(own + last, hidden, size))
         add, top_k = target == RESIDUAL, self.model.top_k
-        self.model.add(Experts(source, target, up, down, activation, top_k, add, factor, weigh_input))
+        matrices = tuple(ups), tuple(downs)
+        self.model.add(Experts(source, target, *matrices, activation, top_k, add, factor, weigh_input))
 
     def route(self, source: str, num_experts: int, name: str = "mlp.gate", *, bias: bool = False, **how: Any) -> None:
         """The router. how: the other fields of `Route`"""
@@ -619,17 +571,8 @@ class Layer:
             Gather(("queries", "latent", "keys_values"), "qkv", _mla_columns(heads, plain, rotated, value_dim, latent))
         )
         sizes = HeadSizes(heads, heads, width, value_dim, rotated)
-        cache = model.new_cache(sizes.cache, 0)
-        model.add(PrepareHeads("qkv", "query", heads, sizes.cache, cache, rotary=rotary))
-        model.add(Attend("query", "attended", cache, heads, sizes.cache, scale))
-        out = self.matrix(prefix + "o_proj", hidden, heads * value_dim, bias=bias)
-        self.add_to_residual("attended", out, factor=factor)
-
-
-def _with_keys_as_values(sizes: HeadSizes) -> Tensor:
-    """Columns of queries, keys, and keys once more."""
-    queries, keys, _ = sizes.columns
-    return torch.cat([torch.arange(queries + keys), torch.arange(queries, queries + keys)])
+        out = self.out(sizes, prefix + "o_proj", bias=bias)
+        self.attention("qkv", sizes, out=out, rotary=rotary, scale=scale, factor=factor, is_ready=True)
 
 
 def _mla_columns(heads: int, plain: int, rotated: int, value_dim: int, latent: int) -> Tensor:
@@ -644,9 +587,9 @@ def _mla_columns(heads: int, plain: int, rotated: int, value_dim: int, latent: i
 
 def _reordered(qkv: Matrix, sizes: HeadSizes) -> Matrix:
     """The linears of queries and keys, which come first, with the rows of each head in the order of halves."""
-    orders = [sizes.halves_first(sizes.heads), sizes.halves_first(sizes.kv_heads), None]
+    orders = [deinterleaved(heads, sizes.head_dim, sizes.rotary_dim) for heads in (sizes.heads, sizes.kv_heads)]
 
     def reorder(parts: tuple[Weight, ...]) -> tuple[Weight, ...]:
-        return tuple(replace(part, rows=order) for part, order in zip(parts, orders, strict=bool(parts)))
+        return tuple(replace(part, rows=order) for part, order in zip(parts, [*orders, None], strict=bool(parts)))
 
     return Matrix(reorder(qkv.parts), reorder(qkv.biases))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cbatch.model.config import ConfigReader, UnsupportedConfig
-from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.builder import STACKED, Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import (
     Part,
     attention,
@@ -22,7 +22,7 @@ from cbatch.model.families.decoder import (
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.llama import hunyuan_attention
 from cbatch.model.families.rotary import read_rotary
-from cbatch.model.ops.all import RESIDUAL, Activation, Gate, Linear
+from cbatch.model.ops.all import RESIDUAL, Activation, Gate, Linear, Rotary
 
 
 def biased_router(config: ConfigReader, scale_key: str = "routed_scaling_factor") -> dict[str, Any]:
@@ -174,9 +174,9 @@ def gpt_oss(model: Builder) -> None:
     def feed(layer: Layer, source: str) -> None:
         top_k = config.whole("num_experts_per_tok")
         layer.route(source, experts, "mlp.router", bias=True, top_k=top_k, scores="softmax_of_chosen")
-        layer.stacked_experts(
-            source, experts, inner, activation, "mlp.experts.gate_up_proj", "mlp.experts.down_proj", transpose=True,
-            bias=True, interleaved=True,
+        layer.experts(
+            source, experts, inner, activation, names=STACKED, stacked=True, transpose=True, bias=True,
+            interleaved=True,
         )  # fmt: skip
 
     decoder(model, norm, attend, feed)
@@ -370,7 +370,7 @@ def llama4(model: Builder) -> None:
     if not set(kinds) <= {"chunked_attention", "full_attention"} or len(kinds) != model.num_layers:
         raise UnsupportedConfig("it has layers of other types")
     floor, beta = config.number("floor_scale", 8192), config.number("attn_scale", 0.1)
-    scaled = model.query_scale(beta, floor, shift=1) if is_tuned else None
+    scaled = model.rotary(Rotary((), scale_beta=beta, scale_floor=floor, scale_shift=1)) if is_tuned else None
     bias, step = config.flag("attention_bias"), config.whole("interleave_moe_layer_step", 1)
     sparse = config.get("moe_layers")
     sparse = set(range(step - 1, model.num_layers, step) if sparse is None else sparse)
@@ -392,8 +392,10 @@ def llama4(model: Builder) -> None:
             return
         top_k = config.whole("num_experts_per_tok")
         layer.route(source, experts, prefix + "router", top_k=top_k, scores="sigmoid_of_chosen")
-        names = prefix + "experts.gate_up_proj", prefix + "experts.down_proj"
-        layer.stacked_experts(source, experts, inner, activation, *names, transpose=True, weigh_input=True)
+        layer.experts(
+            source, experts, inner, activation, prefix=prefix + "experts.", names=STACKED, stacked=True, transpose=True,
+            weigh_input=True,
+        )  # fmt: skip
         layer.feed_forward(source, inner, activation, prefix=prefix + "shared_expert.")
 
     decoder(model, norm, attend, feed)

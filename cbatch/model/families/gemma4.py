@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.builder import STACKED, Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import every, family
 from cbatch.model.families.gemma import WITH_PICTURES
 from cbatch.model.families.rotary import read_rotary
@@ -135,8 +135,7 @@ def _feed_forward(layer: Layer, norm: NormKind, inner: int, activation: Activati
     )  # fmt: skip
     source = layer.norm(norm, "pre_feedforward_layernorm_2")
     size = config.whole("moe_intermediate_size")
-    names = "experts.gate_up_proj", "experts.down_proj"
-    layer.stacked_experts(source, experts, size, activation, *names, target="mixed")
+    layer.experts(source, experts, size, activation, prefix="experts.", names=STACKED, stacked=True, target="mixed")
     model.add(Normalize("mixed", "added", layer.post_norm(norm, "post_feedforward_layernorm_2"), add=True))
     layer.add_normed(last)
 

@@ -7,7 +7,7 @@ import torch
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import attention, decoder, family, feed_forward
 from cbatch.model.families.rotary import read_rotary
-from cbatch.model.ops.all import HeadNorms, Matrix
+from cbatch.model.ops.all import HeadNorms, Linear, Matrix, Norm
 
 
 def _layer_norm(eps: float, *, has_bias: bool = True, offset: float = 0.0) -> NormKind:
@@ -41,7 +41,7 @@ def gpt2(model: Builder) -> None:
     by_layer = config.flag("scale_attn_by_inverse_layer_idx")
     model.layouts = ((("transformer.", ""),),)
     model.spare.append(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
-    model.embed_positions("transformer.wte", "transformer.wpe")
+    model.embed("transformer.wte", positions="transformer.wpe")
     for layer in model.layers("transformer.h"):
 
         def matrix(name: str, columns: int, depth: int) -> Matrix:
@@ -53,7 +53,8 @@ def gpt2(model: Builder) -> None:
         out, own_scale = matrix("attn.c_proj", hidden, hidden), scale / (layer.number + 1) if by_layer else scale
         layer.attention(layer.norm(norm, "ln_1"), sizes, qkv=qkv, out=out, scale=own_scale)
         up, down = matrix("mlp.c_fc", inner, hidden), matrix("mlp.c_proj", hidden, inner)
-        layer.feed_forward_of(layer.norm(norm, "ln_2"), up, down, activation)
+        model.add(Linear(layer.norm(norm, "ln_2"), "intermediate", up, activation=activation))
+        layer.add_to_residual("intermediate", down)
     model.head(norm("transformer.ln_f", hidden), tied_by_default=True)
 
 
@@ -111,7 +112,7 @@ def opt(model: Builder) -> None:
     config.ignore("layerdrop", "activation_dropout")
     inner, root = config.whole("ffn_dim" if is_opt else "intermediate_size"), "model.decoder" if is_opt else "biogpt"
     scale = hidden**0.5 if not is_opt and config.flag("scale_embedding", True) else 1.0
-    model.embed_positions(f"{root}.embed_tokens", f"{root}.embed_positions", offset=2, scale=scale)
+    model.embed(f"{root}.embed_tokens", scale, f"{root}.embed_positions", offset=2)
     for layer in model.layers(f"{root}.layers"):
         qkv, out = layer.qkv(sizes, bias=bias), layer.matrix("self_attn.out_proj", hidden, hidden, bias=bias)
         layer.attention(layer.norm(norm, "self_attn_layer_norm"), sizes, qkv=qkv, out=out)
@@ -158,7 +159,12 @@ def stablelm(model: Builder) -> None:
             return None
         if is_phi:
             return layer.head_norms(norm, sizes, ("self_attn.q_layernorm", "self_attn.k_layernorm"))
-        return layer.separate_norms(_layer_norm(norm.eps, has_bias=False), sizes)
+
+        def norm_of(part: str, heads: int) -> Norm:  # StableLM: weights for each head
+            names = (f"self_attn.{part}_layernorm.norms.{head}.weight" for head in range(heads))
+            return Norm("layer", norm.eps, tuple(layer.weight(name, sizes.head_dim) for name in names))
+
+        return HeadNorms(norm_of("q", sizes.heads), norm_of("k", sizes.kv_heads))
 
     model.embed()
     for layer in model.layers():

@@ -57,9 +57,9 @@ def _add_experts(layer: Layer, source: str, activation: Activation, names: tuple
     """names: of the matrices up to the activation, of those after it, and of the router"""
     config, prefix = layer.model.config, "block_sparse_moe."
     experts, size = config.whole("num_local_experts"), config.whole("intermediate_size")
-    up, down, router = (prefix + name for name in names)
-    layer.route(source, experts, router, top_k=config.whole("num_experts_per_tok"), scores="softmax_of_chosen")
-    layer.stacked_experts(source, experts, size, activation, up, down, factor=factor)
+    *matrices, router = names
+    layer.route(source, experts, prefix + router, top_k=config.whole("num_experts_per_tok"), scores="softmax_of_chosen")
+    layer.experts(source, experts, size, activation, prefix=prefix, names=tuple(matrices), stacked=True, factor=factor)
 
 
 @family("granitemoehybrid")

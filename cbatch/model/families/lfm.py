@@ -6,7 +6,7 @@ from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
 from cbatch.model.families.decoder import family
 from cbatch.model.families.mixers import gated_convolution
 from cbatch.model.families.rotary import read_rotary
-from cbatch.model.ops.all import Activation
+from cbatch.model.ops.all import Activation, Gate, Linear
 
 _NAMES = ("w1", "w3", "w2")
 
@@ -90,10 +90,12 @@ def lfm3(model: Builder) -> None:
         if kind == "conv":
             gated_convolution(layer, source, kernel, bias=bias, post_norm=first)
         else:
+            if has_gate:
+                model.add(Linear(source, "gate", layer.matrix("self_attn.gate_proj", sizes.heads, model.hidden_size)))
             layer.attention(
                 source, sizes, qkv_bias=attention_bias, out_bias=attention_bias, rotary=rotaries[kind],
                 window=window if kind == "sliding_attention" else 0, norms=layer.head_norms(norm, sizes),
-                gate=layer.head_gate(source, sizes, "self_attn.gate_proj") if has_gate else None, post_norm=first,
+                gate=Gate("gate", "attended", width=sizes.cache.value_dim) if has_gate else None, post_norm=first,
             )  # fmt: skip
         source = layer.norm(norm, "ffn_norm")
         layer.feed_forward(
