@@ -156,13 +156,18 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
     elif not problem:
         reason = f"The Triton kernels do not serve this model in {best.model.dtype}."
     if reason and config.attention == "auto":
-        sentences.insert(0, f"{_consequence(best, chosen)} on {device}: {reason}")
+        consequence = "Steps run without CUDA graphs"
+        if chosen.attention.name == "reference":
+            consequence = "Attention runs by operations of torch, which is slow,"
+        elif chosen.model is not best.model:
+            consequence = "The layers run by operations of torch"
+        sentences.insert(0, f"{consequence} on {device}: {reason}")
     return replace(chosen, fallback=" ".join(sentences))
 
 
 def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
     """The first that agrees, and why the one before it does not; that is empty for the best one."""
-    from cbatch.engine.kernel_checks.gpu import GpuChecks, without_kernels
+    from cbatch.engine.kernel_checks.all_checks import GpuChecks, without_kernels
 
     checks = GpuChecks(best.model, best.attention, best.sampler, block_size)
     if wrong := _first_wrong(checks.attention_kernels):
@@ -177,7 +182,7 @@ def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str
 
 
 def _by_torch(best: Execution) -> Execution:
-    from cbatch.engine.kernel_checks.gpu import without_kernels
+    from cbatch.engine.kernel_checks.all_checks import without_kernels
 
     return replace(
         best, model=without_kernels(best.model), attention=ReferenceAttention(best.attention.kv_dtype), graphs=False
@@ -186,12 +191,3 @@ def _by_torch(best: Execution) -> Execution:
 
 def _first_wrong(checks: Iterable[KernelCheck]) -> KernelCheck | None:
     return next((check for check in checks if not check.agrees), None)
-
-
-def _consequence(best: Execution, chosen: Execution) -> str:
-    """What is different from the best, as the beginning of a sentence."""
-    if chosen.attention.name == "reference":
-        return "Attention runs by operations of torch, which is slow,"
-    if chosen.model is not best.model:
-        return "The layers run by operations of torch"
-    return "Steps run without CUDA graphs"

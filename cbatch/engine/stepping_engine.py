@@ -409,7 +409,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         Kernels that the engine does not use because they failed are among them. Only while no request runs; it takes
         seconds. No check is made if torch computes everything.
         """
-        from cbatch.engine.kernel_checks.every_kernel import check_all
+        from cbatch.engine.kernel_checks.all_checks import check_all
 
         config, loaded = self.config, self.loaded
         model = configured_model(config, self.model if loaded.fast_model is None else loaded.fast_model)

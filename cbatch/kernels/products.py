@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 
 def multiply_logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) -> Tensor:
-    """Logits [R, vocabulary] float32 by the library's product; see `model/ops/products.py`.
+    """Logits [R, vocabulary] float32 of hidden [R, hidden], in `out` if it is given.
 
     In bfloat16, many tokens would share the largest logit. A GPU sums in float32 anyway, and writing that takes less
     time than a kernel that widens the logits for the sampler.
@@ -20,7 +20,10 @@ def multiply_logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None = None) 
 
 
 def multiply(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The library's product; see `model/ops/products.py`."""
+    """out [T, columns] = source [T, depth] times a matrix [columns, depth], plus bias [columns].
+
+    out: of the type of the source, or of float32
+    """
     if bias is None:
         torch.mm(source, matrix.t(), out=out)
     else:

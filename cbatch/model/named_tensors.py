@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -24,10 +24,12 @@ def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Te
     table = program.embedding.name
     for layout in program.layouts:
         if table not in tensors and _named(table, layout) in tensors:
-            tensors = _Renamed(tensors, layout)
+            back = tuple((theirs, ours) for ours, theirs in layout)
+            tensors = _ReadLater({_named(name, back): partial(tensors.__getitem__, name) for name in tensors})
             break
-    stacked = {name for name in tensors if name.endswith(".experts.gate_up_proj")}
-    return _Unstacked(tensors, program.shapes.keys()) if stacked - program.shapes.keys() else tensors
+    if any(name.endswith(".experts.gate_up_proj") and name not in program.shapes for name in tensors):
+        return _unstacked(tensors, program.shapes)
+    return tensors
 
 
 def _named(name: str, layout: Layout) -> str:
@@ -38,55 +40,42 @@ def _named(name: str, layout: Layout) -> str:
     return name
 
 
-class _Renamed(Mapping[str, Tensor]):
-    """Tensors of files that name them in another way."""
+class _ReadLater(Mapping[str, Tensor]):
+    """Tensors by other names than those of the files, each of which is read when it is asked for."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
-        self._tensors = tensors
-        back = tuple((theirs, ours) for ours, theirs in layout)
-        self._names = {_named(name, back): name for name in tensors}
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._names[name]]
+        return self._readers[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._readers)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._readers)
 
 
-class _Unstacked(Mapping[str, Tensor]):
-    """Tensors of files that hold the matrices of all experts in one, for a program that names each."""
+def _unstacked(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Mapping[str, Tensor]:
+    """Of files that hold the matrices of all experts in one, for a program that names each.
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """names: of the program"""
-        self._tensors = tensors
-        found = {name: match for name in names if (match := _EXPERT.fullmatch(name)) and name not in tensors}
-        self._places = {name: self._place_of(*match.groups()) for name, match in found.items()}
-        self._places = {name: place for name, place in self._places.items() if place[0] in tensors}
-        stacked = {place[0] for place in self._places.values()}
-        self._names = [*(name for name in tensors if name not in stacked), *self._places]
+    names: of the program
+    """
 
-    @staticmethod
-    def _place_of(prefix: str, number: str, part: str) -> tuple[str, int, str]:
-        return f"{prefix}.{'down' if part == 'down' else 'gate_up'}_proj", int(number), part
+    def part_of(stack: str, number: int, part: str) -> Tensor:
+        matrix = tensors[stack][number]
+        return matrix if part == "down" else matrix.chunk(2)[part == "up"]
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._places:
-            return self._tensors[name]
-        stack, number, part = self._places[name]
-        matrix = self._tensors[stack][number]
-        if part == "down":
-            return matrix
-        gate, up = matrix.chunk(2)
-        return gate if part == "gate" else up
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    parts, stacks = dict[str, Callable[[], Tensor]](), set[str]()
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match is not None and name not in tensors:
+            prefix, number, part = match.groups()
+            stack = f"{prefix}.{'down' if part == 'down' else 'gate_up'}_proj"
+            if stack in tensors:
+                stacks.add(stack)
+                parts[name] = partial(part_of, stack, int(number), part)
+    return _ReadLater({name: partial(tensors.__getitem__, name) for name in tensors if name not in stacks} | parts)
 
 
 def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:

@@ -17,7 +17,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine import stepping_engine
 from cbatch.engine.fallback import Execution
-from cbatch.engine.kernel_checks.gpu import without_kernels
+from cbatch.engine.kernel_checks.all_checks import without_kernels
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cuda import CudaModel
 from cbatch.model.dtypes import _warn_once

@@ -18,7 +18,7 @@ from cbatch.engine.fallback import choose_execution
 from cbatch.engine.kernel_checks import attention as attention_checks
 from cbatch.engine.kernel_checks import captured_step
 from cbatch.engine.kernel_checks import whole_step as step_checks
-from cbatch.engine.kernel_checks.gpu import GpuChecks
+from cbatch.engine.kernel_checks.all_checks import GpuChecks
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.ops.device_kernel import by_torch
@@ -178,7 +178,7 @@ def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkey
 def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a GPU without a C compiler: nothing is launched, neither attention nor sampling."""
     monkeypatch.setattr(fallback, "triton_problem", lambda _: "There is no C compiler.")
-    monkeypatch.setattr("cbatch.engine.kernel_checks.gpu.GpuChecks", None)
+    monkeypatch.setattr("cbatch.engine.kernel_checks.all_checks.GpuChecks", None)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
     if name == "triton":
         with pytest.raises(ConfigError, match=r"cannot be used on .*: There is no C compiler\."):

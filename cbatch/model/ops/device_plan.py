@@ -191,15 +191,7 @@ class DevicePlan:
             is_long = inputs.position_ids >= longest
             position_ids = torch.where(is_long, inputs.position_ids - longest, inputs.position_ids)
             inputs = inputs._replace(position_ids=position_ids)
-        positions = self._positions(inputs, is_long)
-        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, positions)
-
-    def _positions(self, inputs: DeviceInputs, is_long: Tensor | None) -> list[Positions]:
-        """By torch's own functions, which are exact for large angles too; a kernel's may not be.
-
-        is_long: [T] whether each token's sequence is encoded as a long one; None if none is
-        """
-        found = []
+        positions = []  # by torch's own functions, which are exact for large angles too; a kernel's may not be
         for rotary, (inv_freq, long_inv_freq) in zip(self.program.rotaries, self._inv_freqs, strict=True):
             cosines = sines = scales = None
             if len(inv_freq):
@@ -208,8 +200,9 @@ class DevicePlan:
                 cosines, sines = rotary.tables(inputs.position_ids, inv_freq)
             if rotary.scale_beta:
                 scales = rotary.query_scales(inputs.position_ids)
-            found.append(Positions(cosines, sines, inputs.slot_mapping, scales))
-        return [*found, Positions(None, None, inputs.slot_mapping)]
+            positions.append(Positions(cosines, sines, inputs.slot_mapping, scales))
+        positions.append(Positions(None, None, inputs.slot_mapping))
+        return Step(ops, ids, inputs, metadata, kv_cache, attention, hidden, positions)
 
     def read(self, name: str) -> Buffer:
         """The buffer of that name as it was written last."""

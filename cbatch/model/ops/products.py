@@ -14,18 +14,12 @@ _COLUMNS_AT_ONCE = 4096
 """Of a quantized matrix, which become numbers together."""
 
 
-@device_kernel("products.linear:linear", is_product=True)
-def linear(source: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [T, columns] = source [T, depth] times a matrix [columns, depth], plus bias [columns].
-
-    out: of the type of the source, or of float32
-    """
-    library.multiply(source, matrix, bias, out)
+linear = device_kernel("products.linear:linear", is_product=True)(library.multiply)
 
 
 @device_kernel("products.linear:quantized_linear", is_product=True)
 def quantized_linear(source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
-    """The same with a quantized matrix."""
+    """out [T, columns] = source [T, depth] times a quantized matrix [columns, depth], plus bias [columns]."""
     for first in range(0, matrix.columns, _COLUMNS_AT_ONCE):
         columns = slice(first, first + _COLUMNS_AT_ONCE)
         product = functional.linear(source, matrix.values(columns).to(source.dtype))
@@ -61,10 +55,7 @@ def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
     out.copy_(matrix.values(ids))
 
 
-@device_kernel()
-def multiply_logits(hidden: Tensor, lm_head: Tensor, out: Tensor | None) -> Tensor:
-    """Logits [R, vocabulary] float32 by the library's product, in `out` if it is given."""
-    return library.multiply_logits(hidden, lm_head, out)
+multiply_logits = device_kernel()(library.multiply_logits)
 
 
 def logits(ops: DeviceOps, hidden: Tensor, lm_head: Tensor | QuantizedMatrix, out: Tensor | None = None) -> Tensor:

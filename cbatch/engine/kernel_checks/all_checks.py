@@ -1,7 +1,8 @@
-"""The checks of all kernels of a model on a GPU."""
+"""All checks of what a model uses on its device: for an engine on a GPU, and for people who want to see them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,10 +12,12 @@ from cbatch.engine.kernel_checks.attention import AttentionChecks
 from cbatch.engine.kernel_checks.captured_step import check_captured
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.kernel_checks.layer import LayerChecks
+from cbatch.engine.kernel_checks.sampling import check_sampling
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
 from cbatch.model.base import Model
 from cbatch.model.cuda import CudaModel
 from cbatch.model.ops.device_kernel import by_torch
+from cbatch.runtime.triton_setup import triton_problem
 from cbatch.sample.sampler import Sampler
 
 
@@ -88,3 +91,32 @@ class GpuChecks:
             self._attention_checks.check_captured(attention, self.expected.calls),
             check_captured(self.expected, self.model, attention, self.sampler, self.block_size),
         ]
+
+
+def check_all(
+    model: Model, attention: AttentionBackend, sampler: Sampler, block_size: int, make_plain: Callable[[], Model]
+) -> Iterator[KernelCheck]:
+    """Checks the kernels of a model with an attention backend, one after the other; none if torch computes everything.
+
+    make_plain: makes the same model by transformers
+    """
+    if triton_problem(model.device):
+        return
+    if attention.name == "triton":
+        checks = GpuChecks(model, attention, sampler, block_size)
+        yield from checks.attention_kernels
+        yield from checks.layer_kernels
+        yield from checks.products
+        yield checks.step
+        yield from checks.captured_steps
+    elif attention.name == "cpu":
+        from cbatch.engine.kernel_checks.cpu import CpuChecks
+        from cbatch.model.cpu import CpuModel
+
+        if isinstance(model, CpuModel):
+            yield from CpuChecks(model, attention, block_size, make_plain).run()
+        else:
+            expected = ExpectedSteps.of(model, block_size, attention.kv_dtype)
+            yield from AttentionChecks(attention, block_size, model.dtype, model.device).run(expected.calls)
+            yield expected.check("a whole step", model, attention, block_size)
+    yield check_sampling(sampler, model.vocab_size)
