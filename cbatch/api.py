@@ -416,7 +416,7 @@ class Engine(AbstractContextManager["Engine"]):
     on_step: OnStep | None = _of_core("on_step", lambda self, on_step: setattr(self.core, "on_step", on_step))
 
     def stats(self) -> EngineStats:
-        """What the engine is doing and has done so far."""
+        """The engine's present work and its totals so far."""
         thread = self._threads.thread
         return self.core.stats() if thread is None else thread.stats()
 
@@ -542,7 +542,7 @@ def _check_chat_options(options: Iterable[str]) -> None:
 
 
 def _data_of(prompt: Any) -> bytes:
-    """What stands for a prompt that is refused, in its key."""
+    """The stand-in for a refused prompt in its key."""
     return repr(prompt).encode("utf-8", "replace")
 
 

@@ -21,7 +21,7 @@ Without it the threads of a step compete for the counters of the arrays that the
 
 
 def inner_compiler() -> Any:
-    """What compiles a numba function that only other such functions call: not by itself, but as a part of them.
+    """The compiler of numba functions that only other such functions call: as a part of them, not by themselves.
 
     numba makes machine code and a Python function of every function, and again of all that it calls, which is more
     than half of the time that kernels take to compile. Private as of numba 0.68: `NativeLowering`, `_LowerResult`, the

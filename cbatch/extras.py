@@ -67,7 +67,7 @@ def install_command(extra: str) -> str:
 
 
 def _requirement(extra: str) -> str:
-    """What pip has to be given: a name if the package came from a registry, else where it came from (PEP 610)."""
+    """The argument for pip: a name if the package came from a registry, else where it came from (PEP 610)."""
     name = f"cbatch[{extra}]"
     try:
         origin: dict[str, Any] = json.loads(distribution("cbatch").read_text("direct_url.json") or "{}")

@@ -51,7 +51,7 @@ class AttentionBackend(Protocol):
         """Shapes of the keys and of the values of one block."""
 
     def prepare(self, batch: RaggedBatch, block_size: int) -> Any:
-        """What the layers of a step share: lengths, tables, a launch plan."""
+        """Metadata that the layers of a step share: lengths, tables, a launch plan."""
 
     def store_kv(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, metadata: Any) -> None:
         """Stores the step's keys [T, heads, key_dim] and values [T, heads, value_dim] in the cache of one layer."""

@@ -26,7 +26,7 @@ from cbatch.runtime.kv_cache import U8, LayerShape, Shape
 
 @dataclass(slots=True)
 class CpuMetadata:
-    """What the layers of a step share: its attention plans, one for each shape of heads."""
+    """Metadata that the layers of a step share: its attention plans, one for each shape of heads."""
 
     batch: RaggedBatch
     block_size: int

@@ -26,7 +26,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMetadata:
-    """What the layers of a step share. slots [T]: the place of each token in a layer's cache."""
+    """Metadata that the layers of a step share. slots [T]: the place of each token in a layer's cache."""
 
     sequences: list[Sequence]
     slots: Tensor
@@ -76,7 +76,7 @@ class ReferenceAttention:
         metadata: ReferenceMetadata,
         **options: Unpack[AttendOptions],
     ) -> Tensor:
-        """What `attend` gives if each token may only see the positions indices [T, K] of those before it; -1: none."""
+        """`attend` where each token may only see the positions indices [T, K] of those before it; -1: none."""
         out = query.new_empty(*query.shape[:2], values.shape[-1] - (U8_SCALE_BYTES if values.dtype == U8 else 0))
         for sequence in metadata.sequences:
             k, v = (_gather(cache, sequence, query.dtype) for cache in (keys, values))

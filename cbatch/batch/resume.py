@@ -106,7 +106,7 @@ def _no_row(number: int) -> bytes:
 
 
 class Resuming(NamedTuple):
-    """What becomes of the rows of an earlier run.
+    """The plan for the rows of an earlier run.
 
     retry_errors:      keep no error rows
     recompute_changed: drop rows whose key is another one, or whose line is gone, and damaged lines

@@ -78,7 +78,7 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """What ended the command, without a full stop."""
+    """The reason why the command ended, without a full stop."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, MemoryError):
         return "There is not enough memory"

@@ -40,7 +40,7 @@ _log = logging.getLogger("cbatch")
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What computes the steps of an engine.
+    """The parts that compute the steps of an engine.
 
     graphs:   whether steps are captured as CUDA graphs, if the device and the model allow it
     fallback: sentences that say what was stepped down from and why; empty if nothing was
@@ -100,7 +100,7 @@ def check_batch_invariant(model: Model, attention: AttentionBackend) -> None:
 
 
 def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBackend, Sampler]:
-    """What a config asks for on the model's device, before anything is checked.
+    """The execution that a config asks for on the model's device, before anything is checked.
 
     Raises ConfigError if the config names an attention backend that cannot serve the model.
     """

@@ -263,7 +263,7 @@ class MemoryProfiler:
         )
 
     def _measure_graphs(self, measure_peak: Callable[[Callable[[], object]], int]) -> int:
-        """What the graphs keep: the largest one of each kind, which the others use again, and something for each."""
+        """The memory of graphs: the largest one of each kind, which the others use again, and something for each."""
         runner, limits = self._runner, self._limits
         both, pool = (runner.attention, runner.kv_cache), runner.state_pool
         parts = step_parts(self._model, *both, self._sampler, limits.graphs, pool)

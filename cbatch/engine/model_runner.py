@@ -32,7 +32,7 @@ def step_parts(
     wanted: bool,
     state_pool: StatePool | None = None,
 ) -> StepParts | None:
-    """What takes part in a step, if steps are to be captured as CUDA graphs and can be."""
+    """The parts of a step, if steps are to be captured as CUDA graphs and can be."""
     if not wanted or not is_nvidia(model.device) or model.capturable is None or attention.capturable is None:
         return None
     return StepParts(model.capturable, attention.capturable, kv_cache, sampler, state_pool)

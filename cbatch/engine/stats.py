@@ -1,4 +1,4 @@
-"""What an engine tells about its work: totals at any moment, and each step as it runs."""
+"""Figures of an engine's work: totals at any moment, and each step as it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cbatch.schedule.output import SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing and has done so far. Read without a lock: each number is right on its own.
+    """An engine's present work and its totals so far. Read without a lock: each number is right on its own.
 
     num_running, num_waiting: requests
     used_blocks:              blocks of the KV cache that requests hold

@@ -145,7 +145,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         return self.runner.attention.name
 
     def describe(self) -> dict[str, str]:
-        """What was loaded and how much memory it takes, as names and values for people."""
+        """The model and the memory that it takes, as names and values for people."""
         model, limits = self.model, self.limits
         per_token = limits.kv_bytes_per_token
         shown = {
@@ -181,7 +181,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         return shown | {name: value for name, value in special.items() if value}
 
     def stats(self) -> EngineStats:
-        """What the engine is doing and has done so far; may be called from any thread."""
+        """The engine's present work and its totals so far; may be called from any thread."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         return EngineStats(
             num_running=len(scheduler.running),

@@ -121,7 +121,7 @@ class EngineThread:
             self._thread.join(timeout_s)
 
     def stats(self) -> EngineStats:
-        """What the engine is doing and has done so far, and this thread with it."""
+        """The present work and the totals so far of the engine and of this thread."""
         return replace(
             self.engine.stats(),
             num_tokens=self.num_tokens,

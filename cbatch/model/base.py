@@ -1,4 +1,4 @@
-"""What the engine needs of a model."""
+"""The interface between the engine and a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_EXPERTS_READ = "All experts are assumed to be read in every step, as they ar
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """What a step has to read and multiply, for estimates of the best speed that a device allows.
+    """Weights that a step reads and multiplies, for estimates of the best speed that a device allows.
 
     weight_bytes:    of the matrices that every step reads
     parameters:      that every token is multiplied with, without those of the head
@@ -36,7 +36,7 @@ class LinearCost:
 
 
 class LinearAdapters(Protocol):
-    """What adapters add to the linears of a step."""
+    """The products that adapters add to the linears of a step."""
 
     def add_to(self, linear: Any, source: Tensor, out: Tensor) -> None:
         """Adds to `out` [T, columns], the product of a linear of the program with source [T, depth]."""
@@ -61,7 +61,7 @@ class DeviceInputs(NamedTuple):
 
 
 class HiddenStates(NamedTuple):
-    """What a model's last layer gives for T tokens, before the final norm.
+    """The output of a model's last layer for T tokens, before the final norm.
 
     residual: [T, hidden size] float32
     added:    [T, hidden size] what the head adds to it, if the last layer leaves that to the head

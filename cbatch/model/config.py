@@ -256,6 +256,6 @@ class ConfigReader:
         self._read.update(keys)
 
     def unread(self) -> dict[str, Any]:
-        """What nobody has read and may matter: values other than null, false and nothing."""
+        """Keys that nobody has read and that may matter: values other than null, false and nothing."""
         others = self.values.keys() - self._read - NEUTRAL
         return {key: value for key in sorted(others) if (value := self.values[key]) not in (None, False, "", [], {})}

@@ -165,7 +165,7 @@ class CpuModel(ProgramModel):
         self._arguments(batch, kv_cache, self._outputs_for(1)[0])
 
     def _arguments(self, batch: RaggedBatch, kv_cache: KVCache, outputs: kernels.StepOutputs) -> tuple[Any, ...]:
-        """What `run_step` takes after the worker."""
+        """The arguments of `run_step` after the worker."""
         length, furthest = len(batch.ids), max(batch.stops)
         if furthest > self._num_positions:
             self._grow_rotary_tables(2 * furthest)

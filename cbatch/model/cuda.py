@@ -171,7 +171,7 @@ class CudaModel(ProgramModel):
         return self._on_device.head
 
     def head_input(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
-        """What is multiplied with the matrix of the head, [R, hidden size]."""
+        """The rows that are multiplied with the matrix of the head, [R, hidden size]."""
         (residual, added), head = hidden, self.head
         addends = () if head.added is None else (Addend(added, head.added),)
         chosen = added.new_empty(len(rows), self.program.hidden_size)

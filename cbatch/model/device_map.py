@@ -60,7 +60,7 @@ class DeviceMap:
 
 
 def choose_device_map(config: EngineConfig, device: torch.device) -> DeviceMap | None:
-    """What a config asks for; None if models are to stay on their device.
+    """The map that a config asks for; None if models are to stay on their device.
 
     Raises ConfigError if that device cannot be one of several, and for limits of devices that are not used.
     """

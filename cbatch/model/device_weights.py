@@ -54,7 +54,7 @@ class DeviceWeights:
         self._tables: dict[Weight, Tensor | QuantizedMatrix] = {}
 
     def forget(self) -> None:
-        """What was read last, which may be asked for once more: files hold all experts in one tensor."""
+        """The tensor that was read last, which may be asked for once more: files hold all experts in one."""
         self._last = None
 
     def embedding(self, weight: Weight) -> Tensor | QuantizedMatrix:
@@ -237,7 +237,7 @@ class DeviceWeights:
 
 
 def _float8_kind(matrix: Matrix, packing: Packing) -> str:
-    """What keeps an FP8 matrix from products with activations that are rounded to FP8; empty if nothing does."""
+    """The reason why an FP8 matrix has no products with activations rounded to FP8; empty if it has."""
     if packing.group < matrix.depth:
         return "with scales for blocks"
     return "" if Float8Matrix.takes(matrix.columns, matrix.depth) else "whose sizes are no multiples of 16"

@@ -50,7 +50,7 @@ def choose_dtype(
 
 
 def activations_in(dtype: torch.dtype) -> str:
-    """What activations of a type are called: as `ACTIVATIONS` has it, or by torch's name."""
+    """The name of a type of activations: that of `ACTIVATIONS`, or torch's."""
     return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 

@@ -24,7 +24,7 @@ _CAPABILITY = 89
 
 @dataclass(slots=True)
 class Float8Use:
-    """What a model on a GPU does with FP8 matrices.
+    """The use that a model on a GPU makes of FP8 matrices.
 
     problem: why activations are rounded for none of them, as a part of a sentence; empty if they may be
     rounded: how many have activations that are rounded to FP8

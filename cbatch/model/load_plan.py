@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is loaded, where to, and in which formats.
+    """The plan of loading: the model, its device, and its formats.
 
     source:       a folder, a GGUF file, or a hub id
     dtype:        auto, or by name
@@ -54,7 +54,7 @@ class LoadPlan:
 
     @classmethod
     def of(cls, config: EngineConfig) -> LoadPlan:
-        """What a config asks for. Raises ConfigError for what cannot be had on this machine."""
+        """The plan of a config. Raises ConfigError for requests that this machine cannot meet."""
         device = choose_device(config.device)
         if not is_accelerator(device):
             require_compiler()

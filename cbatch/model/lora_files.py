@@ -67,7 +67,7 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """What an adapter adds to a linear: the product of an input with both matrices.
+    """The two matrices by whose product with an input an adapter adds to a linear.
 
     down: [rank, depth] float32
     up:   [columns, rank] float32, multiplied with the adapter's scale

@@ -33,7 +33,7 @@ def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Te
 
 
 def _named(name: str, layout: Layout) -> str:
-    """What a file of a layout calls a weight."""
+    """The name of a weight in files of a layout."""
     for ours, theirs in layout:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)

@@ -370,13 +370,13 @@ def _map_finished(layout: _Layout, folder: int) -> _Mapping | None:
 
 
 def _identity(file: int) -> list[int]:
-    """What changes when somebody writes to a file or replaces it."""
+    """The marks of a file that change when somebody writes to it or replaces it."""
     status = os.fstat(file)
     return [status.st_ino, status.st_size, status.st_mtime_ns]
 
 
 def _read_record(name: str, folder: int) -> dict[str, Any]:
-    """What is known of a file; empty if that is nothing."""
+    """The known facts about a file; empty if there are none."""
     try:
         with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)) as opened:
             record = json.loads(opened.read(_HEADER_BYTES))

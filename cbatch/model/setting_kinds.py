@@ -1,4 +1,4 @@
-"""What a setting of a JSON file may be: its type, and the range of its numbers."""
+"""Kinds of settings in JSON files: their types, and the ranges of their numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATTERN = re.compile(r"[^*+?{}]{0,256}(?:[^*+?{})][*+?][^*+?{}]{0,256}){0,2}")
 
 
 class Kind(NamedTuple):
-    """What a value has to be, in words, and whether one is."""
+    """A kind of value in words, and the test of one."""
 
     words: str
     accepts: Callable[[Any], bool]

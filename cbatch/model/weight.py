@@ -92,7 +92,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What a feed-forward part does between its linears.
+    """The function of a feed-forward part between its linears.
 
     name:    silu, gelu, gelu_tanh, relu, relu2 (its square), sigmoid, xielu (Huang and Schlag, 2025), or identity
     gated:   the linear gives gate, then up; the result is activation(gate) * up

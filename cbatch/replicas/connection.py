@@ -35,7 +35,7 @@ def linger_s(num_replicas: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What a replica says of itself once it has loaded its model.
+    """A replica's description once it has loaded its model.
 
     fingerprint: of the model; replicas of a run must agree on it and on `limits.sequence`
     description: what was loaded, as names and values for people
@@ -53,7 +53,7 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a replica answers to an exchange.
+    """A replica's answer to an exchange.
 
     finished:   rows that have finished since the last exchange, perhaps not all of them
     stats:      of its engine
@@ -98,7 +98,7 @@ class ReplicaLauncher(Protocol):
     num_replicas: int
 
     def name(self, number: int) -> str:
-        """What people call the replica, such as `replica 2`."""
+        """The replica's name for people, such as `replica 2`."""
         ...
 
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:

@@ -40,7 +40,7 @@ LOOKAHEAD = 256
 
 @dataclass(slots=True, eq=False)
 class _Hand:
-    """What one life of a replica has.
+    """The state of one life of a replica.
 
     slots:     rows that it computes at once
     rows:      index of each of its rows, and when it was given
@@ -68,7 +68,7 @@ class _Hand:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a replica does next.
+    """The next task of a replica.
 
     rows:       to compute; `num_copies` of them are in the hands of others too
     failed:     rows to write off
@@ -126,7 +126,7 @@ class Dispatcher:
         self._give_back(row for row in rows if not row.holders)
 
     def take(self, number: int, now: float) -> Work:
-        """What the replica does next; the rows are in its hands now."""
+        """The next task of the replica; the rows are in its hands now."""
         hand = self._hands[number]
         cancelled, hand.cancelled = hand.cancelled, []
         failed = [self._failed.popleft() for _ in range(min(len(self._failed), hand.slots))]

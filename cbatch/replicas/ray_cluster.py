@@ -249,6 +249,6 @@ def _first_sentence(error: BaseException) -> str:
 
 
 def _reason_of_death(error: RayActorError) -> str:
-    """What Ray says of a dead actor, without its list of names and numbers."""
+    """Ray's sentence on a dead actor, without its list of names and numbers."""
     lines = [line for line in str(error).splitlines() if line.strip() and not re.match(r"\s+\w+: ", line)]
     return " ".join(line.strip() for line in lines[:2]).rstrip(".")[:300] or type(error).__name__

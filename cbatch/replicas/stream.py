@@ -36,7 +36,7 @@ FAILED = f"The row was not finished: the replicas that ran it died {MAX_DEATHS} 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What an exchange has given: rows, and the number of tokens that were generated since the one before."""
+    """The result of an exchange: rows, and the number of tokens generated since the one before."""
 
     rows: list[Row]
     num_tokens: int
@@ -89,7 +89,7 @@ class ReplicaStream(RowStream, Job):
         return rows
 
     def _last_rows(self) -> list[Row]:
-        """What the replicas have finished by now; not of those that take long to say it."""
+        """The rows that replicas have finished by now; not of those that take long to say it."""
         self._end()
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: not self._num_tokens, STOP_SECONDS)

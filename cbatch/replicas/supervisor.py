@@ -33,7 +33,7 @@ _log = logging.getLogger("cbatch")
 
 
 class Job:
-    """What replicas do together, such as the rows of a batch. Its methods are called on a thread for each replica."""
+    """The common work of replicas, such as the rows of a batch. Its methods are called on a thread for each replica."""
 
     def begin(self, life: Life) -> None:
         """A replica takes part from now on."""
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(slots=True)
 class SharedState:
-    """What the threads of a driver share. `lock` guards it, and `changed` tells when it changes.
+    """The state that the threads of a driver share. `lock` guards it, and `changed` tells when it changes.
 
     job:        what the replicas work on
     info:       what the first replica that was ready said of itself

@@ -100,7 +100,7 @@ class SampledOnDevice(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What a model returns for R rows.
+    """The output of a model for R rows.
 
     values:  [R, V]
     argmax:  of the rows, if the model has computed it

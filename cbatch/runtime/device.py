@@ -89,7 +89,7 @@ def why_no_cuda() -> Absence:
 
 
 def _why_not_started(build: str, driver: str, visible: str | None) -> str:
-    """What is wrong if a driver and GPUs are there, and torch was built for CUDA."""
+    """The fault if a driver and GPUs are there, and torch was built for CUDA."""
     major, branch, error = int(str(torch.version.cuda).partition(".")[0]), _branch(driver), "it finds no device"
     try:  # `is_available` only warns of it, and only once in a process
         torch.cuda.init()  # type: ignore[no-untyped-call]

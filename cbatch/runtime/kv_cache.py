@@ -20,7 +20,7 @@ would wait until the system has cleared two for each layer."""
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What an attention layer stores for each token: `heads` keys of `key_dim` numbers and values of `value_dim`."""
+    """The keys and values of an attention layer for each token: `heads` of `key_dim` and of `value_dim` numbers."""
 
     heads: int
     key_dim: int

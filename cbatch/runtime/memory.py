@@ -29,7 +29,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What the size of the KV cache depends on. Tests use one of their own.
+    """The figures that the size of the KV cache depends on. Tests use their own.
 
     name:         of the device, for messages
     share:        the cache's default share of free memory, such as `90%`

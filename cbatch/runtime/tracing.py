@@ -242,7 +242,7 @@ def union_length(intervals: Iterable[Interval]) -> float:
 
 
 def _kept(fields: dict[str, Any]) -> Any:
-    """What to keep of a JSON object while a trace is read, which may have a million: name and interval of a span.
+    """The name and interval of a span; all that is kept of a JSON object of a trace, which may have a million.
 
     Work of the device has the name `device`.
     """

@@ -1,4 +1,4 @@
-"""What Triton needs of a machine to launch kernels, in sentences for users if it is missing."""
+"""The needs of Triton for launching kernels, in sentences for users if something is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each request of a step gets from its logits: a token, its log-probabilities, and those of the prompt.
+"""The results of logits for each request of a step: a token, its log-probabilities, and those of the prompt.
 
 A row goes through this, in the order of transformers:
 

@@ -80,7 +80,7 @@ def counts_for(params: SamplingParams, prompt: Sequence[int]) -> TokenCounts | N
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What the R rows of a step ask for. A part that no row asks for is None and costs nothing.
+    """The changes to logits that the R rows of a step ask for. A part that no row asks for is None.
 
     forbidden: tokens that may not come now: the last ones of bad words, and end tokens before min_tokens
     """

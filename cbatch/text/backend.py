@@ -39,11 +39,11 @@ class TextStream(Protocol):
     """The text of tokens as they come, in whole characters."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """What these further tokens add."""
+        """The text that these further tokens add."""
         ...
 
     def flush(self) -> str:
-        """What was held back, at the end. An unfinished character becomes U+FFFD."""
+        """The text held back, at the end. An unfinished character becomes U+FFFD."""
         ...
 
 

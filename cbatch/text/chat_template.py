@@ -82,7 +82,7 @@ def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are parsed and compiled in."""
+    """The environment in which chat templates are parsed and compiled."""
     return sandbox(extensions=[_GenerationTag])
 
 

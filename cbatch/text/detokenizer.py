@@ -94,7 +94,7 @@ class IncrementalDetokenizer:
         return self._stream.push([token_id for token_id in token_ids if token_id not in self._hidden])
 
     def flush(self) -> str:
-        """What was held back, at the end of the output. An unfinished character becomes U+FFFD."""
+        """The text held back, at the end of the output. An unfinished character becomes U+FFFD."""
         text = self._held_back + self._stream.flush()
         self._held_back = ""
         return text
@@ -128,7 +128,7 @@ class TokenBytes:
         self._has_fallback = "ByteFallback" in decoder
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token adds to a text, perhaps part of a character: the name of a special token, nothing if unknown."""
+        """The bytes of a token, perhaps part of a character: the name of a special token, nothing if unknown."""
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""

@@ -207,7 +207,7 @@ class _WorkerStream:
 
 
 class TokenizerServer:
-    """What works in the other process: a tokenizer, which the first call loads, and the texts that it is making.
+    """The server in the other process: a tokenizer, which the first call loads, and the texts in progress.
 
     It also has the methods of the tokenizer's backend.
     """
@@ -225,7 +225,7 @@ class TokenizerServer:
         return getattr(self._tokenizer.backend, name)
 
     def info(self) -> dict[str, Any]:
-        """What the tokenizer says of itself; or `error`, a sentence."""
+        """The tokenizer's description; or `error`, a sentence."""
         try:
             tokenizer = self._tokenizer
         except ModelError as error:
@@ -247,7 +247,7 @@ class TokenizerServer:
         return [encoded.ids, encoded.offsets]
 
     def push(self, number: int, context: Sequence[int], before: int, token_ids: Sequence[int]) -> str | None:
-        """What tokens add to a stream that has so many before them; FORGOTTEN if there is none like that."""
+        """The text that tokens add to a stream with so many before them; FORGOTTEN if there is none like that."""
         stream, length = self._streams.pop(number, (None, 0))
         if length != before or (stream is None and before):
             return FORGOTTEN

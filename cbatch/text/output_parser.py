@@ -31,7 +31,7 @@ class ParsedOutput:
 
 
 class ParsedDelta(NamedTuple):
-    """What a part of an output adds to its text and to its reasoning."""
+    """The text and the reasoning that a part of an output adds."""
 
     text: str = ""
     reasoning: str = ""
@@ -143,7 +143,7 @@ class OutputStream:
         return self._new()
 
     def finish(self) -> tuple[ParsedDelta, tuple[ToolCall, ...]]:
-        """What was held back, and the tool calls, once the output has ended."""
+        """The text held back, and the tool calls, once the output has ended."""
         if self._stage == self._find_opening:
             self._go_on_without_opening()
         if self._stage == self._find_closing:
@@ -223,7 +223,7 @@ class _TagFinder:
         self._partial_tag = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """What can be shown, and what came after the tag: None if it has not come yet."""
+        """The text that can be shown, and that after the tag: None if it has not come yet."""
         before, tag, after = (self._partial_tag + delta).partition(self._tag)
         if not tag:
             end = len(before) - partial_match_length(before, self._tag)
@@ -240,7 +240,7 @@ class _TagFinder:
         return text, after if tag else None
 
     def rest(self) -> str:
-        """What looked like the beginning of the tag at the end of the text, with the white space in front of it."""
+        """A possible beginning of the tag at the end of the text, with the white space in front of it."""
         return "".join(self._spaces) + self._partial_tag if self._partial_tag else ""
 
 

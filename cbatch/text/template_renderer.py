@@ -104,7 +104,7 @@ def template_check(
 
 
 class _Templates:
-    """What renders in the other process. A template that takes too long ends it."""
+    """The renderer in the other process. A template that takes too long ends it."""
 
     def render(self, template: str, most: int, arguments: dict[str, Any]) -> str:
         text = render_chat(template, **arguments)

@@ -1,4 +1,4 @@
-"""What runs in the process that compares answers with JSON schemas and patterns.
+"""The process that compares answers with JSON schemas and patterns.
 
 It imports nothing of this project, so that it starts quickly.
 """
@@ -69,7 +69,7 @@ def _short(text: str) -> str:
 
 
 class Checks:
-    """What checks answers in the process."""
+    """The checker of answers in the process."""
 
     def __init__(self, checks: list[tuple[str, str]]) -> None:
         self._checks = [CHECKS[kind](value) for kind, value in checks]

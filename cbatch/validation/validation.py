@@ -1,4 +1,4 @@
-"""What makes an answer good, how often a model may try, and what checks answers."""
+"""Validation of answers: the checks, how often a model may try, and the process that checks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Validation:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What of it decides a result, for keys."""
+        """The part of it that decides a result, for keys."""
         return tuple((check.kind, check.value) for check in self.checks), self.max_tries, self.tells_error
 
 

@@ -63,7 +63,7 @@ class BatchEngines:
                 os.sched_setaffinity(0, own.cores)  # threads that are started from now on have the same
 
     def driver(self, engine: Engine) -> BatchDriver:
-        """What computes a batch. The first one starts the other replicas, as does one after they could not be started.
+        """The driver of a batch. The first one starts the other replicas, as does one after they could not be started.
 
         Raises ConfigError if they cannot be started.
         """

@@ -263,11 +263,11 @@ class ChatController:
         return name == "" or name in self.model_names
 
     def client_for(self, name: str) -> EngineClient:
-        """What replies with a model. An empty name, or that of a model that is gone, stands for the chat's own."""
+        """The client of a model. An empty name, or that of a model that is gone, stands for the chat's own."""
         return self._others.get(name, self.client)
 
     def client_of(self, session: Session) -> EngineClient:
-        """What replies in a session."""
+        """The client that replies in a session."""
         return self.client_for(session.model)
 
     def use_model(self, session: Session, name: str) -> None:

@@ -84,7 +84,7 @@ class LineTerminal(_Chat, CommandUI):
         emit(f"> {safe(text)}")
 
     def _ask_for_line(self, question: str) -> str | None:
-        """What the user types, or None at the end."""
+        """The line that the user types, or None at the end."""
         print(question, end="", flush=True)
         return self._stdin.readline() or None
 
@@ -151,7 +151,7 @@ class LineTerminal(_Chat, CommandUI):
 
 
 class PipeMessage(NamedTuple):
-    """What is sent: a text, or what is wrong with it.
+    """A message: a text, or the problem with it.
 
     place: what a complaint begins with, such as `line 3`
     """

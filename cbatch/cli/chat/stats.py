@@ -1,4 +1,4 @@
-"""What `/stats` shows: the engine's speed and load, and how fast replies reach the screen."""
+"""Figures of `/stats`: the engine's speed and load, and how fast replies reach the screen."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChatStats:
         return max(after - before, 0) / (end - start) if end > start else 0.0
 
     def lines(self) -> list[str]:
-        """What `/stats` shows."""
+        """The figures of `/stats`."""
         engine = self._controller.client_of(self._controller.current).engine
         if engine is None:
             return ["loading the model"]

@@ -38,7 +38,7 @@ class ToolBox:
         self._open: dict[Reply, _OpenRound] = {}
 
     def offered_to(self, reply: Reply) -> list[dict[str, Any]]:
-        """What the model is told of the tools; nothing after its last round."""
+        """The tools as the model is told of them; nothing after its last round."""
         return [tool.schema for tool in self.tools.values()] if len(reply.rounds) < self._max_rounds else []
 
     def begin_round(self, reply: Reply, calls: Sequence[ToolCall], post: Post, on_done: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class ToolBox:
                 self._run(reply, use)
 
     def answer(self, use: ToolUse, *, is_allowed: bool, always: bool = False) -> None:
-        """What the user says about a call; `always` counts for all calls of that tool, now and later."""
+        """The user's answer about a call; `always` counts for all calls of that tool, now and later."""
         if always:
             self.allowed.add(use.name)
         for reply, each in list(self._open.items()):

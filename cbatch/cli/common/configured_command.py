@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class CommandConfig:
-    """What the file says to one command, by the names of Click's parameters.
+    """The file's settings for one command, by the names of Click's parameters.
 
     presets: settings by the names of the presets
     """

@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(CbatchError):
-    """What the user typed cannot be done. The message says why, in a sentence for the terminal."""
+    """The user typed something that cannot be done. The message says why, in a sentence for the terminal."""
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> NoReturn:

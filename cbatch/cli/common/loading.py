@@ -130,7 +130,7 @@ def open_replicas(
 
 
 def make_launcher(options: ReplicaOptions, config: EngineConfig) -> ReplicaLauncher:
-    """What starts the replicas. Raises ConfigError if there is no room for them, or no cluster."""
+    """The launcher of the replicas. Raises ConfigError if there is no room for them, or no cluster."""
     if options.ray is not None:
         from cbatch.replicas.ray_cluster import RayLauncher
 

@@ -1,4 +1,4 @@
-"""What a run will take, and what will hold it back: `cbatch run --check --estimate`.
+"""The estimate of a run's time, and of its bottleneck: `cbatch run --check --estimate`.
 
 A short trial of some rows tells how long steps take, and how long outputs get. Only some of these end in it. So there
 are three answers: likely, each token is as likely to be the last one as it was in the trial; at least, what goes on

@@ -64,7 +64,7 @@ def tokens_left(stats: RunStats, rows_left: int, ahead: WorkAhead | None) -> Tok
 
 
 class RunProgress:
-    """What a display shows of a run. It also says, once, that a few long rows leave most slots idle."""
+    """The figures that a display shows of a run. It also says, once, that a few long rows leave most slots idle."""
 
     def __init__(self, stats: RunStats, driver: BatchDriver, stream: RowStream, total: int | None) -> None:
         """`total`: number of rows, if it is known."""

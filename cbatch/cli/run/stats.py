@@ -24,7 +24,7 @@ NUMBERS_OF_NOW = {"num_running", "num_waiting", "num_snapshots"}
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """What one replica did in a run; see `ReplicaStatus`. `state` and `problem` are those of now."""
+    """One replica's work in a run; see `ReplicaStatus`. `state` and `problem` are those of now."""
 
     name: str
     state: str
@@ -63,7 +63,7 @@ class ReplicaFigures:
 
 
 def since(now: EngineStats, before: EngineStats) -> EngineStats:
-    """What engines have done between two moments, and how they are now."""
+    """The work of engines between two moments, and their present state."""
     totals = {one.name for one in fields(now) if one.name.startswith("num_")} - NUMBERS_OF_NOW | {"idle_s"}
     done: dict[str, Any] = {name: getattr(now, name) - getattr(before, name) for name in totals}
     return replace(now, held_back=Counter(now.held_back) - Counter(before.held_back), **done)
@@ -107,12 +107,12 @@ class RunStats:
 
     @property
     def engines(self) -> EngineStats:
-        """What the engines have done since the run began."""
+        """The work of the engines since the run began."""
         return since(self._driver.stats(), self._before) if self._driver else self._engines
 
     @property
     def replicas(self) -> list[ReplicaFigures]:
-        """What each replica has done since the run began; none if an engine of this process runs the rows."""
+        """The work of each replica since the run began; none if an engine of this process runs the rows."""
         if self._driver is None:
             return self._replicas
         return [ReplicaFigures.between(*pair) for pair in zip(self._each_before, self._driver.each(), strict=True)]

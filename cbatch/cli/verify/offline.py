@@ -1,4 +1,4 @@
-"""What an output file tells by itself, without a model: rows that are damaged, doubled, missing or superfluous."""
+"""Checks of an output file by itself, without a model: damaged, doubled, missing or superfluous rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranges = list[list[int]]
 
 @dataclass(slots=True)
 class FileReport:
-    """What was found.
+    """The findings.
 
     name:        of the file
     unit:        what messages call a line of the input: line, or row of a table

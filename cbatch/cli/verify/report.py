@@ -1,4 +1,4 @@
-"""What became of the rows that were run again, and where they differ: as JSON, as sentences, and as an exit code."""
+"""The report on rows that were run again and where they differ: as JSON, as sentences, and as an exit code."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class VerifiedRow:
 
 @dataclass(slots=True)
 class Report:
-    """What was found so far.
+    """The findings so far.
 
     name:    of the file
     unit:    what messages call a row: line, or row of a table

@@ -1,4 +1,4 @@
-"""What the check of a kernel says, and how one is run."""
+"""Checks of kernels: their results, and how one is run."""
 
 from __future__ import annotations
 

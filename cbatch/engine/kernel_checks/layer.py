@@ -100,7 +100,7 @@ class KernelCall:
         return names.index("state") if "state" in names else None
 
     def bytes_per_token(self) -> int:
-        """What it reads and writes for each token, without weights and small numbers."""
+        """The bytes that it reads and writes for each token, without weights and small numbers."""
         total = 0
         for name, one in zip(self.kernel.parameters, self.arguments, strict=False):
             match one:
@@ -116,7 +116,7 @@ class KernelCall:
         return total
 
     def bytes_per_sequence(self) -> int:
-        """What a decoding sequence reads and writes in a recurrent layer."""
+        """The bytes that a decoding sequence reads and writes in a recurrent layer."""
         assert self.state is not None
         rows = [one[0].nbytes for one in self.arguments if isinstance(one, Tensor) and one.dim() == 2]
         state: Tensor = self.arguments[self.state]

@@ -53,7 +53,7 @@ def steps_of(model: Model) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSteps:
-    """What a model gives with plain torch.
+    """The output of a model with plain torch.
 
     logits: [S, vocabulary] float32 of each step
     calls:  the ways in which its layers call attention

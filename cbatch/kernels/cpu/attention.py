@@ -387,7 +387,7 @@ def _task_of(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> Any:
 
 @inlined
 def _first_tile(kv: PagedKV, plan: AttentionPlan, heads: int, number: int) -> _Tile:
-    """What a task reads first, windows aside; of task -1 nothing."""
+    """The address that a task reads first, windows aside; of task -1 nothing."""
     if number < 0:
         return _Tile(plan.tables[0], 0, 0, 0)
     first_head, _, sequence, _, _, begin, end, _ = _task_of(kv, plan, heads, number)

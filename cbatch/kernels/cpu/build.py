@@ -50,7 +50,7 @@ def _start(parts: list[Part]) -> Worker:
 
 
 class Builder:
-    """What compiles in another process."""
+    """The compiler in another process."""
 
     def compile(self, parts: list[tuple[str, str, Any]]) -> None:
         for module, name, signature in parts:

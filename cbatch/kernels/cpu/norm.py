@@ -24,7 +24,7 @@ class NormParams(NamedTuple):
 
 @kernel
 def inverse_rms(x: Any, eps: float) -> Any:
-    """What scales x to a root mean square of 1 (RMSNorm, Zhang and Sennrich, 2019)."""
+    """The factor that scales x to a root mean square of 1 (RMSNorm, Zhang and Sennrich, 2019)."""
     squares = np.float32(0)
     for i in range(len(x)):
         squares += x[i] * x[i]

@@ -317,7 +317,7 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionWorkspace(NamedTuple):
-    """What each thread needs for a task; for one thread alone, without the first dimension.
+    """The memory of each thread for a task; for one thread alone, without the first dimension.
 
     Rows are query tokens times the heads of a group.
 

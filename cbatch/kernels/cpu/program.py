@@ -60,7 +60,7 @@ class Weights(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What changes from step to step.
+    """The inputs that change from step to step.
 
     ids:           [T] token ids
     positions:     [T] position of each token in its sequence
@@ -109,7 +109,7 @@ class Buffers(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What a step gives for R rows.
+    """The outputs of a step for R rows.
 
     logits:  [R, columns] float32, of which the first `vocabulary` count
     tokens:  [R] int64, the first of the tokens with the largest logit
@@ -123,7 +123,7 @@ class StepOutputs(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the instructions of a step share.
+    """The state that the instructions of a step share.
 
     recurrence: its memory as bytes
     """
@@ -154,7 +154,7 @@ class Instruction:
 
 
 def parts_of(records: Mapping[Instruction, NDArray[Any]], step: Step) -> dict[Instruction, Part]:
-    """What is compiled for instructions with such records, and for steps of these types."""
+    """The functions compiled for instructions with such records, and for steps of these types."""
     worker, shared = typeof(Worker(new_work_queue(), 0)), typeof(step)
     return {
         kind: Part(kind.function, types.int64(worker, types.int64, typeof(array).dtype, shared))

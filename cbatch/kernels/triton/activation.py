@@ -1,4 +1,4 @@
-"""What is done to each number by itself: activations, gates, and the end of the logits."""
+"""Kernels that change each number by itself: activations, gates, and the end of the logits."""
 
 from __future__ import annotations
 

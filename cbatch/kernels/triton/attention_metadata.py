@@ -1,4 +1,4 @@
-"""What the attention kernels read about a step: small integer arrays, made in numpy and sent to the device in one copy.
+"""Metadata of a step for the attention kernels: small integer arrays, made in numpy and sent in one copy.
 
 Each sequence of a step brings a chunk of tokens. Its keys are cut into splits at fixed places that depend on nothing
 but itself (`split_tokens`), so its results have the same bits in every batch. Each split gives a partial result for
@@ -89,7 +89,7 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What the layers of a step share, on the device.
+    """Metadata that the layers of a step share, on the device.
 
     slots      [T] place of each token in the cache; negative: it is not stored
     sequences  [S, 6] int32: first row in the ragged batch, length including the tokens of the step (0 is padding), how

@@ -49,7 +49,7 @@ def attend_arguments(
 
 
 class Heads(NamedTuple):
-    """What a launch for a layer is compiled for: the same for most layers of a model, so it is looked up by it.
+    """The constants of a launch for a layer: the same for most layers of a model, so it is looked up by them.
 
     query_heads  of a token
     block        [kv_heads, block_size, key_dim]

@@ -21,7 +21,7 @@ _NO_NORM = NormWeights("none")
 
 
 def norm_constants(norm: NormWeights, prefix: str = "") -> dict[str, Any]:
-    """What a kernel is compiled for; see `normed`."""
+    """The constants of a kernel; see `normed`."""
     return {
         f"{prefix}KIND": _KINDS[norm.kind], f"{prefix}EPS": norm.eps, f"{prefix}HAS_WEIGHT": norm.weight is not None,
         f"{prefix}HAS_BIAS": norm.bias is not None,

@@ -19,7 +19,7 @@ SHARED_UNIT = 128
 
 
 class DeviceLimits(NamedTuple):
-    """What a GPU has; shared memory in bytes.
+    """The limits of a GPU; shared memory in bytes.
 
     capability       ten times the major version, plus the minor one
     shared           of a multiprocessor

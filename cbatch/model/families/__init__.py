@@ -71,7 +71,7 @@ def _read(config: Mapping[str, Any]) -> Program:
 
 
 def _class_defaults(kind: str) -> dict[str, Any]:
-    """What transformers takes for keys that a config.json does not have. It is imported for unknown keys only."""
+    """Transformers' defaults of keys that a config.json does not have. It is imported for unknown keys only."""
     from transformers import CONFIG_MAPPING
 
     try:

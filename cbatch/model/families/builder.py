@@ -1,4 +1,4 @@
-"""What declarations are written with: each call adds operations to the program of a model."""
+"""The builder of declarations: each call adds operations to the program of a model."""
 
 from __future__ import annotations
 

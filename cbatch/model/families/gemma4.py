@@ -141,7 +141,7 @@ def _feed_forward(layer: Layer, norm: NormKind, inner: int, activation: Activati
 
 
 def _embed_per_layer(model: Builder, norm: NormKind, size: int) -> None:
-    """What each layer adds to its own result: half from the token, half from the embedding, side by side."""
+    """The addition of each layer to its own result: half from the token, half from the embedding, side by side."""
     hidden, columns, half = model.hidden_size, size * model.num_layers, 0.5**0.5
     vocabulary = int(model.config.get("vocab_size_per_layer_input", 262144))
     table = Weight("model.embed_tokens_per_layer.weight", (vocabulary, columns))

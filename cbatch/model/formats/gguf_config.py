@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model in the terms of transformers: its settings, and the names of its weights.
+"""A GGUF file's model in the terms of transformers: its settings, and the names of its weights.
 
 Sizes that a file claims are compared with the shapes of its tensors first, because a program is made of them.
 """

@@ -90,7 +90,7 @@ class StringArray(Sequence[str]):
 
 @dataclass(slots=True)
 class GgufFile:
-    """What one or several GGUF files of a model hold.
+    """The content of one or several GGUF files of a model.
 
     What has been read is dropped from memory from time to time, as packed weights take its place.
 

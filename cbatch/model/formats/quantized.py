@@ -41,7 +41,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class QuantizedCheckpoint:
-    """What a config.json says of its quantized weights."""
+    """The quantized weights that a config.json tells of."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises UnreadQuantization for a method, or one of its options, that is not read."""

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its quantization, checked: its settings, and the tensors of its matrices."""
+"""The quantization of a checkpoint, checked: its settings, and the tensors of its matrices."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Headers:
         self.used: set[str] = set()
 
     def modules(self, suffix: str) -> Iterator[str]:
-        """What has a tensor of that name, such as the `model.layers.0.mlp.up_proj` of `.qweight`."""
+        """The modules with a tensor of that name, such as the `model.layers.0.mlp.up_proj` of `.qweight`."""
         return (name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
 
     def shape(self, name: str, types: Collection[str], dims: int) -> tuple[int, ...]:

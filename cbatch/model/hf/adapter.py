@@ -223,7 +223,7 @@ class TransformersModel:
         return logits
 
     def plain_hidden_states(self, decoder: Any, token_ids: list[int]) -> Tensor:
-        """What the network's decoder gives for one sequence [T, hidden], likewise."""
+        """The output of the network's decoder for one sequence [T, hidden], likewise."""
         hidden: Tensor = self._plain(decoder, token_ids)[0][0]
         return hidden
 
@@ -379,7 +379,7 @@ class CapturableNetwork:
 
 
 def _finish_of(product: Tensor, expected: Tensor, softcap: float | None, tolerance: float) -> Finish | None:
-    """What makes logits [T, vocabulary] of the head's product, if it is a factor or a softcap; else None."""
+    """The function from the head's product to logits [T, vocabulary], if it is a factor or a softcap; else None."""
     scale = float((product * expected).sum() / product.square().sum().clamp(min=1e-12))
     candidates: list[Finish] = [lambda logits: logits, lambda logits: logits * scale]
     if softcap:

@@ -1,4 +1,4 @@
-"""What is done when a model of transformers calls its AttentionInterface in a step, or when it is probed.
+"""Calls of the AttentionInterface by models of transformers, in a step and when they are probed.
 
 The probe learns which earlier tokens a layer may see from the mask function that the model passes to transformers.
 """
@@ -33,7 +33,7 @@ class MaskPattern:
 
     @property
     def kind(self) -> str:
-        """What transformers calls a layer with this pattern."""
+        """The name in transformers of a layer with this pattern."""
         return "sliding_attention" if self.window else "chunked_attention" if self.chunk else "full_attention"
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class AttentionCalls:
         return self.backend.attend_to(indices, query, keys, values, metadata, window=window, **options)
 
     def metadata_on(self, device: torch.device) -> Any:
-        """What the backend has prepared for the layers of a device."""
+        """The metadata that the backend has prepared for the layers of a device."""
         if device not in self.metadata:
             assert self.batch is not None
             self.metadata[device] = self.backend.prepare(self.batch.on(device), self.kv_cache.block_size)
@@ -177,7 +177,7 @@ _current: ContextVar[AttentionCalls | AttentionProbe] = ContextVar("cbatch_step"
 
 
 def current_pass() -> AttentionCalls | AttentionProbe | None:
-    """What the calls of the running model go to; None if it computes as in transformers."""
+    """The receiver of the running model's calls; None if it computes as in transformers."""
     return _current.get(None)
 
 
@@ -211,7 +211,7 @@ def paged_attention(
     indices: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each attention layer.
+    """The function that transformers calls for each attention layer.
 
     query, key, value: [1, heads, T, dim]
     indices:           [1, T, K] positions that each token may see (see `indexed`); None for all before it

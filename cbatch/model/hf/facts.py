@@ -1,4 +1,4 @@
-"""What a transformers model says of itself: kinds of layers, context, and what a step reads and multiplies."""
+"""Facts in the config of a transformers model: kinds of layers, context, and the cost of a step."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ INDEXED_LAYERS = frozenset({"indexed_attention"})
 
 
 class IndexView:
-    """What an indexer sees as its cache: the pages of one sequence, in which it stores its new keys first.
+    """The cache as an indexer sees it: the pages of one sequence, in which it stores its new keys first.
 
     number: of its cache among those of the model
     """

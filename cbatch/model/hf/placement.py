@@ -33,7 +33,7 @@ CPU_MEMORY, DISK = "CPU memory", "disk"
 
 @dataclass(slots=True)
 class Place:
-    """What lies in one place.
+    """The weights in one place.
 
     weight_bytes: of the weights there, in memory or as they are stored
     read_bytes:   how much of it a step reads from there at most

@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 class StateView:
-    """What a module sees as its cache: the states in the slots of one piece. The names are those of transformers.
+    """The cache as a module sees it: the states in the slots of one piece. The names are those of transformers.
 
     Each state is read when it is first asked for, and written by `store`.
     """
@@ -154,7 +154,7 @@ class StateLayout:
 
 
 class RecurrentStep(NamedTuple):
-    """What the modules of a network share in a step.
+    """The state that the modules of a network share in a step.
 
     tensors: of the pool; None: the states are still to be learnt
     """
@@ -358,7 +358,7 @@ def _taken(value: Any, piece: Piece, tokens: int) -> Any:
 
 
 def _joined(results: list[tuple[Piece, Any]], tokens: int) -> Any:
-    """What a module gives for the ragged row [1, tokens, ...], of what it gave for the pieces; else None."""
+    """A module's output for the ragged row [1, tokens, ...], made of those for the pieces; else None."""
     first = results[0][1]
     if isinstance(first, tuple):
         return tuple(_joined([(piece, given[at]) for piece, given in results], tokens) for at in range(len(first)))

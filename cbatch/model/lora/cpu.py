@@ -21,7 +21,7 @@ from cbatch.runtime.cpu import empty
 
 
 class _Dense(NamedTuple):
-    """What an adapter adds to a whole linear.
+    """An adapter's matrices for a whole linear.
 
     down: [ranks, depth], of all sites one below the other
     up:   [columns, ranks], in the order of the product's columns, with zeros where a site does not have a rank

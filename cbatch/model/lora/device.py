@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 512
 
 
 class DeviceLowRank(NamedTuple):
-    """What an adapter adds to a linear.
+    """An adapter's matrices for a linear.
 
     down: [depth, rank], and up: [rank, columns], of the type of the activations
     """

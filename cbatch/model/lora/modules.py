@@ -18,7 +18,7 @@ _HEADS = ("lm_head", "embed_out")
 
 
 class ModuleAdapters:
-    """What adapters add to the linears of a network."""
+    """Adapters of the linears of a network."""
 
     def __init__(self, network: Any, adapters: Sequence[Adapter]) -> None:
         """Raises ModelError for an adapter that does not fit the network."""

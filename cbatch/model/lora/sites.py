@@ -86,7 +86,7 @@ def _places_of(
 
 
 def _names(program: Program, module: str) -> Iterator[str]:
-    """What a program may call the weight of a module."""
+    """The names that a program may have for the weight of a module."""
     name = f"{module}.weight"
     yield name
     for layout in program.layouts:
@@ -110,6 +110,6 @@ def _why_no_linear(program: Program, module: str) -> str:
 
 
 def _part_of(low_rank: LowRank, weight: Weight) -> LowRank:
-    """What is added to a part of a matrix, whose rows may be some of the stored ones, in another order."""
+    """The rows added to a part of a matrix: some of the stored ones, perhaps in another order."""
     up = low_rank.up if weight.rows is None else low_rank.up[weight.rows]
     return LowRank(low_rank.down, up if weight.factor == 1 else up * weight.factor)

@@ -129,7 +129,7 @@ class CpuLayout:
     def instructions(
         self, records: Mapping[Instruction, NDArray[Any]], address_of: Callable[[Instruction], int]
     ) -> NDArray[np.int64]:
-        """What `run_step` takes: [instructions, 2] the addresses of each one's function and of its record.
+        """The table for `run_step`: [instructions, 2] addresses of each one's function and of its record.
 
         The records lie in the same memory: a thread that comes late to a step still reads them.
 

@@ -1,4 +1,4 @@
-"""What computes a part of an operation on a device: torch, which says what it means, or Triton where it is faster."""
+"""Functions that compute a part of an operation on a device: torch, the meaning, or Triton where it is faster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class DeviceOps:
-    """What computes the operations of a model on a device. Each is by torch that has no kernel of Triton.
+    """The choice of functions for the operations of a model on a device. Those without a kernel of Triton are torch's.
 
     Sums, norms, angles, gates and the residual stream are float32 whatever the other tensors are. Nothing waits for a
     device, except experts and recurrent layers by torch, whose steps cannot be captured as graphs.
@@ -76,7 +76,7 @@ class DeviceKernel(Generic[P, R]):
         return ops.call(self, arguments, keywords)
 
     def function_for(self, ops: DeviceOps) -> Callable[..., R]:
-        """What computes it by these operations."""
+        """The function that computes it on such a device."""
         key = ops.triton, ops.heads_first, ops.batch_invariant, ops.capability
         if key not in self._found:
             function: Callable[..., R] = self.meaning

@@ -40,7 +40,7 @@ class Buffer(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What the operations of a step share.
+    """The state that the operations of a step share.
 
     ids:       [T] the tokens that are embedded
     hidden:    the residual [T, hidden] float32. In a decode step it stays in the device's cache. For 2,000 tokens of an
@@ -91,7 +91,7 @@ Begin = Callable[[Step], tuple[Embedding, Tensor]]
 
 
 class Pending(NamedTuple):
-    """What is still to be added to the residual.  buffer: None for `HiddenStates.added`"""
+    """A sum that the residual still waits for.  buffer: None for `HiddenStates.added`"""
 
     buffer: Buffer | None
     factor: float

@@ -1,4 +1,4 @@
-"""What an operation of a program is: its fields, and what they are to it."""
+"""Operations of a program: their fields and the roles of these."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Operation:
         raise NotImplementedError
 
     def on_device(self, plan: Any) -> Callable[[Any], None] | None:
-        """What runs it in a step of a `DevicePlan`; None if there is nothing to do now.
+        """The function that runs it in a step of a `DevicePlan`; None if there is nothing to do now.
 
         Most operations have `load` and `run` instead, which find their buffers by the roles of fields.
         """
@@ -99,7 +99,7 @@ def with_role(operation: Operation, *roles: str) -> Iterator[tuple[str, Any]]:
 
 
 def constants(value: Any) -> Any:
-    """What a kernel is compiled for: everything but the numbers in tensors, the number of their rows, and names."""
+    """The constants of a kernel: everything but numbers in tensors, the number of their rows, and names."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape[1:]
     if isinstance(value, Weight | Matrix):

@@ -1,4 +1,4 @@
-"""What recurrent layers share: their states, on a CPU and by torch."""
+"""Code that recurrent layers share: their states, on a CPU and by torch."""
 
 from __future__ import annotations
 

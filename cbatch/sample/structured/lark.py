@@ -78,7 +78,7 @@ def constraint_error(constraint: Constraint, what: str, part: str = "") -> Reque
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """What stands in a grammar for JSON that is valid for a schema."""
+    """The rule of a grammar for JSON that is valid for a schema."""
     return "%json " + json.dumps(schema | {RESERVED_KEYWORD: _JSON_OPTIONS})
 
 

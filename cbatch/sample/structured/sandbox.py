@@ -57,7 +57,7 @@ def is_dead_end(matcher: Any) -> bool:
 
 
 class GrammarTrial:
-    """What tries grammars in the child process."""
+    """The server in the child process, which tries grammars."""
 
     def __init__(self) -> None:
         import llguidance
@@ -69,7 +69,7 @@ class GrammarTrial:
         self._thread = ThreadPoolExecutor(1)
 
     def check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar of the library; None if nothing is."""
+        """The fault of a grammar of the library; None if there is none."""
         found = self._thread.submit(self._check, grammar)
         return TOO_COMPLEX if found.exception() else found.result()
 

@@ -31,7 +31,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """What a constraint of the kind `tool_call` asks for.
+    """The calls that a constraint of the kind `tool_call` asks for.
 
     form:        how a call is written
     separators:  tags between a name and its arguments, if nothing else stands there

@@ -87,7 +87,7 @@ class CommandUI:
 
 @dataclass(slots=True)
 class CommandContext:
-    """What commands act on.
+    """The state that commands act on.
 
     store:           where `/save` and `/load` look, even if nothing is saved automatically
     listed_sessions: what `/load` listed last; it also takes the numbers of that list
@@ -122,7 +122,7 @@ CommandHandler = Callable[[CommandContext, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What can be typed after a slash.
+    """A command after a slash.
 
     usage:       its argument, as `/help` shows it; one that does not begin with `[` must be given
     description: its line in `/help`

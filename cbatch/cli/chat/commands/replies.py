@@ -37,7 +37,7 @@ def do_retry(context: CommandContext, arguments: str) -> None:
 
 
 def parse_variants(arguments: str) -> list[Variant]:
-    """What `/retry` is asked for. Raises UserError if it makes no sense."""
+    """The request of a `/retry`. Raises UserError if it makes no sense."""
     words = arguments.split()
     count = parse_number(words.pop(0), 1, MOST_REPLIES) if words and "=" not in words[0] else None
     values = dict(_values(word) for word in words)

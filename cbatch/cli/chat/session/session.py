@@ -110,7 +110,7 @@ class ToolRound:
 
 
 def round_messages(rounds: Sequence[ToolRound]) -> list[dict[str, Any]]:
-    """What the model is shown of its calls and their results."""
+    """The model's calls and their results, as it is shown them."""
     messages: list[dict[str, Any]] = []
     number = 0
     for each in rounds:
@@ -291,7 +291,7 @@ class Turn:
 
     @property
     def message(self) -> str:
-        """What the model is shown."""
+        """The messages that the model is shown."""
         return compose(self.text, self.attachments)
 
     @property
@@ -335,7 +335,7 @@ class Turn:
             self.first_compared = 0  # there is nothing to compare
 
     def messages(self) -> list[Message]:
-        """What later turns show the model; nothing if there is no reply."""
+        """The messages that later turns show the model; none if there is no reply."""
         reply = self.reply
         if reply is None or not reply.is_in_history:
             return []
@@ -423,12 +423,12 @@ class Session:
 
     @property
     def system_messages(self) -> list[Message]:
-        """What the model is shown first; it is never dropped."""
+        """The messages that the model is shown first; they are never dropped."""
         return [_message("system", self.system)] if self.system else []
 
     @property
     def num_droppable(self) -> int:
-        """What `dropped` counts: the turns, and the prelude if there is one."""
+        """The items that `dropped` counts: the turns, and the prelude if there is one."""
         return bool(self.prelude) + len(self.turns)
 
     @property
@@ -471,7 +471,7 @@ class Session:
         self.items[:] = [item for item in self.items if isinstance(item, Turn) or not item.is_passing]
 
     def message_groups(self, turn: Turn) -> list[list[Message]]:
-        """What the model is shown up to the message of a turn: the prelude, each earlier turn, and the message."""
+        """The messages up to that of a turn: the prelude, each earlier turn, and the message."""
         turns = self.turns
         groups = [earlier.messages() for earlier in turns[: turns.index(turn)]]
         history = ([self.prelude] if self.prelude else []) + groups

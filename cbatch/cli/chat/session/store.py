@@ -1,4 +1,4 @@
-"""What a chat saves on disk, readable for its user only: sessions, and the history of what was typed."""
+"""A chat's files on disk, readable for its user only: sessions, and the history of typed lines."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ class SessionStore:
 
 
 class InputHistory(History):
-    """What was typed, one JSON string per line. Several chats may append to it at the same time."""
+    """Typed lines, one JSON string per line. Several chats may append at the same time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the user types into: a line with history, completion and folded pastes, and an editor of the user's own."""
+"""The user's input: a line with history, completion and folded pastes, and an editor of the user's own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class InputLine(TextArea):
         self._keep_draft()
 
     def _keep_draft(self) -> None:
-        """What is typed belongs to the session: it stays there, and comes back with it."""
+        """Text that is typed belongs to the session: it stays there, and comes back with it."""
         self._controller.current.draft = self.text
 
     def enter(self) -> None:

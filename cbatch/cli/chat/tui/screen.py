@@ -1,4 +1,4 @@
-"""What the screen shows: sessions as lines, of which only what has changed is laid out again, and the status bar."""
+"""The screen: sessions as lines, of which only changes are laid out again, and the status bar."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Transcript:
 
 
 def _round_lines(each: ToolRound, width: int) -> list[StyledLine]:
-    """What was called, with the beginning of each result."""
+    """The calls, with the beginning of each result."""
     lines = wrap_plain(each.text, width) if each.text.strip() else []
     for use in each.uses:
         lines += wrap_plain(str(use), width, "class:tool", first="⚙ ")

@@ -75,7 +75,7 @@ class PackedMatrix(NamedTuple):
 
 
 class LinearWorkspace(NamedTuple):
-    """What the threads need for products.
+    """The memory of the threads for products.
 
     microkernels: [formats] addresses of the loops, 0 for formats that no matrix has
     max_rows:     [formats] the most rows that each takes
@@ -221,7 +221,7 @@ def _emit_scaling(builder: Any, sums: Any, factors: Any, out: Any, count: Any) -
     (source, source_stride), (scale, bias, add), (target, target_stride) = sums, factors, out
 
     def read_if(start: Any, panel: int, otherwise: float) -> Any:
-        """What is at an address unless that is 0."""
+        """The value at an address unless that is 0."""
         found = cgutils.alloca_once_value(builder, ir.Constant(vector, [otherwise] * LANES))
         with builder.if_then(builder.icmp_signed("!=", start, word(0))):
             builder.store(emitter.read(start, 4 * LANES * panel, vector), found)

@@ -82,7 +82,7 @@ class Panels(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What is prefetched during a pass over a tile of weights.
+    """The lines prefetched during a pass over a tile of weights.
 
     start:  bytes from the beginning of the tile
     stride: bytes that each step goes on
@@ -94,7 +94,7 @@ class Ahead(NamedTuple):
 
 @shared
 def prefetch_ahead(step_bytes: int, steps: int, number: int, passes: int) -> Ahead:
-    """What a pass over a tile prefetches. There is one for each block of rows.
+    """The lines that a pass over a tile prefetches. There is one for each block of rows.
 
     The first would read the tile from memory, for longer than its products take, while memory would be idle in all
     others. So if there are several, they share in prefetching the next tile.

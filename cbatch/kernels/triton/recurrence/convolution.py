@@ -25,7 +25,7 @@ def _load_input(
     source: tl.tensor, gate: tl.tensor, state: tl.tensor, row: tl.tensor, channel: tl.tensor, kept: tl.tensor,
     SOURCE_ROW: tl.constexpr, GATE_ROW: tl.constexpr, HAS_GATE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What rows of the step give to the convolution, in the type of the state."""
+    """The inputs of the convolution from rows of the step, in the type of the state."""
     x = tl.load(source + row * SOURCE_ROW + channel, mask=kept, other=0.0).to(tl.float32)
     if HAS_GATE:
         x *= tl.load(gate + row * GATE_ROW + channel, mask=kept, other=0.0).to(tl.float32)

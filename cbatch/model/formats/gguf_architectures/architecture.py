@@ -1,4 +1,4 @@
-"""What an architecture of GGUF files is: its settings as a `config.json` has them, and what its tensors become.
+"""Architectures of GGUF files: their settings as a `config.json` has them, and the fate of their tensors.
 
 Declarations (see `declared`) are made of `Rule`s by the names of tensors in a layer, and of what an architecture has
 beside the common settings.
@@ -134,7 +134,7 @@ MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a tensor of a layer.
+    """The weight that a tensor of a layer becomes.
 
     name:      of the weight in its layer. The ending of the tensor follows, unless the rule is for a whole name; `{}`
                stands for the number of an expert, or of a head
