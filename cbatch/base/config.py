@@ -58,7 +58,7 @@ _model, _engine, _memory = (partial(option, group=group) for group in ("Model", 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine loads, and how much of the machine it uses.
+    """The model that an engine loads, and the part of the machine that it uses.
 
     Raises ConfigError for a value of another type, one out of range, and values that do not go together.
     """

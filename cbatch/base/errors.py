@@ -61,7 +61,7 @@ class NativePanic(Exception):
 
 
 def as_error(raised: BaseException) -> Exception:
-    """What was raised, as an Exception, so that a panic is handled as any other error.
+    """The raised object as an Exception, so that a panic is handled as any other error.
 
     Extensions in Rust each have a PanicException of their own, a BaseException that cannot be named here.
     Raises what asks to end, such as KeyboardInterrupt.
@@ -76,7 +76,7 @@ def as_error(raised: BaseException) -> Exception:
 
 
 def in_short(error: BaseException) -> str:
-    """What an error of a library or a driver says has happened, without a full stop, for use in a sentence.
+    """The message of an error of a library or a driver, without a full stop, for use in a sentence.
 
     It begins with the kind of the error, except RuntimeError, which everything of torch and CUDA is.
     """

@@ -218,7 +218,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_of_header(header: bytes, path: Path) -> dict[str, StoredTensor]:
-    """What `read_header` has read, as `stored_tensors` gives it."""
+    """The tensors of a header that `read_header` has read, as `stored_tensors` gives them."""
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)

@@ -20,7 +20,7 @@ from cbatch.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of a field beside its type and default.
+    """The description of a field beside its type and default.
 
     help:     a sentence
     more:     what the reference says beyond that

@@ -1,4 +1,4 @@
-"""What the engine gives for a request: an event for each token."""
+"""Events of the engine for a request, one for each token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What a step gives one request: its next token, or an error."""
+    """The result of a step for one request: its next token, or an error."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -61,7 +61,7 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tool
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an output as a whole must be.
+    """A form that an output as a whole must have.
 
     json_object  any JSON object; `source` is empty
     json_schema  JSON that is valid for a schema; `source` is the schema as JSON text. Properties come in the order of
@@ -245,7 +245,7 @@ Check = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param(Option):
-    """What is known of a sampling parameter beside its name, type and default, which asks for nothing.
+    """The description of a sampling parameter beside its name, type and default, which asks for nothing.
 
     check:          makes the value that is held of the one that is given
     wanted:         type and range, for people

@@ -1,4 +1,4 @@
-"""What a model's weights and the rows that they are multiplied with are rounded to."""
+"""The types to which a model's weights, and the rows that they are multiplied with, are rounded."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ EventCallback = Callable[[TokenEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class ApiCall:
-    """What an OpenAI Batch request asks for: a chat or a text completion, of which model."""
+    """The kind of an OpenAI Batch request: a chat or a text completion, of which model."""
 
     is_chat: bool
     model: str | None
@@ -138,7 +138,7 @@ class Request:
 
     @property
     def prompt(self) -> str | Sequence[int] | Mapping[str, Any]:
-        """What is asked, in one of the forms of a prompt."""
+        """The question, in one of the forms of a prompt."""
         if self.messages is not None:
             return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
         return self.prompt_ids if self.text is None else self.text
@@ -160,7 +160,7 @@ class Request:
         return replace(self, first=self.first or self, **anew, **changes)
 
     def without_source(self) -> Request:
-        """What an engine needs of an encoded request, without what it was made from, which may be much larger."""
+        """The encoded request as an engine needs it, without its source, which may be much larger."""
         return replace(self, text=None, messages=None, given={}, extra={}, first=None)
 
     def invalid(self, message: str, code: str = "invalid_row") -> RequestError:
@@ -178,7 +178,7 @@ ParamsLike = SamplingParams | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """What holds for every request of a run or a call that does not say something else itself.
+    """Defaults of every request of a run or a call.
 
     params:   sampling parameters: by name, on top of the model's own defaults, or an object instead of these
     system:   system message of conversations that have none

@@ -71,7 +71,7 @@ def parse_json_value(text: str) -> Any:
 
 
 def json_type(value: Any) -> str:
-    """What a JSON value is, for messages: “a string”, “a list”, “null”."""
+    """The kind of a JSON value, for messages: “a string”, “a list”, “null”."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}

@@ -1,4 +1,4 @@
-"""What a request tells the model's chat template, beside its messages and tools."""
+"""Options of a request for the model's chat template, beside its messages and tools."""
 
 from __future__ import annotations
 

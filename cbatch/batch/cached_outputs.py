@@ -1,4 +1,4 @@
-"""What an engine has generated before, for the requests of a batch."""
+"""Earlier outputs of an engine, for the requests of a batch."""
 
 from __future__ import annotations
 

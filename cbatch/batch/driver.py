@@ -1,4 +1,4 @@
-"""What runs the rows of a batch: an engine of this process (`engine_driver.py`), or replicas in others.
+"""The interface of drivers of a batch: an engine of this process (`engine_driver.py`), or replicas in others.
 
 Nothing here imports torch: the process that drives replicas needs none.
 """
@@ -213,7 +213,7 @@ class RowStream(ABC):
         self._inbox.put(STOP_REQUESTED)
 
     def ahead(self) -> WorkAhead | None:
-        """What is still to be computed of the rows that were read; None if that is not known."""
+        """The work that is left of the rows that were read; None if that is not known."""
         return None
 
     @property
@@ -235,7 +235,7 @@ class RowStream(ABC):
         """Whether no further row can be computed. Called after each round of messages."""
 
     def _last_rows(self) -> list[Row]:
-        """What can still be had when the stream ends early."""
+        """The rows that can still be had when the stream ends early."""
         return []
 
     @abstractmethod

@@ -71,7 +71,7 @@ class OutputForecast:
 
 
 def _kinds(request: Request, limit: int) -> tuple[tuple[int, ...], ...]:
-    """What a request has in common with others, the narrowest kind first."""
+    """The kinds of a request, which it shares with others, the narrowest first."""
     by_limit = limit.bit_length()
     return (by_limit, len(request.prompt_ids).bit_length()), (by_limit,)
 
@@ -254,7 +254,7 @@ class EngineFeed:
                 self._order.sort(self._work)
 
     def ahead(self, rows: Sequence[Row]) -> WorkAhead:
-        """What is still to be computed of requests that are here and in the engine."""
+        """The work that is left of requests that are here and in the engine."""
         prompts = [len(one.request.prompt_ids) for one in rows]
         begun = [any(output.token_ids for output in one.outputs.outputs) for one in rows]
         to_go = [

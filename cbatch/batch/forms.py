@@ -45,7 +45,7 @@ def compression(name: str) -> Compression | None:
 
 
 def unit_of(form: InputForm) -> str:
-    """What the index of a row counts, for messages."""
+    """The unit of a row's index, for messages."""
     return "line" if form in ("jsonl", "text") else "row"
 
 
@@ -66,7 +66,7 @@ READ_ERRORS = (OSError, EOFError, ValueError, zlib.error)
 
 
 def first_bytes(stream: IO[bytes], size: int) -> bytes:
-    """What a stream holds next, at most `size` bytes, without taking it. Waits for the first byte."""
+    """The next bytes of a stream, at most `size`, without taking them. Waits for the first one."""
     if (peek := getattr(stream, "peek", None)) is not None:
         return bytes(peek(size)[:size])
     start = stream.tell()

@@ -1,4 +1,4 @@
-"""What an engine has generated so far for the requests of a batch, in a journal that a later run goes on from."""
+"""Outputs so far of the requests of a batch, in a journal that a later run goes on from."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Line:
 
     @property
     def source(self) -> bytes:
-        """What the key of a line that is refused is made of: all that its row of output depends on."""
+        """The content of a refused line's key: all that its row of output depends on."""
         if self.error is not None:
             return (self.data or b"") + f"{self.error.code}: {self.error}".encode("utf-8", "replace")
         return self.digest if self.data is None else self.data

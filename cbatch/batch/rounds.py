@@ -1,4 +1,4 @@
-"""What follows on an answer that is not the end of its row: results of the tools that it calls, and further tries."""
+"""The next request after an answer that is not the end of its row: results of tools, and further tries."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RoundLoop(ABC):
 
     @abstractmethod
     def _next(self, row: Row, completion: Completion) -> Request | Completion:
-        """What follows on an answer: the row's next request, or its result. A RequestError is a result, too."""
+        """The row's next request after an answer, or its result. A RequestError is a result, too."""
 
     def close(self) -> None:
         """Ends what runs."""
@@ -186,7 +186,7 @@ class TryLoop(RoundLoop):
             checker.close()
 
     def _next(self, row: Row, completion: Completion) -> Request | Completion:
-        """What follows on an answer: the row's next try, or its result."""
+        """The row's next try after an answer, or its result."""
         checker, request = self._checker(), row.request
         wrong, error = completion.choices[0], None
         for choice in completion.choices:

@@ -21,7 +21,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 class RowOutcome(NamedTuple):
-    """What a run counts of a finished row. Small, so that it can be sent from the process that computed the row.
+    """Figures of a finished row that a run counts. Small, so that they can be sent between processes.
 
     error_code:        None if the row succeeded; else what follows the message is set only if it was validated
     prompt_tokens:     that were computed; `completion_tokens`, of all outputs, rounds and tries, likewise

@@ -90,7 +90,7 @@ ColumnTemplate = PromptTemplate | JinjaTemplate
 
 
 def _printed(value: Any) -> Any:
-    """What Jinja is about to print. It would print a null as the word None."""
+    """The value that Jinja is about to print. It would print a null as the word None."""
     if value is None:
         from jinja2 import TemplateError
 

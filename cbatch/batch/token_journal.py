@@ -104,7 +104,7 @@ class TokenJournalConfig:
 
 @dataclass(slots=True)
 class UnfinishedRow:
-    """What an earlier run has left of a row: its key and, for each of its requests, the outputs by their numbers."""
+    """A row's remains of an earlier run: its key and, for each of its requests, the outputs by their numbers."""
 
     key: str
     requests: dict[str, dict[int, KnownOutput]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What runs in the process of a worker: makes an object, and calls its methods one after the other.
+"""The process of a worker: makes an object, and calls its methods one after the other.
 
 It ends when the process that has started it does, whatever it is doing at that moment.
 """
@@ -75,7 +75,7 @@ def main(
 
 
 def make(target: str, arguments: tuple[Any, ...]) -> Any:
-    """What `module:function` makes of its arguments."""
+    """The object that `module:function` makes of its arguments."""
     name, _, function = target.partition(":")
     gc.disable()  # imports leave no garbage, but collections would walk over them
     module = importlib.import_module(name)
@@ -161,7 +161,7 @@ def _as_json(answer: tuple[str, Any]) -> bytes:
 
 
 def _sentence(error: BaseException) -> str:
-    """What went wrong and in which line, without a full stop."""
+    """The error and its line, without a full stop."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -23,7 +23,7 @@ POLL_S = 0.02
 
 
 class ProcessResult(NamedTuple):
-    """What a command has written, up to MAX_OUTPUT_BYTES, and its exit code; None if it did not end in time."""
+    """The output of a command, up to MAX_OUTPUT_BYTES, and its exit code; None if it did not end in time."""
 
     out: bytes
     err: bytes
@@ -62,7 +62,7 @@ def run_process(words: Sequence[str], data: bytes, timeout_s: float, cancelled: 
 
 
 def _read(stream: IO[bytes] | None) -> bytes:
-    """What a process writes, up to a limit, at which it is told that nobody reads any more."""
+    """The output of a process, up to a limit, at which it is told that nobody reads any more."""
     assert stream is not None
     with stream:
         return stream.read(MAX_OUTPUT_BYTES)

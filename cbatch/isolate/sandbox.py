@@ -30,7 +30,7 @@ class Sandbox:
         self._is_closed = False
 
     def call(self, method: str, *arguments: Any, max_bytes: int = MAX_BYTES) -> Any:
-        """What a method of the object there returns. Its arguments are pickled, and what it returns is JSON.
+        """The result of a method of the object there. Its arguments are pickled, and its result is JSON.
 
         max_bytes: of the answer
 

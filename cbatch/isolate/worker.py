@@ -125,7 +125,7 @@ class Worker:
         return _is_running(self._process, self._lock)
 
     def call(self, method: str, *arguments: Any, timeout_s: float, max_bytes: int = MAX_BYTES) -> Any:
-        """What a method returns. One thread calls at a time.
+        """The result of a method. One thread calls at a time.
 
         timeout_s: may be infinite
         max_bytes: of the answer
@@ -232,7 +232,7 @@ def _is_running(process: subprocess.Popen[bytes], lock: threading.Lock) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], ends: ExitStack) -> None:
-    """What `kill` does, for a worker that nobody has any more."""
+    """The end of a worker that nobody has any more, as by `kill`."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,4 +1,4 @@
-"""What operations on a device take beside plain tensors."""
+"""Arguments of operations on a device beside plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models with a program share, whatever runs it."""
+"""Code that models with a program share, whatever runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request gets: its completion, as Python objects and as the row that `cbatch run` writes."""
+"""Completions of requests, as Python objects and as the rows that `cbatch run` writes."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class Completion(Mapping[str, Any]):
         return f"Completion({', '.join(parts)}, tokens={self.usage.prompt_tokens}+{self.usage.completion_tokens})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: one row for each choice."""
+        """The table for a notebook: one row for each choice."""
         if self.error is not None:
             return f"<p><b>{html.escape(self.error.code)}</b>: {html.escape(str(self.error))}</p>"
         rows = "".join(
@@ -353,7 +353,7 @@ class Completion(Mapping[str, Any]):
         return shown | columns.fields("of_output", self._columns, choice)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
-        """What one output says, and how it ended."""
+        """The text of one output, and how it ended."""
         fields: dict[str, Any] = {"text": choice.text if self._has_text else None}
         fields["finish_reason"] = choice.finish_reason
         if choice.reasoning is not None:

@@ -23,7 +23,7 @@ from cbatch.text.tokenizer import ChatTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the requests for a model depend on.
+    """Facts about a model that its requests depend on.
 
     tokenizer:      None if the model has none; it takes token ids only
     default_params: the model's own sampling parameters

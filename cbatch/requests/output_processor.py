@@ -20,7 +20,7 @@ from cbatch.text.tokenizer import ChatTokenizer
 
 @dataclass(slots=True)
 class StreamEvent:
-    """What is new in a request. The last event of each output has a `finish_reason`.
+    """News of a request. The last event of each output has a `finish_reason`.
 
     index:         number of the prompt in the call
     sample_index:  number of the output among several for one prompt (`n`)
@@ -146,7 +146,7 @@ class OutputProcessor:
             self._error = sample_index, error
 
     def read(self, event: TokenEvent) -> StreamEvent:
-        """What an event adds to its output. Takes each event once, in their order, after `take`.
+        """The addition of an event to its output. Takes each event once, in their order, after `take`.
 
         The request fails if the text of an output cannot be made; the caller cancels it then. After the event with
         the completion, further events of the request are not read.

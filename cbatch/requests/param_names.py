@@ -387,7 +387,7 @@ def check_known(names: Iterable[Any], known: Sequence[str]) -> None:
 
 
 def _advice(name: Any, known: Sequence[str]) -> str:
-    """What to do about a name that is no parameter, as the end of a sentence."""
+    """Advice about a name that is no parameter, as the end of a sentence."""
     if name in TOOL_FIELDS:
         return ": it is a field of a row, or an argument of engine.chat."
     if name in ROW_FIELDS:

@@ -1,4 +1,4 @@
-"""What an engine has generated for a request, as bytes that can be kept, and a key that says for which requests.
+"""Outputs of a request as bytes that can be kept, and a key that says for which requests.
 
 Only the engine's own work is recorded: tokens, log-probabilities, how outputs ended. Text, reasoning and tool calls are
 made of it again, by the code that makes those of a request that is computed.

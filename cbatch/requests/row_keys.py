@@ -61,7 +61,7 @@ def canonical_params(params: SamplingParams) -> bytes:
 
 
 def _asked(request: Request) -> dict[str, Any]:
-    """What a request asks for beside its prompt, sampling and tools.
+    """The parts of a request beside its prompt, sampling and tools.
 
     What is not asked for is left out, so that a new option changes no existing key.
     """

@@ -306,7 +306,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 class DeviceProbe:
-    """What a process that does not import torch asks another one."""
+    """Facts that a process without torch asks another one for."""
 
     def devices(self, name: str) -> tuple[str, int, bool]:
         """The devices that `name` means: their kind and number, and whether they are AMD's. Raises ConfigError."""

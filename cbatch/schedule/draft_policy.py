@@ -40,7 +40,7 @@ LEAST_PROMISE = 0.5
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one request.
+    """The known facts about one request.
 
     rates:    how often its drafts are right
     matched:  of its draft in the step in flight
@@ -121,7 +121,7 @@ class DraftPolicy:
         return len(known) >= record.look_at or not self._is_dear
 
     def found(self, sequence: TokenSequence, proposal: Proposal | None) -> None:
-        """What a look has found."""
+        """The result of a look."""
         record = self._records.get(sequence)
         if record is None:
             return

@@ -93,7 +93,7 @@ class Drafts:
                 scheduled.chunks[number] = self._extended(chunk, tokens)
 
     def _look(self, scheduled: SchedulerOutput, budget: int, *, may_allocate: bool) -> dict[int, Proposal]:
-        """What the requests of a step could draft, by the numbers of their chunks."""
+        """Possible drafts of the requests of a step, by the numbers of their chunks."""
         found: dict[int, Proposal] = {}
         most = min(budget, self._policy.most)
         for number, chunk in enumerate(scheduled.chunks):

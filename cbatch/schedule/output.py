@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step, and what the step gives back."""
+"""Decisions of the scheduler for one step, and results of the step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has computed.
+    """The results of a step.
 
     samples: for each chunk of `to_sample` one, and one more after each token of its draft
     scores:  for each chunk of `to_score`

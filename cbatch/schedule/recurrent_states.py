@@ -1,4 +1,4 @@
-"""What the scheduler does for models with recurrent layers: slots, snapshots, and where prompts are cut.
+"""Scheduling for models with recurrent layers: slots, snapshots, and where prompts are cut.
 
 Snapshots are made where others are likely to go on: at the last block boundary of a prompt, where a chat's fork and the
 other outputs of a prompt begin; at the latest block boundary of an output, where a chat's next turn begins; and at the
@@ -126,7 +126,7 @@ class RecurrentStates:
     def cached_prefix(
         self, sequence: TokenSequence, blocks: list[int], running: Sequence[TokenSequence]
     ) -> CachedPrefix | None:
-        """What a request takes over of the cached `blocks` at its beginning; None if it should wait for more."""
+        """The cached `blocks` that a request takes over at its beginning; None if it should wait for more."""
         snapshot = self.slots.find(self._pool.contents(blocks))
         tokens = snapshot.tokens if snapshot is not None else 0
         if any(_will_share_more(other, sequence, tokens) for other in running):

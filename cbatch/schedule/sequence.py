@@ -158,7 +158,7 @@ class TokenSequence:
 
     @property
     def cache_kind(self) -> int:
-        """What decides its keys and values beside its tokens: requests of different kinds share no blocks."""
+        """The facts that decide its keys and values beside its tokens: requests of different kinds share no blocks."""
         return (self.request.position_offset << ADAPTER_BITS) + self.request.adapter_number
 
     @property

@@ -1,4 +1,4 @@
-"""What one more token costs in a step without prompts, learnt from the steps themselves.
+"""The cost of one more token in a step without prompts, learnt from the steps themselves.
 
 Near the number of tokens that steps have, time is nearly a line: the weights are read whatever the tokens are, and each
 token adds its part. The height of the line follows recent steps, which get slower as texts get longer. Its slope is

@@ -197,7 +197,7 @@ class _WorkerStream:
         return text
 
     def _ask(self, method: str, *arguments: Any) -> str:
-        """What a method answers for this stream, which a new process gets its tokens of first."""
+        """The answer of a method for this stream, whose tokens a new process gets first."""
         ask = partial(self._backend.ask, method, self._number, self._context, *arguments)
         text = ask()
         if text is FORGOTTEN and self._tokens:

@@ -48,7 +48,7 @@ class TooMuchWork(Exception):
 
 
 class Bounds:
-    """What a template may do while it is rendered.
+    """The work that a template may do while it is rendered.
 
     turns:   how many turns its loops may still take in all
     longest: most characters, numbers and objects of a value that it makes
@@ -58,7 +58,7 @@ class Bounds:
         self.turns, self.longest = turns, longest
 
     def take(self, items: Any) -> Any:
-        """What a loop goes through. Raises TooMuchWork if it has more items than there are turns."""
+        """The items of a loop. Raises TooMuchWork if there are more of them than turns."""
         if isinstance(items, Iterator):
             items = list(items)
         if isinstance(items, Sized):

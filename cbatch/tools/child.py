@@ -1,4 +1,4 @@
-"""What runs in the process of a Python tool: describes the functions of a file, or calls one of them.
+"""The process of a Python tool: describes the functions of a file, or calls one of them.
 
     python child.py describe FILE      writes a JSON list of functions
     python child.py call FILE NAME     reads a JSON object of arguments, writes the result

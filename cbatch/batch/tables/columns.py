@@ -97,7 +97,7 @@ def carried_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def earlier_error(columns: Mapping[str, Any]) -> str | None:
-    """What an earlier run says is wrong with this row; None if it gave an answer."""
+    """The error that an earlier run found in this row; None if it gave an answer."""
     answer = split_result(columns)[0] if _is_nested(columns) else columns
     if not (code := answer.get("error_code")):
         return None

@@ -97,7 +97,7 @@ def _fields(columns: Mapping[str, Any], *, is_text: bool) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """What the cell of a parameter says: a JSON value, else text. pandas writes True, and 12.0 for whole numbers."""
+    """The value in the cell of a parameter: JSON, else text. pandas writes True, and 12.0 for whole numbers."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

@@ -43,7 +43,7 @@ def bench(**values: Any) -> Literal[0]:
 
 
 def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What holds instead of the usual defaults, for options that nobody has set."""
+    """The defaults of a preset or a kind of work, for options that nobody has set."""
     found = dict(PRESETS.get(values["preset"] or "", {}))
     if values["skew"] or "skew" in found:
         found = SKEWED_WORK | found

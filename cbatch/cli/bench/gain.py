@@ -1,4 +1,4 @@
-"""What continuous batching gains over static batches with the same slots: by arithmetic, as measured, and by its parts.
+"""The gain of continuous batching over static batches with as many slots: by arithmetic, measured, and by its parts.
 
 A static batch takes as many steps as its longest output has tokens. Continuous batching gives a slot that becomes free
 to the next request, so that it takes as many steps as the slots need to finish their lists of requests. If a step costs
@@ -24,7 +24,7 @@ class WorkCount(NamedTuple):
 
 
 def count_static(work: Workload, slots: int) -> WorkCount:
-    """What static batches of `slots` requests compute: prompts padded to the longest, outputs until the last ends."""
+    """The steps of static batches of `slots` requests: prompts padded to the longest, outputs until the last ends."""
     steps = tokens = 0
     for batch in work.batches(slots):
         width = max(len(work.prompts[index]) for index in batch)
@@ -35,7 +35,7 @@ def count_static(work: Workload, slots: int) -> WorkCount:
 
 
 def count_continuous(work: Workload, slots: int) -> WorkCount:
-    """What continuous batching computes, if each prompt fits into a step: the next request gets the first free slot."""
+    """The steps of continuous batching, if each prompt fits into one: the next request gets the first free slot."""
     free_at = [0] * slots
     for length in work.output_lengths:
         heapq.heapreplace(free_at, free_at[0] + length)

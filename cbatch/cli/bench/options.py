@@ -65,7 +65,7 @@ def _parse_skews(text: str) -> tuple[float, ...]:
 
 
 def _parse_names(text: str) -> list[str]:
-    """What stands between the commas of a list, each once."""
+    """The items between the commas of a list, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 

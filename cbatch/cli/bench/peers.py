@@ -30,7 +30,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerMetrics:
-    """What is measured of a peer, named as in `--json`. `attention` is what transformers calls the backend it used."""
+    """Figures of a peer, named as in `--json`. `attention` is transformers' name of the backend it used."""
 
     elapsed_s: float
     output_tokens_per_s: float
@@ -39,7 +39,7 @@ class PeerMetrics:
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """What a peer gets: a transformers model in memory, the work, and the limits of our own runs.
+    """The task of a peer: a transformers model in memory, the work, and the limits of our own runs.
 
     network:          the model, on which no engine may run meanwhile
     slots:            most requests at once

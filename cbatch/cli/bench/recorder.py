@@ -1,4 +1,4 @@
-"""What an engine computed in each step of a run: which slot worked on which request, and which tokens were wasted."""
+"""A record of each step of a run: which slot worked on which request, and which tokens were wasted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN_KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
 
 @dataclass(frozen=True, slots=True)
 class RecordedChunk:
-    """What one slot computed in one step for one request.
+    """The work of one slot in one step for one request.
 
     request:  index in the workload
     start:    position of the first token in its sequence

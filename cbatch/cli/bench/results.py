@@ -1,4 +1,4 @@
-"""What is measured of runs, and the report of it, which `to_json` turns into the object that `--json` prints."""
+"""Figures of runs, and the report of them, which `to_json` turns into the object that `--json` prints."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def compare_outputs(outputs: Outputs, reference: Outputs) -> OutputDifference:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetrics:
-    """What is measured of a run on replicas, named as in `--json`.
+    """Figures of a run on replicas, named as in `--json`.
 
     replicas: what each of them did, as in the statistics of `cbatch run`
     """
@@ -266,7 +266,7 @@ class ComparisonReport:
 
     @property
     def gain(self) -> Gain | None:
-        """What continuous batching gained over static batches, if both were run."""
+        """The gain of continuous batching over static batches, if both were run."""
         static, continuous = self.records.get("static batches"), self.records.get("continuous")
         return Gain.of(static, continuous, self.work) if static and continuous else None
 

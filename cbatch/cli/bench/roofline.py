@@ -105,7 +105,7 @@ def cache_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a model reads and computes.
+    """The cost of a model's step.
 
     weight_bytes:    bytes of the matrices that every step reads
     parameters:      those that every token is multiplied with, without the output head

@@ -201,7 +201,7 @@ def release_free_memory() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What all strategies have in common: the model in memory, the engine's configuration, the work and the slots."""
+    """The common ground of strategies: the model in memory, the engine's configuration, the work and the slots."""
 
     loaded: LoadedModel
     config: EngineConfig

@@ -1,4 +1,4 @@
-"""What two techniques are worth as prompts grow: memory with chunked prefill, and time with the KV cache."""
+"""The gains by two techniques as prompts grow: memory with chunked prefill, and time with the KV cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TokenCost:
 
 @dataclass(frozen=True, slots=True)
 class Techniques:
-    """What chunked prefill and the KV cache are worth; None for what was not measured."""
+    """The gains by chunked prefill and by the KV cache; None if they were not measured."""
 
     prompt_memory: list[PromptMemory] | None = None
     token_costs: list[TokenCost] | None = None
@@ -53,7 +53,7 @@ class Techniques:
 def measure_techniques(
     experiment: Experiment, context: int, names: Sequence[str], on_progress: Callable[[str], None]
 ) -> Techniques:
-    """What chunked prefill saves of memory and the KV cache of time, for those of the two that are among the names.
+    """The memory that chunked prefill saves and the time that the KV cache saves, if they are among the names.
 
     The prompt whose memory is measured has LONG_PROMPT tokens, or as many as the context holds.
     """

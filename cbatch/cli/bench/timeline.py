@@ -1,4 +1,4 @@
-"""What the slots of an engine did over time: as intervals and shares, and drawn in characters for a terminal."""
+"""The work of slots over time: as intervals and shares, and drawn in characters for a terminal."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class BatchEngines:
         return self._driver
 
     def launch_others(self) -> ReplicaLauncher | None:
-        """What starts the other replicas; None if there are none."""
+        """The launcher of the other replicas; None if there are none."""
         options = self._options
         if options.wanted == 1:
             return None

@@ -128,7 +128,7 @@ def _kernels_agree(engine: Engine) -> bool:
 
 
 def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
-    """What a kernel reaches of the rate that limits it."""
+    """The share of the limiting rate that a kernel reaches."""
     from cbatch.cli.bench.roofline import best_time, cache_bytes
 
     if check.workload is None:

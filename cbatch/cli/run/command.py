@@ -100,7 +100,7 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
 
 @contextmanager
 def _open_driver(options: RunOptions, stats: RunStats, trace: StepTracer | None) -> Iterator[BatchDriver]:
-    """What computes the rows: replicas, or an engine of this process."""
+    """The driver of the rows: replicas, or an engine of this process."""
     if options.replicas.are_given:
         from cbatch.cli.common.loading import open_replicas
 

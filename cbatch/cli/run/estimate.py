@@ -88,7 +88,7 @@ class TriedOutput:
 
 
 class StepTime(NamedTuple):
-    """What a step has computed, and how long it took until the next one."""
+    """The work of a step, and the time until the next one."""
 
     seconds: float
     prompt_tokens: int
@@ -97,7 +97,7 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """What a trial has told.
+    """The results of a trial.
 
     rows: of the sample
     """
@@ -399,7 +399,7 @@ class RunEstimate:
 
     @property
     def cache_tokens(self) -> Span:
-        """What the outputs that run at once hold on average, at different places, if the cache has room for them."""
+        """The tokens that concurrent outputs hold on average, if the cache has room for them."""
         slots = min(self._limits.max_seqs, self._times * len(self._tried))
         alone = [output.prompt for output in self._to_play(self._cases[1])]
         return Span(*(slots * (fmean(alone) + fmean(case) / 2) for case in self._cases))
@@ -435,7 +435,7 @@ class RunEstimate:
         }
 
     def sentences(self) -> list[str]:
-        """What it says, for people."""
+        """The sentences for people."""
         begun = self._trial.begun
         ended = sum(one.has_ended for one in begun)
         return [

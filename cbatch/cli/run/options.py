@@ -148,16 +148,16 @@ class RunOptions:
 
     @property
     def input_form(self) -> InputForm:
-        """What --format says or, without it, the ending of the input's name."""
+        """The form by --format or, without it, by the ending of the input's name."""
         return self.format or input_form(self.input)
 
     @property
     def output_form(self) -> OutputForm:
-        """What --output-format says or, without it, the ending of the output's name."""
+        """The form by --output-format or, without it, by the ending of the output's name."""
         return self.output_format or output_form(self.output)
 
     def row_template(self) -> ColumnTemplate | None:
-        """What makes the prompts. Raises ConfigError if it cannot be read."""
+        """The template of the prompts. Raises ConfigError if it cannot be read."""
         if self.template is None:
             return None
         from cbatch.batch.templates import JinjaTemplate, PromptTemplate
@@ -192,7 +192,7 @@ class RunOptions:
             raise ConfigError(f"--output-format {self.output_format} needs an output file (-o FILE).")
 
     def _validation(self) -> Validation | None:
-        """What makes an answer good. Raises ConfigError, in the words of the options."""
+        """The checks of answers. Raises ConfigError, in the words of the options."""
         if not self.validate and (self.tries > 1 or self.tell_error):
             raise ConfigError("--tries and --tell-error need --validate, which says which answers are good.")
         if self.tell_error and self.tries == 1:
@@ -206,7 +206,7 @@ class RunOptions:
 
     @property
     def max_tokens(self) -> int | None:
-        """What --max-tokens says, by whatever name; None if nothing does."""
+        """The limit by --max-tokens, under whatever name; None if there is none."""
         limit: int | None = own_params(self.sampling.params)[0].get("max_tokens")
         return limit
 
@@ -218,7 +218,7 @@ class RunOptions:
         return TokenJournalConfig(str(path), self.resume, interval_s)
 
     def row_options(self) -> RowOptions:
-        """What holds for every row."""
+        """The options of every row."""
         defaults = RequestDefaults(
             params=self.sampling.params,
             system=self.sampling.system,

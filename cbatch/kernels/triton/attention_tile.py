@@ -1,4 +1,4 @@
-"""What both attention kernels need: tokens in the cache, how they are stored, attention over one tile of them, and the
+"""Code of both attention kernels: tokens in the cache, how they are stored, attention over one tile of them, and the
 kernel that merges the partial results of sequences that are split, whichever has computed them.
 
 Scores are in base 2: they are multiplied with log2(e), because the hardware computes exp2.

@@ -136,7 +136,7 @@ def _sources(
     name: str,
     before: tuple[str, str] = ("", ""),
 ) -> Iterator[tuple[str, Source]]:
-    """What becomes of a tensor. before: what its name begins with in the file, and that of the weight"""
+    """The renaming of a tensor. before: the beginnings of its name in the file, and of the weight's"""
     theirs, ours = before
     stem, _, ending = name.rpartition(".")
     rule, suffix = (rules[name], "") if name in rules else (rules.get(stem), f".{ending}")

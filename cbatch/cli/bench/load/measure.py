@@ -119,7 +119,7 @@ class LoadReport:
 
 
 def advice(scenario: Scenario) -> str:
-    """What lets all users of a scenario arrive in its first half."""
+    """The scenario with a rate at which all users arrive in its first half."""
     rate = math.ceil(2 * scenario.users / max(scenario.duration_s, 0.001))
     duration_s = math.ceil(2 * scenario.users / scenario.rate)
     return f"--rate {rate} or --duration {duration_s}s brings them in time."

@@ -1,4 +1,4 @@
-"""What the slots of an engine did over time, as pictures: a lane for each of them, or their shares."""
+"""Pictures of the slots of an engine over time: a lane for each of them, or their shares."""
 
 from __future__ import annotations
 

@@ -199,6 +199,6 @@ def _number(axes: Axes, x: float, block: int, ink: str) -> None:
 
 
 def ink_on(colour: str) -> str:
-    """What can be read on a colour."""
+    """The colour of text that can be read on a colour."""
     red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
     return INK_ON_LIGHT if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.2 else INK_ON_DARK

@@ -100,7 +100,7 @@ def page_of(report: ComparisonReport, pictures: Mapping[str, Picture]) -> Page:
 
 
 def _subject(done: Sequence[StrategyResult]) -> StrategyResult:
-    """What the page is about: replicas if there are any, or continuous batching, or the last of our own ways."""
+    """The subject of the page: replicas if there are any, or continuous batching, or the last of our own ways."""
     replicas = [result for result in done if isinstance(result.metrics, ReplicaMetrics)]
     ours = [result for result in done if isinstance(result.metrics, RunMetrics)]
     continuous = [result for result in ours if result.name == "continuous"]
@@ -108,7 +108,7 @@ def _subject(done: Sequence[StrategyResult]) -> StrategyResult:
 
 
 def _baseline(done: Sequence[StrategyResult], subject: StrategyResult) -> StrategyResult | None:
-    """What the subject is compared with: static batches, or the first of the others; of replicas, one engine."""
+    """The rival of the subject: static batches, or the first of the others; of replicas, one engine."""
     order = ("continuous", "static") if isinstance(subject.metrics, ReplicaMetrics) else ("static",)
     others = {result.name: result for result in done if result is not subject}
     return next((others[name] for name in order if name in others), next(iter(others.values()), None))
@@ -236,7 +236,7 @@ def _details(report: ComparisonReport, pictures: Mapping[str, Picture]) -> list[
 
 
 def waste_table(runs: Mapping[str, RunMetrics]) -> Table:
-    """What was computed and what was wasted, one line a strategy.  runs: metrics by title"""
+    """The computed and the wasted tokens, one line a strategy.  runs: metrics by title"""
     has_drafts = any(metrics.drafted_tokens for metrics in runs.values())
     return Table.of(
         [
@@ -265,7 +265,7 @@ def _acceptance(metrics: RunMetrics) -> str:
 
 
 def replica_table(replicas: Iterable[ReplicaFigures]) -> Table:
-    """What each replica did, one line for each."""
+    """The work of each replica, one line for each."""
     return Table.of(
         [
             {

@@ -1,4 +1,4 @@
-"""What a bench reports, for every kind of it: printed in a terminal, and as one HTML file that needs nothing else."""
+"""The report of a bench of any kind: printed in a terminal, and as one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What a page folds, and a terminal shows if it `is_printed`. Parts that are None or empty are left out."""
+    """A part that a page folds, and a terminal shows if it `is_printed`. Parts that are None or empty are left out."""
 
     title: str
     parts: Sequence[str | Table | Picture | None]
@@ -104,7 +104,7 @@ class Detail:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a report says, from top to bottom.
+    """The content of a report, from top to bottom.
 
     facts:   what was measured: the work in a sentence
     method:  how it was measured, in sentences

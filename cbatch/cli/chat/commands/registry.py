@@ -54,7 +54,7 @@ ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "co
 
 
 class CommandUI:
-    """What commands need of the terminal they were typed on. What it cannot do raises UserError."""
+    """The terminal that commands were typed on. A request that it cannot meet raises UserError."""
 
     def exit(self) -> None:
         """Ends the chat."""

@@ -64,7 +64,7 @@ def _matrix(headers: Headers, module: str, kind: str) -> NestedMatrix:
 
 
 def _sizes(headers: Headers, module: str, kind: str) -> tuple[dict[str, Any], int, int]:
-    """What a matrix says of itself, the numbers of a block, and its scales that share one, 0 for none."""
+    """The format of a matrix, the numbers of a block, and its scales that share one, 0 for none."""
     name = f"{module}{_STATE}{kind}"
     headers.shape(name, ("U8",), 1)
     try:
