@@ -53,7 +53,8 @@ def test_tests_of_a_gpu_share_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         Item(test_scheduler, pytest.mark.gpu),
     ]
     others = [Item(test_device), Item(test_scheduler)]
-    conftest.pytest_collection_modifyitems([*others, *on_gpu])  # type: ignore[list-item]
+    config = SimpleNamespace(option=SimpleNamespace(markexpr="exhaustive"))
+    conftest.pytest_collection_modifyitems(config, [*others, *on_gpu])  # type: ignore[arg-type, list-item]
     assert [item.groups() for item in on_gpu] == [{"gpu"}] * 4
     assert all(item.get_closest_marker("gpu") and not item.get_closest_marker("skip") for item in on_gpu)
     assert [item.groups() for item in others] == [{"test_device"}, {"test_scheduler"}]
@@ -79,6 +80,6 @@ def test_auto_is_the_cpu() -> None:
 
 def test_no_test_looks_for_a_gpu_by_itself() -> None:
     """Guards the tests that would take a GPU without being grouped: they ask `tests/support/device.py`."""
-    allowed = {TESTS / "support" / "device.py", TESTS / "engine" / "runtime" / "test_device.py", Path(__file__)}
+    allowed = {TESTS / "support" / "device.py", TESTS / "runtime" / "test_device.py", Path(__file__)}
     others = [path for path in TESTS.rglob("*.py") if path not in allowed]
     assert [path.name for path in others if re.search(r"cuda\.is_available\(\)", path.read_text())] == []

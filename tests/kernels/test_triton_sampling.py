@@ -161,7 +161,7 @@ def test_greedy_rows_beside_drawn_ones() -> None:
     logits = make_logits("equal", 8, 333)
     sequences = make_requests(8)
     for row in range(0, 8, 2):
-        sequences[row].params = SamplingParams(temperature=1e-7 * row, top_k=5, top_p=0.5)
+        sequences[row].request.params = SamplingParams(temperature=1e-7 * row, top_k=5, top_p=0.5)
     tokens, largest = draw(logits, sequences)
     assert tokens[::2] == np.argmax(logits.numpy(), axis=-1)[::2].tolist()
     assert torch.equal(largest, logits.max(dim=-1).values)

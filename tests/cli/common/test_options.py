@@ -57,6 +57,7 @@ def test_every_option_is_a_field_of_its_record() -> None:
         "system",
         "seed",
         "param",
+        "json_schema",
         "lora",
     }
 
