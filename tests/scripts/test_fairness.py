@@ -26,7 +26,7 @@ def test_all_targets_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     for one in data["found"]:
         before, after = one["steady"]
         assert 0 < before[0] <= before[1] and 0 < after[0] <= after[1]
-        assert 0 < one["gaps"][0] <= one["gaps"][1] <= one["gaps"][2] <= one["prompt_s"]
+        assert 0 < one["gaps"][0] <= one["gaps"][1] <= one["gaps"][2] and one["prompt_s"] > 0
         assert one["ratio"] > 0 and one["steady_ratio"] >= 1 and one["times_alone"] > 0
         assert len(one["short_s"]) == 3 and min(one["short_s"]) > 0
     lines = capsys.readouterr().out.splitlines()
