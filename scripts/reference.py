@@ -65,7 +65,8 @@ def grouped(command: click.Command) -> dict[str, list[click.Option]]:
     groups: dict[str, list[click.Option]] = {}
     for option in command.params:
         if isinstance(option, click.Option) and not option.hidden:
-            groups.setdefault(getattr(option, "group", ""), []).append(option)
+            about = getattr(option, "about", None)
+            groups.setdefault(about.group if about else "", []).append(option)
     return groups
 
 
@@ -78,7 +79,13 @@ def table(title: str, options: list[click.Option]) -> str:
 def line(option: click.Option) -> str:
     """A row of a table."""
     kind = option.type
-    shown = "|".join(kind.choices) if isinstance(kind, click.Choice) else "N" if kind.name.startswith("int") else "TEXT"
+    shown = (
+        "|".join(kind.choices)
+        if isinstance(kind, click.Choice)
+        else "N"
+        if kind.name.startswith(("int", "float"))
+        else "TEXT"
+    )
     value = "" if option.is_flag else f" {option.metavar or shown}"
     names = ", ".join([*option.opts, *option.secondary_opts])
     text, _, default = (option.help or "").removesuffix("].").partition(" [default: ")
@@ -86,7 +93,8 @@ def line(option: click.Option) -> str:
         text += "."
     elif option.show_default and not isinstance(option.default, bool | None):
         default = f"`{option.default}`"
-    more = getattr(option, "more", "")
+    about = getattr(option, "about", None)
+    more = about.more if about else ""
     cells = f"`{names}{value}`", default, " ".join([text, more]).strip()
     return f"| {' | '.join(cell.replace('|', '&#124;' if '`' not in cell else chr(92) + '|') for cell in cells)} |"
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -31,8 +31,8 @@ class Option:
     low, high: the least and the largest number; `above`: `low` itself is too small
     parse:    makes the value of what is typed. Raises ValueError with a sentence
     shown:    default that help shows, if it is not the field's own default; empty for nothing
-    is_file:  the value is a path, whose `~` is expanded
-    is_hidden: help leaves it out
+    is_file:  the value is a path, whose `~` is expanded in the configuration file
+    many:     it can be given several times
     """
 
     help: str
@@ -47,7 +47,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     shown: str | None = None
     is_file: bool = False
-    is_hidden: bool = False
+    many: bool = False
 
 
 _KEY = "option"
@@ -101,7 +101,7 @@ def _options_of(record: Any) -> dict[str, OptionField]:
             default = field.default if make is dataclasses.MISSING else make()
             about: Option = field.metadata[_KEY]
             kinds, choices, is_optional, is_list = _read(hints[field.name])
-            choices = about.choices or choices
+            choices, is_list = about.choices or choices, is_list or about.many
             found[field.name] = OptionField(field.name, default, kinds, choices, is_optional, is_list, about)
     return found
 
@@ -144,14 +144,13 @@ def parse_json(text: str, of: str = "") -> Any:
     return value
 
 
-def check_options(record: Any, names: Iterable[str] | None = None) -> None:
+def check_options(record: Any) -> None:
     """Raises ConfigError for values of a record that are of another type, or out of range.
 
     Options that are read by a function of their own are left to the record, which knows what it means.
     """
     for name, one in options_of(type(record)).items():
-        if names is None or name in names:
-            _check(one, getattr(record, name))
+        _check(one, getattr(record, name))
 
 
 def _check(one: OptionField, value: Any) -> None:

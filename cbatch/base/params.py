@@ -354,7 +354,13 @@ class SamplingParams:
         "None: made of the seed of the run and the row's `id`, or its place if it has none (`derive_seed`).",
     )
     stop: Converted[str | Sequence[str], tuple[str, ...]] = _param(
-        NO_ITEMS, _TEXTS, "Stop at this text (repeatable).", "It is not part of the text.", metavar="TEXT", **_COMMON
+        NO_ITEMS,
+        _TEXTS,
+        "Stop at this text (repeatable).",
+        "It is not part of the text.",
+        metavar="TEXT",
+        many=True,
+        **_COMMON,
     )
     stop_token_ids: Converted[int | Sequence[int], tuple[int, ...]] = _param(NO_ITEMS, _IDS, "Further end tokens.")
     ignore_eos: bool = _param(False, _FLAG, "Continue after end tokens.", "Up to `max_tokens`.", **_COMMON)

@@ -130,9 +130,11 @@ class BenchOptions:
     slo_ttft: float = option("500ms", "SLO: time to the first token.", metavar="TIME", parse=parse_duration)
     slo_tps: float = option(50.0, "SLO: tokens a second for each user.", low=0)
     find_capacity: bool = option(False, "Search for the most users, up to --users, for whom the SLO holds.")
-    plot: str | None = option(None, "Write pictures to this folder (SVG; needs cbatch[plot]).", metavar="DIR")
+    plot: str | None = option(
+        None, "Write pictures to this folder (SVG; needs cbatch[plot]).", metavar="DIR", is_file=True
+    )
     report: str | None = option(
-        None, "Write one HTML page with tables and pictures (needs cbatch[plot]).", metavar="FILE"
+        None, "Write one HTML page with tables and pictures (needs cbatch[plot]).", metavar="FILE", is_file=True
     )
     json: bool = option(False, "Print one JSON object to stdout.")
     quiet: bool = option(False, "Show no progress.", names=("-q", "--quiet"))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _session, _rows, _screen, _report = (
-    partial(option, group=group) for group in ("Session", "Prompts and tools", "Screen", "What is told")
+    partial(option, group=group) for group in ("Session", "Prompts and tools", "Screen", "Reports")
 )
 
 

@@ -20,11 +20,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from cbatch.base.option import Option
+
 PRESET = "preset"
 """The table of presets."""
-
-_PATH_METAVARS = ("ID_OR_DIR", "DIR", "FILE", "OUT", "OUT.jsonl")
-"""Options that show one of these in their help take a path. A shell would expand its `~`."""
 
 
 class ConfigFileError(click.UsageError):
@@ -205,7 +204,13 @@ def _as_typed(option: click.Option, value: Any, where: str) -> Any:
             raise ConfigFileError(f"{where} takes a value, not true or false.")
         return value
     text = str(value)
-    return os.path.expanduser(text) if option.metavar in _PATH_METAVARS else text  # noqa: PTH111 (may be a hub id)
+    about = _about(option)
+    return os.path.expanduser(text) if about and about.is_file else text  # noqa: PTH111 (may be a hub id)
+
+
+def _about(parameter: click.Parameter) -> Option | None:
+    """What the record of its command says of an option (`record_options`); None if it is in none."""
+    return getattr(parameter, "about", None)
 
 
 def _near_miss(name: str, known: Iterable[str]) -> str:
@@ -263,7 +268,8 @@ class ConfiguredCommand(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
-                groups.setdefault(getattr(parameter, "group", ""), []).append(record)
+                about = _about(parameter)
+                groups.setdefault(about.group if about else "", []).append(record)
         for group, records in groups.items():
             with formatter.section(group or "Options"):
                 formatter.write_dl(records)

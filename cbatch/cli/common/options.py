@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click import option
 from click.shell_completion import CompletionItem
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
-from cbatch.base.option import OptionField, options_of, parse_json
-from cbatch.base.option import option as field_option
+from cbatch.base.option import OptionField, option, options_of, parse_json
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
 from cbatch.base.template_options import TemplateOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
@@ -84,50 +82,33 @@ class NameListOption(click.Option):
         return [CompletionItem(f"{before}{comma}{name}") for name in left if name.startswith(last)]
 
 
-def _parse_json(ctx: click.Context, parameter: click.Parameter, what: str, text: str) -> Any:
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
-    except (ValueError, RecursionError):
-        raise click.BadParameter(f"the value{what} is not valid JSON: {text!r}.", ctx, parameter) from None
-    return value
-
-
-def _parse_params(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
-    """Reads `NAME=JSON` texts. `seed` is refused: it has an option of its own, for the whole run."""
+def _parse_params(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Parameters of `NAME=JSON` texts. `seed` is refused: it has an option of its own, for the whole run."""
     given = {}
-    for text in values:
+    for text in texts:
         name, _, value = text.partition("=")
-        try:
-            own_params({name: None})
-        except RequestError as error:
-            raise click.BadParameter(str(error), ctx, parameter) from None
-        given[name] = _parse_json(ctx, parameter, f" of {name}", value)
-    try:
-        params, template = own_params(given)
-    except RequestError as error:
-        raise click.BadParameter(str(error), ctx, parameter) from None
+        own_params({name: None})  # a name that is none is told before its value
+        given[name] = parse_json(value, f" of {name}")
+    params, template = own_params(given)
     if "seed" in params:
-        raise click.BadParameter("there is no sampling parameter 'seed'; --seed is the seed of all.", ctx, parameter)
+        raise ValueError("there is no sampling parameter 'seed'; --seed is the seed of all.")
     if template:
-        name = next(iter(template))
-        raise click.BadParameter(f"{name} is no sampling parameter; see --template-kwargs.", ctx, parameter)
+        raise ValueError(f"{next(iter(template))} is no sampling parameter; see --template-kwargs.")
     return params
 
 
-def _parse_json_schema(ctx: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    """Reads a JSON schema, in the option itself or in a file, as the `response_format` that asks for it."""
-    if value is None:
-        return None
-    if not value.lstrip().startswith("{"):
+def _parse_json_schema(text: str) -> dict[str, Any]:
+    """The `response_format` of a JSON schema, which is the text itself or in a file."""
+    if not text.lstrip().startswith("{"):
+        path = text
         try:
-            value = Path(value).read_text()
+            text = Path(path).read_text()
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise click.BadParameter(f"cannot read {value!r}: {reason}.", ctx, parameter) from None
-    schema = _parse_json(ctx, parameter, "", value)
+            raise ValueError(f"cannot read {path!r}: {reason}.") from None
+    schema = parse_json(text)
     if not isinstance(schema, dict):
-        raise click.BadParameter("a JSON schema is an object.", ctx, parameter)
+        raise ValueError("a JSON schema is an object.")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
@@ -136,15 +117,15 @@ def _parse_template_kwargs(text: str) -> dict[str, Any]:
     return dict(TemplateOptions(kwargs=parse_json(text)).kwargs)
 
 
-def _parse_lora(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """Reads `NAME=PATH` texts."""
+def _parse_lora(texts: tuple[str, ...]) -> dict[str, str]:
+    """Places of adapters by their names, of `NAME=PATH` texts."""
     places: dict[str, str] = {}
-    for text in values:
+    for text in texts:
         name, _, place = text.partition("=")
         if not (name and place):
-            raise click.BadParameter(f"{text!r} is not NAME=PATH, such as sql=adapters/sql.", ctx, parameter)
+            raise ValueError(f"{text!r} is not NAME=PATH, such as sql=adapters/sql.")
         if name in places:
-            raise click.BadParameter(f"two adapters have the name {name}.", ctx, parameter)
+            raise ValueError(f"two adapters have the name {name}.")
         places[name] = place
     return places
 
@@ -155,7 +136,7 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
     changes: attributes of Click's that are different for this command
     """
     about, names = one.about, list(one.about.names or (one.dashed,))
-    given: dict[str, Any] = {"default": one.default, "metavar": about.metavar, "hidden": about.is_hidden}
+    given: dict[str, Any] = {"default": one.default, "metavar": about.metavar}
     shown = about.shown
     if one.kinds == (bool,):
         given["is_flag"] = True
@@ -177,12 +158,12 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
         given |= {"cls": ModelOption, "envvar": "CBATCH_MODEL"}
     help = about.help
     if shown is None and "default" not in changes:
-        given["show_default"] = one.default not in (None, False, ()) and not one.is_list
+        given["show_default"] = one.default is not None and one.default is not False and not one.is_list
     elif shown:
         help = f"{help.removesuffix('.')} [default: {shown}]."
     given |= {"help": help} | changes
     made: click.Option = given.pop("cls", click.Option)([*names, one.name], **given)
-    made.group, made.more = about.group, about.more  # type: ignore[attr-defined]
+    made.about = about  # type: ignore[attr-defined]
     return made
 
 
@@ -199,7 +180,7 @@ def _reader(parse: Callable[[Any], Any], default: Any) -> Callable[[click.Contex
     """A callback that reads what was typed."""
 
     def read(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-        if value is None:
+        if value in (None, ()):
             return default
         try:
             return parse(value)
@@ -209,16 +190,20 @@ def _reader(parse: Callable[[Any], Any], default: Any) -> Callable[[click.Contex
     return read
 
 
-def record_options(record: type, *skipped: str, **changes: Mapping[str, Any]) -> Callable[[Command], Command]:
+def record_options(
+    record: type, *skipped: str, is_unset: bool = False, **changes: Mapping[str, Any]
+) -> Callable[[Command], Command]:
     """Adds the options of a record to a command.
 
-    skipped: fields that this command has not
-    changes: attributes of Click's, for a field, that are different for this command
+    skipped:  fields that this command has not
+    is_unset: whether an option that is not given is None, instead of the field's default
+    changes:  attributes of Click's, for a field, that are different for this command
     """
 
     def add(command: Command) -> Command:
         for name, one in reversed(options_of(record).items()):
             if name not in skipped:
+                one = replace(one, default=None) if is_unset else one
                 command = _with_option(command, click_option(one, **changes.get(name, {})))
         return command
 
@@ -236,7 +221,7 @@ def _with_option(command: Command, made: click.Option) -> Command:
 
 def template_kwargs_option() -> Any:
     """The field of a command's record for variables of the chat template."""
-    return field_option(
+    return option(
         make=dict,
         help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
         group="Prompts and tools",
@@ -247,10 +232,10 @@ def template_kwargs_option() -> Any:
 
 def trace_option() -> Any:
     """The field of a command's record for a trace."""
-    return field_option(
+    return option(
         None,
         "Profile some steps and write a Chrome trace, to open in Perfetto.",
-        group="What is told",
+        group="Reports",
         metavar="FILE",
         is_file=True,
     )
@@ -263,70 +248,43 @@ engine_options = partial(record_options, EngineConfig)
 """Adds the engine's options to a command; see `record_options`."""
 
 
-lora_option = option(
+lora_option = click.option(
     "--lora",
     multiple=True,
     cls=JsonListOption,
-    callback=_parse_lora,
+    callback=_reader(_parse_lora, {}),
     metavar="NAME=PATH",
     help="Load a LoRA adapter of PEFT, which requests ask for by its name (repeatable).",
 )
 
-
-def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
-    """Adds the sampling options to a command. A chat refuses some of them (`check_for_chat`); its help hides these.
-
-    What is not given is None, so that it comes from the model.
-    """
-    made = [
-        _sampling_option("--system", metavar="TEXT", help="System message for conversations that have none."),
-        _sampling_option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
-    ]
-    for name in SAMPLING_FIELDS:
-        one = options_of(SamplingParams)[name]
-        many: dict[str, Any] = {"multiple": True, "cls": JsonListOption} if name == "stop" else {}
-        kind = next((kind for kind in (int, float, str) if one.kinds == (kind,)), None)
-        hidden = in_chat and PARAMS[name].only_in_run
-        made.append(click_option(replace(one, default=None), type=kind, hidden=hidden, **many))
-    made += [
-        _sampling_option(
-            "--json-schema",
-            metavar="FILE|JSON",
-            callback=_parse_json_schema,
-            help="Make every output JSON that fits this schema.",
-        ),
-        _sampling_option(
-            "--param",
-            multiple=True,
-            cls=JsonListOption,
-            callback=_parse_params,
-            metavar="NAME=JSON",
-            help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
-        ),
-    ]
-
-    def add(command: Command) -> Command:
-        return reduce(_with_option, reversed(made), command)
-
-    return add
-
-
-def _sampling_option(name: str, cls: type[click.Option] = click.Option, **attributes: Any) -> click.Option:
-    made = cls([name], **attributes)
-    made.group = "Sampling"  # type: ignore[attr-defined]
-    return made
-
-
 SAMPLING_FIELDS = [name for name, param in PARAMS.items() if param.is_option]
 RUN_ONLY_PARAMS = [name for name, param in PARAMS.items() if param.only_in_run]
+
+_sampling = partial(option, group="Sampling")
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherParams:
+    """Options that set sampling parameters under another name."""
+
+    json_schema: dict[str, Any] | None = _sampling(
+        None, "Make every output JSON that fits this schema.", metavar="FILE|JSON", parse=_parse_json_schema
+    )
+    param: dict[str, Any] = _sampling(
+        make=dict,
+        help="Set any other sampling parameter, such as stop_token_ids=[5] (repeatable).",
+        metavar="NAME=JSON",
+        many=True,
+        parse=_parse_params,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """The options of `sampling_options`. `params` holds the sampling parameters that were given, without `seed`."""
 
-    system: str | None = None
-    seed: int = 0
+    system: str | None = _sampling(None, "System message for conversations that have none.", metavar="TEXT")
+    seed: int = _sampling(0, "Seed of all randomness.")
     params: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -348,8 +306,8 @@ class SamplingOptions:
             params = SamplingParams().merged(self.params)
         except RequestError as error:
             name, _, rest = str(error).partition(" ")
-            option = f"--{name.replace('_', '-')}" if name in SAMPLING_FIELDS else f"--param {name}="
-            raise ConfigError(f"{option} {rest}" if name in PARAM_NAMES else str(error)) from error
+            given = f"--{name.replace('_', '-')}" if name in SAMPLING_FIELDS else f"--param {name}="
+            raise ConfigError(f"{given} {rest}" if name in PARAM_NAMES else str(error)) from error
         if params.constraint is not None:
             require_package("llguidance")
 
@@ -360,6 +318,21 @@ class SamplingOptions:
             if self.params.get(name) is not None:
                 advice = "; in a chat, /retry N gives several answers" if name == "n" else ""
                 raise ConfigError(f"--{name.replace('_', '-')} is for cbatch run{advice}.")
+
+
+def sampling_options(*, in_chat: bool = False) -> Callable[[Command], Command]:
+    """Adds the sampling options to a command. A chat refuses some of them (`check_for_chat`); its help hides these.
+
+    A parameter that is not given is None, so that it comes from the model.
+    """
+    others = PARAMS.keys() - SAMPLING_FIELDS
+    hidden = {name: {"hidden": True} for name in RUN_ONLY_PARAMS if in_chat}
+    parts = (
+        record_options(SamplingOptions),
+        record_options(SamplingParams, *others, is_unset=True, **hidden),
+        record_options(_OtherParams),
+    )
+    return lambda command: reduce(lambda made, add: add(made), reversed(parts), command)
 
 
 def engine_config(values: Mapping[str, Any]) -> EngineConfig:

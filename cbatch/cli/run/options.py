@@ -51,7 +51,7 @@ def parse_day(text: str) -> Day:
 
 _input, _rows, _output, _resuming, _answers, _report = (
     partial(option, group=group)
-    for group in ("Input", "Prompts and tools", "Output", "Resuming", "Validated and cached answers", "What is told")
+    for group in ("Input", "Prompts and tools", "Output", "Resuming", "Validated and cached answers", "Reports")
 )
 
 
@@ -75,7 +75,9 @@ class RunOptions:
     check: bool = _input(False, "Only check the input: report bad rows, lengths and KV cache need as JSON.")
     estimate: bool = _input(False, "With --check: try rows for 10 s, and tell what a run would take.")
 
-    output: str = _output("-", "File to write; - is stdout.", names=("-o", "--output"), metavar="OUT", shown="")
+    output: str = _output(
+        "-", "File to write; - is stdout.", names=("-o", "--output"), metavar="OUT", is_file=True, shown=""
+    )
     overwrite: bool = _output(False, "Replace the output file if it is not empty.")
     output_format: OutputForm | None = _output(
         None, "Form of the output.", choices=OUTPUT_FORMS, shown="by the ending of OUT, else jsonl"

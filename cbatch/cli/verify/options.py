@@ -73,7 +73,7 @@ class VerifyOptions:
 
     run: RunOptions
     prompts: str | None = option(
-        None, "The input of the run that made OUT; - is stdin.", group="Comparison", metavar="IN", is_file=True
+        None, "The input of the run that made OUT; - is stdin.", group="Comparison", metavar="IN"
     )
     offline: bool = option(
         False,
