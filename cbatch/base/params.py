@@ -104,7 +104,7 @@ def _optional(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _whole(low: int, high: int | None = None) -> Check:
+def _whole(low: int, high: int | None = None) -> Accepted:
     wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
 
     def check(name: str, value: object) -> int:
@@ -112,10 +112,10 @@ def _whole(low: int, high: int | None = None) -> Check:
             raise _invalid(name, wanted, value)
         return value
 
-    return check
+    return check, f"integer from {low}" if high is None else f"{low} to {high}"
 
 
-def _number(low: float, high: float, *, above: bool = False) -> Check:
+def _number(low: float, high: float, *, above: bool = False) -> Accepted:
     """`above`: whether `low` itself is too low"""
     wanted = f"a number {'above' if above else 'of at least'} {low:g} and at most {high:g}"
 
@@ -125,7 +125,7 @@ def _number(low: float, high: float, *, above: bool = False) -> Check:
             raise _invalid(name, wanted, value)
         return float(value)  # type: ignore[arg-type]
 
-    return check
+    return check, f"above {low:g}, at most {high:g}" if above else f"{low:g} to {high:g}"
 
 
 def _flag(name: str, value: object) -> bool:
@@ -147,12 +147,12 @@ def _adapter(name: str, value: object) -> str:
 
 
 def _top_k(name: str, value: object) -> int:
-    return max(int(_whole(-1, 2**31 - 1)(name, value)), 0)
+    return max(int(_whole(-1, 2**31 - 1)[0](name, value)), 0)
 
 
 def _num_logprobs(name: str, value: object) -> int | None:
     """False is OpenAI's way to ask for none."""
-    return None if value is None or value is False else int(_whole(0, 20)(name, value))
+    return None if value is None or value is False else int(_LOGPROBS[0](name, value))
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
@@ -242,6 +242,9 @@ def _tuple_of(name: str, value: object, kind: type) -> tuple[Any, ...]:
 Check = Callable[[str, Any], Any]
 """Takes the name and the value of a parameter, and returns the value as it is held. Raises RequestError."""
 
+Accepted = tuple[Check, str]
+"""A check, and the type and range that it accepts, for people."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param(Option):
@@ -264,8 +267,8 @@ class Param(Option):
     only_in_run: bool = False
 
 
-def _param(default: Any, kind: tuple[Check, str], help: str, more: str = "", **about: Any) -> Any:
-    check, wanted = kind
+def _param(default: Any, accepted: Accepted, help: str, more: str = "", **about: Any) -> Any:
+    check, wanted = accepted
     param = Param(help=help, more=more, check=check, wanted=wanted, group="Sampling", **about)
     return field(default=default, metadata={"option": param})
 
@@ -275,7 +278,8 @@ _RUN: Any = {"is_option": True, "only_in_run": True}
 _FLAG = _flag, "true or false"
 _TEXTS = _few_texts, f"string or list, at most {MAX_STRINGS:,}"
 _IDS = _ids, "token id or list"
-_K = _num_logprobs, "0 to 20"
+_LOGPROBS = _whole(0, 20)
+_K = _num_logprobs, _LOGPROBS[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +294,7 @@ class SamplingParams:
 
     max_tokens: int | None = _param(
         512,
-        (lambda name, value: value, "integer from 1"),  # `__post_init__` checks it
+        (lambda name, value: value, _whole(1)[1]),  # `__post_init__` checks it
         "Most tokens to generate.",
         "Fewer if context or cache are full. None: up to the end of the context. 0 is allowed with `prompt_logprobs` "
         "or `echo`: nothing is generated.",
@@ -298,7 +302,7 @@ class SamplingParams:
     )
     min_tokens: int = _param(
         0,
-        (_whole(0), "integer from 0"),
+        _whole(0),
         "Fewest tokens to generate.",
         "End tokens and stop strings do not end the output before.",
         changes_logits=True,
@@ -306,14 +310,14 @@ class SamplingParams:
     )
     n: int = _param(
         1,
-        (_whole(1, 128), "1 to 128"),
+        _whole(1, 128),
         "Number of outputs for each prompt.",
         "They share the work of their prompt; each has randomness of its own.",
         **_RUN,
     )
     temperature: float = _param(
         0.0,
-        (_number(0, MAX_TEMPERATURE), f"0 to {MAX_TEMPERATURE:g}"),
+        _number(0, MAX_TEMPERATURE),
         "Sampling temperature; 0 always takes the likeliest token.",
         "1 samples from the model's own distribution.",
         **_COMMON,
@@ -328,28 +332,28 @@ class SamplingParams:
     )
     top_p: float = _param(
         1.0,
-        (_number(0, 1, above=True), "above 0, at most 1"),
+        _number(0, 1, above=True),
         "Sample from the likeliest tokens whose probabilities add up to this.",
         filters="kernels",
         **_COMMON,
     )
     min_p: float = _param(
         0.0,
-        (_number(0, 1), "0 to 1"),
+        _number(0, 1),
         "Drop tokens whose probability is below this fraction of the likeliest token's.",
         filters="kernels",
         **_COMMON,
     )
     top_n_sigma: float = _param(
         0.0,
-        (_number(0, 100), "0 to 100"),
+        _number(0, 100),
         "Keep tokens whose logit is at most this many standard deviations of the logits below the largest.",
         "0 keeps all. It comes before `top_k` ([top-nσ](https://arxiv.org/abs/2411.07641)).",
         filters="torch",
     )
     seed: int | None = _param(
         None,
-        (_optional(_whole(-(2**63), 2**64 - 1)), "64-bit integer"),
+        (_optional(_whole(-(2**63), 2**64 - 1)[0]), "64-bit integer"),
         "Seed of the request's randomness.",
         "None: made of the seed of the run and the row's `id`, or its place if it has none (`derive_seed`).",
     )
@@ -366,7 +370,7 @@ class SamplingParams:
     ignore_eos: bool = _param(False, _FLAG, "Continue after end tokens.", "Up to `max_tokens`.", **_COMMON)
     presence_penalty: float = _param(
         0.0,
-        (_number(-2, 2), "-2 to 2"),
+        _number(-2, 2),
         "Penalize tokens that were generated before.",
         "Subtracted once from their logits.",
         changes_logits=True,
@@ -374,7 +378,7 @@ class SamplingParams:
     )
     frequency_penalty: float = _param(
         0.0,
-        (_number(-2, 2), "-2 to 2"),
+        _number(-2, 2),
         "Penalize tokens by how often they were generated.",
         "Subtracted from the logit each time.",
         changes_logits=True,
@@ -382,7 +386,7 @@ class SamplingParams:
     )
     repetition_penalty: float = _param(
         1.0,
-        (_number(0.01, 100), "0.01 to 100"),
+        _number(0.01, 100),
         "Penalize tokens that are in the prompt or the output; 1 is no penalty.",
         "Divides positive logits and multiplies negative ones ([CTRL](https://arxiv.org/abs/1909.05858)).",
         changes_logits=True,
@@ -450,7 +454,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         scores = self.prompt_logprobs is not None or self.echo is True
-        _optional(_whole(0 if scores else 1))("max_tokens", self.max_tokens)
+        _optional(_whole(0 if scores else 1)[0])("max_tokens", self.max_tokens)
         for name, info in PARAMS.items():
             object.__setattr__(self, name, info.check(name, getattr(self, name)))
         if self.max_tokens == 0 and self.n != 1:
