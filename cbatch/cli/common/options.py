@@ -137,7 +137,7 @@ def click_option(one: OptionField, **changes: Any) -> click.Option:
     """
     about, names = one.about, list(one.about.names or (one.dashed,))
     given: dict[str, Any] = {"default": one.default, "metavar": about.metavar}
-    shown = about.shown
+    shown = None if "default" in changes else about.shown
     if one.kinds == (bool,):
         given["is_flag"] = True
         if one.default is not False:

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 @click.command("verify", cls=ConfiguredCommand)
 @click.argument("output", metavar="OUT")
 @record_options(VerifyOptions)
-@record_options(RunOptions, *(options_of(RunOptions).keys() - ROW_OPTIONS))
+@record_options(
+    RunOptions,
+    *(options_of(RunOptions).keys() - ROW_OPTIONS),
+    verbose={"help": "Print more about the engine."},
+)
 @sampling_options()
 @engine_options("prefix_cache")
 @preset_option

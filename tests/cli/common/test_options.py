@@ -20,6 +20,7 @@ from cbatch.cli.common.options import SAMPLING_FIELDS, engine_config, make_optio
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.cli.run.command import run
 from cbatch.cli.run.options import RunOptions
+from cbatch.cli.verify.command import verify
 
 ENGINE_FIELDS = tuple(option.options_of(EngineConfig))
 REPLICA_FIELDS = tuple(option.options_of(ReplicaOptions))
@@ -115,3 +116,11 @@ def test_the_environment_sets_the_target(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CBATCH_RUN_TARGET_STEP_MS", "35")
     assert options_of(run)["target_step_ms"] == 35.0
     assert options_of(run, "--target-step-ms", "none")["target_step_ms"] is None
+
+
+def test_help_tells_one_default_of_an_option() -> None:
+    """Guards the help of a command whose default differs from that of the record: not both are shown."""
+    for command in (run, chat, bench, verify):
+        context = click.Context(command, info_name=command.name)
+        records = [parameter.get_help_record(context) for parameter in command.params]
+        assert [name for name, text in filter(None, records) if text.count("default:") > 1] == []
