@@ -17,7 +17,7 @@ DEVICE_VARIABLE = "CBATCH_DEVICE"
 """The environment variable that says what `auto` is."""
 
 CPU_CACHE_SHARE = "25%"
-"""What the KV cache takes of free memory if nothing is said, where the device works in the memory of the host."""
+"""The share of free memory that the KV cache takes by default, where the device works in the memory of the host."""
 
 FLOAT_TYPES = ("auto", "float32", "bfloat16", "float16")
 
