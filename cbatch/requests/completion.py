@@ -293,6 +293,7 @@ class Completion(Mapping[str, Any]):
             return fields | {"error": _error_fields(self.error), "key": self.key}
         choices = [
             self._choice_fields(choice)
+            | columns.fields("of_output", self._columns, choice)
             | ({"logprobs": {"content": _tokens(choice.logprobs)}} if choice.logprobs is not None else {})
             for choice in self.choices
         ]
@@ -362,7 +363,7 @@ class Completion(Mapping[str, Any]):
             fields["tool_calls"] = [call.to_dict() for call in choice.tool_calls]
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason
-        return fields | columns.fields("of_output", self._columns, choice)
+        return fields
 
     def _scores(self) -> dict[str, Any]:
         """The log-probabilities of the prompt's tokens, and their sum."""
