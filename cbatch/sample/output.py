@@ -26,7 +26,7 @@ from cbatch.runtime.batch import InFlightTokens, Logits
 from cbatch.runtime.transfer import HostCopy, to_device
 from cbatch.sample.processors import Processors
 from cbatch.sample.row_masks import RowMasks
-from cbatch.sample.sampler import TORCH_FILTERS, SampledTokens, Sampler, pack_sampling_params
+from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params, rows_for_torch
 from cbatch.sample.structured.masks import Place, TokenMasks
 from cbatch.schedule.output import SchedulerOutput, StepResult
 from cbatch.schedule.sequence import TokenSequence
@@ -136,11 +136,8 @@ def sampling_params(scheduled: SchedulerOutput) -> NDArray[np.int32] | None:
 
     The tokens before need not be known.
     """
-    chunks = scheduled.to_sample
-    sequences = [chunk.sequence for chunk in chunks]
-    if any(
-        one.changes_logits or one.grammar_state is not None or one.params.asks_for(TORCH_FILTERS) for one in sequences
-    ):
+    sequences = [chunk.sequence for chunk in scheduled.to_sample]
+    if any(one.changes_logits or one.grammar_state is not None for one in sequences) or rows_for_torch(sequences):
         return None
     return pack_sampling_params(*_sampled_rows(scheduled))
 

@@ -187,7 +187,7 @@ class Sampler:
             tokens, largest = argmax
             if drawn:
                 tokens = tokens.copy()
-                in_torch = _rows_for_torch(sequences)
+                in_torch = rows_for_torch(sequences)
                 if fused := [row for row in drawn if row not in in_torch]:
                     tokens[fused] = _draw_on_host(logits, fused, _picked(fused, sequences, positions))
                 if in_torch:
@@ -207,7 +207,7 @@ class Sampler:
         (words,) = to_device([packed], logits.device)
         logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
         tokens, largest = self.sample_on_device(logits, words, masks=sets)
-        if in_torch := _rows_for_torch(sequences):
+        if in_torch := rows_for_torch(sequences):
             _redraw(tokens, logits if masks is None else masks.apply(logits), in_torch, sequences, positions)
         return SampledTokens(tokens, largest)
 
@@ -237,9 +237,9 @@ class Sampler:
         return SampledOnDevice(tokens, largest)
 
 
-def _rows_for_torch(sequences: Sequence[TokenSequence]) -> list[int]:
+def rows_for_torch(sequences: Sequence[TokenSequence]) -> list[int]:
     """Rows that are sampled at random with a filter that the kernels do not have."""
-    return [row for row, one in enumerate(sequences) if one.params.asks_for(TORCH_FILTERS) and not one.params.greedy]
+    return [row for row, one in enumerate(sequences) if not one.params.greedy and one.params.asks_for(TORCH_FILTERS)]
 
 
 def _picked(

@@ -250,7 +250,6 @@ def test_a_filter_that_no_kernel_has_is_applied_in_torch(monkeypatch: pytest.Mon
     positions = [len(sequence.token_ids) for sequence in sequences]
     expected = Sampler(CPU).sample(logits, sequences, positions).get()[0]
     monkeypatch.setattr("cbatch.sample.sampler.TORCH_FILTERS", ("min_p",))
-    monkeypatch.setattr("cbatch.sample.output.TORCH_FILTERS", ("min_p",))
     assert Sampler(CPU).sample(logits, sequences, positions).get()[0] == expected
 
     def kernel(logits: Any, words: Any, tokens: torch.Tensor, largest: torch.Tensor, masks: Any) -> None:
