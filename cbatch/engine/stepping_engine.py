@@ -21,6 +21,7 @@ from cbatch.base.units import format_bytes, format_count
 from cbatch.engine.fallback import choose_execution, configured_backends, configured_model
 from cbatch.engine.kv_cache_sizing import make_runner
 from cbatch.engine.loop import StepLoop
+from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import EngineStats
 from cbatch.model.base import Model
 from cbatch.model.checkpoint import check_adapters
@@ -76,29 +77,17 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         if config.activations == "fp8":
             tell_float8(model)
         execution = choose_execution(config, model)
-        model, self.device = execution.model, model.device
         if adapters:
-            model = model.with_adapters(adapters)
+            execution = replace(execution, model=execution.model.with_adapters(adapters))
+        model, self.device = execution.model, model.device
         self._adapters = {adapter.name: adapter.fingerprint() for adapter in adapters}
         self._adapter_parameters = sum(adapter.num_parameters for adapter in adapters)
         seqs, tokens = (256, 2048) if is_accelerator(self.device) else (32, 512)
         limits = StepLimits(config.max_seqs or seqs, config.max_batch_tokens or tokens, execution.graphs)
-        runner = make_runner(config, replace(execution, model=model), limits)
+        runner = make_runner(config, execution, limits)
         self._fallback = " ".join(filter(None, (execution.fallback, runner.graph_problem)))
-        self._kv_bytes_per_token = sum(layer.bytes_per_token(runner.kv_dtype) for layer in model.layers)
-        pool, state_pool = BlockPool(runner.num_blocks, config.block_size), runner.state_pool
-        self._state_slots, self._state_bytes = (
-            (0, 0) if state_pool is None else (state_pool.num_slots, state_pool.slot_bytes)
-        )
-        scheduler = Scheduler(
-            pool,
-            limits,
-            model.max_model_len,
-            prefix_cache=config.prefix_cache,
-            state_slots=StateSlots(self._state_slots) if self._state_slots else None,
-            chunk_multiple=model.chunk_multiple,
-            speculate=_speculation(config, model),
-        )
+        scheduler = _make_scheduler(config, runner, limits)
+        self._limits = _limits_of(scheduler, runner)
         overlap = pins_memory(self.device) if config.run_ahead is None else config.run_ahead
         super().__init__(scheduler, runner, execution.sampler, step_time, overlap=overlap)
         self._constraint_compiler = ConstraintCompiler(self.tokenizer, model.vocab_size) if self.tokenizer else None
@@ -127,17 +116,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
     @property
     def limits(self) -> EngineLimits:
         """How long sequences can get, and how much the engine takes at once."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return EngineLimits(
-            max_seqs=scheduler.max_seqs,
-            max_batch_tokens=scheduler.max_batch_tokens,
-            max_model_len=scheduler.sequence_limits.context,
-            block_size=pool.block_size,
-            num_blocks=pool.num_blocks,
-            kv_bytes_per_token=self._kv_bytes_per_token,
-            state_slots=self._state_slots,
-            state_bytes=self._state_bytes,
-        )
+        now = self.scheduler
+        return replace(self._limits, max_seqs=now.max_seqs, max_batch_tokens=now.max_batch_tokens)
 
     @property
     def attention(self) -> str:
@@ -456,6 +436,33 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             wrong = next(token for token in token_ids if not 0 <= token < vocabulary)
             shown = wrong if wrong.bit_length() < 100 else "that has so many digits"
             raise RequestError("invalid_row", f"{what} {shown} is not in the model's vocabulary of {vocabulary}.")
+
+
+def _make_scheduler(config: EngineConfig, runner: ModelRunner, limits: StepLimits) -> Scheduler:
+    model, state_pool = runner.model, runner.state_pool
+    return Scheduler(
+        BlockPool(runner.num_blocks, config.block_size),
+        limits,
+        model.max_model_len,
+        prefix_cache=config.prefix_cache,
+        state_slots=StateSlots(state_pool.num_slots) if state_pool is not None else None,
+        chunk_multiple=model.chunk_multiple,
+        speculate=_speculation(config, model),
+    )
+
+
+def _limits_of(scheduler: Scheduler, runner: ModelRunner) -> EngineLimits:
+    pool, state_pool = scheduler.pool, runner.state_pool
+    return EngineLimits(
+        max_seqs=scheduler.max_seqs,
+        max_batch_tokens=scheduler.max_batch_tokens,
+        max_model_len=scheduler.sequence_limits.context,
+        block_size=pool.block_size,
+        num_blocks=pool.num_blocks,
+        kv_bytes_per_token=sum(layer.bytes_per_token(runner.kv_dtype) for layer in runner.model.layers),
+        state_slots=state_pool.num_slots if state_pool is not None else 0,
+        state_bytes=state_pool.slot_bytes if state_pool is not None else 0,
+    )
 
 
 def _speculation(config: EngineConfig, model: Model) -> int | Literal["auto", "off"]:
