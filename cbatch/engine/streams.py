@@ -31,7 +31,7 @@ class RequestGroup:
         self._thread = thread
         self._submitted: set[Request] = set()
         self._failure: BaseException | None = None
-        """What kept an event from being taken, after which its request may never end."""
+        """The error that kept an event from being taken, after which its request may never end."""
         self.num_unread = 0
         """Requests whose completion was not read."""
 
@@ -230,7 +230,6 @@ class AsyncStream(AsyncIterator[StreamEvent], AbstractAsyncContextManager["Async
         self._encode = encode
         self._reading = asyncio.Lock()
         self._mailbox: Mailbox | None = None
-
         self._is_closed = False
 
     async def __anext__(self) -> StreamEvent:
