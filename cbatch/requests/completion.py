@@ -244,7 +244,7 @@ class Completion(Mapping[str, Any]):
             fields["extra"] = {
                 name: deepcopy(value) if isinstance(value, list | dict) else value for name, value in self.extra.items()
             }
-        return fields | columns.fields("of_row", {*self._columns, "timings"} if timings else self._columns, self)
+        return fields | columns.fields("of_row", [*self._columns, "timings"] if timings else self._columns, self)
 
     @cached_property
     def _mapping(self) -> dict[str, Any]:
