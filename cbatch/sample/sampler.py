@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.base.params import DEFAULT_PARAMS, PARAMS
+from cbatch.base.params import PARAMS
 from cbatch.runtime.batch import Argmax, SampledOnDevice
 from cbatch.runtime.cpu import num_threads
 from cbatch.runtime.device import is_nvidia
@@ -81,8 +81,8 @@ def pack_sampling_params(sequences: Sequence[TokenSequence], positions: Sequence
     positions: [R], at which place of its sequence each token will be. That is the `stop` of the chunk that it follows,
                so a step can be packed before the tokens of the previous one are known.
 
-    `SamplingMetadata.build` and the Triton kernels read these by their number; filters that the kernels do not have are
-    not among them. Words that are all 0 are a greedy row.
+    `SamplingMetadata.build`, `_draw_on_host` and the Triton kernels read these by their number; filters that the
+    kernels do not have are not among them. Words that are all 0 are a greedy row.
     """
     if all(sequence.params.greedy for sequence in sequences):
         return np.zeros((len(sequences), PARAM_WORDS), np.int32)
@@ -189,7 +189,7 @@ class Sampler:
                 tokens = tokens.copy()
                 in_torch = rows_for_torch(sequences)
                 if fused := [row for row in drawn if row not in in_torch]:
-                    tokens[fused] = _draw_on_host(logits, fused, _picked(fused, sequences, positions))
+                    tokens[fused] = _draw_on_host(logits, fused, sequences, positions)
                 if in_torch:
                     tokens[in_torch] = _draw(logits[in_torch], _picked(in_torch, sequences, positions)).numpy()
             return SampledTokens(tokens, largest)
@@ -256,29 +256,27 @@ def _redraw(
     tokens[there] = _draw(logits[there].float(), _picked(rows, sequences, positions, logits.device))
 
 
-def _draw_on_host(logits: Tensor, rows: list[int], draw: SamplingMetadata) -> NDArray[np.int64]:
+def _draw_on_host(
+    logits: Tensor, rows: list[int], sequences: Sequence[TokenSequence], positions: Sequence[int]
+) -> NDArray[np.int64]:
     try:
         from cbatch.kernels.cpu.sampling import DrawParams, draw_tokens
         from cbatch.kernels.cpu.thread_pool import shared_thread_pool
     except ImportError:  # numba does not support every Python
-        return _draw(logits[rows], draw).numpy()
+        return _draw(logits[rows], _picked(rows, sequences, positions)).numpy()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     stride, vocabulary = logits.stride(0), logits.shape[1]
     flat = logits.detach().as_strided(((len(logits) - 1) * stride + vocabulary,), (1,)).numpy()
-
-    def values(name: str) -> NDArray[np.float32]:
-        if name in draw.filters:
-            return draw.filters[name].numpy()[:, 0]
-        return np.full(len(rows), getattr(DEFAULT_PARAMS, name), np.float32)
-
+    words = pack_sampling_params([sequences[row] for row in rows], [positions[row] for row in rows])
+    temperature, top_p, min_p = np.ascontiguousarray(words.T[:3]).view(np.float32)
     rules = DrawParams(
         np.array(rows, np.int64) * stride,
-        draw.temperature.numpy(),
-        values("top_k").astype(np.int64),
-        values("top_p"),
-        values("min_p"),
-        draw.keys.numpy().astype(np.uint32),
+        temperature,
+        words[:, 3].astype(np.int64),
+        top_p,
+        min_p,
+        np.ascontiguousarray(words[:, 4:6]).view(np.uint32),
     )
     return draw_tokens(shared_thread_pool(num_threads()), flat, vocabulary, rules)
 
