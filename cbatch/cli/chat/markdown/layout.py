@@ -22,6 +22,7 @@ from cbatch.cli.chat.markdown.lines import (
     cells,
     split_long_line,
     wrap,
+    wrap_line,
 )
 from cbatch.cli.chat.markdown.parser import PARSER
 from cbatch.cli.common.console import safe
@@ -122,8 +123,8 @@ class MarkdownLayout:
         if self._rest[self._num_open - 1 : self._num_open] == "\n":
             before, last = self._open, []
         first, *others = text.expandtabs(4).split("\n")
-        lines = [[*last, (style, first)], *([(style, line)] for line in others)]
-        return before + [part for line in lines for part in wrap(line, self._width, at_words=at_words)]
+        lines = before + wrap([*last, (style, first)], self._width, at_words=at_words)
+        return lines + [part for line in others for part in wrap_line(line, self._width, style, at_words=at_words)]
 
 
 class Row(NamedTuple):
@@ -364,18 +365,23 @@ def _code_block(token: Token, width: int) -> list[StyledLine]:
 
 def _code_lines(code: str, language: str, width: int) -> list[StyledLine]:
     """Lines of complete code in colours."""
-    coloured: list[StyledLine] = []
+    lines: list[StyledLine] = []
     chunk: list[str] = []
     size = 0
     for line in code.split("\n"):
         starts_paragraph = line[:1].strip() and chunk and not chunk[-1].strip()
         if size >= 2 * CODE_CHUNK or (size >= CODE_CHUNK and starts_paragraph):
-            coloured += _coloured("\n".join(chunk), language)
+            lines += _chunk_lines("\n".join(chunk), language, width)
             chunk, size = [], 0
         chunk.append(line)
         size += len(line) + 1
-    coloured += _coloured("\n".join(chunk), language)
-    return [row for line in coloured for row in wrap(line, width, at_words=False)]
+    return lines + _chunk_lines("\n".join(chunk), language, width)
+
+
+@lru_cache(maxsize=64)
+def _chunk_lines(code: str, language: str, width: int) -> list[StyledLine]:
+    """Do not change them: they are cached."""
+    return [row for line in _coloured(code, language) for row in wrap(line, width, at_words=False)]
 
 
 @lru_cache(maxsize=64)

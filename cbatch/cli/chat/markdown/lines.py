@@ -39,16 +39,16 @@ def wrap_plain(text: str, width: int, style: str = "", *, first: str = "") -> li
     """Wraps a text without Markdown. `first` stands before its first line; the others are indented then."""
     inner = max(width - get_cwidth(first), 1)
     parts = (part for line in text.split("\n") for part in split_long_line(line))
-    lines = [line for part in parts for line in _wrapped(part, inner, style)]
+    lines = [line for part in parts for line in wrap_line(part, inner, style)]
     if not first:
         return lines
     return [[(style, "  " if number else first), *line] for number, line in enumerate(lines)]
 
 
 @lru_cache(maxsize=4096)
-def _wrapped(text: str, width: int, style: str) -> list[StyledLine]:
-    """Cached, because a long text is drawn again with every token."""
-    return wrap([(style, safe(text).expandtabs(4))], width)
+def wrap_line(text: str, width: int, style: str, *, at_words: bool = True) -> list[StyledLine]:
+    """Wraps one line in one style. Cached, because a long text is drawn again with every token: do not change them."""
+    return wrap([(style, safe(text).expandtabs(4))], width, at_words=at_words)
 
 
 def side_by_side(columns: list[list[StyledLine]], width: int) -> list[StyledLine]:
@@ -69,8 +69,7 @@ def wrap(fragments: Iterable[Fragment], width: int, *, at_words: bool = True) ->
     lines: list[StyledLine] = [[]]
     used = 0
     for word in _words(fragments) if at_words else [list(fragments)]:
-        size = cells(word)
-        if at_words and used + size > width and size <= width:
+        if at_words and used + (size := cells(word)) > width and size <= width:
             if word[0][1].isspace():
                 continue  # invisible at the end of a line
             lines.append([])
