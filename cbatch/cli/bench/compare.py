@@ -63,17 +63,11 @@ def measure_comparison(options: BenchOptions, on_progress: OnProgress) -> result
 
     found: list[results.AnyResult] = [judged(name, strategies[name].title, rounds) for name, rounds in runs.items()]
     for name in options.peer:
-        # Only here, because it loads the model once more, with transformers.
-        setup = PeerSetup(experiment.loaded.network, work, experiment.slots, limits.max_batch_tokens)
-        peer_runs: list[MeasuredRun] = []
         try:
-            for number in range(options.rounds):
-                on_progress(f"round {number + 1} of {options.rounds}: {name}")
-                peer_runs.append(MeasuredRun(*run_peer(name, setup)))
+            peer_runs = measure_peer(name, experiment, limits.max_batch_tokens, options.rounds, on_progress)
+            found.append(judged(name, name, peer_runs))
         except PeerError as error:
             found.append(results.FailedPeer(name, str(error)))
-        else:
-            found.append(judged(name, name, peer_runs))
     techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
     if options.replicas.are_given:
         del experiment, engine  # the first replica may need the memory that the weights take here
@@ -113,9 +107,19 @@ def make_workload(options: BenchOptions, engine: Engine, skew: float | None) -> 
     return synthetic_workload(options.requests, *options.lengths, vocabulary, context, options.seed)
 
 
-def measure_replicas(
-    options: BenchOptions, work: Workload, on_progress: Callable[[str], None]
-) -> tuple[list[MeasuredRun], int]:
+def measure_peer(
+    name: str, experiment: Experiment, max_batch_tokens: int, rounds: int, on_progress: OnProgress
+) -> list[MeasuredRun]:
+    """Does the work with a peer, which loads the model once more. Raises PeerError if it does not get through."""
+    setup = PeerSetup(experiment.loaded.network, experiment.work, experiment.slots, max_batch_tokens)
+    runs = []
+    for number in range(rounds):
+        on_progress(f"round {number + 1} of {rounds}: {name}")
+        runs.append(MeasuredRun(*run_peer(name, setup)))
+    return runs
+
+
+def measure_replicas(options: BenchOptions, work: Workload, on_progress: OnProgress) -> tuple[list[MeasuredRun], int]:
     """Does the work on new replicas, once for each round after a warm-up of all of them.
 
     Returns the runs and the number of replicas. Raises ConfigError.
