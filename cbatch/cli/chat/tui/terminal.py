@@ -82,6 +82,17 @@ class ChatApplication(Application[None]):
         """The library sets a default, which does not matter here."""
 
 
+class ChatKeys(KeyBindings):
+    """Keys, and what they do."""
+
+    def bind(self, keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
+        """Keys that follow one another stand with blanks between them."""
+
+        @self.add(*keys.split(), filter=when)
+        def _(event: KeyPressEvent) -> None:
+            action()
+
+
 class Terminal(CommandUI):
     """Shows the sessions of a controller, and carries out what is typed."""
 
@@ -234,14 +245,10 @@ class Terminal(CommandUI):
     def _make_key_bindings(self) -> KeyBindings:
         """The chat's own keys, which go before those of an Emacs-like or vi-like line editor."""
         controller, line, view = self.controller, self._line, self._view
-        bindings = KeyBindings()
+        bindings = ChatKeys()
+        bind = bindings.bind
         typing = has_focus(line) & ~is_searching
         on_empty_line = typing & Condition(lambda: not line.text)
-
-        def bind(keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
-            @bindings.add(*keys.split(), filter=when)
-            def _(event: KeyPressEvent) -> None:
-                action()
 
         @bindings.add(Keys.BracketedPaste, filter=typing)
         def _(event: KeyPressEvent) -> None:
@@ -264,7 +271,13 @@ class Terminal(CommandUI):
         bind("escape right", lambda: controller.switch_by(1))
         for index in range(9):
             bind(f"escape {index + 1}", partial(controller.switch_to, index))
-        is_asking = on_empty_line & Condition(lambda: controller.current.asking is not None)
+        self._bind_answers(bindings, on_empty_line)
+        return bindings
+
+    def _bind_answers(self, bindings: ChatKeys, on_empty_line: Filter) -> None:
+        """The keys that say whether a call may run, and which of several replies to keep."""
+        bind = bindings.bind
+        is_asking = on_empty_line & Condition(lambda: self.controller.current.asking is not None)
         for key, answer in {"y": (True, False), "a": (True, True), "n": (False, False)}.items():
             bind(key, partial(self._answer_call, *answer), is_asking)
         picking = on_empty_line & Condition(lambda: self._undecided is not None)
@@ -278,7 +291,6 @@ class Terminal(CommandUI):
 
         for number in range(10):
             bind(str(number), partial(self._pick, number), on_empty_line & Condition(partial(offers, number)))
-        return bindings
 
     def _answer_call(self, is_allowed: bool, always: bool) -> None:
         self.controller.answer_call(self.controller.current, is_allowed=is_allowed, always=always)
