@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,16 +54,16 @@ def parse_parameter(name: str, text: str) -> dict[str, Any]:
 ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "command", "model"]
 
 
-class CommandUI:
+class CommandUI(ABC):
     """The terminal that commands were typed on. A request that it cannot meet raises UserError."""
 
+    @abstractmethod
     def exit(self) -> None:
         """Ends the chat."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_input(self, text: str) -> None:
         """Replaces the text in the input line."""
-        raise NotImplementedError
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         """Opens a text in the user's editor. Calls `then` with the result if the user changed it."""
