@@ -28,7 +28,7 @@ from cbatch.batch.lines import Line, RowOptions
 from cbatch.replicas.connection import ReplicaConnection
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import LocalLauncher, find_places
-from scripts.benchmarks.harness import Report, at_least_one, by_turns
+from scripts.benchmarks.harness import Report, at_least_one, by_turns, median_by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, report: Report) -> int:
         logging.getLogger("cbatch").setLevel(logging.ERROR)  # the deaths are meant
         deaths = [kill_one(driver, launcher, lines) for _ in range(options.deaths)]
     if deaths:
-        middle = {name: median(one[name] for one in deaths) for name in deaths[0]}
+        middle = median_by_name(deaths)
         report.line(
             f"killed with {middle['rows_held']:.0f} rows: the first of them run elsewhere after "
             f"{1000 * middle['first_given_s']:,.0f} ms, all are finished after {middle['all_finished_s']:.2f} s; the "
