@@ -96,7 +96,7 @@ class Work:
 
 
 RIVALS = {"generate": "step", "agenerate": "step", "stream": "step_and_read", "astream": "step_and_read"}
-"""What each way of the shared engine is compared with."""
+"""The ways of stepping that those of the shared engine are compared with."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

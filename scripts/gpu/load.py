@@ -27,7 +27,7 @@ from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
 
 SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
-"""What each user is promised: the first token within half a second, and fifty tokens per second from then on."""
+"""The promise to each user: the first token within half a second, and fifty tokens per second from then on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from tests.support.model_checks import (
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 VERSIONS = re.compile(r"transformers \S+, torch \S+: [^.]+\.")
 ROWS = re.compile(r"(?<=\| result \| model types \|\n\|---\|---\|\n).*", re.DOTALL)
-"""What is written; the rest of the page is by hand."""
+"""The part that is written; the rest of the page is by hand."""
 
 
 def scenarios_and_faults(network: Any, engine: SteppingEngine) -> list[str]:

@@ -17,7 +17,7 @@ PADDING = 256
 """llama.cpp makes contexts of multiples of this many tokens."""
 
 FAMILIES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-"""What llama.cpp calls a model type."""
+"""The names that llama.cpp has for model types."""
 
 
 QUANTIZED = {"int8": "Q8_0", "int4": "Q4_0"}

@@ -21,7 +21,7 @@ INT4 = ["--sym", "--group-size", "128", "--group-size-fallback", "adjust", "--ra
 """All matrices but the embedding and the head, which get int8."""
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
-"""What it computes in; in float32 where the processor has no instructions for bfloat16, which it refuses then."""
+"""The types it computes in: float32 where the processor has no instructions for bfloat16, which it refuses then."""
 
 
 def prepare(job: PeerJob) -> None:

@@ -10,7 +10,7 @@ import pytest
 from cbatch.cli.main import run_command
 
 NO_MODEL = ["-m", "/no/such/model"]
-"""What is told of this is told too late."""
+"""Whatever is told of this is told too late."""
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from cbatch.cli.common.options import RUN_ONLY_PARAMS
 from cbatch.requests.param_names import own_params
 
 SETTABLE = ("seed", *(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS)))
-"""What `/set` knows."""
+"""The parameters that `/set` knows."""
 
 
 def parse_parameter(name: str, text: str) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def parse_number(text: str, low: int, high: int) -> int:
 
 
 _LAST_NAME = re.compile(r"""(?:\\.|'[^']*'?|"[^"]*"?|[^\s\\'"])*\\?$""")
-"""What a shell would take as the last, unfinished word."""
+"""The part of a line that a shell would take as the last, unfinished word."""
 
 _ESCAPED = re.compile(r"\\(.)")
 

@@ -13,7 +13,7 @@ from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models
 
 DEMO_NAME = "the bundled demo model"
-"""What the model without a name is called."""
+"""The name of the model that has none."""
 
 THINK_VARIABLES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn thinking on and off."""
