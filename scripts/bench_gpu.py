@@ -245,11 +245,12 @@ def quantization(options: argparse.Namespace) -> Any:
     return Quantization(options.quantize) if options.quantize else None
 
 
-def setup_of(name: str, config: Any, device: Any, options: argparse.Namespace) -> Any:
+def setup_of(name: str, config: Any, device: Any, options: argparse.Namespace, *, fast_on_cpu: bool = False) -> Any:
     from scripts.benchmarks.models import load_random
     from scripts.gpu.runs import Setup
 
-    loaded = load_random(name, config, device, fast_path=device.type == "cuda", quantize=quantization(options))
+    fast_path = fast_on_cpu or device.type == "cuda"
+    loaded = load_random(name, config, device, fast_path=fast_path, quantize=quantization(options))
     return Setup(name, loaded, options.max_seqs, options.max_batch_tokens, options.rates)
 
 
@@ -281,11 +282,9 @@ def model_lines(name: str, config: Any, device: Any, options: argparse.Namespace
 
 def deterministic_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
     """Whole runs of one model with and without `--deterministic`."""
-    from scripts.benchmarks.models import load_random
     from scripts.gpu import deterministic, runs
 
-    loaded = load_random(name, config, device, quantize=quantization(options))
-    setup = runs.Setup(name, loaded, options.max_seqs, options.max_batch_tokens, options.rates)
+    setup = setup_of(name, config, device, options, fast_on_cpu=True)
     requests, low, high = (6, 4, 16) if options.tiny else (options.requests, 100, 1024)
     work = runs.work_of(requests, low, high, config["vocab_size"], config["max_position_embeddings"])
     yield from deterministic.deterministic_lines(setup, work, 2 if options.tiny else 16)
@@ -293,12 +292,10 @@ def deterministic_lines(name: str, config: Any, device: Any, options: argparse.N
 
 def load_lines(name: str, config: Any, device: Any, options: argparse.Namespace) -> Iterator[Any]:
     """One model under load."""
-    from scripts.benchmarks.models import load_random
     from scripts.gpu import load
 
-    sizes = load.TINY if options.tiny else load.FULL
-    loaded = load_random(name, config, device, fast_path=device.type == "cuda", quantize=quantization(options))
-    yield from load.load_lines(name, loaded, device, options.max_seqs, options.max_batch_tokens, sizes)
+    setup = setup_of(name, config, device, options)
+    yield from load.load_lines(setup, load.TINY if options.tiny else load.FULL)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-import torch
-
 from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
@@ -21,10 +19,10 @@ from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, run_load
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from cbatch.model.loader import LoadedModel
 from cbatch.runtime.tracing import StepTracer
 from scripts.benchmarks import long_prompt
 from scripts.gpu.idle import StepEvents, event_maker, gap_share
+from scripts.gpu.runs import Setup
 
 SLO_TARGET = SLO(ttft_s=0.5, tps=50.0)
 """The promise to each user: the first token within half a second, and fifty tokens per second from then on."""
@@ -151,19 +149,16 @@ TARGET_MS = 0.9e3 / SLO_TARGET.tps
 """Target of a step while users are served: a little less than what a user may wait for a token."""
 
 
-def make_engine(
-    loaded: LoadedModel,
-    device: torch.device,
-    max_seqs: int,
-    max_batch_tokens: int,
-    *,
-    ahead: bool = True,
-    target: float | None = None,
-) -> SteppingEngine:
+def make_engine(setup: Setup, max_seqs: int, *, ahead: bool = True, target: float | None = None) -> SteppingEngine:
+    """With room for at least so many requests."""
     config = EngineConfig(
-        device=str(device), max_seqs=max_seqs, max_batch_tokens=max_batch_tokens, run_ahead=ahead, target_step_ms=target
+        device=str(setup.device),
+        max_seqs=max(setup.max_seqs, max_seqs),
+        max_batch_tokens=setup.max_batch_tokens,
+        run_ahead=ahead,
+        target_step_ms=target,
     )
-    return SteppingEngine(config, loaded)
+    return SteppingEngine(config, setup.loaded)
 
 
 def steady(what: str, engine: SteppingEngine, sizes: Sizes) -> Steady:
@@ -222,19 +217,17 @@ def scenario(engine: SteppingEngine, sizes: Sizes) -> Scenario:
     )
 
 
-def load_lines(
-    name: str, loaded: LoadedModel, device: torch.device, max_seqs: int, max_batch_tokens: int, sizes: Sizes
-) -> Iterator[Steady | Served | str]:
+def load_lines(setup: Setup, sizes: Sizes) -> Iterator[Steady | Served | str]:
     """All experiments on one model."""
+    name = setup.shape
     for ahead in (False, True):
         what = f"{name}, {sizes.rows} requests, {'overlapped' if ahead else 'step by step'}"
-        with make_engine(loaded, device, max(max_seqs, sizes.rows), max_batch_tokens, ahead=ahead) as engine:
+        with make_engine(setup, sizes.rows, ahead=ahead) as engine:
             yield steady(what, engine, sizes)
-    for gaps in long_prompt.measure_targets(loaded, sizes.fair, [None, "auto"], 1, device):
+    for gaps in long_prompt.measure_targets(setup.loaded, sizes.fair, [None, "auto"], 1, setup.device):
         yield f"{name}, {sizes.fair.rows} requests, then {sizes.fair.prompt_tokens:,} tokens: {gaps}"
-    max_seqs = max(max_seqs, sizes.most)
     with (
-        make_engine(loaded, device, max_seqs, max_batch_tokens, target=TARGET_MS) as engine,
+        make_engine(setup, sizes.most, target=TARGET_MS) as engine,
         closing(EngineThread(engine)) as engine_thread,
     ):
         asked = scenario(engine, sizes)
