@@ -451,8 +451,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     chips = ", ".join(f"{capability} {name}" for capability, name in CHIPS.items())
     add("--arch", type=some(int, list(CHIPS)), default=list(CHIPS), help=f"compute capabilities times ten, of: {chips}")
-    add("--heads", type=some(int, HEAD_SIZES), default=list(HEAD_SIZES), help=f"head sizes (all of {str(HEAD_SIZES)[1:-1]})")
-    add("--groups", type=some(int, GROUPS), default=list(GROUPS), help=f"query heads of a KV head (all of {str(GROUPS)[1:-1]})")
+    add(
+        "--heads",
+        type=some(int, HEAD_SIZES),
+        default=list(HEAD_SIZES),
+        help=f"head sizes (all of {str(HEAD_SIZES)[1:-1]})",
+    )
+    add(
+        "--groups",
+        type=some(int, GROUPS),
+        default=list(GROUPS),
+        help=f"query heads of a KV head (all of {str(GROUPS)[1:-1]})",
+    )
     add(
         "--kv-dtypes",
         type=some(str, KV_DTYPES),

@@ -13,7 +13,7 @@ import time
 from html import escape
 from pathlib import Path
 
-from scripts.benchmarks.terminal import Terminal
+from scripts.benchmarks.terminal import COLUMNS, ROWS, Terminal
 
 PICTURE = Path(__file__).parents[2] / "docs" / "chat.svg"
 WIDTH, HEIGHT, MARGIN = 8.4, 17.0, 12
@@ -34,9 +34,9 @@ Frame = list[list[Cell]]
 def frame_of(terminal: Terminal) -> Frame:
     """The screen as runs of cells of the same kind: text, colour, bold, reverse."""
     rows = []
-    for number in range(24):
+    for number in range(ROWS):
         line = terminal.screen.buffer[number]
-        cells = [(line[x].data, line[x].fg, line[x].bold, line[x].reverse) for x in range(80)]
+        cells = [(line[x].data, line[x].fg, line[x].bold, line[x].reverse) for x in range(COLUMNS)]
         runs = itertools.groupby(cells, key=lambda cell: cell[1:])
         rows.append([("".join(cell[0] for cell in run), *kind) for kind, run in runs])
     return rows
@@ -75,7 +75,7 @@ def animated(frames: list[tuple[Frame, float]]) -> str:
         )
         is_last = number == len(frames) - 1
         groups.append(f'<g id="f{number}" opacity="{int(is_last)}">{drawn(frame)}</g>')
-    width, height = 80 * WIDTH + 2 * MARGIN, 24 * HEIGHT + 2 * MARGIN
+    width, height = COLUMNS * WIDTH + 2 * MARGIN, ROWS * HEIGHT + 2 * MARGIN
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}">'
         f"<style>text{{font:14px 'DejaVu Sans Mono',Menlo,Consolas,monospace;white-space:pre}}{''.join(styles)}</style>"
