@@ -208,21 +208,22 @@ class EngineThread:
                 return events
             # Only here, where the exception no longer holds the tensors of the step, can their memory be freed.
             self.num_retries += 1
-            if not ran_out_of_memory:
-                retries["other"] += 1
-                continue
-            retries["memory"] += 1
-            release_memory(self.engine.device)
-            # The first time, another process may have taken the memory for a moment.
-            if retries["memory"] == 1:
-                continue
-            if self.engine.shrink():
-                self.num_shrinks += 1
-                self._good_steps, self._patience, self._is_shrunk = 0, 2 * self._patience, True
-            else:
-                retries["futile"] += 1
-                if retries["futile"] > self.MAX_RETRIES:
-                    raise EngineError(f"not even a step of one token fits in the device's memory ({self.last_error})")
+            retries["memory" if ran_out_of_memory else "other"] += 1
+            if ran_out_of_memory:
+                self._make_room(retries)
+
+    def _make_room(self, retries: Counter[str]) -> None:
+        """Gives memory back and, from the second time on, makes steps smaller. Raises EngineError if neither helps."""
+        release_memory(self.engine.device)
+        if retries["memory"] == 1:  # another process may have taken the memory for a moment
+            return
+        if self.engine.shrink():
+            self.num_shrinks += 1
+            self._good_steps, self._patience, self._is_shrunk = 0, 2 * self._patience, True
+            return
+        retries["futile"] += 1
+        if retries["futile"] > self.MAX_RETRIES:
+            raise EngineError(f"not even a step of one token fits in the device's memory ({self.last_error})")
 
     def _process_inbox(self) -> bool:
         """Executes the commands in the inbox; waits for one when idle. False when the thread is to end."""
