@@ -208,7 +208,7 @@ class Sampler:
         logits = logits.float()  # for half precision, a kernel would be compiled while requests wait
         tokens, largest = self.sample_on_device(logits, words, masks=sets)
         if in_torch := rows_for_torch(sequences):
-            _redraw(tokens, logits if masks is None else masks.apply(logits), in_torch, sequences, positions)
+            _redraw(tokens, logits, in_torch, sequences, positions, masks)
         return SampledTokens(tokens, largest)
 
     def sample_on_device(
@@ -249,11 +249,19 @@ def _picked(
 
 
 def _redraw(
-    tokens: Tensor, logits: Tensor, rows: list[int], sequences: Sequence[TokenSequence], positions: Sequence[int]
+    tokens: Tensor,
+    logits: Tensor,
+    rows: list[int],
+    sequences: Sequence[TokenSequence],
+    positions: Sequence[int],
+    masks: RowMasks | None = None,
 ) -> None:
     """Samples the tokens of some rows of logits [R, V] by operations of torch."""
     (there,) = to_device([np.array(rows, np.int64)], logits.device)
-    tokens[there] = _draw(logits[there].float(), _picked(rows, sequences, positions, logits.device))
+    picked = logits[there].float()
+    if masks is not None:
+        picked = RowMasks(masks.bitmasks, masks.index[rows]).apply(picked)
+    tokens[there] = _draw(picked, _picked(rows, sequences, positions, logits.device))
 
 
 def _draw_on_host(
