@@ -76,9 +76,7 @@ class ShortConvolution(Operation):
         weight = weights.vector(self.weight).view(self.channels, self.kernel)
         return weight, None if self.bias is None else weights.vector(self.bias)
 
-    def run(  # type: ignore[override]
-        self, step: Step, weights: tuple[Tensor, Tensor | None], *, source: Tensor, target: Tensor
-    ) -> None:
+    def run(self, step: Step, weights: tuple[Tensor, Tensor | None], *, source: Tensor, target: Tensor) -> None:
         part, *gates = (
             None if start is None else source[:, start : start + self.channels]
             for start in (self.start, self.input_gate, self.output_gate)

@@ -98,7 +98,7 @@ class Route(Operation):
         )
         return *weights.router(self.matrix), choice_bias, scales
 
-    def run(  # type: ignore[override]
+    def run(
         self, step: Step, weights: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], *, source: Tensor
     ) -> None:
         matrix, bias, choice_bias, scales = weights

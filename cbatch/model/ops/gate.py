@@ -41,7 +41,7 @@ class Gate(Operation):
             columns=layout.used[self.target] // self.width, function=_FUNCTIONS.index(self.function),
         )  # fmt: skip
 
-    def run(self, step: Step, weights: None, *, gate: Tensor, target: Tensor) -> None:  # type: ignore[override]
+    def run(self, step: Step, weights: None, *, gate: Tensor, target: Tensor) -> None:
         columns = target.shape[1] // self.width
         multiply_by_gate(
             step.ops, gate[:, self.start : self.start + columns], self.width, self.function, self.factor, target

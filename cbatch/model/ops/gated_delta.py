@@ -66,7 +66,7 @@ class GatedDelta(Operation):
     def load(self, weights: DeviceWeights) -> tuple[Tensor, Tensor]:
         return weights.decay(self.decay_log), weights.vector(self.decay_bias)
 
-    def run(  # type: ignore[override]
+    def run(
         self, step: Step, weights: tuple[Tensor, Tensor], *, source: Tensor, controls: Tensor, target: Tensor
     ) -> None:
         state = step.inputs.states[self.state]

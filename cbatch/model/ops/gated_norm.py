@@ -50,9 +50,7 @@ class GatedNorm(Operation):
     def load(self, weights: DeviceWeights) -> NormWeights:
         return weights.norm(self.norm)
 
-    def run(  # type: ignore[override]
-        self, step: Step, weights: NormWeights, *, source: Tensor, gate: Tensor, target: Tensor
-    ) -> None:
+    def run(self, step: Step, weights: NormWeights, *, source: Tensor, gate: Tensor, target: Tensor) -> None:
         factors = gate[:, self.gate_start : self.gate_start + source.shape[1]]
         norm_with_gate(step.ops, source, factors, weights, self.groups, target, gate_first=self.gate_first)
 

@@ -39,9 +39,7 @@ class Gather(Operation):
     def load(self, weights: DeviceWeights) -> Tensor:
         return weights.indices(self.columns)
 
-    def run(  # type: ignore[override]
-        self, step: Step, weights: Tensor, *, sources: tuple[Tensor, ...], target: Tensor
-    ) -> None:
+    def run(self, step: Step, weights: Tensor, *, sources: tuple[Tensor, ...], target: Tensor) -> None:
         joined = sources[0] if len(sources) == 1 else torch.cat(sources, 1)
         torch.index_select(joined, 1, weights, out=target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -33,7 +34,7 @@ def numbers_a(what: str, *, default: Any = MISSING) -> Any:
     return field(metadata={"role": what}, default=default)
 
 
-class Operation:
+class Operation(ABC):
     """A step of a program. See `docs/families.md` for how one is added.
 
     is_product: it multiplies what it reads with matrices
@@ -55,13 +56,9 @@ class Operation:
         """Numbers of its matrices that every token is multiplied with."""
         return 0
 
-    def target_width(self, width: Callable[[str], int]) -> int:
-        """Of the buffer that it writes, given the widths of those that it reads."""
-        raise NotImplementedError
-
+    @abstractmethod
     def on_cpu(self, layout: Any) -> None:
         """Adds its instructions to a `CpuLayout`. Raises UnsupportedConfig for what its kernel does not support."""
-        raise NotImplementedError
 
     def on_device(self, plan: Any) -> Callable[[Any], None] | None:
         """The function that runs it in a step of a `DevicePlan`; None if there is nothing to do now.
@@ -72,15 +69,15 @@ class Operation:
         return run
 
     def load(self, weights: Any) -> Any:
-        """Its weights on a device, by `DeviceWeights`."""
+        """Its weights on a device, by `DeviceWeights`; None if it has none."""
+        return None
 
-    def run(self, step: Any, weights: Any, **buffers: Any) -> None:
-        """Runs it in a step of a `DevicePlan`.
+    run: ClassVar[Callable[..., None]]
+    """Runs it in a step of a `DevicePlan`, given that, what `load` gave, and tensors [T, columns] by the names of the
+    fields that name their buffers."""
 
-        weights: what `load` gave
-        buffers: tensors [T, columns], by the names of the fields that name them
-        """
-        raise NotImplementedError
+    target_width: ClassVar[Callable[..., int]]
+    """Of the buffer that a `run` writes, given a function from the names of buffers to their widths."""
 
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(reads, writes, updates, numbers_a, field))

@@ -28,7 +28,7 @@ class Scale(Operation):
     def load(self, weights: DeviceWeights) -> Tensor:
         return weights.vector(self.weight)
 
-    def run(self, step: Step, weights: Tensor, *, target: Tensor) -> None:  # type: ignore[override]
+    def run(self, step: Step, weights: Tensor, *, target: Tensor) -> None:
         target.mul_(weights)
 
 

@@ -70,7 +70,7 @@ class SelectiveScan(Operation):
     def load(self, weights: DeviceWeights) -> tuple[Tensor, Tensor, Tensor]:
         return weights.decay(self.decay_log), weights.vector(self.step_bias), weights.vector(self.skip)
 
-    def run(  # type: ignore[override]
+    def run(
         self, step: Step, weights: tuple[Tensor, Tensor, Tensor], *, source: Tensor, steps: Tensor, target: Tensor
     ) -> None:
         columns = steps[:, self.step_start : self.step_start + self.heads]
