@@ -115,6 +115,12 @@ def deinterleaved(heads: int, head_dim: int, rotary_dim: int, start: int = 0) ->
     return (torch.arange(heads)[:, None] * head_dim + order).flatten()
 
 
+def rows_of(matrix: Matrix, rows: Tensor) -> Matrix:
+    """Some rows of a matrix that is one linear."""
+    parts, biases = ([replace(one, rows=rows) for one in each] for each in (matrix.parts, matrix.biases))
+    return Matrix(tuple(parts), tuple(biases))
+
+
 class Builder:
     """Collects the operations of one model.
 
@@ -560,8 +566,7 @@ class Layer:
         down = self.matrix(prefix + "kv_a_proj_with_mqa", latent + rotated, hidden, bias=bias)
         if is_interleaved:
             order = torch.cat([torch.arange(latent), latent + deinterleaved(1, rotated, rotated)])
-            parts, biases = ([replace(one, rows=order) for one in each] for each in (down.parts, down.biases))
-            down = Matrix(tuple(parts), tuple(biases))
+            down = rows_of(down, order)
         model.add(Linear(source, "latent", down))
         self.norm(norm, prefix + "kv_a_layernorm", source="latent", target="latent_input", size=latent)
         each = plain + value_dim

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbatch.model.config import ConfigReader
-from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
 from cbatch.model.families.decoder import family
 from cbatch.model.families.experts import add_gated_shared_expert, num_experts, sparse_layers
 from cbatch.model.families.mixers import DeltaSizes, gated_delta_net
@@ -79,8 +78,8 @@ def _gated_attention(layer: Layer, source: str, sizes: HeadSizes, norm: NormKind
         bias=bias,
     )  # fmt: skip
     start = 2 * dim * torch.arange(sizes.heads)[:, None] + torch.arange(dim)
-    gates = _rows_of(Matrix(qkv.parts[:1], qkv.biases[:1]), (start + dim).flatten())
-    queries = _rows_of(Matrix(qkv.parts[:1], qkv.biases[:1]), start.flatten())
+    both = Matrix(qkv.parts[:1], qkv.biases[:1])
+    gates, queries = rows_of(both, (start + dim).flatten()), rows_of(both, start.flatten())
     qkv = Matrix(queries.parts + qkv.parts[1:], queries.biases + qkv.biases[1:])
     model.add(Linear(source, "gate", gates))
     layer.attention(
@@ -103,16 +102,10 @@ def _interleaved(layer: Layer, sizes: DeltaSizes) -> tuple[Matrix, Matrix]:
     mixed = layer.matrix("linear_attn.in_proj_qkvz", 2 * (sizes.keys + sizes.values), hidden)
     controls = layer.matrix("linear_attn.in_proj_ba", 2 * sizes.value_heads, hidden)
     order = _gathered(sizes.key_heads, [sizes.key_dim, sizes.key_dim, values, values])
-    return _rows_of(mixed, order), _rows_of(controls, _gathered(sizes.key_heads, [shared, shared]))
+    return rows_of(mixed, order), rows_of(controls, _gathered(sizes.key_heads, [shared, shared]))
 
 
 def _gathered(groups: int, widths: list[int]) -> Tensor:
     """The order of rows that brings parts together which each of the groups has."""
     parts = torch.split(torch.arange(groups * sum(widths)).view(groups, -1), widths, dim=1)
     return torch.cat([part.flatten() for part in parts])
-
-
-def _rows_of(matrix: Matrix, rows: Tensor) -> Matrix:
-    """Some rows of a matrix that is one linear."""
-    parts, biases = ([replace(one, rows=rows) for one in each] for each in (matrix.parts, matrix.biases))
-    return Matrix(tuple(parts), tuple(biases))
