@@ -42,7 +42,7 @@ LEVELS = {
     MXFP4: (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     IQ4_NL: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-"""What the 16 numbers of a format stand for: of MXFP4 twice the numbers that its standard has, which are halves.
+"""Numbers that the 16 codes of a format stand for: of MXFP4 twice those of its standard, which are halves.
 
 Sources: Open Compute Project, Microscaling Formats 1.0; `kvalues_iq4nl` of llama.cpp.
 """

@@ -29,7 +29,7 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 _MOST_PATTERN = 500
 _REPEATED, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]|\\\d")
-"""What makes a pattern slow on text that it does not fit: several repetitions, or one in another."""
+"""Marks of a pattern that is slow on text that it does not fit: several repetitions, or one in another."""
 
 _READ = frozenset("peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights".split())
 _WITHOUT_EFFECT = frozenset(
@@ -48,7 +48,7 @@ _KINDS: dict[str, Kind] = {
     "rank_pattern": patterns(whole(1, 2**16)),
     "alpha_pattern": patterns(number(-(2**16), 2**16)),
 }
-"""What settings that are read may be."""
+"""Kinds of the settings that are read."""
 
 _REASONS = {
     "use_dora": "it is a DoRA adapter, which also scales the model's own weights",

@@ -48,7 +48,7 @@ from tests.support.samples import sampled
 pytestmark = pytest.mark.kernels
 
 UNSEEN = [("gemma4", "Linear.factor"), ("gemma4_text", "Linear.factor"), ("lfm2_moe", "Route.choice_bias")]
-"""What changes nothing there: a norm follows the linear, and the bias chooses the same experts."""
+"""Settings that change nothing there: a norm follows the linear, and the bias chooses the same experts."""
 KINDS = [kind for kind in declared_kinds() if kind in CLASSES]
 
 

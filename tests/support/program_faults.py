@@ -49,10 +49,10 @@ _SHAPES = {
     "Embed.target", "Linear.add", "Linear.activation", "Normalize.add", "Normalize.start", "Normalize.width",
     "Normalize.groups", "Gate.width", "PrepareHeads.stores", "Experts.add", "activation.gated",
 }  # fmt: skip
-"""What a program cannot forget and still run."""
+"""Settings that a program cannot forget and still run."""
 
 _UNSEEN = {"Route.group_score", "Route.epsilon", "Route.least_sum", "SelectiveScan.step_min"}
-"""What is too small to be seen in tiny models, or chooses the same; FAULTS and tests of kernels have most of it."""
+"""Settings too small to be seen in tiny models, or that choose the same; tests of kernels have them."""
 
 
 def forgotten(program: Program) -> Iterator[tuple[str, Program]]:
@@ -167,7 +167,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     ),
     "softcap of logits dropped": ("gemma2", change(Head, lambda one: replace(one, softcap=3.0))),
 }  # fmt: skip
-"""What is wrong, the type of model in which it must be seen, and how it is done to its program."""
+"""Faults in words, each with the type of model in which it must be seen, and how it is done to its program."""
 
 
 def _exchanged(one: Linear) -> Linear:

@@ -101,9 +101,9 @@ class CpuLayout:
         self.routing_columns = self.num_experts = 0
         self._sizes = dict.fromkeys(("matrices", "scales", "vectors", "tables", "indices"), 0)
         self._fills: list[Fill] = []
-        """What fills a part of the arrays each, in any order."""
+        """Each fills a part of the arrays; their order does not matter."""
         self._last_fills: list[Fill] = []
-        """What reads arrays that others fill."""
+        """Those that read arrays which others fill."""
         self._buffers: dict[str, Buffer] = {}
         self._places: dict[tuple[str, int], int] = {}
         self.used: dict[str, int] = {RESIDUAL: program.hidden_size}
