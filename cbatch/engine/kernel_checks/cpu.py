@@ -69,7 +69,7 @@ class CpuChecks:
         attention = AttentionChecks(self.attention, self.block_size, model.dtype, device, _WORKLOAD_BYTES)
         yield from attention.run(list(dict.fromkeys(calls)))
         matrices = [one.matrix for one in model.program.operations if isinstance(one, Linear)]
-        largest = max(matrices, key=lambda matrix: matrix.columns * matrix.depth)
+        largest = max(matrices, key=lambda matrix: matrix.size)
         for kind in sorted(model.formats):
             product = _Product(largest.columns, largest.depth, model.dtype, kind, model.left_bytes)
             for name, rows in (("one row", 1), ("many rows", _MANY_ROWS)):

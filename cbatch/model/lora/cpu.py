@@ -114,8 +114,7 @@ def _dense(linear: Linear, sites: tuple[Site, ...], adapter: int) -> _Dense | No
     for site, one in chosen:
         start = starts[id(one.down)]
         up[site.column : site.column + site.columns, start : start + len(one.down)] = one.up * linear.factor
-    is_gated = linear.activation is not None and linear.activation.gated
-    return _Dense(torch.cat(list(downs.values())), interleaved(up) if is_gated else up)
+    return _Dense(torch.cat(list(downs.values())), interleaved(up) if linear.is_gated else up)
 
 
 def _groups(numbers: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:

@@ -51,9 +51,12 @@ class Linear(Operation):
     is_product = True
 
     @property
+    def is_gated(self) -> bool:
+        return self.activation is not None and self.activation.gated
+
+    @property
     def width(self) -> int:
-        is_gated = self.activation is not None and self.activation.gated
-        return self.matrix.columns // 2 if is_gated else self.matrix.columns
+        return self.matrix.columns // 2 if self.is_gated else self.matrix.columns
 
     @property
     def multiplied(self) -> int:
