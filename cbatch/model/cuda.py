@@ -80,7 +80,6 @@ class CudaModel(ProgramModel):
         self.float8 = Float8Use(float8_problem(device, dtype)) if asks else Float8Use()
         self._on_device = DevicePlan(self.program, tensors, dtype, device, quantize, self.float8)
         self._adapters: DeviceAdapters | None = None
-        self.quantization: Quantization | None = None
         if quantize is not None:
             activations = "fp8" if self.float8.rounded else activations_in(dtype)
             self.quantization = Quantization(quantize.weights, activations)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cbatch.base.quantization import Quantization
 from cbatch.model.families import read_program, text_config
 from cbatch.model.named_tensors import check_weights, resolved
 from cbatch.model.stored import StoredWeights
@@ -16,11 +17,13 @@ from cbatch.model.stored import StoredWeights
 class ProgramModel:
     """A model with a program, on one device. The fields are those of `Model`.
 
-    config: of the text model
-    stored: how its files keep the weights, for people; empty if they are plain numbers
+    config:       of the text model
+    quantization: how its matrices are kept as integers; None if they are not
+    stored:       how its files keep the weights, for people; empty if they are plain numbers
     """
 
     num_parameters: int
+    quantization: Quantization | None = None
     stored = ""
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
