@@ -108,10 +108,10 @@ def _check_sizes(most: int, *sizes: int) -> None:
         raise UnsupportedConfig(f"its config.json has a size of {max(sizes)}, and {most} are the most")
 
 
-def deinterleaved(heads: int, head_dim: int, rotary_dim: int, start: int = 0) -> Tensor:
-    """Indices of `heads * head_dim` numbers: of each head's rotated ones from `start`, the even ones come first."""
+def deinterleaved(heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Indices of `heads * head_dim` numbers: of each head's rotated ones, which are first, the even ones come first."""
     order = torch.arange(head_dim)
-    order[start : start + rotary_dim] = start + torch.arange(rotary_dim).view(-1, 2).T.flatten()
+    order[:rotary_dim] = torch.arange(rotary_dim).view(-1, 2).T.flatten()
     return (torch.arange(heads)[:, None] * head_dim + order).flatten()
 
 
@@ -278,9 +278,9 @@ class Builder:
         self._windows.append(window or None)
         return len(self._caches) - 1
 
-    def new_state(self, *shape: int, dtype: torch.dtype = torch.float32) -> int:
+    def new_state(self, *shape: int) -> int:
         """The number of a state of a recurrent layer."""
-        self._states.append(StateShape(shape, dtype))
+        self._states.append(StateShape(shape, torch.float32))
         return len(self._states) - 1
 
 
@@ -340,9 +340,9 @@ class Layer:
             self.model.add(Linear(source, "added", matrix))
             self.add_normed(post_norm, factor=factor)
 
-    def add_normed(self, norm: Norm, source: str = "added", *, factor: float = 1.0) -> None:
-        """residual += factor * norm(source)."""
-        self.model.add(Normalize(source, RESIDUAL, norm, add=True, factor=factor))
+    def add_normed(self, norm: Norm, *, factor: float = 1.0) -> None:
+        """residual += factor * norm(the buffer `added`)."""
+        self.model.add(Normalize("added", RESIDUAL, norm, add=True, factor=factor))
 
     def post_norm(self, kind: NormKind, name: str) -> Norm:
         return kind(self.prefix + name, self.model.hidden_size)
@@ -420,12 +420,11 @@ class Layer:
         queries = self.head_norm(kind, query, sizes.heads, sizes)
         return HeadNorms(queries, self.head_norm(kind, key, sizes.kv_heads, sizes), last=last)
 
-    def row_norms(
-        self, kind: NormKind, sizes: HeadSizes, names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    ) -> HeadNorms:
+    def row_norms(self, kind: NormKind, sizes: HeadSizes) -> HeadNorms:
         """Norms of all queries together, and of all keys."""
-        first, second, _ = sizes.columns
-        return HeadNorms(kind(self.prefix + names[0], first), kind(self.prefix + names[1], second), by_row=True)
+        queries, keys, _ = sizes.columns
+        prefix = self.prefix + "self_attn."
+        return HeadNorms(kind(prefix + "q_norm", queries), kind(prefix + "k_norm", keys), by_row=True)
 
     def head_norm(self, kind: NormKind, name: str, heads: int, sizes: HeadSizes) -> Norm:
         norm, dim = kind(self.prefix + name, sizes.head_dim), sizes.head_dim
@@ -450,7 +449,6 @@ class Layer:
         post_norm: Norm | None = None,
         target: str = RESIDUAL,
         add: bool = True,
-        buffer: str = "intermediate",
     ) -> None:
         """The feed-forward part, whose result is added to the residual, or to another target.
 
@@ -461,11 +459,11 @@ class Layer:
         columns = [(1 + activation.gated) * size // len(first)] * len(first)
         up = self.matrix(first, columns, self.model.hidden_size, bias=bias)
         down = self.matrix(last, self.model.hidden_size, size, bias=bias)
-        self.model.add(Linear(source, buffer, up, activation=activation))
+        self.model.add(Linear(source, "intermediate", up, activation=activation))
         if target == RESIDUAL:
-            self.add_to_residual(buffer, down, factor=factor, post_norm=post_norm)
+            self.add_to_residual("intermediate", down, factor=factor, post_norm=post_norm)
         else:
-            self.model.add(Linear(buffer, target, down, add=add, factor=factor))
+            self.model.add(Linear("intermediate", target, down, add=add, factor=factor))
 
     def experts(
         self,
@@ -539,8 +537,6 @@ class Layer:
         is_interleaved: bool,
         bias: bool = False,
         factor: float = 1.0,
-        eps: float = 1e-6,
-        prefix: str = "self_attn.",
     ) -> None:
         """Multi-head latent attention (DeepSeek V2): keys and values of all heads are computed from a latent of a few
         numbers, and stored."""
@@ -550,7 +546,7 @@ class Layer:
         plain, rotated = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
         value_dim = int(config.get("v_head_dim") or hidden // heads)
         config.ignore("head_dim", "num_key_value_heads", "qk_head_dim")
-        width, norm = plain + rotated, NormKind(eps)
+        width, norm, prefix = plain + rotated, NormKind(1e-6), "self_attn."
         # Rotated numbers come first in a head here, and last in the files.
         within = torch.cat([torch.arange(plain, width), torch.arange(plain)])
         if is_interleaved:

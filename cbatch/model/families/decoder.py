@@ -142,9 +142,9 @@ def decoder(
     model.head(norm(final, model.hidden_size), **head)
 
 
-def every(period: int, count: int, *, at: int = -1, window: str = "sliding_attention") -> list[str]:
+def every(period: int, count: int, *, at: int = -1) -> list[str]:
     """Types of layers: full attention in one of each `period`, by default the last, and windows in the others."""
-    return ["full_attention" if i % period == at % period else window for i in range(count)]
+    return ["full_attention" if i % period == at % period else "sliding_attention" for i in range(count)]
 
 
 def sparse_by_type(kinds: Sequence[str]) -> list[bool]:

@@ -25,7 +25,7 @@ from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import RESIDUAL, Activation, Gate, Linear, Rotary
 
 
-def biased_router(config: ConfigReader, scale_key: str = "routed_scaling_factor") -> dict[str, Any]:
+def biased_router(config: ConfigReader) -> dict[str, Any]:
     """DeepSeek V3's: sigmoids, a bias for the choice, and groups of experts, of which the best are used."""
     return {
         "top_k": config.whole("num_experts_per_tok"),
@@ -35,7 +35,7 @@ def biased_router(config: ConfigReader, scale_key: str = "routed_scaling_factor"
         "group_score": "two_highest",
         "normalize": config.flag("norm_topk_prob", True),
         "epsilon": 1e-20,
-        "factor": float(config.get(scale_key) or 1.0),
+        "factor": float(config.get("routed_scaling_factor") or 1.0),
     }
 
 

@@ -10,8 +10,8 @@ from cbatch.model.families.rotary import read_rotary
 from cbatch.model.ops.all import HeadNorms, Linear, Matrix, Norm
 
 
-def _layer_norm(eps: float, *, has_bias: bool = True, offset: float = 0.0) -> NormKind:
-    return NormKind(eps, "layer", offset, has_bias=has_bias)
+def _layer_norm(eps: float, *, offset: float = 0.0) -> NormKind:
+    return NormKind(eps, "layer", offset, has_bias=True)
 
 
 def by_head(sizes: HeadSizes) -> torch.Tensor:

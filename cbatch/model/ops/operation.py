@@ -14,9 +14,9 @@ from cbatch.model.weight import Matrix, Weight
 Kind = TypeVar("Kind", bound="type[Operation]")
 
 
-def reads(*, default: Any = MISSING) -> Any:
+def reads() -> Any:
     """A field that names the buffer, or the buffers, that the operation reads."""
-    return field(metadata={"role": "reads"}, default=default)
+    return field(metadata={"role": "reads"})
 
 
 def writes(*, default: Any = MISSING) -> Any:
@@ -24,9 +24,9 @@ def writes(*, default: Any = MISSING) -> Any:
     return field(metadata={"role": "writes"}, default=default)
 
 
-def updates(*, default: Any = MISSING) -> Any:
+def updates() -> Any:
     """A field that names a buffer whose numbers the operation changes."""
-    return field(metadata={"role": "updates"}, default=default)
+    return field(metadata={"role": "updates"})
 
 
 def numbers_a(what: str, *, default: Any = MISSING) -> Any:
