@@ -88,26 +88,6 @@ def test_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
     assert (ours.log_softmax(-1) - exact).square().mean() <= 1.2**2 * (theirs - exact).square().mean()
 
 
-def test_padded_rows_change_nothing() -> None:
-    """Guards a step that is filled up for a graph: rows without a slot write nothing, and the others are the same."""
-    model, prompts = model_of(network_of("qwen3, norms")), make_prompts([9, 9])
-    attention, kv_cache, other = TritonAttention(DEVICE), kv_cache_of(model), kv_cache_of(model)
-    for each in (kv_cache, other):
-        logits_of(model, batch_of([prompt[:8] for prompt in prompts]), each)
-    step = batch_of(prompts, start=8)
-    expected = logits_of(model, step, other)
-    buffers = attention.graph_buffers(4, 4, 2, 16, decode_only=True)
-    buffers.fill(step)
-    inputs = [torch.cat([part, torch.zeros_like(part)]) for part in (step.input_ids, step.position_ids)]
-    rows = torch.arange(4, device=DEVICE)
-    with torch.inference_mode():
-        graph_inputs = DeviceInputs(*inputs, buffers.metadata.slots)
-        found = model.run_head(model.run_layers(graph_inputs, buffers.metadata, kv_cache, attention), rows)
-    torch.testing.assert_close(found[:2], expected)
-    for mine, theirs in zip(kv_cache.keys + kv_cache.values, other.keys + other.values, strict=True):
-        torch.testing.assert_close(mine, theirs, equal_nan=True)
-
-
 def test_products_are_summed_in_float32() -> None:
     """Guards the sums of products in half precision, which torch lets cuBLAS round to 16 bits by default."""
     flags = torch.backends.cuda.matmul

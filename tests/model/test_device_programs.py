@@ -107,7 +107,7 @@ def test_generated_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_greedy_output(network, prompt, list(output.token_ids))
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "phi"])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "phi", "qwen3"])
 def test_padding_changes_nothing(kind: str) -> None:
     """Guards steps that are filled up for a graph: rows without a slot change neither the cache nor other rows."""
     model, attention = device_model(kind), TritonAttention(DEVICE)
