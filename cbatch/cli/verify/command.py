@@ -61,7 +61,7 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
                 source,
                 stored,
                 progress=partial(show_progress, quiet=quiet),
-                while_running=lambda pipeline: handle_signals(pipeline.interrupt),
+                while_running=handle_signals,
             )
     return _show(report, quiet=quiet)
 

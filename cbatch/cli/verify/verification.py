@@ -32,18 +32,24 @@ def verify_rows(
     stored: StoredRows,
     *,
     progress: ShowProgress,
-    while_running: Callable[[Pipeline], AbstractContextManager[object]],
+    while_running: Callable[[Callable[[int], None]], AbstractContextManager[object]],
 ) -> Report:
     """Runs a sample of the rows again, and compares them with the file.
 
-    while_running: a context for the time in which the run may be interrupted
+    while_running: a context for the time in which the run may be interrupted; gets what interrupts it
 
     Raises ConfigError if the file is empty, RunFailed if the input cannot be read, and as `Pipeline.run` does.
     """
     rows, report = _sampled(options, stored)
     row_options = options.run.row_options()
     lines = _fitting(driver, row_options, _lines_of(source, rows), rows, report)
+    alone, together = (Pipeline(driver.open(row_options, window=window), RowWriter()) for window in (1, None))
+    mixed = random.Random(options.sample_seed).sample(lines, len(lines))  # rows get other neighbours
     done = 0
+
+    def interrupt(signum: int) -> None:
+        for pipeline in (alone, together):  # also one that has not begun
+            pipeline.interrupt(signum)
 
     def take(company: str, made: Sequence[Row]) -> None:
         nonlocal done
@@ -52,13 +58,9 @@ def verify_rows(
         done += len(made)
         tick()
 
-    with progress(len(COMPANIES) * len(lines), lambda: (done, "run again")) as tick:
-        for company in COMPANIES:
-            stream = driver.open(row_options, window=1 if company == "alone" else None)
-            pipeline = Pipeline(stream, RowWriter())
-            with while_running(pipeline):
-                mixed = random.Random(options.sample_seed).sample(lines, len(lines))  # rows get other neighbours
-                pipeline.run(lines if company == "alone" else mixed, partial(take, company))
+    with while_running(interrupt), progress(len(COMPANIES) * len(lines), lambda: (done, "run again")) as tick:
+        alone.run(lines, partial(take, "alone"))
+        together.run(mixed, partial(take, "together"))
     return report
 
 

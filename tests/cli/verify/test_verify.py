@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,6 +235,30 @@ def test_a_model_that_depends_on_company_is_found(
     assert found.code == 1 and found.report["depend_on_company"] == found.report["different"] == len(differing) == 3
     assert all(one["alone"] is None and one["together"] is not None for one in differing)
     assert "3 depend on what runs beside" in found.sentences and "alone: as in the file" in found.sentences
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_interruption_ends_either_pass(
+    verify: Verify, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """Guards Ctrl-C: the pass ends, no other one begins, nothing is reported, and the exit code is the signal's."""
+    plain, before, main = CpuModel.forward, signal.getsignal(signal.SIGINT), threading.main_thread().ident
+    were_alone: list[bool] = []
+
+    def forward(self: CpuModel, batch: Any, *rest: Any) -> Logits:
+        assert main is not None
+        were_alone.append(len(batch.stops) == 1)
+        is_time = were_alone[-1] is is_alone and were_alone.count(is_alone) == 1
+        if is_time:
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.3 if is_time else 0.02)  # so that the signal comes, and all rows begin, before one ends
+        return plain(self, batch, *rest)
+
+    monkeypatch.setattr(CpuModel, "forward", forward)
+    found = verify([row for row in rows if "choices" not in row])
+    assert (found.code, found.report) == (130, {}) and "run again" not in found.sentences
+    assert (False in were_alone) is not is_alone
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_rows_of_other_options_are_not_compared(verify: Verify, rows: list[dict[str, Any]]) -> None:
