@@ -67,9 +67,7 @@ class TemplateRenderer:
 
 
 @contextmanager
-def template_check(
-    template: str | None, limits: Limits = TRIAL_LIMITS, seconds: float = TRIAL_SECONDS
-) -> Iterator[None]:
+def template_check(template: str | None) -> Iterator[None]:
     """Tries a template while the body of the `with` block loads the weights, unless its work is known to be bounded.
 
     Raises ModelError if the template is too large, and from the block if it takes too long or too much memory. A
