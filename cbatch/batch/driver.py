@@ -33,7 +33,7 @@ LEAST_PER_SLOT, MOST_PER_SLOT, MANY_ROWS = 4, 16, 2048
 
 
 def default_window(max_seqs: int) -> int:
-    """Rows that suffice to order the last ones by their work (see `work_order`), and do not take much memory."""
+    """Rows that suffice to order the last ones by their work (see `EngineFeed`), and do not take much memory."""
     return max(LEAST_PER_SLOT * max_seqs, min(MOST_PER_SLOT * max_seqs, MANY_ROWS))
 
 

@@ -102,7 +102,7 @@ class EngineStream(RowStream):
         """
         super().__init__(window, WINDOW_BYTES)
         options, engine = lines.options, engine_thread.engine
-        self._engine_thread, self._lines, self._options = engine_thread, lines, options
+        self._engine_thread, self._lines = engine_thread, lines
         self._limits = engine.scheduler.sequence_limits
         self._forecast = OutputForecast()
         self._feed = EngineFeed(engine_thread, self._forecast, self._take_event, reorders=options.reorders)
@@ -165,7 +165,6 @@ class EngineStream(RowStream):
         """Puts a request of a row into the feed. `goes_on`: whether it follows on others of the row."""
         if self._token_journal is not None:
             self._token_journal.continue_(request)
-
         row.request, row.outputs = request, self._engine_thread.engine.output_processor(request, row.taken_at)
         if self._cache is not None:
             if self._cache.replay(row.outputs):
