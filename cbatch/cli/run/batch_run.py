@@ -42,13 +42,7 @@ def run_batch(
     while_running: a context for the time in which the run may be interrupted
     """
     total = None if options.quiet else source.count()
-    row_options = options.row_options()
-    if isinstance(output, FileWriter) and not driver.each():
-        if not options.resume:
-            output.drop_tokens()
-        row_options = replace(row_options, token_journal=options.token_journal(output.tokens_path))
-    elif isinstance(output, FileWriter) and options.journal_tokens:
-        raise ConfigError("--journal-tokens is for one engine; it does not go with replicas.")
+    row_options = _row_options(options, output, driver)
     stream = driver.open(row_options, window=options.window)  # raises before the output changes
     stats.attach(driver, stream)
     plan = ResumePlan()
@@ -79,6 +73,20 @@ def run_batch(
                 notice(line)
             if output.note:
                 notice(output.note)
+
+
+def _row_options(options: RunOptions, output: RowWriter, driver: BatchDriver) -> RowOptions:
+    """The options of every row, with where tokens are kept. Raises ConfigError if they are to be and cannot."""
+    row_options = options.row_options()
+    if not isinstance(output, FileWriter):
+        return row_options
+    if driver.each():
+        if options.journal_tokens:
+            raise ConfigError("--journal-tokens is for one engine; it does not go with replicas.")
+        return row_options
+    if not options.resume:
+        output.drop_tokens()
+    return replace(row_options, token_journal=options.token_journal(output.tokens_path))
 
 
 def _prepare_file(
