@@ -102,7 +102,8 @@ NO_LINE = "for lines that the input does not have"
 
 
 def _no_row(number: int) -> bytes:
-    raise NotImplementedError  # a table has no rows to go on with
+    """A table without its journal has no rows to go on with, so nobody asks for one."""
+    raise AssertionError(f"row {number} of a table")
 
 
 class Resuming(NamedTuple):

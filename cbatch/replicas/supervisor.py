@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,19 +33,20 @@ ended while it ran a single row alone, which is then likely to be the reason.
 _log = logging.getLogger("cbatch")
 
 
-class Job:
+class Job(ABC):
     """The common work of replicas, such as the rows of a batch. Its methods are called on a thread for each replica."""
 
-    def begin(self, life: Life) -> None:
+    def begin(self, life: Life) -> None:  # noqa: B027
         """A replica takes part from now on."""
 
+    @abstractmethod
     def serve(self, life: Life) -> None:
         """One exchange with a replica. Waits at most IDLE_SECONDS if there is nothing to do."""
-        raise NotImplementedError
 
-    def end(self, life: Life) -> None:
+    def end(self, life: Life) -> None:  # noqa: B027
         """The job is over for a replica that lives on."""
 
+    @abstractmethod
     def leave(self, life: Life) -> None:
         """A replica that took part has died, or is told to end."""
 
