@@ -29,13 +29,13 @@ BUSY_SECONDS = 5.0
 
 CHECK_BYTES = 8
 KEEP_SHARE = 0.9
-"""What is left of a full cache when its oldest answers were removed."""
+"""The share of a full cache that is left when its oldest answers were removed."""
 
 VACUUM_SHARE = 1.25
 """Pages that are free are given back if the file is larger than this share of what it may take."""
 
 DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What a damaged database raises: the message of an error may hold bytes of it that are no UTF-8."""
+"""Errors of a damaged database: the message of one may hold bytes of it that are no UTF-8."""
 
 _DELETE = "DELETE FROM answers WHERE key = ?"
 _TABLES = """

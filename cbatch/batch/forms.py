@@ -62,7 +62,7 @@ GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 CHUNK = 2**16
 
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error)
-"""What reading a damaged file raises."""
+"""Errors of reading a damaged file."""
 
 
 def first_bytes(stream: IO[bytes], size: int) -> bytes:

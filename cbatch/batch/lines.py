@@ -19,7 +19,7 @@ from cbatch.validation.validation import Validation
 MAX_LINE_BYTES = 16 * 2**20
 
 BOM = b"\xef\xbb\xbf"
-"""What some programs begin a file in UTF-8 with."""
+"""First bytes of a file in UTF-8 that some programs write."""
 
 
 @dataclass(frozen=True, slots=True)

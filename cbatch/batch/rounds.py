@@ -39,7 +39,7 @@ class RoundLoop(ABC):
     """
 
     _problem: str
-    """What is said of a row if `_next` breaks."""
+    """The beginning of the error of a row if `_next` breaks."""
 
     def __init__(self, inputs: InputProcessor, ask: Ask, name: str, num_threads: int) -> None:
         """name: of the threads, of which so many work at the same time"""

@@ -39,7 +39,7 @@ class RowWriter:
     """Seconds that an interrupted run waits until finished rows are written; None if nobody can block that."""
 
     note = ""
-    """What is to be said once the run is finished."""
+    """A sentence for people, once the run is finished."""
 
     def check_empty(self) -> None:
         """Raises ConfigError if the output holds rows of an earlier run."""
@@ -125,7 +125,7 @@ class FileWriter(RowWriter):
     """
 
     resume_with = "--resume"
-    """What resumes this run, in the words of the caller."""
+    """The option that resumes this run, in the words of the caller."""
     if_not_empty = "--resume continues it, --overwrite replaces it"
     if_changed = (
         "--recompute-changed runs changed rows again and drops rows whose input line is gone; --overwrite starts again"
@@ -135,7 +135,7 @@ class FileWriter(RowWriter):
         "cbatch verify --offline lists them"
     )
     _completes = "order"
-    """What `_complete` does, for an error: order the file."""
+    """The work of `_complete` as words of an error: order the file."""
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
         """Raises ConfigError if the file cannot be written or put in order, or another run writes it."""

@@ -22,7 +22,7 @@ LINGER_SECONDS, MAX_LINGER_SECONDS = 0.02, 0.4
 """How long a reply waits for more rows after the first one, unless they free half of the slots: short rows share it."""
 
 MAX_REPLIES_PER_S = 1000
-"""What the process that drives replicas can take in beside its other work; with many replicas, each lingers longer."""
+"""Replies that the process that drives replicas can take in beside its other work; with many, each lingers longer."""
 
 FinishedRow = tuple[int, bytes, RowOutcome]
 """A finished row: the index of its line, its row of output, and what a run counts of it."""

@@ -37,7 +37,7 @@ _SPLITS = {
     "megrez": QWEN2, "qwen35": QWEN35, "gpt-4o": GPT4O, "llama4": GPT4O,
     "kanana2": GPT4O, "minimax-m2": GPT4O,
 }  # fmt: skip
-"""What a text is cut into before merges, by the names that llama.cpp has for it."""
+"""Patterns of the words that a text is cut into before merges, by llama.cpp's names for them."""
 
 _NORMALIZES = frozenset(("qwen2", "deepseek-r1-qwen", "qwen35"))
 """Those whose texts are composed first (NFC)."""

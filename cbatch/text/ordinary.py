@@ -27,7 +27,7 @@ _MAX_WORD_CHARACTERS = 1000
 """Of a word that WordPiece cuts up, in quadratic time."""
 
 _RISKY_KEYS = (b"continuing_subword_prefix", b"precompiled_charsmap")
-"""What may not stand behind the vocabulary, because it can make loading panic."""
+"""Keys that may not stand behind the vocabulary, because they can make loading panic."""
 
 _HIDDEN_LETTER = re.compile(rb"(?<!\\)\\u00(?:[2-6]|7[0-9a-eA-E])")
 """A letter that is written as an escape, as in a key that is not to be found."""

@@ -40,7 +40,7 @@ _NESTED = 100
 """Levels that rows and tools may have, each of which indents a line of JSON further."""
 
 _LETTERS = 3
-"""What a character may have in another case: ΐ has three letters in upper case."""
+"""Letters of a character in another case: ΐ has three in upper case."""
 
 
 class TooMuchWork(Exception):
@@ -217,7 +217,7 @@ _PLAIN = (
     nodes.Sub, nodes.Mod, nodes.FloorDiv, nodes.And, nodes.Or, nodes.CondExpr, nodes.Not, nodes.Neg, nodes.Pos,
     nodes.Compare, nodes.Operand, nodes.ExtensionAttribute,
 )  # fmt: skip
-"""What makes nothing longer."""
+"""Nodes that make nothing longer."""
 
 _Factor = int | Callable[[Sequence[nodes.Expr]], int]
 """How many times as long as what goes in the result of a filter or method is, perhaps by its arguments."""

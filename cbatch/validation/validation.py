@@ -30,7 +30,7 @@ CheckFunction = Callable[[str], object]
 """Gets an answer. It is good unless the function returns False or a text that says what is wrong, or raises."""
 
 CheckLike = str | Mapping[str, Any] | CheckFunction
-"""What a caller of Python may give as a check: one of FORMS, a schema or a function."""
+"""A check as a caller of Python may give it: one of FORMS, a schema or a function."""
 
 
 @dataclass(frozen=True, slots=True)

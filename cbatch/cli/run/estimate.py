@@ -355,7 +355,7 @@ MUCH = 0.3
 """The share of the time in which outputs wait for slots or for the cache, from which on these hold a run back."""
 
 WORTH_SAYING = 0.9
-"""What twice the slots must make of the time, so that they are worth naming."""
+"""The share of the time that twice the slots may still take at most, so that they are worth naming."""
 
 
 def estimate_run(engine: Engine, sample: RowSample) -> RunEstimate | None:
