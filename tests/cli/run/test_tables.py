@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import re
 import signal
 import time
@@ -134,12 +135,16 @@ def test_a_killed_run_of_tables_is_resumed(runs: ForkServer, model_folder: Path,
     command += ["--template", "Say: {text}", "--ignore-eos"]
     assert runs.start(*command, "-o", whole).code() == 0
     journal = tmp_path / "out.csv.journal.jsonl"
-    run = runs.start(*command, "-o", out, "--resume")
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
-        assert not run.is_over()
-        time.sleep(0.002)
-    run.send(signal.SIGKILL)
-    assert run.code() == -signal.SIGKILL and not out.exists()
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    with pipe.open("r+b", buffering=0) as feed:  # an input without an end, so that the run is not over too early
+        feed.write(source.read_bytes())
+        run = runs.start("run", pipe, *command[2:], "-o", out, "--resume")
+        while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
+            assert not run.is_over()
+            time.sleep(0.002)
+        run.send(signal.SIGKILL)
+        assert run.code() == -signal.SIGKILL and not out.exists()
     with journal.open("ab") as file:
         file.write(b'{"index": 3')  # as if torn
     points: list[KillPoint] = [KillPoint("pread", 20), KillPoint("after replace")]
