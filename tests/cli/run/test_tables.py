@@ -147,7 +147,7 @@ def test_a_killed_run_of_tables_is_resumed(runs: ForkServer, model_folder: Path,
         assert run.code() == -signal.SIGKILL and not out.exists()
     with journal.open("ab") as file:
         file.write(b'{"index": 3')  # as if torn
-    points: list[KillPoint] = [KillPoint("pread", 20), KillPoint("after replace")]
+    points: list[KillPoint] = [KillPoint("pread", 20), KillPoint("replace"), KillPoint("after replace")]
     for point in points:
         assert runs.start(*command, "-o", out, "--resume", kill=point).code() == -signal.SIGKILL
         assert journal.exists() and out.exists() == (point.name == "after replace")
