@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ from tests.support.model_checks import (
     with_fault,
 )
 from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
+from tests.support.samples import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +33,7 @@ TABLE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="u
 IS_DOCUMENTED = f"transformers {transformers.__version__}," in TABLE
 
 
-def sampled(values: Sequence[Any], count: int) -> list[Any]:
-    """All values; but for a sample that is drawn once, only `pytest -m exhaustive` runs them."""
-    drawn = Random(0).sample(range(len(values)), count)
-    every = pytest.mark.exhaustive
-    return [pytest.param(value, marks=() if place in drawn else every) for place, value in enumerate(values)]
-
-
-@pytest.mark.parametrize("model_type", sampled(list(CLASSES), 25))
+@pytest.mark.parametrize("model_type", sampled(CLASSES, 25))
 def test_equal_or_refused(model_type: str) -> None:
     """Guards against a family that is silently wrong, and against a table in the docs that says something else."""
     result = check_model(model_type, compare_combined_run)
