@@ -90,7 +90,11 @@ class Metadata:
 
     def any_tensor(self, ending: str) -> bool:
         """Whether a layer has such a tensor."""
-        return any(name.endswith("." + ending) for name in self.file.tensors)
+        return bool(self.shapes(ending))
+
+    def shapes(self, ending: str) -> list[tuple[int, ...]]:
+        """Of such a tensor, in all layers that have one."""
+        return [tensor.shape for name, tensor in self.file.tensors.items() if name.endswith("." + ending)]
 
     @property
     def num_layers(self) -> int:
@@ -311,7 +315,7 @@ def shared_experts(prefix: str) -> Rules:
 def read_experts(data: Metadata) -> tuple[int, int]:
     """How many experts there are, and how many a token has."""
     count, top_k = data.whole("expert_count"), data.whole("expert_used_count")
-    shapes = [tensor.shape for name, tensor in data.file.tensors.items() if name.endswith(".ffn_down_exps.weight")]
+    shapes = data.shapes("ffn_down_exps.weight")
     if any(len(shape) != 3 or shape[0] != count for shape in shapes) or not shapes:
         raise data.refused(f"claims to have {count} experts, and its tensors differ")
     if not 1 <= top_k <= count <= MAX_EXPERTS:
@@ -321,8 +325,7 @@ def read_experts(data: Metadata) -> tuple[int, int]:
 
 def expert_size(data: Metadata) -> int:
     """The width of an expert, which not every file says."""
-    shapes = [tensor.shape for name, tensor in data.file.tensors.items() if name.endswith(".ffn_down_exps.weight")]
-    return shapes[0][2]
+    return data.shapes("ffn_down_exps.weight")[0][2]
 
 
 def read_rope(data: Metadata, config: Config, default_base: float = 10000.0) -> Config:

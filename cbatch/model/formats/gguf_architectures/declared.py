@@ -216,7 +216,7 @@ declare("dots1", "dots1", "Dots1ForCausalLM", layer=_BIASED, more=_BIASED_EXPERT
 
 
 def _shared_count(data: Metadata, config: Config) -> int:
-    shapes = [one.shape for name, one in data.file.tensors.items() if name.endswith("ffn_gate_shexp.weight")]
+    shapes = data.shapes("ffn_gate_shexp.weight")
     return shapes[0][0] // expert_size(data) if shapes else 0
 
 
