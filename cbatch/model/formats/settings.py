@@ -45,12 +45,12 @@ class Settings:
             raise self.unsupported(key, value)
         return value
 
-    def group_size(self, key: str = "group_size", default: int = 128) -> int:
+    def group_size(self) -> int:
         """Numbers of a row that share a scale; -1 for all."""
-        value = self.get(key)
-        value = default if value is None else value
+        value = self.get("group_size")
+        value = 128 if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-            raise self.unsupported(key, value)
+            raise self.unsupported("group_size", value)
         return value
 
     def block(self, key: str) -> tuple[int, int]:

@@ -362,14 +362,10 @@ def _read_yarn(data: Metadata, factor: float) -> Config:
     return rope
 
 
-def read_layer_types(data: Metadata, config: Config, period: int = 0, *, first: bool = False) -> list[str]:
-    """Which layers have windows, by the flags of the file, or all but one of so many.
-
-    first: the one without a window is the first of them, and not the last
-    """
+def read_layer_types(data: Metadata, config: Config, period: int) -> list[str]:
+    """Which layers have windows, by the flags of the file, or all but the last of so many."""
     layers = config["num_hidden_layers"]
     flags = data.flags("attention.sliding_window_pattern", layers)
     if flags is None:
-        full = 0 if first else period - 1
-        flags = [period > 0 and number % period != full for number in range(layers)]
+        flags = [(number + 1) % period > 0 for number in range(layers)]
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
