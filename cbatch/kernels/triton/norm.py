@@ -105,9 +105,7 @@ def embed_and_norm(
     addends = [Addend(embedding.table, embedding.scale)]
     if embedding.positions is not None:
         addends.append(Addend(embedding.positions))
-    _launch(
-        residual, tuple(addends), ids, norm, out, positions=positions, offset=embedding.offset, embeds=True
-    )  # fmt: skip
+    _launch(residual, tuple(addends), ids, norm, out, positions=positions, offset=embedding.offset, embeds=True)
 
 
 def add_and_norm(residual: Tensor, addends: tuple[Addend, ...], norm: NormWeights | None, out: Tensor | None) -> None:

@@ -55,12 +55,9 @@ from cbatch.kernels.formats import GROUP, INT4_ZEROS, INT8, LEVELS, MXFP4
 ROW_COUNTS = (1, 2, 3, 4, 5, 6) if HAS_AVX512 else (1, 2)
 """Numbers of rows that there is code for: all up to the largest, the sums of which fill the registers."""
 
-_ROWS_IN_REGISTERS = 6
-"""Rows whose sums fit into the registers beside their integers."""
-
 MAX_ROWS = max(ROW_COUNTS)
 
-_FLOAT, _HALF, _INT8 = ir.FloatType(), ir.HalfType(), ir.IntType(8)
+_FLOAT, _HALF = ir.FloatType(), ir.HalfType()
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _WORDS = ir.VectorType(_INT32, LANES)

@@ -190,8 +190,8 @@ def _expert_linear_kernel(
 
 
 def expert_linear(
-    source: Tensor, routing: Routing, experts: ExpertWeights, out: Tensor, capability: int, *, gathers: bool,
-    weighs: bool, batch_invariant: bool = False,
+    source: Tensor, routing: Routing, experts: ExpertWeights, out: Tensor, *, gathers: bool, weighs: bool,
+    capability: int, batch_invariant: bool,
 ) -> None:  # fmt: skip
     """See `model/ops/experts.py`. capability: of the chip, 90 for 9.0"""
     weight, number, pairs = experts.weight, len(routing.counts), len(routing.order)
