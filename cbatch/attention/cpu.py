@@ -1,6 +1,6 @@
 """Attention on the CPU over the paged cache, for models of transformers.
 
-Models with a program call the same kernels from their own step (`models/cpu.py`).
+Models with a program call the same kernels from their own step (`model/cpu.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ Chunks depend only on the vocabulary, and every sum has one order, so a row's to
 
 Functions take a row of logits as a tuple (values, their number, temperature, mask, ids of the blocks of tokens to scan,
 how many these are). A mask is a tuple (bitmask of the allowed tokens, whether there are any: see
-`structured/token_bitmask.py`). Loops are `while`: Triton 3.6's interpreter cannot loop up to a number that it computed.
+`sample/structured/token_bitmask.py`). Loops are `while`: Triton 3.6's interpreter cannot loop up to a number that it
+computed.
 """
 
 # mypy: allow-untyped-decorators

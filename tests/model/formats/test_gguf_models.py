@@ -77,7 +77,7 @@ FORMATS = {
     Kind.Q6_K: (INT8, "bfloat16"), Kind.IQ4_NL: (IQ4_NL, "bfloat16"), Kind.IQ4_XS: (IQ4_NL, "bfloat16"),
     Kind.MXFP4: (MXFP4, "bfloat16"),
 }  # fmt: skip
-"""What matrices of each format become, and the dtype of the model."""
+"""The packed format of matrices in each format, and the dtype of the model."""
 
 
 @pytest.mark.parametrize(

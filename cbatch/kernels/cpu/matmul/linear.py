@@ -49,7 +49,7 @@ FEW_ROWS = 4
 _ROWS_PER_TASK = 8
 
 WRITE, ADD, ACTIVATED, GATED = 0, 1, 2, 3
-"""What `matmul` does with its results."""
+"""Modes of `matmul`, by its results."""
 
 _LINE = 64
 
