@@ -73,7 +73,7 @@ class DeviceWeights:
         """The embedding if it is tied."""
         lm_head = self._tables.get(matrix.parts[0])
         if lm_head is None or len(matrix.parts) > 1:
-            return self._matrix(matrix, is_head=True)
+            return self._matrix(matrix, self._packing([matrix], is_head=True))
         self.matrices.append(lm_head)
         return lm_head
 
@@ -82,7 +82,7 @@ class DeviceWeights:
         bias = self._stacked(matrix.biases, self._dtype) if matrix.biases else None
         packing = self._packing([matrix])
         if packing is None or packing.format != FP8:
-            return self._matrix(matrix), bias
+            return self._matrix(matrix, packing), bias
         found: QuantizedMatrix | Float8Matrix
         kind = _float8_kind(matrix, packing)
         if kind or self._float8.problem:
@@ -196,8 +196,7 @@ class DeviceWeights:
             return None
         return Packing(INT8 if is_head or self._quantize.weights == "int8" else INT4)
 
-    def _matrix(self, matrix: Matrix, *, is_head: bool = False) -> Tensor | QuantizedMatrix:
-        packing = self._packing([matrix], is_head=is_head)
+    def _matrix(self, matrix: Matrix, packing: Packing | None) -> Tensor | QuantizedMatrix:
         found = self._stacked(matrix.parts, self._dtype) if packing is None else self._packed(matrix, packing)
         self.matrices.append(found)
         return found
