@@ -81,7 +81,11 @@ class CpuAttention:
         sinks = options.get("sinks")
         extra = np.empty(0, np.float32) if sinks is None else sinks.float().numpy()
         params = paged_kv.AttentionParams(
-            options["scale"], options.get("window") or 0, 0, options.get("softcap") or 0.0, extra
+            options["scale"],
+            options.get("window") or 0,
+            options.get("chunk") or 0,
+            options.get("softcap") or 0.0,
+            extra,
         )
         out = torch.empty(tokens, heads * kv.value_dim, dtype=dtype)
         plan = metadata.plan(heads, group, kv.value_dim)

@@ -33,6 +33,7 @@ CASES = {
     "large blocks": AttentionCase(LayerShape(2, 32, 32), group=2, block_size=128),
     "blocks of 48": AttentionCase(LayerShape(2, 32, 32), group=2, block_size=48),
     "window": AttentionCase(LayerShape(2, 32, 32), group=2, window=21),
+    "chunks": AttentionCase(LayerShape(2, 32, 32), group=2, chunk=21),
     "softcap": AttentionCase(LayerShape(2, 32, 32), group=2, softcap=3.0),
     "sinks": AttentionCase(LayerShape(2, 32, 32), group=4, sinks=True),
     "all at once": AttentionCase(LayerShape(1, 256, 256), group=2, block_size=32, window=70, softcap=20.0, sinks=True),

@@ -13,10 +13,11 @@ class AttentionCase:
     group: int = 1
     block_size: int = 16
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
 
     @property
     def options(self) -> dict[str, object]:
         """Arguments of `attend`, except for the sinks."""
-        return {"scale": 0.3, "window": self.window, "softcap": self.softcap}
+        return {"scale": 0.3, "window": self.window, "chunk": self.chunk, "softcap": self.softcap}
