@@ -17,10 +17,10 @@ from cbatch.kernels.cpu.matmul.formats import pack_weight
 from cbatch.kernels.cpu.matmul.linear import ADD, GATED, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.microkernel import MAX_ROWS, prefetch_ahead
 from cbatch.kernels.cpu.thread_pool import ThreadPool
-from cbatch.kernels.cpu.work_queue import Worker, claimed, new_work_queue
+from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import BFLOAT16, FLOAT32
 from cbatch.model.cpu_weights import interleaved
-from tests.support.kernels import callable_kernel
+from tests.support.kernels import callable_kernel, lone_worker
 
 pytestmark = pytest.mark.kernels
 
@@ -51,11 +51,6 @@ def draw(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int = 0) -> NDArray
     return (numbers.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else numbers
 
 
-def worker() -> Worker:
-    """A thread that runs a kernel alone."""
-    return Worker(new_work_queue(), 0)
-
-
 def format_of(dtype: np.dtype[Any]) -> int:
     return FLOAT32 if dtype == np.float32 else BFLOAT16
 
@@ -66,7 +61,7 @@ def product(a: NDArray[Any], weight: NDArray[Any]) -> NDArray[np.float32]:
     kind = format_of(weight.dtype)
     workspace = new_linear_workspace(1, [kind], weight.shape[1], rows=len(a))
     matrix = PackedMatrix(pack_weight(weight), 0, kind, NOTHING, NOTHING)
-    matmul(worker(), 0, a, matrix, out, WRITE, SILU_PARAMS, workspace)
+    matmul(lone_worker(), 0, a, matrix, out, WRITE, SILU_PARAMS, workspace)
     return out[:, : len(weight)]
 
 
@@ -95,7 +90,9 @@ def test_products_that_are_added(dtype: np.dtype[Any], scaled: bool) -> None:
     scale = draw((32,), DTYPES[0], 4) if scaled else NOTHING
     out = before.copy()
     matrix = PackedMatrix(pack_weight(weight), 0, format_of(dtype), scale, NOTHING)
-    matmul(worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, [format_of(dtype)], 48, rows=len(a)))
+    matmul(
+        lone_worker(), 0, a, matrix, out, ADD, SILU_PARAMS, new_linear_workspace(1, [format_of(dtype)], 48, rows=len(a))
+    )
     expected = before + (as_float(a) @ as_float(weight).T) * (scale if scaled else 1)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -121,7 +118,7 @@ def test_gated_products() -> None:
     out = np.full((30, 48), np.nan, np.float32)
     packed = pack_weight(interleaved(torch.from_numpy(np.concatenate([gate, up]))).numpy())
     matrix = PackedMatrix(packed, 0, FLOAT32, NOTHING, NOTHING)
-    matmul(worker(), 0, a, matrix, out, GATED, SILU_PARAMS, new_linear_workspace(1, [FLOAT32], 32, rows=len(a)))
+    matmul(lone_worker(), 0, a, matrix, out, GATED, SILU_PARAMS, new_linear_workspace(1, [FLOAT32], 32, rows=len(a)))
     left = a @ gate.T
     np.testing.assert_allclose(out, left / (1 + np.exp(-left)) * (a @ up.T), rtol=1e-4, atol=1e-5)
 

@@ -13,14 +13,13 @@ from cbatch.kernels.cpu.activation import GELU, SILU, ActivationParams
 from cbatch.kernels.cpu.matmul import linear, lora
 from cbatch.kernels.cpu.matmul.formats import pack_weight
 from cbatch.kernels.cpu.matmul.linear import ACTIVATED, GATED, WRITE, PackedMatrix, new_linear_workspace
-from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
 from cbatch.kernels.formats import FLOAT32
 from cbatch.model.cpu_weights import interleaved
 from cbatch.model.lora.cpu import CpuAdapters
 from cbatch.model.lora.sites import Site
 from cbatch.model.lora_files import LowRank
 from cbatch.model.ops.all import Activation, Linear, Matrix, Weight
-from tests.support.kernels import callable_kernel
+from tests.support.kernels import callable_kernel, lone_worker
 
 pytestmark = pytest.mark.kernels
 
@@ -29,10 +28,6 @@ DEPTH, COLUMNS, TOKENS = 70, 600, 29
 RANKS = ((11, 3, 0), (0, 39, 17))
 """Of each of two sites, for three adapters."""
 NOTHING = np.empty(0, np.float32)
-
-
-def worker() -> Worker:
-    return Worker(new_work_queue(), 0)
 
 
 def low_rank(rank: int, columns: int, generator: torch.Generator) -> LowRank | None:
@@ -60,7 +55,7 @@ def added_to(product: Tensor, a: Tensor, numbers: np.ndarray[Any, Any], kind: st
     place, first_tile = adapters.places[one]
     out = product.clone().numpy()
     step = adapters.step(numbers if numbers.any() else None)
-    add_adapters(worker(), 0, place, first_tile, DEPTH, a.numpy(), step, out)
+    add_adapters(lone_worker(), 0, place, first_tile, DEPTH, a.numpy(), step, out)
     expected = torch.zeros(TOKENS, COLUMNS)
     for site in sites:
         for number, added in enumerate(site.added, 1):
@@ -98,8 +93,8 @@ def test_activation_of_a_product(mode: int, kind: int) -> None:
     workspace = new_linear_workspace(1, [FLOAT32], 64)
     matrix = PackedMatrix(pack_weight(weight), 0, FLOAT32, NOTHING, NOTHING)
     expected, found = (np.full((TOKENS, 320 if mode == GATED else 640), np.nan, np.float32) for _ in range(2))
-    matmul(worker(), 0, a, matrix, expected, mode, activation, workspace)
+    matmul(lone_worker(), 0, a, matrix, expected, mode, activation, workspace)
     product = np.empty((TOKENS, 640), np.float32)
-    matmul(worker(), 0, a, matrix, product, WRITE, activation, workspace)
-    activate_product(worker(), 0, product, mode, activation, workspace, found)
+    matmul(lone_worker(), 0, a, matrix, product, WRITE, activation, workspace)
+    activate_product(lone_worker(), 0, product, mode, activation, workspace, found)
     np.testing.assert_array_equal(found, expected)

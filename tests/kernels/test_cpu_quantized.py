@@ -25,7 +25,7 @@ from cbatch.kernels.cpu.matmul.formats import (
 )
 from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.quantized import quantize_row, quantized_row_bytes
-from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.formats import (
     BFLOAT16,
     FLOAT32,
@@ -39,7 +39,7 @@ from cbatch.kernels.formats import (
     Integers,
     quantized,
 )
-from tests.support.kernels import callable_kernel
+from tests.support.kernels import callable_kernel, lone_worker
 
 pytestmark = pytest.mark.kernels
 
@@ -96,7 +96,7 @@ def multiply(
     workspace = new_linear_workspace(1, [kind], a.shape[1], rows=len(a), left_bytes=left_bytes)
     workspace.rows[:] = workspace.few_rows[:] = 0xFF  # NaN, where nothing is written
     matrix = PackedMatrix(packed, 0, kind, NOTHING, NOTHING)
-    matmul(Worker(new_work_queue(), 0), a, matrix, out, mode, workspace)
+    matmul(lone_worker(), a, matrix, out, mode, workspace)
     return out[:, :COLUMNS]
 
 

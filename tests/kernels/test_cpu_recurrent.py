@@ -18,10 +18,10 @@ from cbatch.kernels.cpu.norm import NO_NORM, RMS_NORM, NormParams
 from cbatch.kernels.cpu.recurrent import ConvolutionParams, DeltaParams, Recurrence, ScanParams
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import ThreadPool
-from cbatch.kernels.cpu.work_queue import Worker, new_work_queue
+from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.model.ops.device_kernel import by_torch
 from scripts.gpu import bound_kernels
-from tests.support.kernels import callable_kernel
+from tests.support.kernels import callable_kernel, lone_worker
 
 TORCH = bound_kernels.BoundKernels(by_torch())
 pytestmark = pytest.mark.kernels
@@ -171,7 +171,7 @@ def run_kernel(
     out = np.full((len(source), operation.width), np.nan, np.float32)
     recurrence, rows = recurrence_of(slots, lengths, places, snapshots or {}), source.numpy().copy()
     if threads == 1:
-        operation.kernel(Worker(new_work_queue(), 0), recurrence, rows, out)
+        operation.kernel(lone_worker(), recurrence, rows, out)
     else:
         ThreadPool(threads).run(operation.kernel, recurrence, rows, out)
     return out
@@ -248,8 +248,7 @@ def test_gated_norm_equals_torch(kind: int, gate_first: bool) -> None:
     source, gates, weight = draw(19, 64), draw(19, 80, seed=1), draw(48, seed=2)
     out, expected = np.empty((19, 48), np.float32), torch.empty(19, 48)
     norm = NormParams(kind, 1e-5, weight.numpy() if kind else NOTHING, NOTHING)
-    worker = Worker(new_work_queue(), 0)
-    norm_and_gate(worker, 0, source.numpy().copy(), gates.numpy(), 9, 48, norm, 3, int(gate_first), out)
+    norm_and_gate(lone_worker(), 0, source.numpy().copy(), gates.numpy(), 9, 48, norm, 3, int(gate_first), out)
     settings = operands.NormWeights("rms" if kind else "none", 1e-5, weight if kind else None)
     TORCH.gated_norm(source[:, :48], gates[:, 9:57], settings, 3, expected, gate_first=gate_first)
     np.testing.assert_allclose(out, expected.numpy(), rtol=1e-5, atol=1e-5)
