@@ -28,7 +28,7 @@ def ops_for(capability: int) -> BoundKernels:
     return BoundKernels(DeviceOps(True, True, True, capability))
 
 
-OPS = {"triton": ops_for(90), "triton, without matrix units": BoundKernels(DeviceOps(True, True, True, 75))}
+OPS = {"triton": ops_for(90), "triton, without matrix units": ops_for(75)}
 DTYPES = [torch.float32, torch.float16]  # Triton's interpreter cannot multiply bfloat16
 
 
