@@ -33,10 +33,12 @@ from tests.support.sampling_cases import (
     score,
 )
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton", reason="Triton is not installed")
 
-from cbatch.kernels.triton.sampling import Tiling, noise, noise_bound, sample_rows, uniform_of  # noqa: E402  # noqa: E402
+import triton
+import triton.language as tl
+
+from cbatch.kernels.triton.sampling import Tiling, noise, noise_bound, sample_rows, uniform_of
 
 ROWS = 400 if DEVICE.type == "cuda" else 8
 SMALL = Tiling(block=16, chunk=16, part=16, group=16, warps=(4, 4))

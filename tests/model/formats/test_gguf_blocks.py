@@ -52,9 +52,7 @@ def test_integers_have_the_numbers_of_the_package(kind: Kind) -> None:
     assert (errors <= NEARLY.get(kind, 0) * largest).all()
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4], ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
 def test_packed_bytes_have_these_numbers(kind: Kind) -> None:
     """Guards the way into the kernels' layout: a column that they unpack is a row of the file."""
     data, packing = draw(kind), packing_of(kind)
