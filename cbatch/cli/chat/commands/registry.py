@@ -10,14 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
-from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.files import quoted
 from cbatch.cli.chat.session.session import Session
@@ -28,6 +27,9 @@ from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models
 from cbatch.cli.common.options import RUN_ONLY_PARAMS
 from cbatch.requests.param_names import own_params
+
+if TYPE_CHECKING:
+    from cbatch.cli.chat.background_run import BackgroundRun
 
 SETTABLE = ("seed", *(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS)))
 """The parameters that `/set` knows."""
