@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import unicodedata
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from prompt_toolkit.utils import get_cwidth
 from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.markdown.layout import PARSER, MarkdownLayout
-from cbatch.cli.chat.markdown.lines import StyledLine, wrap_plain
+from cbatch.cli.chat.markdown.lines import Fragment, StyledLine, wrap, wrap_plain
 from cbatch.cli.chat.markdown.parser import find_code
 from cbatch.cli.chat.session.session import Notice, Reply, Session, Turn
 from cbatch.cli.chat.stats import ChatStats
@@ -345,3 +346,21 @@ def test_the_time_of_a_reply_is_linear(source: str, start: str, monkeypatch: pyt
         layout.lines(text[:end], is_whole=False)
     assert layout.lines(text) == MarkdownLayout(80).lines(text)
     assert sum(parsed) < 30 * len(text)
+
+
+def test_lines_of_code_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the screen against long code, all of whose latest lines would be wrapped again with every token."""
+    sizes = list[int]()
+
+    def counted(fragments: Iterable[Fragment], width: int, *, at_words: bool = True) -> list[StyledLine]:
+        line = list(fragments)
+        sizes.append(sum(len(text) for _, text in line))
+        return wrap(line, width, at_words=at_words)
+
+    for module in ("layout", "lines"):
+        monkeypatch.setattr(f"cbatch.cli.chat.markdown.{module}.wrap", counted)
+    text = "```python\n" + "".join(f"x{number} = [{number}, 'a']\n" for number in range(1000))
+    layout = MarkdownLayout(80)
+    for end in range(0, len(text), 5):
+        layout.lines(text[:end], is_whole=False)
+    assert sum(sizes) < 20 * len(text)
