@@ -29,10 +29,10 @@ from torch import Tensor
 
 from scripts.benchmarks.harness import Report
 from scripts.benchmarks.models import RandomTensors
-from scripts.benchmarks.shapes import FAMILY_SHAPES, GRID_SHAPES, SHAPES, Config
+from scripts.benchmarks.shapes import ALL_SHAPES, GRID_SHAPES, Config
 from scripts.benchmarks.startup import Starts
 
-_SHAPES = {**FAMILY_SHAPES, **SHAPES, **GRID_SHAPES}
+_SHAPES = ALL_SHAPES | GRID_SHAPES
 _GROUP = 128
 _SECONDS_BETWEEN_SAMPLES = 0.002
 

@@ -26,9 +26,7 @@ from cbatch.model.families import read_program
 from cbatch.model.ops.all import Linear
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.models import load_random
-from scripts.benchmarks.shapes import FAMILY_SHAPES, SHAPES, Config
-
-ALL_SHAPES = SHAPES | FAMILY_SHAPES
+from scripts.benchmarks.shapes import ALL_SHAPES, Config
 
 
 def save_random(folder: Path, config: Config, rank: int, seed: int) -> None:

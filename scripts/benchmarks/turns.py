@@ -19,9 +19,8 @@ import torch
 from cbatch import EngineConfig, SamplingParams, SteppingEngine
 from scripts.benchmarks.harness import Report, at_least_one, by_turns
 from scripts.benchmarks.models import load_random
-from scripts.benchmarks.shapes import FAMILY_SHAPES, SHAPES
+from scripts.benchmarks.shapes import ALL_SHAPES
 
-ALL_SHAPES = SHAPES | FAMILY_SHAPES
 OUTPUT = 32
 READ_BYTES = 2**30
 
