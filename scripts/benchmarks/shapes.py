@@ -234,7 +234,10 @@ SHAPES: dict[str, Config] = GPU_SHAPES | {
     name: _LLAMA | {"max_position_embeddings": 40960} | shape
     for name, shape in {**PEER_SHAPES, "small": PEER_SHAPES["135m"] | _SMALL}.items()
 }
-"""Llamas, and those of GPU_SHAPES. `small` is a model that takes in a prompt of 32,768 tokens in a minute or two on two cores."""
+"""Llamas, and those of GPU_SHAPES.
+
+`small` is a model that takes in a prompt of 32,768 tokens in a minute or two on two cores.
+"""
 
 ALL_SHAPES = SHAPES | FAMILY_SHAPES
 
