@@ -38,7 +38,6 @@ from cbatch.engine.fallback import Execution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.cuda import CudaModel
-from cbatch.model.float8 import float8_problem
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.kv_cache import FP8, KVCache
@@ -59,6 +58,7 @@ from tests.support.cuda_model import (
     network_of,
     run,
 )
+from tests.support.float8 import needs_float8
 from tests.support.model_checks import is_greedy_output
 from tests.support.programs import saved_model
 from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
@@ -134,10 +134,9 @@ def test_equals_generate(monkeypatch: pytest.MonkeyPatch) -> None:
         assert capture.captured == 4 and capture.replayed == engine.stats().num_steps
 
 
+@needs_float8
 def test_activations_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards captured products of FP8, for which rows are rounded in the step: tokens are those of single launches."""
-    if problem := float8_problem(DEVICE, torch.float16):
-        pytest.skip(problem)
     network, tokens = make_network("llama", hidden_size=64, intermediate_size=96, head_dim=16), []
     weights = network.config.to_dict(), in_float8(network.state_dict())
     model = CudaModel(*weights, torch.float16, DEVICE, quantize=Quantization(STORED, "fp8"))

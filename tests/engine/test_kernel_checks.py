@@ -38,12 +38,12 @@ from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS
 from cbatch.kernels.formats import FLOAT32
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.float8 import float8_problem
 from cbatch.model.ops.device_kernel import KERNELS, by_torch
 from cbatch.runtime.kv_cache import FP8, LayerShape, as_bytes
 from cbatch.sample.sampler import Sampler
 from scripts.benchmarks.models import in_float8
 from tests.support.cuda_model import DEVICE, model_of
+from tests.support.float8 import NO_FLOAT8
 from tests.support.kernel_faults import replace_kernel
 from tests.support.programs import saved_model
 from tests.support.tiny_models import make_fast_engine, make_network
@@ -227,8 +227,6 @@ WRITTEN = {
 """The arguments that each kernel writes, if not only `out`; one returns what it has computed."""
 CHECKED = {name: kernel for name, kernel in KERNELS.items() if kernel.triton}
 QUANTIZED = ("quantized_linear", "look_up")
-NO_FLOAT8 = float8_problem(DEVICE, torch.float16)
-"""Why there is no `float8_linear` here; empty if there is."""
 RECURRENT = {
     "convolve": "lfm2", "gated_delta": "qwen3_5_text", "selective_scan": "granitemoehybrid",
     "gated_norm": "granitemoehybrid",

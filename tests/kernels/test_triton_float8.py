@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.support.device import DEVICE
+from tests.support.float8 import needs_float8
 from tests.support.kernels import draw
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
@@ -19,14 +20,10 @@ from cbatch.kernels.formats import Integers
 from cbatch.kernels.quantized_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.triton.products import linear
 from cbatch.kernels.triton.products.linear import round_rows
-from cbatch.model.float8 import float8_problem
 from cbatch.model.ops.device_kernel import by_torch, by_triton
 from scripts.gpu.bound_kernels import BoundKernels
 
 pytestmark = pytest.mark.kernels
-
-PROBLEM = float8_problem(DEVICE, torch.float16)
-needs_float8 = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "products of FP8 work")
 
 OPS = {"triton": BoundKernels(by_triton(DEVICE)), "torch": BoundKernels(by_torch(heads_first=True))}
 TOLERANCES = {torch.float16: 5e-3, torch.bfloat16: 1e-2}  # some matrix units for FP8 sum in few bits

@@ -31,6 +31,7 @@ from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.ops.device_kernel import by_torch
 from tests.support.device import DEVICE, HAS_GPU
+from tests.support.float8 import needs_float8
 from tests.support.model_checks import reference_logits
 from tests.support.programs import PROMPT, logits_in_chunks, saved_model, typical_error
 from tests.support.quantized_folders import (
@@ -53,8 +54,6 @@ from cbatch.model import cuda
 from cbatch.model.cuda import CudaModel
 
 pytestmark = pytest.mark.kernels
-PROBLEM = float8_problem(DEVICE, torch.float16)
-needs_float8 = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "products of FP8 work")
 
 TOKENS, CHUNKS = PROMPT[:8], [0, 6, 7, 8]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
