@@ -10,7 +10,7 @@ import pytest
 
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from tests.support.generation import generate
+from tests.support.generation import generate, generate_greedily
 from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
 from tests.support.tiny_models import FAMILIES, generate_alone, make_engine, make_network, make_prompts
 
@@ -110,9 +110,7 @@ def with_trunks() -> list[list[int]]:
 
 
 def run_with_trunks(engine: SteppingEngine) -> list[list[int]]:
-    outputs = generate(engine, with_trunks(), SamplingParams(max_tokens=12))
-    engine.scheduler.check_integrity()
-    return [list(output.token_ids) for output in outputs]
+    return generate_greedily(engine, with_trunks(), [12] * len(with_trunks()))
 
 
 @pytest.mark.parametrize("budget", [256, 16])

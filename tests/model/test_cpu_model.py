@@ -16,7 +16,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.batch import Logits, RaggedBatch
-from tests.support.generation import generate
+from tests.support.generation import generate, generate_greedily
 from tests.support.tiny_models import (
     VOCABULARY,
     draw_weights,
@@ -68,10 +68,7 @@ def expected_of(name: str) -> list[list[int]]:
 
 
 def run(engine: SteppingEngine) -> list[list[int]]:
-    params = [SamplingParams(max_tokens=length) for length in OUTPUTS]
-    outputs = generate(engine, make_prompts(LENGTHS), params)
-    engine.scheduler.check_integrity()
-    return [list(output.token_ids) for output in outputs]
+    return generate_greedily(engine, make_prompts(LENGTHS), OUTPUTS)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

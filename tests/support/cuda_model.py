@@ -19,7 +19,7 @@ from cbatch.model.loader import LoadedModel
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache
 from tests.support.device import DEVICE
-from tests.support.generation import generate
+from tests.support.generation import generate_greedily
 from tests.support.tiny_models import draw_weights, generate_alone, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
@@ -76,10 +76,7 @@ def engine_around(
 
 
 def run(engine: SteppingEngine) -> list[list[int]]:
-    params = [SamplingParams(max_tokens=length) for length in OUTPUTS]
-    outputs = generate(engine, make_prompts(LENGTHS), params)
-    engine.scheduler.check_integrity()
-    return [list(output.token_ids) for output in outputs]
+    return generate_greedily(engine, make_prompts(LENGTHS), OUTPUTS)
 
 
 def batch_of(prompts: list[list[int]], start: int = 0) -> RaggedBatch:
