@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import io
 import re
@@ -82,6 +81,8 @@ def decompressed(stream: IO[bytes]) -> IO[bytes]:
     """
     head = first_bytes(stream, len(ZSTD))
     if head.startswith(GZIP):
+        import gzip
+
         return cast(IO[bytes], gzip.GzipFile(fileobj=stream, mode="rb"))
     if not head.startswith(ZSTD):
         return stream
@@ -95,6 +96,8 @@ def decompressed(stream: IO[bytes]) -> IO[bytes]:
 def compressed(file: IO[bytes], kind: Compression | None) -> IO[bytes]:
     """A stream that writes to a file. Closing it writes the end of the format, and leaves the file open."""
     if kind == "gz":  # without the time, so that the same rows give the same bytes
+        import gzip
+
         return cast(IO[bytes], gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0))
     if kind == "zst":
         if (own := _own_zstd()) is not None:

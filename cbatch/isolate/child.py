@@ -5,7 +5,6 @@ It ends when the process that has started it does, whatever it is doing at that 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -91,6 +90,8 @@ def _end_with(parent: int, lifeline: int, is_trusted: bool) -> None:
     itself for minutes; what is not trusted has less time anyway, and may be started by a thread that ends.
     """
     if sys.platform == "linux" and is_trusted:
+        import ctypes
+
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
