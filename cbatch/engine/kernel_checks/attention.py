@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from cbatch.attention.reference import ReferenceAttention, ReferenceMetadata
 from cbatch.engine.cuda_graphs import GraphCapturer, Run
 from cbatch.engine.kernel_checks.comparison import TOLERANCES, error_of_cache, largest_error
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
-from cbatch.engine.kernel_checks.made_up_steps import empty_cache, num_blocks, ragged_batch
+from cbatch.engine.kernel_checks.made_up_steps import draw, empty_cache, num_blocks, ragged_batch
 from cbatch.model.ops.attention import store_in_blocks
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.device import is_accelerator
@@ -165,8 +165,8 @@ class AttentionChecks:
 
     def _new_kv(self, layer: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values [T, heads, dim]: always the same."""
-        draw = partial(_draw, dtype=self.dtype, device=self.device)
-        return draw(1, tokens, layer.heads, layer.key_dim), draw(2, tokens, layer.heads, layer.value_dim)
+        drawn = partial(draw, dtype=self.dtype, device=self.device)
+        return drawn(1, tokens, layer.heads, layer.key_dim), drawn(2, tokens, layer.heads, layer.value_dim)
 
     def _cache_for(self, layer: LayerShape, past: RaggedBatch, blocks: int) -> tuple[Tensor, Tensor]:
         """A filled cache for the backend. A fault of its own writing shows in the check of that, if possible."""
@@ -186,7 +186,7 @@ class AttentionChecks:
         """Of a step, compared with the reference in float64. attend: in place of the backend's"""
         past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
         batch, blocks = ragged_batch(chunks, self.block_size, self.device), num_blocks(chunks, self.block_size)
-        query = _draw(0, len(batch.ids), call.heads, call.layer.key_dim, dtype=self.dtype, device=self.device)
+        query = draw(0, len(batch.ids), call.heads, call.layer.key_dim, dtype=self.dtype, device=self.device)
         options = call.options(self.device)
         keys, values = self._cache_for(call.layer, past, blocks)
         found = (attend or self._attend)(query, keys, values, batch, options)
@@ -242,7 +242,7 @@ class AttentionChecks:
         past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
         batch = ragged_batch(chunks, self.block_size, self.device)
         keys, values = self._cache_for(layer, past, num_blocks(chunks, self.block_size))
-        query = _draw(0, len(batch.ids), call.heads, layer.key_dim, dtype=self.dtype, device=self.device)
+        query = draw(0, len(batch.ids), call.heads, layer.key_dim, dtype=self.dtype, device=self.device)
         metadata, options = self.attention.prepare(batch, self.block_size), call.options(self.device)
         run = partial(self.attention.attend, query, keys, values, metadata, **options)
         seen = [min(token + 1, call.window or token + 1) for start, stop in chunks for token in range(start, stop)]
@@ -266,9 +266,3 @@ def _attend_by_heads(query: Tensor, keys: Tensor, values: Tensor, batch: RaggedB
 def _shortened(window: int | None) -> int | None:
     """A window that the chunks are longer than. The kernel is the same: compilers look whether 16 divides a number."""
     return window and (window if window < 200 else 96 if window % 16 == 0 else 101)
-
-
-def _draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers that are the same on every device of a kind."""
-    generator: Any = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=device).to(dtype)

@@ -25,6 +25,7 @@ from cbatch.engine.kernel_checks.comparison import (
 )
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.engine.kernel_checks.made_up_steps import (
+    draw,
     empty_cache,
     empty_states,
     made_up_states,
@@ -337,8 +338,7 @@ class LayerChecks:
         return replace(grown, arguments=arguments)
 
     def _draw(self, seed: int, *shape: int) -> Tensor:
-        generator: Any = torch.Generator(self.model.device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self.model.device).to(self.model.dtype)
+        return draw(seed, *shape, dtype=self.model.dtype, device=self.model.device)
 
 
 def _spread_routing(tokens: int, top_k: int, experts: int, device: torch.device) -> Routing:

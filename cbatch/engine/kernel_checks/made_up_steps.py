@@ -1,12 +1,14 @@
-"""Steps of made-up tokens, and caches to run them on."""
+"""Steps of made-up tokens, caches to run them on, and random numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.model.base import Model
@@ -76,3 +78,9 @@ def made_up_states(pool: StatePool, batch: RaggedBatch) -> StepStates:
     snapshots = np.full(count, -1)
     snapshots[0] = pool.num_slots - 1
     return StepStates(pool, np.arange(1, 2 * count, 2), np.ones(count, np.int64), snapshots)
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers that are the same on every device of a kind."""
+    generator: Any = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
+from cbatch.engine.kernel_checks.made_up_steps import draw
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.token_bitmask import bitmask_of
@@ -82,5 +83,4 @@ def _requests(rows: int) -> list[TokenSequence]:
 
 
 def _draw_logits(rows: int, vocabulary: int, device: torch.device) -> Tensor:
-    generator: Any = torch.Generator(device).manual_seed(0)
-    return 3 * torch.randn(rows, vocabulary, generator=generator, device=device)
+    return 3 * draw(0, rows, vocabulary, dtype=torch.float32, device=device)
