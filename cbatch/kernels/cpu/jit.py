@@ -16,7 +16,6 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
-from numba.np.arrayobj import populate_array
 
 from cbatch import compat
 from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
@@ -163,6 +162,8 @@ def view_as(context: Any, memory: Any, like: Any) -> Any:
     kind = types.Array(like, 1, "C")
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from numba.np.arrayobj import populate_array  # with much of numba, for which kernels on disk need not wait
+
         source = context.make_array(memory)(context, builder, args[0])
         found = context.make_array(kind)(context, builder)
         number = context.get_data_type(like)
