@@ -84,29 +84,56 @@ def keep_compiled(
     what a call needs is kept, see `_machine_code`. If no folder can be written, nothing is kept. Nothing is read from a
     folder that is not trusted either, as `why_not_trusted` says: numba would run it.
 
-    Private as of numba 0.68: `_index_key`, `_cache_path`, `_load_overload` and `_impl_class` of `FunctionCache`, and
-    the attribute `_cache` of dispatchers and callbacks.
+    Private as of numba 0.68: `_index_key`, `_cache_path`, `_py_func`, `_load_overload` and `_impl_class` of
+    `FunctionCache`, and the attribute `_cache` of dispatchers and callbacks.
     """
-    from numba.core.caching import FunctionCache, NullCache
+    from numba.core.caching import NullCache
+
+    compiled._cache = NullCache()
+    try:
+        kept = _code_cache()(function, version, on_miss, on_error)
+        if (reason := why_not_trusted(Path(kept._cache_path))) is not None:
+            on_error(PermissionError(reason))
+        else:
+            compiled._cache = kept
+    except RuntimeError:  # of numba, if no folder can be written
+        pass
+    except OSError as error:
+        on_error(error)
+
+
+@cache
+def _code_cache() -> Any:
+    """The class of caches that differ from numba's as `keep_compiled` says."""
+    from numba.core.caching import FunctionCache
 
     class CodeCache(FunctionCache):  # type: ignore[misc]
         _impl_class = _machine_code()
 
-        def _index_key(self, *args: Any) -> tuple[Any, ...]:
-            return (*super()._index_key(*args), version)
+        def __init__(
+            self,
+            function: Callable[..., Any],
+            version: str,
+            on_miss: Callable[[], None],
+            on_error: Callable[[Exception], None],
+        ) -> None:
+            super().__init__(function)
+            self.version, self.on_miss, self.on_error = version, on_miss, on_error
+            self.lock = -1
 
-        lock = -1
+        def _index_key(self, *args: Any) -> tuple[Any, ...]:
+            return (*super()._index_key(*args), self.version)
 
         def load_overload(self, signature: Any, context: Any) -> Any:
             self.release()  # what was to be compiled before could not be
             found = self.load(signature, context)
             if found is None:
-                self.lock = _locked(f"{self._cache_path}/{function.__qualname__}.lock")
+                self.lock = _locked(f"{self._cache_path}/{self._py_func.__qualname__}.lock")
                 found = self.load(signature, context)
                 if found is not None:
                     self.release()
                 else:
-                    on_miss()
+                    self.on_miss()
             return found
 
         def load(self, signature: Any, context: Any) -> Any:
@@ -126,7 +153,7 @@ def keep_compiled(
             try:
                 super().save_overload(*args)
             except Exception as error:
-                on_error(error)
+                self.on_error(error)
             finally:
                 self.release()
 
@@ -135,17 +162,7 @@ def keep_compiled(
                 os.close(self.lock)
             self.lock = -1
 
-    compiled._cache = NullCache()
-    try:
-        kept = CodeCache(function)
-        if (reason := why_not_trusted(Path(kept._cache_path))) is not None:
-            on_error(PermissionError(reason))
-        else:
-            compiled._cache = kept
-    except RuntimeError:  # of numba, if no folder can be written
-        pass
-    except OSError as error:
-        on_error(error)
+    return CodeCache
 
 
 @cache
