@@ -93,10 +93,9 @@ def overlook_the_kind(self: BlockPool, token_ids: Sequence[int], kind: int = 0) 
 
 def roll_back_but_leave_cached(self: Scheduler, scheduled: SchedulerOutput) -> None:
     """Leaves the blocks of a rolled back step cached."""
-    evict = self.pool.evict
-    self.pool.evict = lambda blocks: None  # type: ignore[method-assign]
-    rollback(self, scheduled)
-    self.pool.evict = evict  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self.pool, "evict", lambda blocks: None)
+        rollback(self, scheduled)
 
 
 def keep_running_after_the_end(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
@@ -135,11 +134,9 @@ def never_finishing(sequence: TokenSequence) -> bool:
 
 def keep_nan_blocks_cached(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
     """Leaves the blocks of a request with a NaN cached."""
-    evict = self.pool.evict
-    self.pool.evict = lambda blocks: None  # type: ignore[method-assign]
-    events = update_from_output(self, scheduled, results)
-    self.pool.evict = evict  # type: ignore[method-assign]
-    return events
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self.pool, "evict", lambda blocks: None)
+        return update_from_output(self, scheduled, results)
 
 
 def take_without_counting(self: PrefillBudget, sequence: TokenSequence, count: int) -> None:
@@ -200,9 +197,11 @@ def snapshot_one_token_late(self: StateSlots, tokens: int, spare: bool = False) 
 def keep_states_after_rollback(self: Scheduler, scheduled: SchedulerOutput) -> None:
     """Lets requests of a step that was rolled back go on from the states that it has left."""
     stop = self._stop_running
-    self._stop_running = lambda sequence: stop(sequence) if sequence in scheduled.admitted else None  # type: ignore[method-assign]
-    rollback(self, scheduled)
-    self._stop_running = stop  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            self, "_stop_running", lambda sequence: stop(sequence) if sequence in scheduled.admitted else None
+        )
+        rollback(self, scheduled)
     for chunk in scheduled.chunks:
         if chunk.sequence.is_running:
             chunk.sequence.num_computed = min(chunk.sequence.num_computed, chunk.start)
