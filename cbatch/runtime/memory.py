@@ -219,9 +219,13 @@ def _free_in_groups() -> Iterator[int]:
                 group = _ROOT / name / path.strip("/")
                 for folder in (group, *group.parents):
                     with suppress(OSError, ValueError):  # no such folder here, or no limit
-                        limit, taken, files = _FILES[name]
-                        most, now = (int((folder / file).read_text()) for file in (limit, taken))
-                        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                        yield max(most - now + int(statistics.get(files, 0)), 0)
+                        yield _free_in(folder, *_FILES[name])
                     if folder == _ROOT / name:
                         break
+
+
+def _free_in(group: Path, limit: str, taken: str, files: str) -> int:
+    """Raises ValueError if there is no limit, and OSError if the folder is none of a group."""
+    most, now = (int((group / name).read_text()) for name in (limit, taken))
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return max(most - now + int(statistics.get(files, 0)), 0)
