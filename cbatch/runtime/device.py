@@ -43,7 +43,7 @@ _HINTS = {
     "Error 804": "use a container for this driver, or update the driver",
     "CUDA unknown error": "load the module nvidia_uvm again, or restart the machine",
 }
-"""What to do about an error that CUDA gives when it starts, by a part of its text."""
+"""Advice on errors that CUDA gives when it starts, by a part of their text."""
 
 
 class Absence(NamedTuple):

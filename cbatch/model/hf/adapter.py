@@ -298,7 +298,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 _TRIAL_TOKENS = 4
 
 Finish = Callable[[Tensor], Tensor]
-"""What becomes of the head's product."""
+"""The function from the head's product to logits."""
 
 
 @dataclass(eq=False)
