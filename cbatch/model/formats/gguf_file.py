@@ -134,7 +134,7 @@ class GgufFile:
 def read_gguf(paths: Sequence[Path]) -> GgufFile:
     """The parts of one model. Raises InvalidFile for anything that is not a whole GGUF file, and OSError.
 
-    paths: in the order of `split_paths`
+    paths: in the order of `gguf_paths`
     """
     headers = [_Header(path) for path in paths]
     tensors: dict[str, GgufTensor] = {}
