@@ -51,7 +51,7 @@ def test_a_dozen_kills(runs: ForkServer, model_folder: Path, tmp_path: Path, bat
     test = KillTest(runs, tmp_path, model_folder, seed=1)
     for aims in KILLED_BATCHES[:batches]:
         test.run_batch(aims)
-    assert test.counts.torn >= batches and test.counts.in_ordering >= 2
+    assert test.counts.torn >= batches and test.counts.in_ordering >= min(batches, 4)
 
 
 def test_kills_with_tries_a_cache_and_tokens(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_kills_with_tries_a_cache_and_tokens(runs: ForkServer, model_folder: Pat
     test = KillTest(runs, tmp_path, model_folder, seed=2, options=options)
     counts = [row["validation"]["tries"] for row in read_rows(tmp_path / "out.jsonl") if "validation" in row]
     assert {1, 2, 3} <= set(counts)
-    for aims in KILLS_WITH_TOKENS:
+    for aims in [KILLED_BATCHES[2], *KILLS_WITH_TOKENS]:
         test.run_batch(aims)
-    assert test.counts.torn >= 2 and test.counts.unfinished >= 4
+    assert test.counts.torn >= 3 and test.counts.unfinished >= 5
 
 
 LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 40} for n in range(40)]
