@@ -19,7 +19,7 @@ from cbatch.base.units import format_bytes
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", WEIGHTS_INDEX)
-"""What the hub calls the weights of a model that are read here."""
+"""The names that the weights of a model have on the hub, of those that are read here."""
 
 MAX_JSON_BYTES, MAX_JSON_DEPTH, _MAX_JSON_VALUES = 2**26, 100, 2**20
 """Of files of settings. The index of a model of 10**12 parameters has 16 MiB and 140,000 values."""

@@ -244,7 +244,7 @@ def test_a_kernel_that_does_not_fit_is_not_out_of_memory() -> None:
 
     That holds too if the kernel was tried because memory had run out.
     """
-    errors = pytest.importorskip("triton.runtime.errors")
+    errors = pytest.importorskip("triton.runtime.errors", reason="the error is one of Triton")
     error = errors.OutOfResources(131072, 101376, "shared memory")
     error.__context__ = torch.OutOfMemoryError("CUDA out of memory")
     assert not is_out_of_memory(error) and is_out_of_memory(error.__context__)
