@@ -74,6 +74,14 @@ def test_a_chat_opens_before_heavy_imports() -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_leaves_the_compiler_unloaded() -> None:
+    """Guards the time to the first token: kernels on disk need nothing of what numba compiles arrays with."""
+    code = "import sys, cbatch.api; sys.exit(str({'numba.np.arrayobj', 'numba.cpython.unicode'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "set()"
+
+
+@pytest.mark.slow
 def test_imports_are_not_searched_for_garbage() -> None:
     """Guards the time to the first token: full collections while torch is imported, and over it ever after."""
     code = (
