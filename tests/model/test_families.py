@@ -25,7 +25,6 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import read_program
 from cbatch.model.families.decoder import declared_kinds
-from cbatch.model.loader import LoadedModel
 from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch
 from tests.support.architectures import CLASSES
@@ -44,6 +43,7 @@ from tests.support.programs import (
     typical_error,
 )
 from tests.support.samples import sampled
+from tests.support.tiny_models import loaded
 
 pytestmark = pytest.mark.kernels
 
@@ -84,9 +84,8 @@ def run_with_preemption(engine: SteppingEngine) -> list[list[int]]:
 def test_equals_generate(kind: str) -> None:
     """Guards every declaration, token for token in float32: chunks, shared prefixes, and rows that give way."""
     model, network = cpu_model(kind), saved_model(kind).network
-    loaded = LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
     config = EngineConfig(block_size=BLOCK_SIZE, kv_blocks=9, max_seqs=6, max_batch_tokens=16, device="cpu")
-    engine = SteppingEngine(config, loaded)
+    engine = SteppingEngine(config, loaded(network, fast_model=model))
     outputs = run_with_preemption(engine)
     assert [len(output) for output in outputs] == LENGTHS
     pairs = zip(PROMPTS, outputs, strict=True)
@@ -140,14 +139,14 @@ def test_rounded_weights_are_near_float32(kind: str) -> None:
 def test_company_changes_no_bit(kind: str) -> None:
     """Guards rows whose experts others use too: the same log-probabilities alone, in a batch and in small steps."""
     model = cpu_model(kind, torch.bfloat16)
-    loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     params = SamplingParams(max_tokens=5, logprobs=3)
 
     def run(prompts: list[list[int]], tokens: int) -> list[object]:
         config = EngineConfig(
             block_size=BLOCK_SIZE, kv_blocks=60, max_batch_tokens=tokens, device="cpu", prefix_cache=False
         )
-        return [output.logprobs for output in generate(SteppingEngine(config, loaded), prompts, params)]
+        engine = SteppingEngine(config, loaded(None, fast_model=model))
+        return [output.logprobs for output in generate(engine, prompts, params)]
 
     batched = run(PROMPTS[:5], 512)
     assert run(PROMPTS[:5], 9) == batched
@@ -234,8 +233,8 @@ def test_longrope_beyond_its_switch(interpreter: str, monkeypatch: pytest.Monkey
     saved, always_long = longrope_model(40), longrope_model(1)
     if interpreter == "cpu":
         model: Any = CpuModel(saved.config, saved.tensors, torch.float32)
-        loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
-        engine = SteppingEngine(EngineConfig(block_size=BLOCK_SIZE, kv_blocks=40, device="cpu"), loaded)
+        config = EngineConfig(block_size=BLOCK_SIZE, kv_blocks=40, device="cpu")
+        engine = SteppingEngine(config, loaded(None, fast_model=model))
     else:
         model = CudaModel(saved.config, saved.tensors, torch.float32, torch.device("cpu"), by_torch())
         engine = engine_around(monkeypatch, model, ReferenceAttention(), block_size=BLOCK_SIZE, kv_blocks=40)

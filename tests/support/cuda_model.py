@@ -13,14 +13,12 @@ from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.config import EngineConfig
-from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.model.loader import LoadedModel
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache
 from tests.support.device import DEVICE
 from tests.support.generation import generate_greedily
-from tests.support.tiny_models import draw_weights, generate_alone, make_network, make_prompts
+from tests.support.tiny_models import draw_weights, generate_alone, loaded, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -70,9 +68,8 @@ def engine_around(
     chosen = attention or TritonAttention(DEVICE)
     monkeypatch.setattr("cbatch.model.load_plan.has_fast_path", lambda *_: True)
     monkeypatch.setattr("cbatch.engine.fallback.select_attention", lambda *_: chosen)
-    loaded = LoadedModel("tiny", lambda: None, None, SamplingParams(), frozenset(), fast_model=model)
     settings: dict[str, Any] = {"block_size": 5, "kv_blocks": 30, "max_seqs": 4, "device": str(DEVICE)} | config
-    return SteppingEngine(EngineConfig(**settings), loaded)
+    return SteppingEngine(EngineConfig(**settings), loaded(None, fast_model=model))
 
 
 def run(engine: SteppingEngine) -> list[list[int]]:

@@ -80,14 +80,15 @@ def make_network(family: str, **overrides: Any) -> Any:
     return network
 
 
-def loaded(network: Any, tokenizer: Any = None, eos_ids: frozenset[int] = frozenset()) -> LoadedModel:
-    return LoadedModel("tiny", lambda: network, tokenizer, SamplingParams(), eos_ids)
+def loaded(
+    network: Any, tokenizer: Any = None, eos_ids: frozenset[int] = frozenset(), fast_model: Any = None
+) -> LoadedModel:
+    return LoadedModel("tiny", lambda: network, tokenizer, SamplingParams(), eos_ids, fast_model=fast_model)
 
 
 def fast(network: Any, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A model of the Llama family on the fast path, with the weights of a network."""
-    model = CpuModel(network.config.to_dict(), network.state_dict(), dtype)
-    return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
+    return loaded(network, fast_model=CpuModel(network.config.to_dict(), network.state_dict(), dtype))
 
 
 def make_fast_engine(network: Any, **config: Any) -> SteppingEngine:
