@@ -5,6 +5,7 @@ Processes of this machine and actors of Ray each have a launcher.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,7 +90,7 @@ class ReplicaConnection(Protocol):
         ...
 
 
-class ReplicaLauncher(Protocol):
+class ReplicaLauncher(ABC):
     """Starts replicas, whose numbers go from 0 on.
 
     num_replicas: how many there are to be
@@ -99,15 +100,15 @@ class ReplicaLauncher(Protocol):
 
     def name(self, number: int) -> str:
         """The replica's name for people, such as `replica 2`."""
-        ...
+        return f"replica {number + 1}"
 
+    @abstractmethod
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
         """Begins a life of a replica, and returns without waiting for its model. Called on several threads at once.
 
         Raises WorkerDied if the replica cannot even be started now, and CbatchError if it never can.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Ends all that was started and still lives, and frees what the launcher holds. May be called twice."""
-        ...

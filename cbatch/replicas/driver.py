@@ -13,7 +13,7 @@ from cbatch.batch.driver import ReplicaStatus
 from cbatch.batch.lines import Line, RowOptions
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.replicas.connection import ReplicaLauncher
-from cbatch.replicas.keys import KeyMaking
+from cbatch.replicas.keys import KeyMaking, in_pieces
 from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import SharedState, Supervisor
 from cbatch.schedule.limits import EngineLimits
@@ -35,13 +35,13 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         launcher: ReplicaLauncher,
         config: EngineConfig,
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
         backoff_s: float = BACKOFF_S,
     ) -> None:
         """Waits until the first replica has loaded its model; the others may take longer.
 
         launcher:  is closed with the driver
-        timeout_s: a replica that does not answer for so long, or makes no step, is killed
+        timeout_s: a replica that does not answer for so long, or makes no step, is killed; None: TIMEOUT_S
         backoff_s: how long a replica stays away after it has died; doubles each time that it finishes no row
 
         Raises what loading the model raises, and EngineError if no replica can be kept alive.
@@ -49,7 +49,7 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         self._launcher = launcher
         self._shared = SharedState(launcher.num_replicas)
         self._supervisors = [
-            Supervisor(number, launcher, config, self._shared, timeout_s=timeout_s, backoff_s=backoff_s)
+            Supervisor(number, launcher, config, self._shared, timeout_s or TIMEOUT_S, backoff_s)
             for number in range(launcher.num_replicas)
         ]
         try:
@@ -86,10 +86,10 @@ class ReplicaDriver(AbstractContextManager["ReplicaDriver"]):
         return [supervisor.status() for supervisor in self._supervisors]
 
     def keyed(self, options: RowOptions, lines: Iterable[Line]) -> Iterator[tuple[Line, str]]:
-        return KeyMaking(self._shared, options).keyed(lines)
+        return KeyMaking(self._shared, options).keyed(in_pieces(lines))
 
     def open(self, options: RowOptions, *, window: int | None = None) -> ReplicaStream:
-        KeyMaking(self._shared, options).check_options()
+        list(KeyMaking(self._shared, options).keyed([[]]))  # which raises if they are wrong
         rows = window or 4 * self.limits.max_seqs * self.num_engines
         return ReplicaStream(self._shared, options, window=rows)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
 from cbatch.batch.lines import Line, RowOptions
@@ -16,8 +17,6 @@ PIECE_LINES, PIECE_BYTES = 256, 2**20
 
 PIECES_AHEAD = 2
 """Pieces that are read for each replica."""
-
-POLL_SECONDS = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -37,96 +36,71 @@ class KeyMaking(Job):
         self._shared = shared
         self._options = options
         self._waiting: deque[_Piece] = deque()
-        self._given: dict[int, _Piece] = {}
 
-    def keyed(self, lines: Iterable[Line]) -> Generator[tuple[Line, str]]:
-        """The lines in their order with their keys; reads some pieces ahead.
+    def keyed(self, pieces: Iterable[list[Line]]) -> Iterator[tuple[Line, str]]:
+        """The lines in their order with their keys; reads some pieces ahead. An empty piece only tries the options.
 
         Raises RequestError if the options' defaults are wrong, and EngineError if no replica is left.
         """
-        ahead: deque[_Piece] = deque()
-        pieces = _pieces(lines)
-        self._shared.begin(self)
+        shared, source, ahead = self._shared, map(_Piece, pieces), deque[_Piece]()
+        shared.begin(self)
         try:
             while True:
-                while len(ahead) < PIECES_AHEAD * max(self._shared.num_alive, 1):
-                    piece = next(pieces, None)
-                    if piece is None:
-                        break
+                for piece in islice(source, max(PIECES_AHEAD * max(shared.num_alive, 1) - len(ahead), 0)):
                     ahead.append(piece)
-                    self._put(piece)
+                    with shared.changed:
+                        self._waiting.append(piece)
+                        shared.changed.notify_all()
                 if not ahead:
                     return
                 piece = ahead.popleft()
-                yield from zip(piece.lines, self._wait_for(piece), strict=True)
+                with shared.changed:
+                    while piece.keys is None:
+                        if error := piece.error or shared.failure:
+                            raise error
+                        shared.changed.wait()
+                yield from zip(piece.lines, piece.keys, strict=True)
         finally:
-            self._shared.end(self)
+            shared.end(self)
 
-    def check_options(self) -> None:
-        """Raises as `keyed` does."""
-        piece = _Piece([])
-        self._shared.begin(self)
-        try:
-            self._put(piece)
-            self._wait_for(piece)
-        finally:
-            self._shared.end(self)
+    def run(self, life: Life) -> None:
+        shared = self._shared
+        while shared.job is self and not shared.is_closing:
+            with shared.changed:
+                if not self._waiting:
+                    shared.changed.wait(IDLE_SECONDS)
+                piece = self._waiting.popleft() if self._waiting else None
+            if piece is not None:
+                self._make(life, piece)
 
-    def _put(self, piece: _Piece) -> None:
-        with self._shared.changed:
-            self._waiting.append(piece)
-            self._shared.changed.notify_all()
-
-    def _wait_for(self, piece: _Piece) -> list[str]:
-        with self._shared.changed:
-            while True:
-                error = piece.error or self._shared.failure
-                if error is not None:
-                    raise error
-                if piece.keys is not None:
-                    return piece.keys
-                self._shared.changed.wait(POLL_SECONDS)
-
-    # The threads of the supervisors.
-
-    def serve(self, life: Life) -> None:
-        with self._shared.changed:
-            if not self._waiting:
-                self._shared.changed.wait(IDLE_SECONDS)
-            if not self._waiting:
-                return
-            piece = self._given[life.number] = self._waiting.popleft()
+    def _make(self, life: Life, piece: _Piece) -> None:
         try:
             piece.keys = life.call("keys", self._options, piece.lines)
         except RequestError as error:
             piece.error = error
-        with self._shared.changed:
-            del self._given[life.number]
-            self._shared.changed.notify_all()
-
-    def leave(self, life: Life) -> None:
-        with self._shared.changed:
-            piece = self._given.pop(life.number, None)
-            if piece is None:
-                return
+        except BaseException:
             piece.deaths += 1
-            if piece.deaths >= MAX_DEATHS:
+            if piece.deaths < MAX_DEATHS:
+                self._waiting.appendleft(piece)
+            else:
                 what = "the options of the batch"
                 if piece.lines:
                     what = f"the keys of lines {piece.lines[0].index + 1} to {piece.lines[-1].index + 1}"
                 piece.error = EngineError(f"Replicas died {MAX_DEATHS} times over {what}.")
-            else:
-                self._waiting.appendleft(piece)
-            self._shared.changed.notify_all()
+            raise
+        finally:
+            with self._shared.changed:
+                self._shared.changed.notify_all()
 
 
-def _pieces(lines: Iterable[Line]) -> Iterator[_Piece]:
-    piece, size = _Piece([]), 0
+def in_pieces(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    """The lines in pieces for `keyed`."""
+    piece, size = list[Line](), 0
     for line in lines:
-        piece.lines.append(line)
+        piece.append(line)
         size += len(line.data or b"")
-        if len(piece.lines) == PIECE_LINES or size >= PIECE_BYTES:
+        if len(piece) == PIECE_LINES or size >= PIECE_BYTES:
             yield piece
-            piece, size = _Piece([]), 0
-    if piece.lines:
+            piece, size = [], 0
+    if piece:
         yield piece

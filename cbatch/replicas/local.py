@@ -18,6 +18,7 @@ from cbatch.base.config import CPU_CACHE_SHARE, DEVICE_VARIABLE, EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.units import parse_memory
 from cbatch.isolate.worker import Worker, WorkerDied
+from cbatch.replicas.connection import ReplicaLauncher
 
 FACTORY = "cbatch.replicas.replica:open_replica"
 
@@ -49,7 +50,7 @@ class Place:
         return replace(config, device=self.device, kv_cache_memory=memory)
 
 
-class LocalLauncher:
+class LocalLauncher(ReplicaLauncher):
     """Starts replicas as processes of this machine, each in a place of its own."""
 
     def __init__(self, places: Sequence[Place], factory: str = FACTORY) -> None:
@@ -61,9 +62,6 @@ class LocalLauncher:
         self._is_closed = False
         # Linux kills a child at the end of the thread that has started it, so it is a thread that stays.
         self._starter = ThreadPoolExecutor(1, "cbatch-starter")
-
-    def name(self, number: int) -> str:
-        return f"replica {number + 1}"
 
     def start(self, number: int, config: EngineConfig) -> Worker:
         """Begins a life of a replica. Raises WorkerDied if its process cannot be started."""

@@ -22,6 +22,7 @@ from cbatch.base.errors import CbatchError, ConfigError
 from cbatch.extras import missing_package
 from cbatch.isolate.child import make
 from cbatch.isolate.worker import WorkerDied
+from cbatch.replicas.connection import ReplicaLauncher
 from cbatch.replicas.local import FACTORY
 
 try:
@@ -64,7 +65,7 @@ class ReplicaActor:
             return None, error
 
 
-class RayLauncher:
+class RayLauncher(ReplicaLauncher):
     """Starts replicas as actors of a cluster, wherever it has the resources for one."""
 
     def __init__(
@@ -107,9 +108,6 @@ class RayLauncher:
         except BaseException:
             self.close()
             raise
-
-    def name(self, number: int) -> str:
-        return f"replica {number + 1}"
 
     def start(self, number: int, config: EngineConfig) -> RayConnection:
         """Asks the cluster for an actor, which loads its model once there is a place for it."""

@@ -72,7 +72,14 @@ class Replica:
     def failed(self, lines: list[Line], message: str) -> list[FinishedRow]:
         """Error rows (`internal_error`) for lines of this batch that are not to be run."""
         assert self._batch is not None, "begin comes first"
-        return [self._batch.failed(line, RequestError("internal_error", message)) for line in lines]
+        rows = []
+        for line in lines:
+            row, now = Row(0, line.index), time.monotonic()
+            completion = self._batch.lines.failed(line, RequestError("internal_error", message))
+            completion.timing = Timing(now, finished_at=now)
+            row.finish(completion)
+            rows.append((row.index, row.data, row.outcome))
+        return rows
 
     def exchange(
         self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = LINGER_SECONDS
@@ -86,10 +93,8 @@ class Replica:
         if self._batch is None:
             assert not rows, "begin comes first"
             return Reply([], self._engine.stats())
-        batch = self._batch
-        batch.put(rows, cancelled)
-        finished = batch.take(wait_s, min(linger_s, wait_s))
-        return Reply(finished, self._engine.stats(), batch.num_tokens, batch.failure)
+        finished = self._batch.exchange(rows, cancelled, wait_s, min(linger_s, wait_s))
+        return Reply(finished, self._engine.stats(), self._batch.stream.output_tokens, self._batch.failure)
 
     def close(self) -> None:
         """Cancels the rows of this batch. May be called twice."""
@@ -127,24 +132,21 @@ class InProcessConnection:
             self._replica.close()
 
 
-class EngineLauncher:
+class EngineLauncher(ReplicaLauncher):
     """The last replica is an engine of this process; another launcher, if there is one, starts those before it."""
 
     def __init__(self, engine: Engine, others: ReplicaLauncher | None = None, name: str = "this process") -> None:
         """`name`: what people call the engine of this process."""
-        self._engine = engine
-        self._others = others
-        self._name = name
-        self._num_others = others.num_replicas if others is not None else 0
-        self.num_replicas = self._num_others + 1
+        self._engine, self._others, self._name = engine, others, name
+        self.num_replicas = 1 + (others.num_replicas if others is not None else 0)
 
     def name(self, number: int) -> str:
-        return self._others.name(number) if self._others is not None and number < self._num_others else self._name
+        return super().name(number) if number < self.num_replicas - 1 else self._name
 
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
-        if self._others is None or number == self._num_others:
-            return InProcessConnection(self._engine)
-        return self._others.start(number, config)
+        if self._others is not None and number < self.num_replicas - 1:
+            return self._others.start(number, config)
+        return InProcessConnection(self._engine)
 
     def close(self) -> None:
         if self._others is not None:
@@ -158,26 +160,20 @@ class _Batch:
     """
 
     def __init__(self, engine: Engine, options: RowOptions) -> None:
-        self._lines = LineProcessor.of(engine.core, options)
-        self._stream = EngineStream(engine.thread, self._lines, window=sys.maxsize)
+        self.lines = LineProcessor.of(engine.core, options)
+        self.stream = EngineStream(engine.thread, self.lines, window=sys.maxsize)
         self._given: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
-        self._finished = self._stream.finished(iter(self._given.get, None))
+        self._finished = self.stream.finished(iter(self._given.get, None))
         self._ready: deque[Row] = deque()
         self._enough = max(engine.limits.max_seqs // 2, 1)
         self.failure = ""
 
-    @property
-    def num_tokens(self) -> int:
-        return self._stream.output_tokens
-
-    def put(self, rows: list[Line], cancelled: list[int]) -> None:
+    def exchange(self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float) -> list[FinishedRow]:
+        """Takes and cancels rows. Returns those that have finished, as many as one reply holds."""
         for line in rows:
             self._given.put(line)
         for index in cancelled:
-            self._stream.cancel(index)
-
-    def take(self, wait_s: float, linger_s: float) -> list[FinishedRow]:
-        """The rows that have finished, as many as one reply holds."""
+            self.stream.cancel(index)
         self._collect(0.0 if self._ready else wait_s)
         until = time.monotonic() + linger_s
         while 0 < len(self._ready) < self._enough and time.monotonic() < until:
@@ -193,13 +189,6 @@ class _Batch:
             finished.append((row.index, row.data, row.outcome))
         return finished
 
-    def failed(self, line: Line, error: RequestError) -> FinishedRow:
-        row, now = Row(0, line.index), time.monotonic()
-        completion = self._lines.failed(line, error)
-        completion.timing = Timing(now, finished_at=now)
-        row.finish(completion)
-        return row.index, row.data, row.outcome
-
     def close(self) -> None:
         self._finished.close()
         self._given.put(None)
@@ -209,13 +198,13 @@ class _Batch:
         deadline = time.monotonic() + wait_s
         with suppress(StopIteration):
             while len(self._ready) < MAX_REPLY_ROWS:
-                self._stream.poll_s = max(deadline - time.monotonic(), 0.0)
+                self.stream.poll_s = max(deadline - time.monotonic(), 0.0)
                 try:
                     rows = next(self._finished)
                 except EngineError as error:
                     self.failure = str(error)
                     return
-                self._stream.release([row.position for row in rows])
+                self.stream.release([row.position for row in rows])
                 self._ready.extend(rows)
                 if rows or time.monotonic() >= deadline:
                     return

@@ -3,7 +3,7 @@
 Threads that work side by side:
 
 - The reader of the stream gives lines to the dispatcher.
-- Each replica's supervisor (`serve`) takes rows from the dispatcher, exchanges them for finished ones, and sends these
+- Each replica's supervisor (`run`) takes rows from the dispatcher, exchanges them for finished ones, and sends these
   to the consumer's inbox.
 - The consumer, which iterates over `finished`, takes the rows that are finished.
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbatch.base.errors import CbatchError, EngineError, RequestError
 from cbatch.batch.driver import WINDOW_BYTES, RowStream
@@ -34,8 +33,7 @@ STOP_SECONDS = 0.8
 FAILED = f"The row was not finished: the replicas that ran it died {MAX_DEATHS} times."
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """The result of an exchange: rows, and the number of tokens generated since the one before."""
 
     rows: list[Row]
@@ -71,22 +69,19 @@ class ReplicaStream(RowStream, Job):
 
     def _failure(self) -> BaseException:
         error = self._cause
-        if isinstance(error, EngineError | RequestError):
-            return error
-        failure = EngineError(str(error))
-        failure.__cause__ = error
-        return failure
+        return error if isinstance(error, EngineError | RequestError) else EngineError(str(error))
 
     @property
     def _cause(self) -> CbatchError | None:
         return self._error or self._shared.failure
 
     def _take(self, messages: list[Any]) -> list[Row]:
-        deliveries = [message for message in messages if isinstance(message, Delivery)]
-        self.output_tokens += sum(one.num_tokens for one in deliveries)
-        rows = [row for one in deliveries for row in one.rows]
-        self._num_ended += len(rows)
-        return rows
+        found: list[Row] = []
+        for rows, num_tokens in (message for message in messages if isinstance(message, Delivery)):
+            found += rows
+            self.output_tokens += num_tokens
+        self._num_ended += len(found)
+        return found
 
     def _last_rows(self) -> list[Row]:
         """The rows that replicas have finished by now; not of those that take long to say it."""
@@ -123,22 +118,38 @@ class ReplicaStream(RowStream, Job):
 
     # The threads of the supervisors.
 
-    def begin(self, life: Life) -> None:
+    def run(self, life: Life) -> None:
+        shared, number = self._shared, life.number
         try:
             life.call("begin", self._options)
         except RequestError as error:  # another replica than the one that `open` has asked refuses the options
             self._error = error
             return
-        with self._shared.lock:
-            self._num_tokens[life.number] = 0
-            self._dispatcher.join(life.number, life.info.limits.max_seqs)
+        with shared.lock:
+            self._dispatcher.join(number, life.info.limits.max_seqs)
+            self._num_tokens[number] = 0
+        try:
+            while not self._is_over:
+                if shared.is_closing:
+                    return
+                self._exchange(life)
+            finished = True
+            while finished:  # what there is; the rest is cancelled
+                reply = life.exchange([], [], 0.0)
+                self._deliver(life, reply.finished, reply.num_tokens)
+                finished = bool(reply.finished)
+            life.call("close")
+        finally:
+            with shared.changed:
+                del self._num_tokens[number]
+                self._dispatcher.leave(number)
+                self._rows_came.notify_all()
+                shared.changed.notify_all()
 
-    def serve(self, life: Life) -> None:
+    def _exchange(self, life: Life) -> None:
+        """Gives a replica rows for finished ones. Waits at most IDLE_SECONDS if there is nothing to do."""
         number = life.number
         with self._shared.lock:
-            if number not in self._num_tokens:  # it has refused the batch, which ends
-                self._rows_came.wait_for(lambda: self._is_over, IDLE_SECONDS)
-                return
             work = self._dispatcher.take(number, time.monotonic())
             if not work and not self._dispatcher.num_held(number) and not self._is_over:
                 self._num_idle += 1
@@ -160,23 +171,6 @@ class ReplicaStream(RowStream, Job):
         with self._shared.lock:
             num_held = self._dispatcher.num_held(number)
         life.check(reply, num_held)
-
-    def end(self, life: Life) -> None:
-        """Fetches what the replica has finished, and lets it cancel the rest."""
-        if life.number in self._num_tokens:
-            reply = life.exchange([], [], 0.0)
-            while reply.finished:
-                self._deliver(life, reply.finished, reply.num_tokens)
-                reply = life.exchange([], [], 0.0)
-            life.call("close")
-            self.leave(life)
-
-    def leave(self, life: Life) -> None:
-        with self._shared.changed:
-            if self._num_tokens.pop(life.number, None) is not None:
-                self._dispatcher.leave(life.number)
-                self._rows_came.notify_all()
-                self._shared.changed.notify_all()
 
     def _deliver(self, life: Life, finished: list[FinishedRow], num_tokens: int, are_counted: bool = True) -> None:
         """Sends the consumer the rows of a reply that nobody has finished before.

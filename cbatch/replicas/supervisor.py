@@ -34,21 +34,14 @@ _log = logging.getLogger("cbatch")
 
 
 class Job(ABC):
-    """The common work of replicas, such as the rows of a batch. Its methods are called on a thread for each replica."""
-
-    def begin(self, life: Life) -> None:  # noqa: B027
-        """A replica takes part from now on."""
+    """The common work of replicas, such as the rows of a batch."""
 
     @abstractmethod
-    def serve(self, life: Life) -> None:
-        """One exchange with a replica. Waits at most IDLE_SECONDS if there is nothing to do."""
+    def run(self, life: Life) -> None:
+        """Works with a replica until the job is over, or its driver closes. Called on a thread for each replica.
 
-    def end(self, life: Life) -> None:  # noqa: B027
-        """The job is over for a replica that lives on."""
-
-    @abstractmethod
-    def leave(self, life: Life) -> None:
-        """A replica that took part has died, or is told to end."""
+        Raises WorkerDied if the replica dies meanwhile; what it had is left to others by then.
+        """
 
 
 @dataclass(slots=True)
@@ -161,7 +154,7 @@ class Life:
 
 
 class Supervisor:
-    """Runs the lives of one replica, on a thread of its own.
+    """Runs the lives of one replica, one after the other, on a thread of its own.
 
     past_stats: sums over the lives that have ended
     """
@@ -172,25 +165,16 @@ class Supervisor:
         launcher: ReplicaLauncher,
         config: EngineConfig,
         shared: SharedState,
-        *,
         timeout_s: float,
         backoff_s: float,
     ) -> None:
-        """
-        timeout_s: longest time for an answer, and between steps of the engine
-        backoff_s: how long a replica stays away after it has died; doubles while it finishes no row
-        """
+        """See `ReplicaDriver`."""
         self.name = launcher.name(number)
-        self._number = number
-        self._launcher = launcher
-        self._config = config
-        self._shared = shared
-        self._timeout_s = timeout_s
-        self._backoff_s = backoff_s
+        self._number, self._launcher, self._config, self._shared = number, launcher, config, shared
+        self._timeout_s, self._backoff_s = timeout_s, backoff_s
         self._state: ReplicaState = "starting"
         self._connection: ReplicaConnection | None = None
         self._life: Life | None = None
-        self._job: Job | None = None
         self.past_stats = total_stats(())
         self._rows = self._copies = self._deaths = 0
         self._futile_lives = self._lives_without_row = 0
@@ -218,80 +202,63 @@ class Supervisor:
         try:
             while not self._shared.is_closing and self._state != "gone":
                 problem = self._live()
-                if problem is not None and not self._shared.is_closing:
+                if problem and not self._shared.is_closing:
                     self._after_death(problem)
         except BaseException as error:  # rows that it had may be in nobody's hands now
             problem = f"cannot be kept alive: {in_short(error)}"
             self._shared.fail(EngineError(f"{self.name} {problem}."))
             self._give_up(problem)
 
-    def _live(self) -> str | None:
-        """One life. Returns why it ended, and None if there is to be no other."""
+    def _live(self) -> str:
+        """One life. Returns why it ended; nothing if there is to be no other."""
+        shared = self._shared
         try:
-            self._life = self._load()
-            if self._life is not None:
-                self._state = "running"
-                self._serve(self._life)
-            return None
-        except WorkerDied as death:
-            return f"died: {death}"
-        except _Refused as error:
-            self._give_up(str(error))
-            return None
-        except CbatchError as error:
-            problem = str(error).rstrip(".")
-            if self._life is not None:
-                return f"died: {problem}"
-            if self._state == "starting" and isinstance(error, ConfigError | ModelError):
-                self._shared.fail(error)
-                self._give_up(f"cannot be started: {problem}")
-                return None
-            return f"cannot be started: {problem}"
-        except BaseException as unforeseen:
-            if self._life is not None:
+            self._connection = self._launcher.start(self._number, self._config)
+            if shared.is_closing:  # `kill` may have come before there was a connection
+                return ""
+            info: ReplicaInfo = self._connection.call("info", timeout_s=START_TIMEOUT_S)
+            with shared.changed:
+                shared.info = first = shared.info or info
+                shared.changed.notify_all()
+            if difference := _difference(info, first):
+                self._give_up(difference)
+                return ""
+            self._life = Life(self._number, self._connection, info, self._timeout_s)
+            self._serve(self._life)
+            return ""
+        except BaseException as error:
+            is_known = isinstance(error, CbatchError | WorkerDied)
+            if self._life is not None and not is_known:
                 raise
-            return f"cannot be started: {in_short(unforeseen)}"
+            if self._life is not None or isinstance(error, WorkerDied):
+                return f"died: {str(error).rstrip('.')}"
+            problem = f"cannot be started: {str(error).rstrip('.') if is_known else in_short(error)}"
+            if self._state == "starting" and isinstance(error, ConfigError | ModelError):
+                shared.fail(error)
+                self._give_up(problem)
+                return ""
+            return problem
         finally:
             self._end_life()
 
-    def _load(self) -> Life | None:
-        """A replica whose model is loaded; None if the driver closes."""
-        self._connection = self._launcher.start(self._number, self._config)
-        if self._shared.is_closing:  # `kill` may have come before there was a connection
-            return None
-        info: ReplicaInfo = self._connection.call("info", timeout_s=START_TIMEOUT_S)
-        with self._shared.changed:
-            self._shared.info = first = self._shared.info or info
-            self._shared.changed.notify_all()
-        _check_is_alike(info, first)
-        return Life(self._number, self._connection, info, self._timeout_s)
-
     def _serve(self, life: Life) -> None:
-        shared = self._shared
+        self._state = "running"
+        shared, last = self._shared, None
         while not shared.is_closing:
-            job = shared.job
-            if job is not self._job:
-                if self._job is not None:
-                    self._job.end(life)
-                self._job = None
-                if job is not None:
-                    job.begin(life)
-                self._job = job
-            elif job is not None:
-                job.serve(life)
-            else:
-                with shared.changed:
-                    shared.changed.wait_for(lambda: shared.job is not None or shared.is_closing, IDLE_SECONDS)
-                if shared.job is None and not shared.is_closing:
-                    life.check(life.exchange([], [], 0.0), num_held=0)
+            with shared.changed:
+                if shared.job is last:
+                    shared.changed.wait(IDLE_SECONDS)
+                job = shared.job
+            if job is not None and job is not last:
+                job.run(life)
+            elif job is None and not shared.is_closing:
+                life.check(life.exchange([], [], 0.0), num_held=0)
+            last = job
 
     def _end_life(self) -> None:
-        """The rows go to others first: what the dead replica held may take a while to be free."""
-        life, job, connection = self._life, self._job, self._connection
+        life, connection = self._life, self._connection
         if life is not None:
-            if job is not None:
-                job.leave(life)
-            self.past_stats, self._life, self._job = total_stats((), [self.past_stats, life.stats]), None, None
+            self.past_stats, self._life = total_stats((), [self.past_stats, life.stats]), None
             self._rows += life.num_rows
             self._copies += life.num_copies
         if life is not None and life.num_rows:
@@ -328,20 +295,17 @@ def backoff(first_s: float, futile_lives: int) -> float:
     return min(first_s * 2.0 ** max(futile_lives - 1, 0), MAX_BACKOFF_S)
 
 
-class _Refused(Exception):
-    """A replica that must not serve, because its rows would differ."""
-
-
-def _check_is_alike(info: ReplicaInfo, first: ReplicaInfo) -> None:
-    """Raises _Refused if a replica would give other rows than the first one."""
+def _difference(info: ReplicaInfo, first: ReplicaInfo) -> str:
+    """Why a replica must not serve, because it would give other rows than the first one; nothing if it may."""
     where = f"on {info.host} (process {info.pid})"
     if info.fingerprint != first.fingerprint:
-        raise _Refused(f"{where} has another model, dtype or chat template than the first replica")
+        return f"{where} has another model, dtype or chat template than the first replica"
     mine, others = info.limits.sequence, first.limits.sequence
     is_small = mine.cache_is_small or others.cache_is_small
-    if mine.context != others.context or (is_small and mine.cache != others.cache):
-        raise _Refused(
-            f"{where} has room for {mine.cache:,} tokens in its KV cache, and the first replica for {others.cache:,}, "
-            f"with a context of {mine.context:,} and {others.context:,}, so that rows could end earlier there; "
-            "--kv-blocks makes them equal"
-        )
+    if mine.context == others.context and (mine.cache == others.cache or not is_small):
+        return ""
+    return (
+        f"{where} has room for {mine.cache:,} tokens in its KV cache, and the first replica for {others.cache:,}, "
+        f"with a context of {mine.context:,} and {others.context:,}, so that rows could end earlier there; "
+        "--kv-blocks makes them equal"
+    )

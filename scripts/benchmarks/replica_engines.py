@@ -25,7 +25,7 @@ from cbatch import Engine, EngineConfig
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.lines import Line, RowOptions
-from cbatch.replicas.connection import ReplicaConnection
+from cbatch.replicas.connection import ReplicaConnection, ReplicaLauncher
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import LocalLauncher, find_places
 from scripts.benchmarks.harness import Report, at_least_one, by_turns, median_by_name
@@ -41,7 +41,7 @@ class Given:
 
 
 @dataclass(slots=True)
-class WatchedLauncher:
+class WatchedLauncher(ReplicaLauncher):
     """Starts replicas of this machine, and notes which of them gets which rows, and when.
 
     pids:     the process of each replica
@@ -53,9 +53,6 @@ class WatchedLauncher:
     given: list[Given] = field(default_factory=list)
     pids: dict[int, int] = field(default_factory=dict)
     ready_at: dict[int, float] = field(default_factory=dict)
-
-    def name(self, number: int) -> str:
-        return self.launcher.name(number)
 
     def start(self, number: int, config: EngineConfig) -> ReplicaConnection:
         return _WatchedConnection(self.launcher.start(number, config), number, self)

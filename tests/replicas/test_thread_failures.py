@@ -36,10 +36,8 @@ PLACES: list[tuple[type, str]] = [
     (Supervisor, "_serve"),
     (Supervisor, "_after_death"),
     (Supervisor, "_end_life"),
-    (ReplicaStream, "begin"),
-    (ReplicaStream, "serve"),
-    (ReplicaStream, "end"),
-    (ReplicaStream, "leave"),
+    (ReplicaStream, "run"),
+    (ReplicaStream, "_exchange"),
     (ReplicaStream, "_deliver"),
     (ReplicaStream, "_start"),
     (Dispatcher, "add"),
@@ -51,8 +49,8 @@ PLACES: list[tuple[type, str]] = [
     (Dispatcher, "_give_back"),
     (Dispatcher, "finish"),
     (Dispatcher, "num_held"),
-    (KeyMaking, "serve"),
-    (KeyMaking, "leave"),
+    (KeyMaking, "run"),
+    (KeyMaking, "_make"),
 ]
 
 

@@ -15,7 +15,7 @@ from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import RowOutcome
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.isolate.worker import WorkerDied
-from cbatch.replicas.connection import FinishedRow, ReplicaInfo, Reply
+from cbatch.replicas.connection import FinishedRow, ReplicaInfo, ReplicaLauncher, Reply
 from cbatch.schedule.limits import EngineLimits
 
 LIMITS = EngineLimits(
@@ -28,7 +28,7 @@ Dies = Callable[["FakeConnection", str, bool], bool]
 
 
 @dataclass(eq=False)
-class FakeLauncher:
+class FakeLauncher(ReplicaLauncher):
     """Starts fake replicas. What is on a line decides what becomes of its row: see `FakeConnection._compute`.
 
     at_once: rows that a replica finishes in one exchange, in so many seconds
@@ -45,9 +45,6 @@ class FakeLauncher:
     deaths_of_rows: Counter[int] = field(default_factory=Counter)
     connections: list[FakeConnection] = field(default_factory=list)
     is_closed: bool = False
-
-    def name(self, number: int) -> str:
-        return f"replica {number + 1}"
 
     def start(self, number: int, config: EngineConfig) -> FakeConnection:
         self.lives[number] += 1

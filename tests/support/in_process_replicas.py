@@ -9,10 +9,11 @@ from typing import Any
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.isolate.worker import WorkerDied
+from cbatch.replicas.connection import ReplicaLauncher
 from cbatch.replicas.replica import InProcessConnection
 
 
-class InProcessLauncher:
+class InProcessLauncher(ReplicaLauncher):
     """A `ReplicaLauncher` on one engine.
 
     deaths:  how many more lives of each replica end at an exchange
@@ -27,9 +28,6 @@ class InProcessLauncher:
         self.configs: list[EngineConfig] = []
         self.is_closed = False
         self._engine = engine
-
-    def name(self, number: int) -> str:
-        return f"replica {number + 1}"
 
     def start(self, number: int, config: EngineConfig) -> MortalReplica:
         self.lives[number] += 1

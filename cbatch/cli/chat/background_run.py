@@ -68,7 +68,7 @@ class BatchEngines:
         Raises ConfigError if they cannot be started.
         """
         from cbatch.batch.engine_driver import EngineDriver
-        from cbatch.replicas.driver import TIMEOUT_S, ReplicaDriver
+        from cbatch.replicas.driver import ReplicaDriver
         from cbatch.replicas.replica import EngineLauncher
 
         if not self._options.are_given:
@@ -78,7 +78,7 @@ class BatchEngines:
             self._driver = None
         if self._driver is None:
             launcher = EngineLauncher(engine, self.launch_others(), name="this chat")
-            timeout_s = self._options.replica_timeout or TIMEOUT_S
+            timeout_s = self._options.replica_timeout
             self._driver = ReplicaDriver(launcher, self._shared_config, timeout_s=timeout_s)
         return self._driver
 

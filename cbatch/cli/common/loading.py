@@ -115,13 +115,13 @@ def open_replicas(
     Raises ConfigError or ModelError if the options cannot be met, and EngineError if no replica lives to load.
     """
     check_model(config)
-    from cbatch.replicas.driver import TIMEOUT_S, ReplicaDriver
+    from cbatch.replicas.driver import ReplicaDriver
 
     print_notices(quiet=quiet)
     gc.freeze()  # imported modules stay
     gc.enable()
     launcher = make_launcher(options, config)
-    with ReplicaDriver(launcher, config, timeout_s=options.replica_timeout or TIMEOUT_S) as driver:
+    with ReplicaDriver(launcher, config, timeout_s=options.replica_timeout) as driver:
         info = driver.info
         if not quiet:
             show_loaded(info.description, is_demo=config.model is None, verbose=verbose)
