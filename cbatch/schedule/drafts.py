@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.draft_policy import DraftPolicy
-from cbatch.schedule.draft_sources import DraftSources
+from cbatch.schedule.draft_sources import MIN_MATCH, DraftSources, Proposal
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.recurrent_states import NoStates, RecurrentStates
 from cbatch.schedule.sequence import TokenSequence
-from cbatch.schedule.speculation.drafter import MIN_MATCH, Proposal
 
 MIN_ROWS, MIN_ROWS_AUTO = 16, 64
 """Rows of logits that a step with drafts may have, however small `max_seqs` is. `auto` is for CPUs, which have room."""

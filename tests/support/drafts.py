@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cbatch.schedule.draft_policy import DraftPolicy
-from cbatch.schedule.draft_sources import DraftSources
+from cbatch.schedule.draft_sources import DraftSources, Proposal
 from cbatch.schedule.output import SchedulerOutput
 from cbatch.schedule.sequence import TokenSequence
-from cbatch.schedule.speculation.drafter import Proposal
 
 Propose = Callable[[TokenSequence, int], Proposal | None]
 

@@ -24,11 +24,10 @@ from cbatch.model.loader import LoadedModel
 from cbatch.runtime.batch import Argmax, Logits, RaggedBatch
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.schedule.draft_policy import DraftPolicy
-from cbatch.schedule.draft_sources import DraftSources
+from cbatch.schedule.draft_sources import DraftSources, Proposal
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import SchedulerOutput
 from cbatch.schedule.sequence import TokenSequence
-from cbatch.schedule.speculation.drafter import Proposal
 from scripts.benchmarks.models import RandomTensors, load_random
 from scripts.benchmarks.shapes import Config
 

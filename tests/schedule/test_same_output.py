@@ -21,12 +21,11 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.loader import LoadedModel
 from cbatch.sample import output
 from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
-from cbatch.schedule.draft_sources import DraftSources
+from cbatch.schedule.draft_sources import DraftSources, Proposal
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.sequence import TokenSequence
-from cbatch.schedule.speculation.drafter import Proposal
 from cbatch.schedule.step_time import StepTimeController
 from tests.support.all_features import SETTINGS, add_all, expected, make, run, steps
 from tests.support.architectures import make_architecture
@@ -151,10 +150,10 @@ def test_what_is_kept_of_a_request_ends_with_it() -> None:
             for request_id in list(names)[::2]:
                 engine.cancel(request_id)
         sources = engine.scheduler.drafts._sources  # type: ignore[union-attr]
-        for sequence, drafter in sources._drafters.items():
-            assert drafter._index.tokens == sequence.token_ids[: len(drafter)] and not sequence.has_ended
-        assert sources._num_indexed == sum(map(len, sources._drafters.values()))
-    assert not sources._drafters and not engine.scheduler.drafts._policy._records  # type: ignore[union-attr]
+        for sequence, text in sources._texts.items():
+            assert text.index.tokens == sequence.token_ids[: len(text.index)] and not sequence.has_ended
+        assert sources._num_indexed == sum(len(text.index) for text in sources._texts.values())
+    assert not sources._texts and not engine.scheduler.drafts._policy._records  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("fault", [accept_all, shift_positions])
