@@ -173,7 +173,7 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             held_back=dict(scheduler.held_back),
-            num_snapshots=scheduler.states.num_snapshots,
+            num_snapshots=scheduler.states.slots.num_snapshots if scheduler.states.slots is not None else 0,
             num_drafted_tokens=scheduler.drafts.num_drafted,
             num_accepted_tokens=scheduler.drafts.num_accepted,
             fallback=self._fallback,

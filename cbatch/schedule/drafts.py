@@ -17,7 +17,7 @@ from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.draft_policy import DraftPolicy
 from cbatch.schedule.draft_sources import MIN_MATCH, DraftSources, Proposal
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
-from cbatch.schedule.recurrent_states import NoStates, RecurrentStates
+from cbatch.schedule.recurrent_states import RecurrentStates
 from cbatch.schedule.sequence import TokenSequence
 
 MIN_ROWS, MIN_ROWS_AUTO = 16, 64
@@ -47,7 +47,7 @@ class Drafts:
     num_drafted, num_accepted: tokens, of all steps whose tokens are known
     """
 
-    def __init__(self, pool: BlockPool, states: NoStates | RecurrentStates, most: int | None) -> None:
+    def __init__(self, pool: BlockPool, states: RecurrentStates, most: int | None) -> None:
         """most: tokens of every draft; None: as many as pay"""
         self._pool = pool
         self._states = states

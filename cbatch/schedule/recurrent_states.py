@@ -36,76 +36,30 @@ class CachedPrefix(NamedTuple):
     snapshot: Snapshot | None
 
 
-class NoStates:
-    """For models without recurrent layers: what has pages can be taken over, and prompts are cut anywhere."""
-
-    multiple = 1
-    num_snapshots = 0
-    replay_weight = 1.0
-
-    def begin_step(self, running: Sequence[TokenSequence], room: int) -> None: ...
-
-    def allowed(self, sequence: TokenSequence, budget: int) -> int:
-        return budget
-
-    def cached_prefix(
-        self, sequence: TokenSequence, blocks: list[int], running: Sequence[TokenSequence]
-    ) -> CachedPrefix | None:
-        return CachedPrefix(blocks, None)
-
-    def has_room(self) -> bool:
-        return True
-
-    def start(
-        self, sequence: TokenSequence, prefix: CachedPrefix, cached: int, waiting: Sequence[TokenSequence]
-    ) -> None: ...
-
-    def schedule_chunk(self, sequence: TokenSequence, budget: int, *, spare: bool) -> ScheduledChunk:
-        return ScheduledChunk.of(sequence, budget)
-
-    def draft_room(self, chunk: ScheduledChunk) -> int:
-        return sys.maxsize
-
-    def before_draft(self, chunk: ScheduledChunk) -> ChunkState | None:
-        return None
-
-    def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None: ...
-
-    def publish(self, sequence: TokenSequence) -> None: ...
-
-    def release(self, sequence: TokenSequence) -> None: ...
-
-    def rollback(self, chunk: ScheduledChunk) -> None: ...
-
-    def evict(self, chunk: ScheduledChunk) -> None: ...
-
-    def check_integrity(self, running: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None: ...
-
-
 class RecurrentStates:
-    """Gives running requests slots, and plans snapshots. `slots` may be looked at by anybody.
+    """Gives running requests slots, and plans snapshots.
 
+    slots:    may be looked at by anybody. None for a model without recurrent layers: what has pages can be taken over,
+              and prompts are cut anywhere
     multiple: where prompts are cut in this step
     replay_weight: about how often an accepted token of a draft is computed
     """
 
-    replay_weight = 1.5
-
-    def __init__(self, slots: StateSlots, pool: BlockPool, chunk_multiple: int, *, snapshots: bool) -> None:
+    def __init__(self, slots: StateSlots | None, pool: BlockPool, chunk_multiple: int, *, snapshots: bool) -> None:
         """snapshots: whether any are made"""
         self.slots = slots
         self.chunk_multiple = chunk_multiple
         self.multiple = 1
+        self.replay_weight = 1.0 if slots is None else 1.5
         self._pool = pool
         self._snapshots = snapshots
-        pool.on_evict = slots.forget
-
-    @property
-    def num_snapshots(self) -> int:
-        return self.slots.num_snapshots
+        if slots is not None:
+            pool.on_evict = slots.forget
 
     def begin_step(self, running: Sequence[TokenSequence], room: int) -> None:
         """room: tokens that decoding requests leave to prompts in any case"""
+        if self.slots is None:
+            return
         self.slots.begin_step()
         self.multiple = self.chunk_multiple if room >= self.chunk_multiple else 1
         for sequence in running:
@@ -121,12 +75,14 @@ class RecurrentStates:
 
     def has_room(self) -> bool:
         """Whether there is a slot for another request."""
-        return self.slots.has_room()
+        return self.slots is None or self.slots.has_room()
 
     def cached_prefix(
         self, sequence: TokenSequence, blocks: list[int], running: Sequence[TokenSequence]
     ) -> CachedPrefix | None:
         """The cached `blocks` that a request takes over at its beginning; None if it should wait for more."""
+        if self.slots is None:
+            return CachedPrefix(blocks, None)
         snapshot = self.slots.find(self._pool.contents(blocks))
         tokens = snapshot.tokens if snapshot is not None else 0
         if any(_will_share_more(other, sequence, tokens) for other in running):
@@ -141,11 +97,14 @@ class RecurrentStates:
         cached:  blocks at its beginning that are cached
         waiting: the requests behind it
         """
+        if self.slots is None:
+            return
         slot, source = self.slots.take_with(prefix.snapshot)
         planned: set[int] = set()
         if self._snapshots:
             size = self._pool.block_size
-            ends = {self._boundary(sequence.num_prompt - 1), self._boundary(len(sequence.token_ids) - 1), cached * size}
+            ends = {(tokens - 1) // size * size for tokens in (sequence.num_prompt, len(sequence.token_ids))}
+            ends.add(cached * size)
             ends |= {self._common(sequence, other) for other in waiting[:LOOK_AHEAD]}
             planned = {tokens for tokens in ends if tokens > len(prefix.blocks) * size}
         sequence.state = RecurrentState(slot, source, sorted(planned), [prefix.snapshot] if prefix.snapshot else [])
@@ -156,7 +115,8 @@ class RecurrentStates:
         spare: whether a snapshot has to leave a slot to a waiting request
         """
         state = sequence.state
-        assert state is not None, "a running request without a slot"
+        if self.slots is None or state is None:
+            return ScheduledChunk.of(sequence, budget)
         start, wanted = sequence.num_computed, sequence.num_tokens
         stop = min(wanted, start + budget)
         if stop < wanted and stop // self.multiple * self.multiple > start:
@@ -173,23 +133,25 @@ class RecurrentStates:
 
     def draft_room(self, chunk: ScheduledChunk) -> int:
         """Most tokens of a draft behind a chunk: up to a block's last but one, since snapshots are made at its end."""
+        if self.slots is None:
+            return sys.maxsize
         if chunk.state is None or chunk.state.snapshot is not None:
             return 0
         return -(chunk.stop + 1) % self._pool.block_size
 
     def before_draft(self, chunk: ScheduledChunk) -> ChunkState | None:
         """The state of a chunk that gets a draft, with a snapshot before that; None if there is no slot for it."""
-        request_state = chunk.sequence.state
-        snapshot = self.slots.make(chunk.stop)
-        if snapshot is None or chunk.state is None or request_state is None:
+        if self.slots is None or chunk.sequence.state is None or chunk.state is None:
             return None
-        request_state.undrafted = snapshot
+        snapshot = chunk.sequence.state.undrafted = self.slots.make(chunk.stop)
+        if snapshot is None:
+            return None
         return chunk.state._replace(snapshot=snapshot)
 
     def settle_draft(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Goes back to before a draft that was wrong in part."""
         state, sequence = chunk.sequence.state, chunk.sequence
-        if state is None or state.undrafted is None or sequence.blocks is not chunk.blocks:
+        if self.slots is None or state is None or state.undrafted is None or sequence.blocks is not chunk.blocks:
             return
         snapshot, state.undrafted = state.undrafted, None
         if accepted < len(chunk.draft):
@@ -201,7 +163,7 @@ class RecurrentStates:
     def publish(self, sequence: TokenSequence) -> None:
         """Lets others find the request's snapshots after tokens that are known by now."""
         state = sequence.state
-        if state is None:
+        if self.slots is None or state is None:
             return
         known = min(sequence.num_computed, len(sequence.token_ids))
         for snapshot in [one for one in state.snapshots if one.content == UNKNOWN and one.tokens <= known]:
@@ -216,7 +178,7 @@ class RecurrentStates:
     def release(self, sequence: TokenSequence) -> None:
         """Takes the slot from a request, and the snapshots that nobody could find."""
         state, sequence.state = sequence.state, None
-        if state is not None:
+        if self.slots is not None and state is not None:
             self.slots.give_back(state.slot)
             for snapshot in state.snapshots:
                 if snapshot.content == UNKNOWN:
@@ -226,12 +188,14 @@ class RecurrentStates:
 
     def rollback(self, chunk: ScheduledChunk) -> None:
         """Drops the snapshot of a chunk that was not computed."""
-        if chunk.state is not None and chunk.state.snapshot is not None:
+        if self.slots is not None and chunk.state is not None and chunk.state.snapshot is not None:
             self.slots.drop(chunk.state.snapshot)
 
     def evict(self, chunk: ScheduledChunk) -> None:
         """Drops the snapshots of a chunk's request, which may hold NaN, and uncaches what others made of them."""
-        for snapshot in chunk.state.snapshots if chunk.state is not None else ():
+        if self.slots is None or chunk.state is None:
+            return
+        for snapshot in chunk.state.snapshots:
             block = self._pool.cached_contents.get(snapshot.content)
             if block is not None:
                 self._pool.evict([block])
@@ -239,6 +203,8 @@ class RecurrentStates:
 
     def check_integrity(self, running: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None:
         """Raises AssertionError if an invariant is broken."""
+        if self.slots is None:
+            return
         states = [sequence.state for sequence in running]
         assert all(state is not None for state in states), "a running request without a slot"
         assert not any(sequence.state for sequence in others), "a slot of a request that does not run"
@@ -246,16 +212,12 @@ class RecurrentStates:
             [state.slot for state in states if state is not None], self._pool.cached_contents.keys()
         )
 
-    def _boundary(self, tokens: int) -> int:
-        """The last block boundary of so many tokens."""
-        return tokens // self._pool.block_size * self._pool.block_size
-
     def _common(self, sequence: TokenSequence, other: TokenSequence) -> int:
         """Tokens of the full blocks with which both begin, without the last token of either."""
         if sequence.cache_kind != other.cache_kind:
             return 0
         first, second, size = sequence.token_ids, other.token_ids, self._pool.block_size
-        end = self._boundary(min(len(first), len(second)) - 1)
+        end = (min(len(first), len(second)) - 1) // size * size
         return next((at for at in range(0, end, size) if first[at : at + size] != second[at : at + size]), end)
 
 

@@ -39,7 +39,7 @@ from cbatch.schedule.drafts import Drafts, NoDrafts
 from cbatch.schedule.limits import SequenceLimits, StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
 from cbatch.schedule.prefill_budget import PrefillBudget, ScheduleKey, schedule_key
-from cbatch.schedule.recurrent_states import NoStates, RecurrentStates
+from cbatch.schedule.recurrent_states import RecurrentStates
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import StateSlots
 
@@ -66,10 +66,9 @@ class Scheduler:
         self.max_batch_tokens = limits.max_batch_tokens
         # With more slots than budget, decoding requests could starve a prefill.
         self.max_seqs = min(limits.max_seqs, limits.max_batch_tokens)
-        self.states: NoStates | RecurrentStates = NoStates()
         if state_slots is not None:
             self.max_seqs = min(self.max_seqs, state_slots.num_slots)
-            self.states = RecurrentStates(state_slots, pool, chunk_multiple, snapshots=prefix_cache)
+        self.states = RecurrentStates(state_slots, pool, chunk_multiple, snapshots=prefix_cache)
         self.drafts: NoDrafts | Drafts = NoDrafts()
         if speculate != "off":
             self.drafts = Drafts(pool, self.states, speculate if speculate != "auto" else None)

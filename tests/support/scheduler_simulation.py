@@ -28,7 +28,6 @@ from cbatch.schedule.admission import MAX_PREEMPTIONS, priority_key
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput, StepResult
-from cbatch.schedule.recurrent_states import RecurrentStates
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import ZERO, StateSlots
@@ -162,12 +161,12 @@ def check_scheduled(scheduler: Scheduler, scheduled: SchedulerOutput, before: St
     ):
         require(first in planned, "the oldest of the highest priority does not advance")
     is_spent = _check_prefill_limit(scheduler, scheduled, before)
-    if isinstance(scheduler.states, RecurrentStates):
+    if scheduler.states.slots is not None:
         _check_cuts(scheduler, scheduled)
     elif scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
         whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
         require(whole == set(scheduler.running), "budget is left, and a request did not get all it needs")
-    if not isinstance(scheduler.states, RecurrentStates):
+    if scheduler.states.slots is None:
         _check_oldest_prompts(scheduled, before)
     for sequence in before.decoding:
         if sequence.is_running and sequence not in planned:
@@ -176,7 +175,6 @@ def check_scheduled(scheduler: Scheduler, scheduled: SchedulerOutput, before: St
 
 def _check_cuts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
     """Prompts of a model with recurrent layers are cut at multiples, or where a snapshot is made."""
-    assert isinstance(scheduler.states, RecurrentStates)
     multiple = scheduler.states.chunk_multiple
     if scheduler.max_batch_tokens - scheduler.max_seqs < multiple:
         return
@@ -192,7 +190,7 @@ def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, befor
     prompts = [chunk for chunk in scheduled.chunks if chunk.sequence not in decoding]
     if limit is None or not rows:
         return False
-    if isinstance(scheduler.states, RecurrentStates):
+    if scheduler.states.slots is not None:
         limit = max(limit, scheduler.states.chunk_multiple)
     total = sum(chunk.num_tokens for chunk in prompts)
     limited = any(chunk.sequence.priority >= min(rows) for chunk in prompts)
@@ -492,7 +490,7 @@ class SchedulerSimulation:
                     if chunk.state.snapshot is not None:
                         self.states[chunk.state.snapshot.slot] = GARBAGE
         self.scheduler.rollback(scheduled)
-        if isinstance(self.scheduler.states, RecurrentStates):
+        if self.scheduler.states.slots is not None:
             self._lost_running |= {chunk.sequence for chunk in scheduled.chunks if not chunk.sequence.is_running}
 
     def _update(self) -> None:
@@ -617,10 +615,8 @@ class SchedulerSimulation:
         if wrong:
             require(max(wrong) <= FIRST_NAN, f"blocks {blocks} are offered and hold something else: {values}")
             require(self._seen_nans.keys().isdisjoint(wrong), f"blocks {blocks} are offered and hold NaN")
-        states = self.scheduler.states
-        snapshot = (
-            None if not isinstance(states, RecurrentStates) else states.slots.find(self.scheduler.pool.contents(blocks))
-        )
+        slots = self.scheduler.states.slots
+        snapshot = slots.find(self.scheduler.pool.contents(blocks)) if slots is not None else None
         if snapshot is not None and self.states[snapshot.slot] != expected.stamps[snapshot.tokens - 1]:
             value = int(self.states[snapshot.slot])
             require(value <= FIRST_NAN, f"a snapshot is offered and holds something else: {value}")
