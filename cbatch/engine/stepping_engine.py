@@ -24,11 +24,10 @@ from cbatch.engine.loop import StepLoop
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.stats import EngineStats
 from cbatch.model.base import Model
-from cbatch.model.checkpoint import check_adapters
 from cbatch.model.float8 import tell_float8
 from cbatch.model.hf.self_check import checked_model
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.loader import LoadedModel, load_model
+from cbatch.model.loader import LoadedModel, check_adapters, load_model
 from cbatch.model.lora_files import read_adapters
 from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter
 from cbatch.requests.output_processor import OutputProcessor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -35,11 +35,8 @@ class LinearCost:
     assumed: tuple[str, ...] = ()
 
 
-class LinearAdapters(Protocol):
-    """The products that adapters add to the linears of a step."""
-
-    def add_to(self, linear: Any, source: Tensor, out: Tensor) -> None:
-        """Adds to `out` [T, columns], the product of a linear of the program with source [T, depth]."""
+AddAdapters = Callable[[Any, Tensor, Tensor], None]
+"""Adds what adapters add to a linear of the program with source [T, depth] to their product, [T, columns]."""
 
 
 class DeviceInputs(NamedTuple):
@@ -57,7 +54,7 @@ class DeviceInputs(NamedTuple):
     slot_mapping: Tensor
     recurrence: Recurrence | None = None
     states: Sequence[Tensor] = ()
-    adapters: LinearAdapters | None = None
+    adapters: AddAdapters | None = None
 
 
 class HiddenStates(NamedTuple):

@@ -20,8 +20,7 @@ from cbatch.base.quantization import STORED, Quantization
 from cbatch.kernels.operands import Addend, Recurrence
 from cbatch.model.base import DeviceInputs, HiddenStates, LinearCost
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.dtypes import activations_in
-from cbatch.model.float8 import Float8Use, float8_problem
+from cbatch.model.float8 import Float8Use, activations_in, float8_problem
 from cbatch.model.lora.device import DeviceAdapters
 from cbatch.model.lora.sites import sites_of
 from cbatch.model.lora_files import Adapter

@@ -13,13 +13,17 @@ from cbatch.base.errors import in_short
 from cbatch.kernels.quantized_matrix import Float8Matrix, rounded_rows
 from cbatch.kernels.triton.occupancy import device_limits
 from cbatch.model.base import Model
-from cbatch.model.dtypes import activations_in
 from cbatch.runtime.device import gpu_name, is_accelerator, is_nvidia
 
 _log = logging.getLogger("cbatch")
 
 _CAPABILITY = 89
 """The first with matrix units for FP8."""
+
+
+def activations_in(dtype: torch.dtype) -> str:
+    """The name of a type of activations: that of `ACTIVATIONS`, or torch's."""
+    return "bf16" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
 
 
 @dataclass(slots=True)

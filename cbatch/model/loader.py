@@ -1,13 +1,20 @@
-"""Finds a model and loads its weights and tokenizer; if that fails, says why in one sentence."""
+"""Finds a model and loads its weights and tokenizer; if that fails, says why in one sentence.
+
+The fast path is loaded straight from config.json and safetensors, without transformers.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from cbatch.base.errors import (
     CbatchError,
@@ -19,21 +26,40 @@ from cbatch.base.errors import (
     in_short,
 )
 from cbatch.base.hub import gguf_paths, is_gguf, looks_like_path, reachable_source
-from cbatch.base.model_files import WEIGHTS_INDEX, check_files, check_source, model_folder, weight_files
+from cbatch.base.model_files import (
+    WEIGHT_FILES,
+    WEIGHTS_INDEX,
+    InvalidFile,
+    check_files,
+    check_source,
+    model_folder,
+    open_regular,
+    read_header,
+    read_json_object,
+    tensors_of_header,
+    weight_files,
+)
 from cbatch.base.params import SamplingParams
 from cbatch.model.base import Model
-from cbatch.model.checkpoint import NoFastPath, load_fast_model
-from cbatch.model.config import read_generation_config, read_model_config
-from cbatch.model.fingerprint import fingerprint
+from cbatch.model.config import UnsupportedConfig, read_generation_config, read_model_config
+from cbatch.model.families import read_program, text_config
 from cbatch.model.formats.gguf import GgufModel
-from cbatch.model.formats.quantized import settings_of
+from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
 from cbatch.model.hf.network import first_sentence, fits, load_network
 from cbatch.model.hf.placement import Placement, placement_of
 from cbatch.model.load_plan import LoadPlan
+from cbatch.model.lora.sites import sites_of
+from cbatch.model.lora_files import Adapter
+from cbatch.model.tensor_files import Tensors
 from cbatch.runtime.device import is_accelerator
+from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.isolated import load_tokenizer
 from cbatch.text.template_renderer import template_check
 from cbatch.text.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from cbatch.model.cpu import CpuModel
+    from cbatch.model.cuda import CudaModel
 
 NOT_APPLIED = {
     "suppress_tokens": [],
@@ -247,3 +273,106 @@ def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> frozense
         given = config.get("eos_token_id")
     ids = [given] if isinstance(given, int) else given or []
     return frozenset(token for token in ids if 0 <= token < config["vocab_size"])
+
+
+class NoFastPath(Exception):
+    """Why transformers has to load a model."""
+
+
+def load_fast_model(plan: LoadPlan) -> CpuModel | CudaModel:
+    """The model on the fast path.
+
+    Raises NoFastPath if it has none, or if anything about its files is unusual: then transformers loads it, or says
+    what is wrong. Raises ModelError if there is not enough memory, because transformers would need as much, and
+    if quantized weights are damaged.
+    """
+    try:
+        return _load_fast(plan)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).partition(". ")[0].rstrip(".")
+    except (UnsupportedConfig, InvalidFile, ImportError, OSError, SafetensorError) as error:
+        if plan.quantize is not None:
+            raise ConfigError(f"{plan.source} cannot be quantized to {plan.quantize.weights}: {error}.") from error
+        _log.info("%s does not use the fast path: %s.", plan.source, error)
+        raise NoFastPath(str(error)) from error
+    # Raised here, where the weights that were loaded have been freed.
+    raise ModelError(f"Cannot load {plan.source}: its weights do not fit into the memory of {plan.device} ({reason}).")
+
+
+def check_adapters(adapters: Sequence[Adapter], plan: LoadPlan) -> None:
+    """Raises ModelError for an adapter that does not fit the model in a folder, or of a hub id, by its config.json.
+
+    Adapters of GGUF files, and of models without a fast path, are only checked once these are loaded.
+    """
+    check_source(plan.source)
+    if is_gguf(plan.source):
+        return
+    try:
+        config = read_model_config(model_folder(reachable_source(plan.source, plan.revision), plan.revision))
+        program = read_program(without_quantization(config) if settings_of(config) is not None else config)
+    except (OSError, UnsupportedConfig):
+        return
+    sites_of(program, adapters)
+
+
+def _load_fast(plan: LoadPlan) -> CpuModel | CudaModel:
+    config = read_model_config(model_folder(plan.source, plan.revision))
+    checkpoint = None
+    if settings_of(config) is not None:
+        checkpoint, config = QuantizedCheckpoint(config), without_quantization(config)
+    program = read_program(config)  # before weights are downloaded
+    folder = model_folder(plan.source, plan.revision, ["config.json", "generation_config.json", *WEIGHT_FILES])
+    if "eos_token_id" not in {**text_config(config), **read_generation_config(folder)}:
+        raise UnsupportedConfig("neither config.json nor generation_config.json has an eos_token_id")
+    tensors, files, identity = Tensors(folder), weight_files(folder), partial(fingerprint, folder)
+    if checkpoint is None:
+        dtype, quantize = plan.formats(config.get("dtype", config.get("torch_dtype")), is_quantized=False)
+        return plan.fast_model(config, tensors, dtype, quantize, files, identity)
+    # On a GPU, and in bfloat16 on a CPU, matrices keep the integers of the files; else they become numbers.
+    dtype, quantize = plan.formats("bfloat16", is_quantized=True)
+    weights = checkpoint.weights(program, tensors)
+    model = plan.fast_model(config, weights, dtype, quantize, files, identity)
+    weights.finish(checkpoint.name, "the files", plan.device, dtype, model.weight_bytes, quantize)
+    return model
+
+
+NAMES_AND_VERSIONS = ("_name_or_path", "name_or_path", "transformers_version", "tokenizer_file")
+"""Keys of a model's JSON files that say where it came from, not what it is."""
+
+TOKENIZER_FILES = ("tokenizer.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+SAMPLES, SAMPLE_BYTES = 8, 16
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of the model in a folder, 32 hexadecimal digits.
+
+    Only a few bytes of each tensor are read, at even distances, so that large models take no longer. Names, paths and
+    times do not count. Raises ModelError for weights that are not safetensors files.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        settings = read_json_object(folder / name)
+        kept = {key: value for key, value in settings.items() if key not in NAMES_AND_VERSIONS}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()):
+        with open_regular(path) as opened:
+            digest.update(hashlib.file_digest(opened, hashlib.blake2b).digest())
+    for path in weight_files(folder) or sorted(folder.glob("*.safetensors")):
+        for sample in _samples(path):
+            digest.update(sample)
+    return digest.hexdigest()
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    """The header of a safetensors file (https://huggingface.co/docs/safetensors), then a few bytes of each tensor."""
+    with open_regular(path) as file:
+        header = read_header(file, path)
+        yield header
+        for tensor in tensors_of_header(header, path).values():
+            start, stop = tensor.start, tensor.stop
+            last = max(stop - SAMPLE_BYTES, start)  # the first sample is at the tensor's beginning, the last at its end
+            for place in sorted({start + (last - start) * number // (SAMPLES - 1) for number in range(SAMPLES)}):
+                file.seek(place)
+                yield file.read(min(SAMPLE_BYTES, stop - place))

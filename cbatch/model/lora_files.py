@@ -9,7 +9,6 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,11 @@ from torch import Tensor
 from cbatch.base.errors import ModelError
 from cbatch.base.hub import looks_like_path, reachable_source
 from cbatch.base.model_files import check_files, check_source, model_folder, read_json_object
-from cbatch.model.setting_kinds import FLAG, Kind, check_settings, number, patterns, text, whole
+from cbatch.model.config import FLAG, Kind, check_settings, number, patterns, text, whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-
-_MOST_PATTERN = 500
-_REPEATED, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]|\\\d")
-"""Marks of a pattern that is slow on text that it does not fit: several repetitions, or one in another."""
 
 _READ = frozenset("peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights".split())
 _WITHOUT_EFFECT = frozenset(
@@ -138,25 +133,23 @@ def _read(name: str, place: str) -> Adapter:
 
 
 def _folder(place: str) -> Path:
+    """A folder, or that of a hub id in the local cache, into which it is downloaded."""
     if looks_like_path(place) and not Path(place).is_dir():
         raise ModelError(f"there is no folder {place}")
-    folder = Path(place) if Path(place).is_dir() else _of_hub(place)
+    folder = Path(place)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(place, allow_patterns=[CONFIG, WEIGHTS], local_files_only=True))
+        except OSError:
+            folder = model_folder(reachable_source(place, None), None, [CONFIG, WEIGHTS])
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{place} has no {CONFIG}, as PEFT writes it")
     if not (folder / WEIGHTS).is_file():
         pickled = " Other formats may hold code; in PEFT, save_pretrained(safe_serialization=True) writes it."
         raise ModelError(f"{place} has no {WEIGHTS}.{pickled}")
     return folder
-
-
-def _of_hub(place: str) -> Path:
-    """The folder of a hub id in the local cache, into which it is downloaded. Raises OSError or ValueError."""
-    from huggingface_hub import snapshot_download
-
-    wanted = [CONFIG, WEIGHTS]
-    with suppress(OSError):
-        return Path(snapshot_download(place, allow_patterns=wanted, local_files_only=True))
-    return model_folder(reachable_source(place, None), None, wanted)
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:
@@ -204,15 +197,6 @@ def _low_rank(config: Mapping[str, Any], module: str, halves: Mapping[str, Tenso
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """A setting of a module. A pattern fits the end of its name, from a dot on, as in PEFT's `get_pattern_key`.
-
-    Raises ModelError for a pattern that could take forever, and re.error for what is no pattern.
-    """
-    if not isinstance(patterns or {}, dict):
-        raise ModelError(f"its {CONFIG} has patterns that are no object")
-    for pattern, value in (patterns or {}).items():
-        if len(pattern) > _MOST_PATTERN or len(_REPEATED.findall(pattern)) > 3 or _REPEATED_GROUP.search(pattern):
-            raise ModelError(f"its {CONFIG} has the pattern {pattern[:60]!r}, which may take too long to compare")
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
+    """A setting of a module. A pattern fits the end of its name, from a dot on, as in PEFT's `get_pattern_key`."""
+    fits = (value for pattern, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({pattern})", module))
+    return next(fits, default)

@@ -30,7 +30,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,7 +56,6 @@ DEFAULT_LIMIT = "50%"
 LEAST_BYTES = 64 * 2**20
 """Smaller weights are packed about as fast as a file is opened and checked."""
 
-_NEW_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _HEADER_BYTES = 4096
 _LINE = 64
 """Arrays begin with a line of the processor's cache."""
@@ -219,17 +218,21 @@ class PackedFile:
         """
         if sys.platform != "linux":
             raise OSError("that takes Linux")
-        layout = _Layout.of(self.content, shapes)
-        with _private_folder(self.cache.folder) as folder, _opened(layout.name + LOCK, _NEW_LOCK, folder) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            mapping = _map_finished(layout, folder)
-            if mapping is None:
-                self.cache.make_room(folder, layout.size)
-                _fill_file(layout, folder, fill)
+        layout, path = _Layout.of(self.content, shapes), self.cache.folder
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
+            if not _is_ours(folder):
+                raise PermissionError(f"{path} is open to other users")
+            with _opened(layout.name + LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, folder) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 mapping = _map_finished(layout, folder)
-            if mapping is None:
-                raise OSError(f"{self.cache.folder / layout.name} does not hold what was written to it")
-            return layout.arrays(mapping)
+                if mapping is None:
+                    self.cache.make_room(folder, layout.size)
+                    _fill_file(layout, folder, fill)
+                    mapping = _map_finished(layout, folder)
+                if mapping is None:
+                    raise OSError(f"{path / layout.name} does not hold what was written to it")
+                return layout.arrays(mapping)
 
 
 class _Layout(NamedTuple):
@@ -334,24 +337,18 @@ def _is_ours(file: int) -> bool:
     return is_plain and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
-@contextmanager
-def _private_folder(path: Path) -> Iterator[int]:
-    """A folder, opened; it is made if it is not there. Raises OSError if others may write to it."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
-        if not _is_ours(folder):
-            raise PermissionError(f"{path} is open to other users")
-        yield folder
-
-
 def _map_finished(layout: _Layout, folder: int) -> _Mapping | None:
     """The file, mapped; None if there is none, or it is not as it was written. Others can use it from then on."""
-    file = _open_finished(layout, folder)
-    if file is None:
-        return None
-    try:
+    name, record = layout.name, layout.name + RECORD
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(_opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder))
+            is_whole = _is_ours(file) and os.fstat(file).st_size == layout.size
+            if not is_whole or os.pread(file, _HEADER_BYTES, 0) != layout.header:
+                return None
+        except OSError:
+            return None
         mapping = _Mapping.of(file, layout.size, mmap.MAP_PRIVATE)
-        record = layout.name + RECORD
         before = _read_record(record, folder)
         now = {"boot": _boot(), "file": _identity(file)}
         if any(before.get(key) != value for key, value in now.items()):
@@ -365,8 +362,6 @@ def _map_finished(layout: _Layout, folder: int) -> _Mapping | None:
         if not _is_in_memory(file):
             count_as_taken(mapping.memory, layout.size)
         return mapping
-    finally:
-        os.close(file)
 
 
 def _identity(file: int) -> list[int]:
@@ -377,33 +372,21 @@ def _identity(file: int) -> list[int]:
 
 def _read_record(name: str, folder: int) -> dict[str, Any]:
     """The known facts about a file; empty if there are none."""
-    try:
-        with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)) as opened:
-            record = json.loads(opened.read(_HEADER_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    with (
+        suppress(OSError, ValueError, RecursionError),
+        _opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder) as file,
+    ):
+        record = json.loads(os.read(file, _HEADER_BYTES))
+        return record if isinstance(record, dict) else {}
+    return {}
 
 
 def _write_record(name: str, folder: int, record: Mapping[str, Any]) -> None:
     partial = name + PARTIAL
     _unlink(partial, folder)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "w") as opened:
-        json.dump(record, opened)
+    with _opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder) as file:
+        os.write(file, json.dumps(record).encode())
     os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _open_finished(layout: _Layout, folder: int) -> int | None:
-    """The file, opened; None if there is none, or another than was written here."""
-    try:
-        file = os.open(layout.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except OSError:
-        return None
-    if _is_ours(file) and os.fstat(file).st_size == layout.size and os.pread(file, _HEADER_BYTES, 0) == layout.header:
-        return file
-    os.close(file)
-    return None
 
 
 def _fill_file(layout: _Layout, folder: int, fill: Callable[[Arrays], None]) -> None:
@@ -412,7 +395,11 @@ def _fill_file(layout: _Layout, folder: int, fill: Callable[[Arrays], None]) -> 
     _unlink(partial, folder)  # of a process that died; whatever it is
     with _opened(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder) as file:
         try:
-            _reserve(file, layout.size)
+            disk, needed = os.fstatvfs(file), layout.size + _SPARE_BYTES
+            if (free := disk.f_bavail * disk.f_frsize) < needed:
+                raise OSError(f"its disk has {format_bytes(free)} left, and they need {format_bytes(needed)}")
+            # Writing to a mapped page that the disk has no room for would end the process.
+            os.posix_fallocate(file, 0, layout.size)
             mapping = _Mapping.of(file, layout.size, mmap.MAP_SHARED)
             fill(layout.arrays(mapping))
             os.pwrite(file, layout.header, 0)
@@ -423,16 +410,6 @@ def _fill_file(layout: _Layout, folder: int, fill: Callable[[Arrays], None]) -> 
         except BaseException:
             _unlink(partial, folder)
             raise
-
-
-def _reserve(file: int, size: int) -> None:
-    """Allocates the whole file: writing to a mapped page that the disk has no room for would end the process."""
-    disk = os.fstatvfs(file)
-    free = disk.f_bavail * disk.f_frsize
-    if free < size + _SPARE_BYTES:
-        needed = format_bytes(size + _SPARE_BYTES)
-        raise OSError(f"its disk has {format_bytes(free)} left, and they need {needed}")
-    os.posix_fallocate(file, 0, size)
 
 
 def _is_in_memory(file: int) -> bool:

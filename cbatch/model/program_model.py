@@ -1,17 +1,114 @@
-"""Code that models with a program share, whatever runs it."""
+"""Code that models with a program share, whatever runs it: whether the files hold its weights, by which names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbatch.base.quantization import Quantization
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program, text_config
-from cbatch.model.named_tensors import check_weights, resolved
+from cbatch.model.ops.program import Layout, Program
 from cbatch.model.stored import StoredWeights
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+_NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def resolved(program: Program, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors of the files by the names that the program has for them."""
+    table = program.embedding.name
+    for layout in program.layouts:
+        if table not in tensors and _named(table, layout) in tensors:
+            back = tuple((theirs, ours) for ours, theirs in layout)
+            tensors = _ReadLater({_named(name, back): partial(tensors.__getitem__, name) for name in tensors})
+            break
+    if any(name.endswith(".experts.gate_up_proj") and name not in program.shapes for name in tensors):
+        return _unstacked(tensors, program.shapes)
+    return tensors
+
+
+def _named(name: str, layout: Layout) -> str:
+    """The name of a weight in files of a layout."""
+    for ours, theirs in layout:
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+class _ReadLater(Mapping[str, Tensor]):
+    """Tensors by other names than those of the files, each of which is read when it is asked for."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+def _unstacked(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Mapping[str, Tensor]:
+    """Of files that hold the matrices of all experts in one, for a program that names each.
+
+    names: of the program
+    """
+
+    def part_of(stack: str, number: int, part: str) -> Tensor:
+        matrix = tensors[stack][number]
+        return matrix if part == "down" else matrix.chunk(2)[part == "up"]
+
+    parts, stacks = dict[str, Callable[[], Tensor]](), set[str]()
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match is not None and name not in tensors:
+            prefix, number, part = match.groups()
+            stack = f"{prefix}.{'down' if part == 'down' else 'gate_up'}_proj"
+            if stack in tensors:
+                stacks.add(stack)
+                parts[name] = partial(part_of, stack, int(number), part)
+    return _ReadLater({name: partial(tensors.__getitem__, name) for name in tensors if name not in stacks} | parts)
+
+
+def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
+    """The number of parameters. Raises UnsupportedConfig unless the files hold exactly the weights of the program.
+
+    tensors: by the program's names, see `resolved`
+    """
+    shapes = program.shapes
+    head, table = "lm_head.weight", program.embedding.name
+    spare = re.compile("|".join(program.spare))
+    odd = {name for name in tensors if not spare.fullmatch(name)} ^ shapes.keys()
+    if program.is_tied:
+        odd.discard(head)
+    if odd:
+        raise UnsupportedConfig(f"one of its weights is missing, or unknown in its family: {min(odd)}")
+    shape_of = tensors.shape if isinstance(tensors, StoredWeights) else partial(_shape_of_numbers, tensors)
+    wrong = [name for name, shape in shapes.items() if shape_of(name) != shape]
+    if wrong:
+        raise UnsupportedConfig(f"the shape of {wrong[0]} does not match its config")
+    if program.is_tied and head in tensors and not torch.equal(tensors[head], tensors[table]):
+        raise UnsupportedConfig("its head is tied to its embedding, but in its files the two differ")
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _shape_of_numbers(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Raises UnsupportedConfig for a weight that is not stored as numbers."""
+    tensor = tensors[name]
+    if tensor.dtype not in _NUMBERS:
+        raise UnsupportedConfig(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
+    return tuple(tensor.shape)
 
 
 class ProgramModel:

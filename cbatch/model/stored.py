@@ -171,6 +171,13 @@ class StoredWeights(Mapping[str, Tensor]):
         return rows if weight.index is None else rows + weight.index * self.matrices[weight.name].rows
 
 
+def rows_of(tensors: Mapping[str, Tensor], weight: Weight, first: int, stop: int) -> Tensor:
+    """Rows of a weight as numbers, once it is loaded."""
+    if isinstance(tensors, StoredWeights) and len(weight.size) == 2:
+        return tensors.rows(weight, first, stop)
+    return weight.read(tensors[weight.name])[first:stop]
+
+
 def common_packing(found: Collection[Packing | None]) -> Packing | None:
     """That of parts of one matrix; None if one of them stays numbers."""
     if None in found:

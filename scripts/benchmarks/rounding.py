@@ -34,10 +34,10 @@ from cbatch.attention.cpu import CpuAttention
 from cbatch.base.model_files import read_json_object
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.quantized_matrix import rounded_rows
-from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
+from cbatch.model.loader import load_fast_model
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu import num_threads

@@ -316,7 +316,7 @@ def launch_quantized(case: Case, dtype: Any) -> None:
     import torch
 
     from cbatch.kernels.formats import ON_GPU
-    from cbatch.kernels.triton.products.linear import round_rows
+    from cbatch.kernels.triton.linear import round_rows
 
     for depth in (4096, 14336):
         round_rows(torch.empty(3, depth, dtype=dtype))

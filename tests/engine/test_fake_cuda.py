@@ -20,8 +20,8 @@ from cbatch.engine.fallback import Execution
 from cbatch.engine.kernel_checks.all_checks import without_kernels
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cuda import CudaModel
-from cbatch.model.dtypes import _warn_once
 from cbatch.model.families import read_program
+from cbatch.model.load_plan import _warn_once
 from cbatch.model.loader import LoadedModel
 from cbatch.runtime import transfer
 from cbatch.runtime.batch import RaggedBatch

@@ -19,7 +19,7 @@ from cbatch.kernels.cpu.matmul.microkernel import MAX_ROWS, prefetch_ahead
 from cbatch.kernels.cpu.thread_pool import ThreadPool
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import BFLOAT16, FLOAT32
-from cbatch.model.cpu_weights import interleaved
+from cbatch.model.ops.cpu_layout import interleaved
 from tests.support.kernels import callable_kernel, lone_worker
 
 pytestmark = pytest.mark.kernels

@@ -33,8 +33,8 @@ ALL = ATTENTION | {
     "_gate_kernel", "_norm_kernel", "_normalize_kernel", "_place_kernel", "_route_kernel", "_scan_kernel",
 }  # fmt: skip
 RECURRENCE = {
-    "_convolve_kernel", "_convolve_step_kernel", "_gated_delta_kernel", "_gated_delta_tile_kernel",
-    "_gated_norm_kernel", "_invert_kernel", "_keep_window_kernel", "_selective_scan_kernel",
+    "_convolve_kernel", "_gated_delta_kernel", "_gated_delta_tile_kernel",
+    "_invert_kernel", "_normalize_kernel", "_keep_window_kernel", "_selective_scan_kernel",
     "_selective_scan_tile_kernel",
 }  # fmt: skip
 QUANTIZED = {"_look_up_kernel", "_linear_kernel", "_round_rows_kernel"}

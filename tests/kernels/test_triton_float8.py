@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.formats import Integers
 from cbatch.kernels.quantized_matrix import Float8Matrix, rounded_rows
-from cbatch.kernels.triton.products import linear
-from cbatch.kernels.triton.products.linear import round_rows
+from cbatch.kernels.triton import linear
+from cbatch.kernels.triton.linear import round_rows
 from cbatch.model.ops.device_kernel import by_torch, by_triton
 from scripts.gpu.bound_kernels import BoundKernels
 

@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.kernels.formats import INT4, Integers
 from cbatch.kernels.operands import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.triton.products import linear
-from cbatch.kernels.triton.products.linear import Tile
+from cbatch.kernels.triton import linear
+from cbatch.kernels.triton.linear import Tile
 
 pytestmark = pytest.mark.kernels
 

@@ -13,12 +13,11 @@ import torch
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.attention.registry import select_attention
 from cbatch.base.errors import ConfigError
-from cbatch.model import checkpoint, dtypes
-from cbatch.model.checkpoint import NoFastPath, load_fast_model
-from cbatch.model.dtypes import choose_dtype
+from cbatch.model import load_plan, loader
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.hf.self_check import _paged_logits
-from cbatch.model.load_plan import LoadPlan
+from cbatch.model.load_plan import LoadPlan, choose_dtype
+from cbatch.model.loader import NoFastPath, load_fast_model
 from cbatch.runtime.kv_cache import LayerShape
 from tests.support.gpu_machine import Gpu, Machine
 from tests.support.programs import saved_model
@@ -37,7 +36,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 def t4(machine: Machine) -> Machine:
     machine.gpus = [T4]
     machine.install()
-    dtypes._warn_once.cache_clear()
+    load_plan._warn_once.cache_clear()
     return machine
 
 
@@ -91,8 +90,8 @@ def test_the_fast_path_gets_a_dtype_that_its_kernels_have(
         made.append(number)
         return object()
 
-    read = checkpoint.read_model_config
-    monkeypatch.setattr(checkpoint, "read_model_config", lambda path: read(path) | {"dtype": "bfloat16"})
+    read = loader.read_model_config
+    monkeypatch.setattr(loader, "read_model_config", lambda path: read(path) | {"dtype": "bfloat16"})
     if expected is None:
         with pytest.raises(NoFastPath, match="does not compute in bfloat16"):
             load_fast_model(LoadPlan(str(model_folder), device=GPU, dtype=dtype))
@@ -119,8 +118,8 @@ def test_newer_gpus_and_those_of_others_keep_bfloat16(machine: Machine, caplog: 
 @pytest.mark.parametrize(("multiplies", "widens"), [(True, False), (False, True), (False, False)])
 def test_bfloat16_on_a_cpu(multiplies: bool, widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards processors without bfloat16: kernels that widen it keep half the memory, and torch gets float32."""
-    monkeypatch.setattr(dtypes, "_cpu_has_bfloat16", lambda: multiplies)
-    monkeypatch.setattr(dtypes, "_kernels_widen_bfloat16", lambda: widens)
+    monkeypatch.setattr(load_plan, "_cpu_has_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(load_plan, "_kernels_widen_bfloat16", lambda: widens)
     cpu, narrow = torch.device("cpu"), {False: torch.float32, True: torch.bfloat16}
     assert choose_dtype("auto", "bfloat16", cpu) == narrow[multiplies]
     assert choose_dtype("auto", "bfloat16", cpu, by_kernels=True) == narrow[multiplies or widens]

@@ -19,7 +19,7 @@ from cbatch.base.quantization import Quantization
 from cbatch.engine.kernel_checks.layer import LayerChecks
 from cbatch.kernels.formats import FORMATS, INT4, INT8, Integers, quantized
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.model import checkpoint, device_weights, load_plan, stored
+from cbatch.model import device_weights, load_plan, loader, stored
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.ops.device_kernel import by_torch
@@ -70,7 +70,7 @@ def load_file(path: Path, dtype: str = "float32", quantize: Quantization | None 
 
 
 def load_folder(folder: Path, dtype: str = "float32", quantize: Quantization | None = None) -> CudaModel:
-    model = checkpoint.load_fast_model(LoadPlan(str(folder), device=DEVICE, dtype=dtype, quantize=quantize))
+    model = loader.load_fast_model(LoadPlan(str(folder), device=DEVICE, dtype=dtype, quantize=quantize))
     assert isinstance(model, CudaModel)
     return model
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.load_plan import LoadPlan
+from cbatch.model.loader import NoFastPath, load_fast_model
 from tests.support.model_fuzzer.judge import Outcome, violations
 from tests.support.model_fuzzer.kinds import FORMATS, WholeModels
 from tests.support.model_fuzzer.runs import limited_runs

@@ -25,7 +25,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import FORMATS
 from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix
 from cbatch.kernels.triton.occupancy import CHIPS
-from cbatch.model import checkpoint, float8, load_plan, stored
+from cbatch.model import float8, load_plan, loader, stored
 from cbatch.model.float8 import float8_problem, tell_float8
 from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.load_plan import LoadPlan
@@ -49,7 +49,7 @@ from tests.support.tiny_models import make_network
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.attention.triton import TritonAttention
-from cbatch.kernels.triton.products import linear as kernels
+from cbatch.kernels.triton import linear as kernels
 from cbatch.model import cuda
 from cbatch.model.cuda import CudaModel
 
@@ -73,7 +73,7 @@ def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def load(folder: Path, dtype: str = "float16", **options: Any) -> CudaModel:
-    model = checkpoint.load_fast_model(
+    model = loader.load_fast_model(
         LoadPlan(str(folder), device=DEVICE, dtype=dtype, **{"activations": "fp8"} | options)
     )
     assert isinstance(model, CudaModel)

@@ -26,9 +26,9 @@ from cbatch import ConfigError, Engine, EngineConfig
 from cbatch.base.quantization import WEIGHTS, Quantization
 from cbatch.kernels.cpu import program
 from cbatch.model import packed_file
-from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan
+from cbatch.model.loader import load_fast_model
 from cbatch.model.ops.cpu_layout import PACKING
 from cbatch.model.packed_file import RECORD, Arrays, ArrayShape, PackedFile, WeightCache
 from cbatch.runtime.memory import device_memory

@@ -14,8 +14,8 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import read_program
-from cbatch.model.named_tensors import check_weights, resolved
 from cbatch.model.ops.device_kernel import by_torch
+from cbatch.model.program_model import check_weights, resolved
 from tests.support.model_checks import is_greedy_output, reference_logits
 from tests.support.programs import PROMPT, error_of, expected_logits, reconfigured, saved_model, typical_error
 from tests.support.recurrent_runs import Chunk, Runner

@@ -15,10 +15,7 @@ _GATES = ("identity", "sigmoid", "softplus")
 
 
 @triton.jit
-def _activated(
-    x: tl.tensor, KIND: tl.constexpr, SLOPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    D: tl.constexpr,
-) -> Any:  # fmt: skip
+def _activated(x, KIND, SLOPE, A, B, C, D):
     """See `_NAMES`. A to D: the numbers of xielu"""
     if KIND == 1:
         if SLOPE != 1.0:
@@ -43,10 +40,9 @@ def _activated(
 
 @triton.jit
 def _activate_kernel(
-    up: tl.tensor, out: tl.tensor, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, SLOPE: tl.constexpr, UP_OFFSET: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    C: tl.constexpr, D: tl.constexpr,
-) -> None:  # fmt: skip
+    up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr, UP_OFFSET: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -79,9 +75,9 @@ def activate(up: Tensor, activation: Any, out: Tensor) -> None:
 
 @triton.jit
 def _gate_kernel(
-    gate: tl.tensor, target: tl.tensor, gate_row: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, FUNCTION: tl.constexpr, FACTOR: tl.constexpr,
-) -> None:  # fmt: skip
+    gate, target, gate_row: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +95,7 @@ def _gate_kernel(
 
 
 def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
-    """See `model/ops/gate.py`."""
+    """See `model/ops/elementwise.py`."""
     rows, columns = target.shape
     block = min(power_of_2(columns), 1024)
     _gate_kernel[(rows, -(-columns // block))](
@@ -110,9 +106,8 @@ def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor)
 
 @triton.jit
 def _finish_logits_kernel(
-    logits: tl.tensor, bias: tl.tensor, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, bias, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """One program per row and block of tokens."""
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCABULARY

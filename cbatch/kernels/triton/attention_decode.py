@@ -23,7 +23,6 @@ from cbatch.kernels.triton.attention_tile import (
     Partials,
     cache_layout,
     first_seen,
-    from_fp8,
     kv_rows,
     load_kv,
     narrow_rows,
@@ -139,14 +138,12 @@ def _constants(heads: Heads, has_window: bool, tuning: DecodeTuning, limits: Dev
 
 @triton.jit(do_not_specialize=["levels", "window"])
 def _decode_kernel(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, partials: tl.tensor, sums: tl.tensor,
-    sequences: tl.tensor, items: tl.tensor, totals: tl.tensor, block_ids: tl.tensor, levels: tl.tensor,
-    query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor,
-    sinks: tl.tensor, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    query, keys, values, out, partials, sums, sequences, items, totals, block_ids, levels, query_row, query_head, scale,
+    window, softcap, sinks, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Program p of P takes pairs p, p + P, ... of an item and a KV head. The heads of an item are neighbours."""
     work = tl.load(totals + levels - 1) * KV_HEADS
     for turn in range(tl.program_id(0), work, tl.num_programs(0)):
@@ -163,70 +160,43 @@ def _decode_kernel(
         rows = tl.where(count * GROUP <= ROWS, rows, 0)
         end = tl.where(rows > 0, end, begin)
         r, column = tl.arange(0, ROWS), tl.arange(0, VALUE_TILE)
+        key_column = tl.arange(0, KEY_TILE)
         token, row = r // GROUP, head * GROUP + r % GROUP
         # Each token sees the tokens before this one.
         limit = tl.minimum(length - count + 1 + token, length)
         first_row = tl.load(sequence).to(tl.int64)
-        result, log_sum = _attend_split(
-            query + first_row * query_row, keys, values, block_ids + tl.load(sequence + 3), head, begin, end, rows,
-            token, row, limit, split, size, query_row, query_head, scale, window, softcap, sinks, HAS_WINDOW,
-            IS_CHUNKED, HAS_SOFTCAP, HAS_SINKS, KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, ROWS,
-            TOKENS,
-        )  # fmt: skip
+        there_is = (r < rows)[:, None] & (key_column < KEY_DIM)[None, :]
+        of_query = query + first_row * query_row + token[:, None] * query_row + row[:, None] * query_head
+        q = tl.load(of_query + key_column[None, :], mask=there_is, other=0.0)
+        acc, total = tl.zeros([ROWS, VALUE_TILE], tl.float32), tl.zeros([ROWS], tl.float32)
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        if HAS_SINKS:  # they take part in the first split that a token sees
+            first = first_seen(limit - 1, window, IS_CHUNKED) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
+            sink = tl.load(sinks + row, mask=(r < rows) & (split == first), other=float("-inf")).to(tl.float32)
+            largest = sink * 1.4426950408889634
+            total = tl.where(largest == float("-inf"), 0.0, 1.0)
+        blocks = block_ids + tl.load(sequence + 3)
+        for key in range(begin, end, TOKENS):
+            tokens = key + tl.arange(0, TOKENS)
+            there = tokens < end
+            cells = kv_rows(blocks, tokens, there, head, KV_HEADS, BLOCK_SIZE)
+            k = load_kv(keys, cells, there, KEY_DIM, KEY_TILE, True, q.dtype)
+            scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
+            visible = tokens[None, :] < tl.minimum(limit, end)[:, None]
+            if HAS_WINDOW:
+                visible = visible & (tokens[None, :] >= first_seen(limit - 1, window, IS_CHUNKED)[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            v = load_kv(values, cells, there, VALUE_DIM, VALUE_TILE, True, q.dtype)
+            acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
+        total = tl.where(total == 0, 1.0, total)  # padding, and tokens that see none of these
+        result, log_sum = acc / total[:, None], largest + tl.log2(total)
         kept = (r < rows)[:, None] & (column < VALUE_DIM)[None, :]
         place = token * (KV_HEADS * GROUP) + row
         if seen // size == tl.maximum(length - 1, 0) // size:
-            there = out + first_row * (KV_HEADS * GROUP * VALUE_DIM)
-            tl.store(there + place[:, None] * VALUE_DIM + column[None, :], result.to(out.dtype.element_ty), mask=kept)
+            results = out + first_row * (KV_HEADS * GROUP * VALUE_DIM)
+            tl.store(results + place[:, None] * VALUE_DIM + column[None, :], result.to(out.dtype.element_ty), mask=kept)
         else:
             part = (tl.load(sequence + 5) + split * count).to(tl.int64) * (KV_HEADS * GROUP)
             to = partials + part * VALUE_DIM
             tl.store(to + place[:, None] * VALUE_DIM + column[None, :], result, mask=kept)
             tl.store(sums + part + place, log_sum, mask=r < rows)
-
-
-@triton.jit
-def _attend_split(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, block_ids: tl.tensor, head: tl.tensor, begin: tl.tensor,
-    end: tl.tensor, num_rows: tl.tensor, token: tl.tensor, row: tl.tensor, limit: tl.tensor, split: tl.tensor,
-    size: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, scale: tl.tensor, window: tl.tensor,
-    softcap: tl.tensor, sinks: tl.tensor, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Attention of the rows of a tile over tokens begin .. end-1, and the logarithm of each row's sum of weights.
-
-    A row is a token of the chunk and a query head; it sees tokens below its limit. The sinks take part in the first
-    split that its token sees.
-    """
-    column = tl.arange(0, KEY_TILE)
-    r = tl.arange(0, ROWS)
-    there_is = (r < num_rows)[:, None] & (column < KEY_DIM)[None, :]
-    place = query + token[:, None] * query_row + row[:, None] * query_head + column[None, :]
-    q = tl.load(place, mask=there_is, other=0.0)
-    acc = tl.zeros([ROWS, VALUE_TILE], tl.float32)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
-        first = first_seen(limit - 1, window, IS_CHUNKED) // size if HAS_WINDOW else tl.zeros([ROWS], tl.int32)
-        sink = tl.load(sinks + row, mask=(r < num_rows) & (split == first), other=float("-inf")).to(tl.float32)
-        largest = sink * 1.4426950408889634
-        total = tl.where(largest == float("-inf"), 0.0, 1.0)
-    for place in range(begin, end, TOKENS):
-        tokens = place + tl.arange(0, TOKENS)
-        there = tokens < end
-        rows = kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE)
-        k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, True)
-        if keys.dtype.element_ty == tl.uint8:
-            k = from_fp8(k, q.dtype)
-        scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
-        visible = tokens[None, :] < tl.minimum(limit, end)[:, None]
-        if HAS_WINDOW:
-            visible = visible & (tokens[None, :] >= first_seen(limit - 1, window, IS_CHUNKED)[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, True)
-        if values.dtype.element_ty == tl.uint8:
-            v = from_fp8(v, q.dtype)
-        acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
-    total = tl.where(total == 0, 1.0, total)  # padding, and tokens that see none of these
-    return acc / total[:, None], largest + tl.log2(total)

@@ -159,30 +159,20 @@ def list_work(counts: Ints, lengths: Ints, first_blocks: Ints, unit: int, *, who
     first_blocks: [S] index of the first block of each in `block_ids`
     whole:        no sequence is split, and the prefill kernel takes every chunk
     """
-    if whole:
-        return _list_whole(counts, lengths, first_blocks)
-    size, splits = count_splits(counts, lengths, unit)
+    uncut = np.full_like(lengths, WHOLE), np.ones_like(lengths)
+    size, splits = uncut if whole else count_splits(counts, lengths, unit)
     is_split = splits > 1
     results = splits * counts * is_split
     ends = results.cumsum()
     sequences = in_columns(counts.cumsum() - counts, lengths, counts, first_blocks, size, ends - results)
-    (narrow,) = (counts <= NARROW).nonzero()
+    (narrow,) = (counts <= (0 if whole else NARROW)).nonzero()
     last = (lengths - (splits - 1) * size)[narrow]
     items, totals = list_items(narrow, splits[narrow], last)
     (merged,) = is_split.nonzero()
     merges = in_columns(merged.repeat(counts[merged]), positions_in(counts[merged]))
-    (wide,) = (counts > 1).nonzero()
+    (wide,) = (lengths > 0 if whole else counts > 1).nonzero()
     pieces, piece_tokens = list_pieces(wide, counts, lengths, size, splits)
     return Work(sequences, items, totals, merges, pieces, int(ends[-1]) if len(ends) else 0, piece_tokens)
-
-
-def _list_whole(counts: Ints, lengths: Ints, first_blocks: Ints) -> Work:
-    """The work of sequences that are not split; all of it is in pieces."""
-    none, once, size = np.empty((0, 2), np.int64), np.ones_like(lengths), np.full_like(lengths, WHOLE)
-    sequences = in_columns(counts.cumsum() - counts, lengths, counts, first_blocks, size, np.zeros_like(lengths))
-    (real,) = (lengths > 0).nonzero()
-    pieces, piece_tokens = list_pieces(real, counts, lengths, size, once)
-    return Work(sequences, none, np.zeros(1, np.int64), none, pieces, 0, piece_tokens)
 
 
 def list_items(sequences: Ints, splits: Ints, last: Ints) -> tuple[Ints, Ints]:

@@ -21,7 +21,6 @@ from cbatch.kernels.triton.attention_tile import (
     Partials,
     cache_layout,
     first_seen,
-    from_fp8,
     kv_rows,
     load_kv,
     narrow_rows,
@@ -119,14 +118,12 @@ def _constants(
 
 @triton.jit(do_not_specialize=["window"])
 def _prefill_kernel(
-    query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, partials: tl.tensor, sums: tl.tensor,
-    pieces: tl.tensor, count: tl.tensor, sequences: tl.tensor, block_ids: tl.tensor, query_row: tl.tensor,
-    query_head: tl.tensor, scale: tl.tensor, window: tl.tensor, softcap: tl.tensor, sinks: tl.tensor,
-    HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, MASKS_ALL: tl.constexpr,
-) -> None:  # fmt: skip
+    query, keys, values, out, partials, sums, pieces, count, sequences, block_ids, query_row, query_head, scale, window,
+    softcap, sinks, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    NARROW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, MASKS_ALL: tl.constexpr,
+):  # fmt: skip
     """One tile of queries of one KV head: row r holds query head r % GROUP of token r // GROUP.
 
     MASKS_ALL: which tiles of keys need no mask depends on all queries of the tile, and a compiler may round without a
@@ -170,12 +167,21 @@ def _prefill_kernel(
     if MASKS_ALL:
         whole = visited
     edges = (visited, shared, whole, stop)
+    blocks = block_ids + tl.load(sequence + 3)
     for phase in tl.static_range(2 if MASKS_ALL else (0 if HAS_WINDOW else 1), 3):
-        acc, largest, total = _visit(
-            acc, largest, total, q, keys, values, block_ids + tl.load(sequence + 3), head, position, edges[phase],
-            edges[phase + 1], stop, scale, window, softcap, phase != 1, HAS_WINDOW, IS_CHUNKED, HAS_SOFTCAP, KV_HEADS,
-            BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_TILE, VALUE_TILE, TOKENS,
-        )  # fmt: skip
+        for key in range(edges[phase], edges[phase + 1], TOKENS):
+            tokens = key + tl.arange(0, TOKENS)
+            there = tokens < stop
+            rows = kv_rows(blocks, tokens, there, head, KV_HEADS, BLOCK_SIZE)
+            k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, phase != 1, q.dtype)
+            scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
+            if phase != 1:
+                sees = tokens[None, :] <= position[:, None]
+                if HAS_WINDOW:
+                    sees = sees & (tokens[None, :] >= first_seen(position, window, IS_CHUNKED)[:, None])
+                scores = tl.where(sees, scores, float("-inf"))
+            v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, phase != 1, q.dtype)
+            acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
     total = tl.where(total == 0, 1.0, total)  # tokens that see nothing of the split
     column = tl.arange(0, VALUE_TILE)
     kept = real[:, None] & (column < VALUE_DIM)[None, :]
@@ -189,7 +195,7 @@ def _prefill_kernel(
 
 
 @triton.jit
-def _find_tile(pieces: tl.tensor, count: tl.tensor, tile: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+def _find_tile(pieces, count, tile, TILE):
     """The piece of a tile of TILE tokens, and the tile's number in the piece; both -1 for tiles past the last piece.
 
     A piece has one tile more at most than its tokens need: its first tile is that of a list in which each piece begins
@@ -204,33 +210,3 @@ def _find_tile(pieces: tl.tensor, count: tl.tensor, tile: tl.tensor, TILE: tl.co
         pieces_before += tl.sum(begun.to(tl.int32), 0)
         first = tl.maximum(first, tl.max(tl.where(begun, before // TILE + piece, 0), 0))
     return pieces_before, tile - first
-
-
-@triton.jit
-def _visit(
-    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, q: tl.tensor, keys: tl.tensor, values: tl.tensor,
-    block_ids: tl.tensor, head: tl.tensor, position: tl.tensor, begin: tl.tensor, end: tl.tensor, stop: tl.tensor,
-    scale: tl.tensor, window: tl.tensor, softcap: tl.tensor, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    IS_CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Adds the tokens begin .. end-1 to the softmax, tile by tile; the tokens in the cache end at `stop`."""
-    for place in range(begin, end, TOKENS):
-        tokens = place + tl.arange(0, TOKENS)
-        there = tokens < stop
-        rows = kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE)
-        k = load_kv(keys, rows, there, KEY_DIM, KEY_TILE, MASKED)
-        if keys.dtype.element_ty == tl.uint8:
-            k = from_fp8(k, q.dtype)
-        scores = scaled_scores(q, k, scale, softcap, HAS_SOFTCAP)
-        if MASKED:
-            seen = tokens[None, :] <= position[:, None]
-            if HAS_WINDOW:
-                seen = seen & (tokens[None, :] >= first_seen(position, window, IS_CHUNKED)[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        v = load_kv(values, rows, there, VALUE_DIM, VALUE_TILE, MASKED)
-        if values.dtype.element_ty == tl.uint8:
-            v = from_fp8(v, q.dtype)
-        acc, largest, total = online_softmax_update(scores, v, acc, largest, total)
-    return acc, largest, total

@@ -98,7 +98,7 @@ def power_of_2(number: int) -> int:
 
 
 @triton.jit
-def first_seen(position: tl.tensor, window: tl.tensor, IS_CHUNKED: tl.constexpr) -> tl.tensor:
+def first_seen(position, window, IS_CHUNKED):
     """The first token that the one at a position sees, in a window or in its chunk."""
     if IS_CHUNKED:
         return position // window * window
@@ -106,31 +106,30 @@ def first_seen(position: tl.tensor, window: tl.tensor, IS_CHUNKED: tl.constexpr)
 
 
 @triton.jit
-def kv_rows(
-    block_ids: tl.tensor, tokens: tl.tensor, there: tl.tensor, head: tl.tensor, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def kv_rows(block_ids, tokens, there, head, KV_HEADS, BLOCK_SIZE):
     """Rows of the cache, seen as [num_blocks * kv_heads * block_size, dim], that hold tokens of a sequence."""
     page = tl.load(block_ids + tokens // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     return (page * KV_HEADS + head) * BLOCK_SIZE + tokens % BLOCK_SIZE
 
 
 @triton.jit
-def load_kv(
-    cache: tl.tensor, rows: tl.tensor, there: tl.tensor, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """[tokens, TILE] keys or values as they are stored; 0 beyond the head's size, and for masked tokens."""
+def load_kv(cache, rows, there, DIM, TILE, MASKED, dtype):
+    """[tokens, TILE] keys or values, FP8 as numbers of `dtype`; 0 beyond the head's size, and for masked tokens."""
     column = tl.arange(0, TILE)
     place = cache + rows[:, None] * DIM + column[None, :]
     if MASKED:
-        return tl.load(place, mask=there[:, None] & (column < DIM)[None, :], other=0)
-    if DIM != TILE:
-        return tl.load(place, mask=(column < DIM)[None, :], other=0)
-    return tl.load(place)
+        found = tl.load(place, mask=there[:, None] & (column < DIM)[None, :], other=0)
+    elif DIM != TILE:
+        found = tl.load(place, mask=(column < DIM)[None, :], other=0)
+    else:
+        found = tl.load(place)
+    if cache.dtype.element_ty == tl.uint8:
+        found = from_fp8(found, dtype)
+    return found
 
 
 @triton.jit
-def from_fp8(code: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def from_fp8(code, dtype):
     """The numbers of bytes of FP8 (e4m3), exact in any type; by integers, since chips before 8.9 have no such type.
 
     With its bits moved to those of float16, a number is 2**-8 of what it should be: the exponents begin 8 apart.
@@ -145,7 +144,7 @@ def from_fp8(code: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def to_fp8(number: tl.tensor) -> tl.tensor:
+def to_fp8(number):
     """Bytes of FP8 (e4m3) of numbers: the nearest, ties to even; the largest, 448, of larger ones; NaN stays NaN."""
     exact = number.to(tl.float32)
     size = tl.minimum(tl.abs(exact), 448.0)
@@ -158,9 +157,7 @@ def to_fp8(number: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scaled_scores(
-    q: tl.tensor, k: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr
-) -> tl.tensor:
+def scaled_scores(q, k, scale, softcap, HAS_SOFTCAP):
     """[queries, tokens] scores in base 2."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:
@@ -171,9 +168,7 @@ def scaled_scores(
 
 
 @triton.jit
-def online_softmax_update(
-    scores: tl.tensor, v: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor
-) -> tl.tensor:
+def online_softmax_update(scores, v, acc, largest, total):
     """Adds a tile to the online softmax: acc [queries, dim], largest and total [queries]."""
     peak = tl.maximum(largest, tl.max(scores, 1))
     # A row that has seen no key yet has no largest score to subtract.
@@ -201,29 +196,29 @@ def store_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor,
 
 @triton.jit
 def _store_kv_kernel(
-    keys: tl.tensor, values: tl.tensor, new_keys: tl.tensor, new_values: tl.tensor, slots: tl.tensor,
-    key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor, value_head: tl.tensor, HEADS: tl.constexpr,
+    keys, values, new_keys, new_values, slots, key_row, key_head, value_row, value_head, HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One program stores one token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
         head = tl.arange(0, HEADS_TILE)
         there = (slot // BLOCK_SIZE * HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        column = tl.arange(0, KEY_TILE)
-        kept = (head < HEADS)[:, None] & (column < KEY_DIM)[None, :]
-        new = tl.load(new_keys + row * key_row + head[:, None] * key_head + column[None, :], mask=kept)
-        if keys.dtype.element_ty == tl.uint8:
-            new = to_fp8(new)
-        tl.store(keys + there[:, None] * KEY_DIM + column[None, :], new, mask=kept)
-        column = tl.arange(0, VALUE_TILE)
-        kept = (head < HEADS)[:, None] & (column < VALUE_DIM)[None, :]
-        new = tl.load(new_values + row * value_row + head[:, None] * value_head + column[None, :], mask=kept)
-        if values.dtype.element_ty == tl.uint8:
-            new = to_fp8(new)
-        tl.store(values + there[:, None] * VALUE_DIM + column[None, :], new, mask=kept)
+        _store_heads(keys, new_keys + row * key_row, key_head, there, head, HEADS, KEY_DIM, KEY_TILE)
+        _store_heads(values, new_values + row * value_row, value_head, there, head, HEADS, VALUE_DIM, VALUE_TILE)
+
+
+@triton.jit
+def _store_heads(cache, new, step, there, head, HEADS, DIM, TILE):
+    """Stores heads of one token in their rows of the cache."""
+    column = tl.arange(0, TILE)
+    kept = (head < HEADS)[:, None] & (column < DIM)[None, :]
+    number = tl.load(new + head[:, None] * step + column[None, :], mask=kept)
+    if cache.dtype.element_ty == tl.uint8:
+        number = to_fp8(number)
+    tl.store(cache + there[:, None] * DIM + column[None, :], number, mask=kept)
 
 
 CHUNK = 16
@@ -263,10 +258,9 @@ def combine(out: Tensor, parts: Partials, metadata: AttentionMetadata, options: 
 
 @triton.jit(do_not_specialize=["window"])
 def _combine_kernel(
-    out: tl.tensor, partials: tl.tensor, sums: tl.tensor, sequences: tl.tensor, merges: tl.tensor, window: tl.tensor,
-    HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_TILE: tl.constexpr, CHUNK: tl.constexpr,
-) -> None:  # fmt: skip
+    out, partials, sums, sequences, merges, window, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Merges the splits that one token sees, for one head, in their order.
 
     If the window of the sequence's tokens lies in one split, they have their results already.

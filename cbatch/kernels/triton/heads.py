@@ -15,7 +15,7 @@ from cbatch.runtime.kv_cache import as_bytes
 
 
 @triton.jit
-def _clipped(x: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
+def _clipped(x, CLIP):
     if CLIP != 0.0:
         x = tl.minimum(tl.maximum(x, -CLIP), CLIP)
     return x
@@ -23,10 +23,8 @@ def _clipped(x: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _norm_heads(
-    left: tl.tensor, right: tl.tensor, rest: tl.tensor, weight: tl.tensor, bias: tl.tensor, column: tl.tensor,
-    rest_column: tl.tensor, DIM: tl.constexpr, HALF: tl.constexpr, HAS_REST: tl.constexpr, KIND: tl.constexpr,
-    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-) -> Any:  # fmt: skip
+    left, right, rest, weight, bias, column, rest_column, DIM, HALF, HAS_REST, KIND, EPS, HAS_WEIGHT, HAS_BIAS,
+):  # fmt: skip
     """Norms heads in three parts [N, ...], each head by itself.
 
     weight, bias: [N, 1] places of the first number of each head's weights
@@ -65,11 +63,9 @@ def _norm_heads(
 
 @triton.jit
 def _prepare(
-    row: tl.tensor, start: tl.tensor, there: tl.tensor, weight: tl.tensor, bias: tl.tensor, cosine: tl.tensor,
-    sine: tl.tensor, column: tl.tensor, rest_column: tl.tensor, DIM: tl.constexpr, HALF: tl.constexpr,
-    HAS_REST: tl.constexpr, ROTATES: tl.constexpr, LAST: tl.constexpr, CLIP: tl.constexpr, KIND: tl.constexpr,
-    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-) -> Any:  # fmt: skip
+    row, start, there, weight, bias, cosine, sine, column, rest_column, DIM, HALF, HAS_REST, ROTATES, LAST, CLIP, KIND,
+    EPS, HAS_WEIGHT, HAS_BIAS,
+):  # fmt: skip
     """Reads heads [N, DIM], norms and rotates them; returns both halves of what is rotated, and the rest; float32.
 
     start, there: [N, 1] where each head begins in the row, and which of them exist
@@ -95,10 +91,7 @@ def _prepare(
 
 
 @triton.jit
-def _store(
-    to: tl.tensor, left: tl.tensor, right: tl.tensor, rest: tl.tensor, there: tl.tensor, column: tl.tensor,
-    rest_column: tl.tensor, DIM: tl.constexpr, HALF: tl.constexpr, HAS_REST: tl.constexpr,
-) -> None:  # fmt: skip
+def _store(to, left, right, rest, there, column, rest_column, DIM, HALF, HAS_REST):
     """Writes heads in three parts to places [N, 1]; bytes are FP8."""
     inside = there & (column < HALF)
     if to.dtype.element_ty == tl.uint8:
@@ -114,18 +107,16 @@ def _store(
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _prepare_heads_kernel(
-    qkv: tl.tensor, cosines: tl.tensor, sines: tl.tensor, scales: tl.tensor, slots: tl.tensor,
-    query_weight: tl.tensor, query_bias: tl.tensor, key_weight: tl.tensor, key_bias: tl.tensor,
-    value_weight: tl.tensor, value_bias: tl.tensor, query: tl.tensor, keys: tl.tensor, values: tl.tensor,
-    WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
-    REST_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROTATES: tl.constexpr, SCALES: tl.constexpr,
-    STORES: tl.constexpr, LAST: tl.constexpr, CLIP: tl.constexpr, QUERY_STEP: tl.constexpr, KEY_STEP: tl.constexpr,
-    VALUE_STEP: tl.constexpr, QUERY_KIND: tl.constexpr, QUERY_EPS: tl.constexpr, QUERY_HAS_WEIGHT: tl.constexpr,
-    QUERY_HAS_BIAS: tl.constexpr, KEY_KIND: tl.constexpr, KEY_EPS: tl.constexpr, KEY_HAS_WEIGHT: tl.constexpr,
-    KEY_HAS_BIAS: tl.constexpr, VALUE_KIND: tl.constexpr, VALUE_EPS: tl.constexpr, VALUE_HAS_WEIGHT: tl.constexpr,
-    VALUE_HAS_BIAS: tl.constexpr,
-) -> None:  # fmt: skip
+    qkv, cosines, sines, scales, slots, query_weight, query_bias, key_weight, key_bias, value_weight, value_bias, query,
+    keys, values, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr, VALUE_TILE: tl.constexpr, ROTATES: tl.constexpr,
+    SCALES: tl.constexpr, STORES: tl.constexpr, LAST: tl.constexpr, CLIP: tl.constexpr, QUERY_STEP: tl.constexpr,
+    KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, QUERY_KIND: tl.constexpr, QUERY_EPS: tl.constexpr,
+    QUERY_HAS_WEIGHT: tl.constexpr, QUERY_HAS_BIAS: tl.constexpr, KEY_KIND: tl.constexpr, KEY_EPS: tl.constexpr,
+    KEY_HAS_WEIGHT: tl.constexpr, KEY_HAS_BIAS: tl.constexpr, VALUE_KIND: tl.constexpr, VALUE_EPS: tl.constexpr,
+    VALUE_HAS_WEIGHT: tl.constexpr, VALUE_HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """One program per token and KV head, with the query heads that share it; see `prepare_heads`.
 
     A head is two halves that are rotated together, and the rest. STEP is from one head's norm weights to the next's.
@@ -174,10 +165,7 @@ def _prepare_heads_kernel(
 
 
 @triton.jit
-def _store_value(
-    source: tl.tensor, to: tl.tensor, weight: tl.tensor, bias: tl.tensor, DIM: tl.constexpr, TILE: tl.constexpr,
-    CLIP: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-) -> None:  # fmt: skip
+def _store_value(source, to, weight, bias, DIM, TILE, CLIP, KIND, EPS, HAS_WEIGHT, HAS_BIAS):
     """One value, normed if it has a norm."""
     column = tl.arange(0, TILE)
     inside = column < DIM

@@ -34,10 +34,7 @@ def norm_tensors(norm: NormWeights, placeholder: Tensor) -> tuple[Tensor, Tensor
 
 
 @triton.jit
-def normed(
-    x: tl.tensor, inside: tl.tensor, column: tl.tensor, weight: tl.tensor, bias: tl.tensor, SIZE: tl.constexpr,
-    KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def normed(x, inside, column, weight, bias, SIZE, KIND, EPS, HAS_WEIGHT, HAS_BIAS):
     """The norm of a row x of SIZE numbers, which is 0 where it is not inside."""
     if KIND == 2:
         x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
@@ -52,14 +49,12 @@ def normed(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "positions"])
 def _norm_kernel(
-    residual: tl.tensor, first: tl.tensor, second: tl.tensor, rows: tl.tensor, positions: tl.tensor,
-    first_weight: tl.tensor, first_bias: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor,
-    FIRST_FACTOR: tl.constexpr, SECOND_FACTOR: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADDENDS: tl.constexpr, EMBEDS: tl.constexpr, SELECTS: tl.constexpr,
-    WRITES: tl.constexpr, FIRST_KIND: tl.constexpr, FIRST_EPS: tl.constexpr, FIRST_HAS_WEIGHT: tl.constexpr,
-    FIRST_HAS_BIAS: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-) -> None:  # fmt: skip
+    residual, first, second, rows, positions, first_weight, first_bias, weight, bias, out, FIRST_FACTOR: tl.constexpr,
+    SECOND_FACTOR: tl.constexpr, FACTOR: tl.constexpr, OFFSET: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    ADDENDS: tl.constexpr, EMBEDS: tl.constexpr, SELECTS: tl.constexpr, WRITES: tl.constexpr, FIRST_KIND: tl.constexpr,
+    FIRST_EPS: tl.constexpr, FIRST_HAS_WEIGHT: tl.constexpr, FIRST_HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
+    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """One program per row of `out`; see `embed_and_norm`, `add_and_norm` and `select_and_norm`.
 
     An embedding is the first addend, and learned positions are the second.
@@ -138,19 +133,27 @@ def _launch(
 
 @triton.jit
 def _normalize_kernel(
-    source: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, source_row: tl.constexpr,
-    out_row: tl.constexpr, FACTOR: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
-    KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program per row and group; see `normalize`."""
-    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
+    source, gate, weight, bias, out, SOURCE_ROW: tl.constexpr, GATE_ROW: tl.constexpr, OUT_ROW: tl.constexpr,
+    FACTOR: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, GATES: tl.constexpr,
+    GATE_FIRST: tl.constexpr, KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and group. With a gate, each group has weights of its own."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    x = tl.load(source + row * source_row + start + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(source + row * SOURCE_ROW + first + column, mask=inside, other=0.0).to(tl.float32)
+    if GATES:
+        factor = tl.load(gate + row * GATE_ROW + first + column, mask=inside, other=0.0).to(tl.float32)
+        factor *= tl.sigmoid(factor)
+        weight, bias = weight + first, bias + first
+        if GATE_FIRST:
+            x *= factor
     x = normed(x, inside, column, weight, bias, SIZE, KIND, EPS, HAS_WEIGHT, HAS_BIAS)
+    if GATES and not GATE_FIRST:
+        x *= factor
     if FACTOR != 1.0:
         x *= FACTOR
-    to = out + row * out_row + start + column
+    to = out + row * OUT_ROW + first + column
     if ADDS:
         x += tl.load(to, mask=inside, other=0.0).to(tl.float32)
     tl.store(to, x.to(out.dtype.element_ty), mask=inside)
@@ -158,40 +161,20 @@ def _normalize_kernel(
 
 def normalize(source: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, *, add: bool = False) -> None:
     """See `model/ops/residual.py`."""
-    size = source.shape[1] // groups
-    block = power_of_2(size)
-    _normalize_kernel[(len(source), groups)](
-        source, *norm_tensors(norm, source), out, source.stride(0), out.stride(0), factor, size, block, add,
-        **norm_constants(norm), **launch_options(block // 16),
-    )  # fmt: skip
-
-
-@triton.jit
-def _gated_norm_kernel(
-    source: tl.tensor, gate: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, SOURCE_ROW: tl.constexpr,
-    GATE_ROW: tl.constexpr, OUT_ROW: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE_FIRST: tl.constexpr,
-    KIND: tl.constexpr, EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program per row and group."""
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    x = tl.load(source + row * SOURCE_ROW + first + column, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(gate + row * GATE_ROW + first + column, mask=inside, other=0.0).to(tl.float32)
-    factor *= tl.sigmoid(factor)
-    if GATE_FIRST:
-        x *= factor
-    x = normed(x, inside, column, weight + first, bias + first, SIZE, KIND, EPS, HAS_WEIGHT, HAS_BIAS)
-    if not GATE_FIRST:
-        x *= factor
-    tl.store(out + row * OUT_ROW + first + column, x.to(out.dtype.element_ty), mask=inside)
+    _normalize(source, source, norm, groups, factor, out, add, False, False)
 
 
 def gated_norm(source: Tensor, gate: Tensor, norm: NormWeights, groups: int, out: Tensor, *, gate_first: bool) -> None:
-    """See `model/ops/gated_norm.py`."""
+    """See `model/ops/normalize.py`."""
+    _normalize(source, gate, norm, groups, 1.0, out, False, True, gate_first)
+
+
+def _normalize(
+    source: Tensor, gate: Tensor, norm: NormWeights, groups: int, factor: float, out: Tensor, *switches: bool
+) -> None:
     size = source.shape[1] // groups
     block = power_of_2(size)
-    _gated_norm_kernel[(len(source), groups)](
-        source, gate, *norm_tensors(norm, source), out, source.stride(0), gate.stride(0), out.stride(0), size, block,
-        gate_first, **norm_constants(norm), **launch_options(block // 16),
+    _normalize_kernel[(len(source), groups)](
+        source, gate, *norm_tensors(norm, source), out, source.stride(0), gate.stride(0), out.stride(0), factor, size,
+        block, *switches, **norm_constants(norm), **launch_options(block // 16),
     )  # fmt: skip

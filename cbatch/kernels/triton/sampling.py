@@ -19,8 +19,6 @@ how many these are). A mask is a tuple (bitmask of the allowed tokens, whether t
 computed.
 """
 
-# mypy: allow-untyped-decorators
-
 from __future__ import annotations
 
 import math
@@ -99,21 +97,21 @@ def sample_rows(
 
 
 @triton.jit
-def to_ordered_int(x: tl.tensor) -> tl.tensor:
+def to_ordered_int(x):
     """A float32 as an integer in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
-def from_ordered_int(order: tl.tensor) -> tl.tensor:
+def from_ordered_int(order):
     """The float32 of an integer from `to_ordered_int`."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _mix(word: tl.tensor) -> tl.tensor:
+def _mix(word):
     """See `sampler._mix`."""
     word = word ^ (word >> 16)
     word = word * 0x85EBCA6B
@@ -123,14 +121,14 @@ def _mix(word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def uniform_of(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
+def uniform_of(ids, key):
     """The uniform random number of each token id; key: two words."""
     words = _mix(_mix(ids.to(tl.uint32) ^ key[0]) ^ key[1])
     return tl.minimum((words.to(tl.float32) + 0.5) * _STEP, _BELOW_ONE)
 
 
 @triton.jit
-def noise(uniform: tl.tensor) -> tl.tensor:
+def noise(uniform):
     """Standard Gumbel noise (see `sampler.gumbel_noise`).
 
     log1p after W. Kahan: a factor corrects what 1 - u loses in rounding.
@@ -141,13 +139,13 @@ def noise(uniform: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def noise_bound(uniform: tl.tensor) -> tl.tensor:
+def noise_bound(uniform):
     """An upper bound of the noise: see `kernels/cpu/sampling.py`."""
     return uniform.to(tl.int32, bitcast=True).to(tl.float32) * _STEEPNESS + _OFFSET
 
 
 @triton.jit
-def keep_allowed(raw: tl.tensor, ids: tl.tensor, is_token: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def keep_allowed(raw, ids, is_token, mask):
     """Logits, and minus infinity for tokens that the mask does not allow."""
     if mask[1]:
         word = tl.load(mask[0] + (ids >> 5), mask=is_token, other=0)
@@ -156,9 +154,7 @@ def keep_allowed(raw: tl.tensor, ids: tl.tensor, is_token: tl.tensor, mask: tl.t
 
 
 @triton.jit
-def _tile(
-    row: tl.tensor, start: tl.tensor, LISTED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
+def _tile(row, start, LISTED, GROUP, BLOCK):
     """x [GROUP, BLOCK], values divided by the temperature, and their token ids, of the row's blocks from `start`.
 
     x is minus infinity past the end of the row, for NaN and for tokens that are not allowed. Without LISTED, all blocks
@@ -178,25 +174,22 @@ def _tile(
 
 
 @triton.jit
-def max_of(x: tl.tensor) -> tl.tensor:
+def max_of(x):
     return tl.max(tl.max(x, 1), 0)
 
 
 @triton.jit
-def min_of(x: tl.tensor) -> tl.tensor:
+def min_of(x):
     return tl.min(tl.min(x, 1), 0)
 
 
 @triton.jit
-def sum_of(x: tl.tensor) -> tl.tensor:
+def sum_of(x):
     return tl.sum(tl.sum(x, 1), 0)
 
 
 @triton.jit
-def noisy_argmax(
-    row: tl.tensor, start: tl.tensor, key: tl.tensor, first: tl.tensor, bounds: tl.tensor, LISTED: tl.constexpr, GROUP:
-    tl.constexpr, BLOCK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def noisy_argmax(row, start, key, first, bounds, LISTED, GROUP, BLOCK):
     """The largest x plus noise, and its token, within the bounds (floor, limit, end): tokens that reach the floor and
     come before the token `end`, whose x is `limit`. If there is none, the token is `first`.
 
@@ -222,9 +215,7 @@ def noisy_argmax(
 
 
 @triton.jit
-def mass_before(
-    row: tl.tensor, most: tl.tensor, limit: tl.tensor, end: tl.tensor, GROUP: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
+def mass_before(row, most, limit, end, GROUP, BLOCK):
     """The sum of e^(x - most) over the tokens before the token `end`, whose x is `limit`."""
     mass = tl.zeros([GROUP, BLOCK], tl.float32)
     group = 0
@@ -236,10 +227,7 @@ def mass_before(
 
 
 @triton.jit
-def kth_largest(
-    row: tl.tensor, k: tl.tensor, least: tl.tensor, most: tl.tensor, LISTED: tl.constexpr, GROUP: tl.constexpr, BLOCK:
-    tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def kth_largest(row, k, least, most, LISTED, GROUP, BLOCK):
     """The k-th largest x, by bisection; at least k reach `least`.
 
     Each step also moves the ends of the range to the nearest x, because many can be equal in half precision.
@@ -269,7 +257,7 @@ def kth_largest(
 
 
 @triton.jit
-def _row_params(words: tl.tensor, length: tl.tensor) -> tl.tensor:
+def _row_params(words, length):
     """A row's temperature (0: greedy), k (0: no top-k), top-p and min-p, and whether any of them filters."""
     temperature = tl.load(words).to(tl.float32, bitcast=True)
     top_p = tl.load(words + 1).to(tl.float32, bitcast=True)
@@ -281,7 +269,7 @@ def _row_params(words: tl.tensor, length: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _noise_key(words: tl.tensor) -> tl.tensor:
+def _noise_key(words):
     """The two words of a row's noise."""
     high = tl.load(words + 4).to(tl.uint32, bitcast=True)
     low = tl.load(words + 5).to(tl.uint32, bitcast=True)
@@ -289,16 +277,14 @@ def _noise_key(words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _row_mask(words: tl.tensor, masks: tl.tensor, length: tl.tensor) -> tl.tensor:
+def _row_mask(words, masks, length):
     """The bitmask of a row, and whether it has one."""
     number = tl.load(words + 6)
     return masks + (number - 1).to(tl.int64) * tl.cdiv(length, 32), number > 0
 
 
 @triton.jit
-def _select_blocks(
-    block_max: tl.tensor, lists: tl.tensor, blocks: tl.tensor, least: tl.tensor, BLOCKS: tl.constexpr
-) -> tl.tensor:
+def _select_blocks(block_max, lists, blocks, least, BLOCKS):
     """Lists the blocks whose largest x reaches `least` and is not minus infinity; returns their number."""
     block = tl.arange(0, BLOCKS)
     top = tl.load(block_max + block, mask=block < blocks, other=-_INFINITY)
@@ -309,7 +295,7 @@ def _select_blocks(
 
 
 @triton.jit
-def _logit_floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl.tensor) -> tl.tensor:
+def _logit_floor(length, top_p, min_p, most):
     """A lower bound of the x of tokens that top-p and min-p keep."""
     floor = tl.full((), -_INFINITY, tl.float32)
     if top_p < 1:  # all tokens below it add up to less than 1 - top_p, because the likeliest alone has e^0
@@ -321,10 +307,8 @@ def _logit_floor(length: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, most: tl
 
 @triton.jit
 def _draw_filtered(
-    values: tl.tensor, length: tl.tensor, mask: tl.tensor, block_max: tl.tensor, blocks: tl.tensor, lists: tl.tensor,
-    params: tl.tensor, key: tl.tensor, first: tl.tensor, most: tl.tensor, total: tl.tensor, GROUP: tl.constexpr, BLOCK:
-    tl.constexpr, BLOCKS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    values, length, mask, block_max, blocks, lists, params, key, first, most, total, GROUP, BLOCK, BLOCKS,
+):  # fmt: skip
     """Draws from the tokens that reach the floor, then from those before the drawn token, until the filters keep it.
 
     first, most: the likeliest token and its x; total: the sum of e^(x - most) of all tokens
@@ -355,10 +339,9 @@ def _draw_filtered(
 
 @triton.jit(do_not_specialize_on_alignment=_SINGLE)
 def _scan_kernel(
-    logits: tl.tensor, stride: tl.tensor, length: tl.tensor, words: tl.tensor, masks: tl.tensor, blocks: tl.tensor,
-    block_max: tl.tensor, found: tl.tensor, places: tl.tensor, WORDS: tl.constexpr, CHUNK: tl.constexpr, PART:
-    tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, stride, length, words, masks, blocks, block_max, found, places, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    PART: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One chunk of one row: its best token [R, C], and in `found` [R, 3, C] its score, sum and largest raw logit.
 
     The score of a token is x = logit / temperature, plus its noise if the row is drawn without filters.
@@ -394,11 +377,9 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=_SINGLE)
 def _choose_kernel(
-    logits: tl.tensor, stride: tl.tensor, length: tl.tensor, words: tl.tensor, masks: tl.tensor, blocks: tl.tensor,
-    block_max: tl.tensor, found: tl.tensor, places: tl.tensor, chunks: tl.tensor, lists: tl.tensor, tokens: tl.tensor,
-    largest: tl.tensor, WORDS: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, BLOCK:
-    tl.constexpr,
-) -> None:  # fmt: skip
+    logits, stride, length, words, masks, blocks, block_max, found, places, chunks, lists, tokens, largest,
+    WORDS: tl.constexpr, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row, by what `_scan_kernel` found in its chunks: its token [R] and its largest logit [R]."""
     row, chunk = tl.program_id(0), tl.arange(0, CHUNKS)
     place, is_there = found + row * 3 * chunks + chunk, chunk < chunks

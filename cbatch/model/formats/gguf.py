@@ -21,7 +21,7 @@ from cbatch.model.formats.gguf_config import read_config, sources_of
 from cbatch.model.formats.gguf_file import GgufFile, read_gguf
 from cbatch.model.formats.gguf_weights import GgufMatrix
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.named_tensors import check_weights
+from cbatch.model.program_model import check_weights
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.memory import is_out_of_memory
 from cbatch.text.backend import TextTokenizer

@@ -15,8 +15,8 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.formats import methods
 from cbatch.model.formats.matrices import EncodedMatrix, PlainTensor
 from cbatch.model.formats.settings import FLOATS, Headers, Method, Settings, UnreadQuantization
-from cbatch.model.named_tensors import resolved
 from cbatch.model.ops.program import Program
+from cbatch.model.program_model import resolved
 from cbatch.model.stored import StoredMatrix, StoredWeights
 from cbatch.model.tensor_files import Tensors
 

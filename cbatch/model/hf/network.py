@@ -21,9 +21,8 @@ from cbatch.base.model_files import WEIGHT_FILES, StoredTensor, model_folder, st
 from cbatch.base.units import format_bytes
 from cbatch.model.config import read_model_config
 from cbatch.model.device_map import DeviceMap, is_disk_full
-from cbatch.model.dtypes import choose_dtype
 from cbatch.model.hf.placement import keep_rewritten_weights, parameters_once
-from cbatch.model.load_plan import LoadPlan
+from cbatch.model.load_plan import LoadPlan, choose_dtype
 from cbatch.runtime.memory import check_room
 
 _MOST_TIMES, _PACKED = 2, 16

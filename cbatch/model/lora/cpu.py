@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from cbatch.kernels.cpu.matmul.lora import LoraStep
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, MAX_ROWS, microkernel_address, pad_columns
-from cbatch.model.cpu_weights import interleaved
 from cbatch.model.lora.sites import Site, Sites
+from cbatch.model.ops.cpu_layout import interleaved
 from cbatch.model.ops.linear import Linear
 from cbatch.runtime.cpu import empty
 

@@ -1,17 +1,23 @@
-"""Adapters on a device, by torch: the rows of an adapter are gathered, multiplied twice, and added where they were."""
+"""Adapters by torch: the rows of an adapter are gathered, multiplied twice, and added where they were.
+
+They add to the linears of a program, or by hooks to those of a transformers network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from cbatch.base.errors import ModelError
+from cbatch.model.base import AddAdapters
 from cbatch.model.lora.sites import Sites
-from cbatch.model.lora_files import LowRank
+from cbatch.model.lora_files import Adapter, LowRank
 from cbatch.model.ops.linear import Linear
 
 ROWS_AT_ONCE = 512
@@ -39,28 +45,6 @@ class DeviceLowRank(NamedTuple):
             out.index_add_(0, part, product.to(out.dtype))
 
 
-class _Part(NamedTuple):
-    """The columns of a site, and what each adapter adds to them."""
-
-    columns: slice
-    added: tuple[DeviceLowRank | None, ...]
-
-
-class StepAdapters:
-    """The adapters of a model, and the rows of a step that each of them adds to."""
-
-    def __init__(self, parts: Mapping[Linear, Sequence[_Part]], rows: Sequence[tuple[int, Tensor]]) -> None:
-        self._parts, self._rows = parts, rows
-
-    def add_to(self, linear: Linear, source: Tensor, out: Tensor) -> None:
-        """out [T, columns], the linear's product with source [T, depth], plus what adapters add to it."""
-        for part in self._parts.get(linear, ()):
-            for adapter, rows in self._rows:
-                added = part.added[adapter]
-                if added is not None:
-                    added.add_to(source, rows, out[:, part.columns])
-
-
 class DeviceAdapters:
     """The weights of all adapters on the device of a program."""
 
@@ -68,21 +52,90 @@ class DeviceAdapters:
         self._device = device
         self._parts = {
             linear: [
-                _Part(
+                (
                     slice(site.column, site.column + site.columns),
-                    tuple(None if one is None else DeviceLowRank.of(one, dtype, device) for one in site.added),
+                    [None if one is None else DeviceLowRank.of(one, dtype, device) for one in site.added],
                 )
                 for site in own
             ]
             for linear, own in sites.items()
         }
 
-    def step(self, adapters: NDArray[np.int64]) -> StepAdapters:
+    def step(self, adapters: NDArray[np.int64]) -> AddAdapters:
         """adapters: [T] number of each token's adapter from 1 on, or 0"""
-        return StepAdapters(self._parts, rows_by_adapter(adapters, self._device))
+        rows = rows_by_adapter(adapters, self._device)
+
+        def add(linear: Linear, source: Tensor, out: Tensor) -> None:
+            for columns, added in self._parts.get(linear, ()):
+                for adapter, chosen in rows:
+                    if (low_rank := added[adapter]) is not None:
+                        low_rank.add_to(source, chosen, out[:, columns])
+
+        return add
 
 
 def rows_by_adapter(adapters: NDArray[np.int64], device: torch.device) -> list[tuple[int, Tensor]]:
     """The adapters that any token has, numbered from 0 on, and their tokens."""
     numbers = np.unique(adapters[adapters > 0])
     return [(int(one) - 1, torch.from_numpy(np.flatnonzero(adapters == one)).to(device)) for one in numbers]
+
+
+_HEADS = ("lm_head", "embed_out")
+
+
+class ModuleAdapters:
+    """Adapters of the linears of a network."""
+
+    def __init__(self, network: Any, adapters: Sequence[Adapter]) -> None:
+        """Raises ModelError for an adapter that does not fit the network."""
+        self._added: dict[nn.Module, list[DeviceLowRank | None]] = {}
+        for number, adapter in enumerate(adapters):
+            for name, low_rank in adapter.modules.items():
+                module = _linear(network, adapter, name)
+                weight: Tensor = module.weight
+                added = self._added.setdefault(module, [None] * len(adapters))
+                added[number] = DeviceLowRank.of(low_rank, weight.dtype, weight.device)
+
+    @contextmanager
+    def applied(self, adapters: NDArray[np.int64]) -> Iterator[None]:
+        """While the network runs a step.  adapters: [T] number of each token's adapter from 1 on, or 0"""
+        device = next(module.weight.device for module in self._added if isinstance(module.weight, Tensor))
+        rows = rows_by_adapter(adapters, device)
+
+        def add(module: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
+            source = given[0].reshape(-1, given[0].shape[-1])
+            if len(source) != len(adapters):
+                raise ModelError(f"{type(module).__name__} does not compute all tokens of a step, so no adapter can")
+            for number, tokens in rows:
+                added = self._added[module][number]
+                if added is not None:
+                    added.add_to(source, tokens, out.view(len(adapters), -1))
+
+        handles = [module.register_forward_hook(add) for module in self._added]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _linear(network: Any, adapter: Adapter, name: str) -> Any:
+    """The linear of that name. Raises ModelError if there is none of the adapter's sizes."""
+    try:
+        module = network.get_submodule(name)
+    except AttributeError:
+        raise adapter.refused(
+            f"it was made for another model: there is no {name} in a {type(network).__name__}"
+        ) from None
+    kind = type(module).__name__
+    if kind not in ("Linear", "Conv1D") or module.weight.is_meta:
+        raise adapter.refused(f"{name} is a {kind}, and only linears can be adapted")
+    if name.rpartition(".")[2] in _HEADS:
+        raise adapter.refused(f"it adapts the output head ({name}), and only the linears of layers can be")
+    size = tuple(module.weight.shape[::-1] if kind == "Conv1D" else module.weight.shape)
+    if adapter.modules[name].size != size:
+        columns, depth = adapter.modules[name].size
+        raise adapter.refused(
+            f"it was made for another model: {name} is {size[0]} x {size[1]} here, and {columns} x {depth} there"
+        )
+    return module

@@ -67,11 +67,11 @@ class PrepareHeads(Operation):
     clip: float = 0.0
 
     def on_cpu(self, layout: CpuLayout) -> None:
+        norms, source = self.norms, layout.read(self.source)
         layout.add(
-            prepare, self, source=layout.read(self.source),
-            query=layout.elements(self.query, self.heads * self.shape.key_dim), by_row=self.norms.by_row,
-            last=self.norms.last, query_norm=layout.norm(self.norms.query), key_norm=layout.norm(self.norms.key),
-            value_norm=layout.norm(self.norms.value),
+            prepare, self, source=source, query=layout.elements(self.query, self.heads * self.shape.key_dim),
+            by_row=norms.by_row, last=norms.last, query_norm=layout.norm(norms.query), key_norm=layout.norm(norms.key),
+            value_norm=layout.norm(norms.value),
         )  # fmt: skip
 
     def on_device(self, plan: DevicePlan) -> Run:
@@ -275,11 +275,7 @@ class Attend(Operation):
     sinks: Weight | None = None
 
     def on_cpu(self, layout: CpuLayout) -> None:
-        layout.add(
-            attend, self, query=layout.read(self.query),
-            target=layout.elements(self.target, self.heads * self.shape.value_dim),
-            sinks=None if self.sinks is None else layout.vector(self.sinks),
-        )  # fmt: skip
+        layout.add(attend, self, elements=self.heads * self.shape.value_dim)
 
     def on_device(self, plan: DevicePlan) -> Run:
         if self.window and self.chunk:

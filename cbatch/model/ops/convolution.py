@@ -16,11 +16,11 @@ from cbatch.kernels.cpu.recurrent import convolve as convolve_chunks
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.operands import Recurrence
 from cbatch.model.device_weights import DeviceWeights
-from cbatch.model.ops.cpu_layout import CpuLayout
+from cbatch.model.ops.cpu_layout import CpuLayout, unpadded
 from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Step
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
-from cbatch.model.ops.recurrent import pieces
+from cbatch.model.ops.recurrence import pieces
 from cbatch.model.weight import Weight
 
 
@@ -67,9 +67,8 @@ class ShortConvolution(Operation):
 
         layout.add(
             convolve, self, source=layout.read(self.source), sums=sums, is_element=is_element,
-            target=layout.product_source(self.target, channels) if is_element else sums,
+            target=layout.elements(self.target, unpadded(channels)) if is_element else sums,
             weight=layout.numbers(kernel * channels, taps), is_silu=self.activation == "silu",
-            bias=None if self.bias is None else layout.vector(self.bias),
         )  # fmt: skip
 
     def load(self, weights: DeviceWeights) -> tuple[Tensor, Tensor | None]:
@@ -86,7 +85,7 @@ class ShortConvolution(Operation):
         convolve_by_channel(step.ops, part, weights, self.activation, state, step.recurrence, target, *gates)
 
 
-@device_kernel("recurrence.convolution:convolve")
+@device_kernel("convolution:convolve")
 def convolve_by_channel(
     source: Tensor, weights: tuple[Tensor, Tensor | None], activation: str, state: Tensor, recurrence: Recurrence,
     out: Tensor, input_gate: Tensor | None, output_gate: Tensor | None,

@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cbatch.base.quantization import Quantization
 from cbatch.kernels.cpu import activation, norm
-from cbatch.kernels.cpu.matmul.formats import matrix_bytes, tile_bytes
+from cbatch.kernels.cpu.matmul.formats import is_quantized, matrix_bytes, pack_integers, pack_weight, tile_bytes
 from cbatch.kernels.cpu.matmul.linear import prepared_row_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
-from cbatch.kernels.cpu.program import Instruction, Weights
+from cbatch.kernels.cpu.program import BUFFER, NORM, Instruction, Weights
 from cbatch.kernels.cpu.tensors import as_array
-from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT8, ON_CPU
+from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT8, ON_CPU, quantized
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.cpu_weights import gated_columns, interleaved, packed_columns
 from cbatch.model.ops.operation import Operation, with_role
 from cbatch.model.ops.program import Program
 from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile, WeightCache
-from cbatch.model.stored import StoredWeights
+from cbatch.model.stored import StoredWeights, rows_of
 from cbatch.model.weight import RESIDUAL, Activation, Matrix, Norm, Weight
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import check_room
@@ -44,7 +44,7 @@ _NORMS = {"none": norm.NO_NORM, "rms": norm.RMS_NORM, "layer": norm.LAYER_NORM}
 _PART = 2**19
 """Numbers of a matrix that a thread packs at once, at most: few enough for the processor's caches, also as float32."""
 
-Fill = Callable[[Arrays, Mapping[str, Tensor]], None]
+Tensors = Mapping[str, Tensor]
 
 Buffer = tuple[int, int]
 """Where a buffer begins in its arena, and its width; see `kernels.cpu.program.BUFFER`."""
@@ -88,31 +88,24 @@ class CpuLayout:
         stored:  weights that keep the formats of their files, if `quantize` says so
         adapted: they change instructions and buffers, no weights
         """
-        self.program = program
-        self.adapted = adapted
-        self.dtype = dtype
-        self.quantize = quantize
+        self.program, self.adapted, self.dtype, self.quantize = program, adapted, dtype, quantize
         self.stored = stored if quantize is not None and quantize.keeps_stored else None
-        self.float_columns = self.element_columns = 0
-        self.deepest = 0
+        self.float_columns = self.element_columns = self.deepest = self.prepared_bytes = 0
+        self.routing_columns = self.num_experts = 0
         self.formats: set[int] = set()
         self.left_bytes = 2 if quantize is not None and quantize.activations == "bf16" else 1
-        self.prepared_bytes = 0
-        self.routing_columns = self.num_experts = 0
-        self._sizes = dict.fromkeys(("matrices", "scales", "vectors", "tables", "indices"), 0)
-        self._fills: list[Fill] = []
+        self._sizes = dict.fromkeys(Weights._fields, 0)
+        self._fills: list[Callable[[Arrays, Tensors], None]] = []
         """Each fills a part of the arrays; their order does not matter."""
-        self._last_fills: list[Fill] = []
-        """Those that read arrays which others fill."""
         self._buffers: dict[str, Buffer] = {}
         self._places: dict[tuple[str, int], int] = {}
         self.used: dict[str, int] = {RESIDUAL: program.hidden_size}
         self.multiplied = {name for one in program.operations if one.is_product for _, name in with_role(one, "reads")}
-        self._instructions: list[tuple[Instruction, dict[str, Any]]] = []
+        self._instructions: list[tuple[Instruction, tuple[Any, ...]]] = []
         self.head: MatrixPlace | None = None
         self.floats(RESIDUAL, program.hidden_size)
         if program.head.parts == (program.embedding,) and not program.head.biases:
-            self.head = self._place(program.head, pad_columns(program.hidden_size), is_head=True)
+            self.head = self.matrix(program.head, pad_columns(program.hidden_size), is_head=True)
         for operation in program.operations:
             operation.on_cpu(self)
 
@@ -123,7 +116,7 @@ class CpuLayout:
         """
         found: dict[Instruction, list[tuple[Any, ...]]] = {}
         for kind, values in self._instructions:
-            found.setdefault(kind, []).append(tuple(values[name] for name in kind.fields))
+            found.setdefault(kind, []).append(values)
         return {kind: np.array(rows, kind.record_type(state_type)) for kind, rows in found.items()}
 
     def instructions(
@@ -152,18 +145,11 @@ class CpuLayout:
     @property
     def array_shapes(self) -> dict[str, ArrayShape]:
         """The arrays of `Weights`."""
-        element = np.dtype(np.float32 if self.dtype == torch.float32 else np.uint16)
-        single = np.dtype(np.float32)
-        types: dict[str, np.dtype[Any]] = {
-            "matrices": np.dtype(np.uint8),
-            "scales": single,
-            "vectors": single,
-            "tables": element,
-            "indices": np.dtype(np.int64),
-        }
-        return {name: ArrayShape((size,), types[name]) for name, size in self._sizes.items()}
+        element = np.float32 if self.dtype == torch.float32 else np.uint16
+        types = zip(self._sizes.items(), (np.uint8, np.float32, np.float32, element, np.int64), strict=True)
+        return {name: ArrayShape((size,), np.dtype(type)) for (name, size), type in types}
 
-    def load(self, tensors: Mapping[str, Tensor], shared: PackedFile | None) -> Weights:
+    def load(self, tensors: Tensors, shared: PackedFile | None) -> Weights:
         """The weights as the kernels take them, in memory of this process or mapped.
 
         tensors: by their names in the program; `check_weights` has accepted them. Not read if the shared file is there
@@ -171,35 +157,42 @@ class CpuLayout:
         """
 
         def fill(arrays: Arrays) -> None:
-            threads = num_threads()
-            with single_threaded(), ThreadPoolExecutor(threads, "cbatch-pack") as executor:
-                for fills in (self._fills, self._last_fills):
-                    waiting = [executor.submit(each, arrays, tensors) for each in fills]
-                    try:
-                        for each in waiting:
-                            each.result()
-                    except BaseException:
-                        executor.shutdown(cancel_futures=True)
-                        raise
+            with single_threaded(), ThreadPoolExecutor(num_threads(), "cbatch-pack") as executor:
+                for _ in executor.map(lambda each: each(arrays, tensors), self._fills):
+                    pass  # the first error cancels those that wait
 
         shapes = self.array_shapes
-        if shared is not None and sum(array.nbytes for array in shapes.values()) >= shared.cache.least_bytes:
+        total = sum(array.nbytes for array in shapes.values())
+        if shared is not None and total >= shared.cache.least_bytes:
             try:
                 return Weights(**shared.arrays(shapes, fill))
             except OSError as error:
                 _log.warning("Packed weights are not kept in %s: %s.", shared.cache.folder, error)
-        check_room("The weights", sum(array.nbytes for array in shapes.values()), torch.device("cpu"))
+        check_room("The weights", total, torch.device("cpu"))
         arrays = {name: empty(*array) for name, array in shapes.items()}
         fill(arrays)
         return Weights(**arrays)
 
-    def add(self, kind: Instruction, operation: Operation | None = None, **values: Any) -> None:
-        """Adds an instruction. Fields that are not given are those of the operation with the same names; None is -1."""
-        found = {
-            name: values[name] if name in values else 0 if type is None else getattr(operation, name)
-            for name, type in kind.fields.items()
-        }
-        self._instructions.append((kind, {name: -1 if value is None else value for name, value in found.items()}))
+    def add(
+        self, kind: Instruction, operation: Operation | None = None, *, floats: int | None = None,
+        elements: int | None = None, **values: Any,
+    ) -> None:  # fmt: skip
+        """Adds an instruction. Fields that are not given are those of the operation with the same names; None is -1.
+
+        Buffers are read as they were written last; norms and weights get a place among the vectors.
+
+        floats, elements: columns of the operation's target, which is a buffer of that kind
+        """
+        for name, type in kind.fields.items():
+            if name not in values and not (name == "target" and (floats or elements)):
+                value: Any = 0 if type is None else getattr(operation, name)
+                if type is BUFFER or type is NORM:
+                    value = self.read(value) if type is BUFFER else self.norm(value)
+                values[name] = self.vector(value) if isinstance(value, Weight) else value
+        if floats or elements:
+            target: str = getattr(operation, "target")  # noqa: B009
+            values["target"] = self.floats(target, floats) if floats else self.elements(target, elements or 0)
+        self._instructions.append((kind, tuple(-1 if values[name] is None else values[name] for name in kind.fields)))
 
     def read(self, name: str) -> Buffer:
         """A buffer as it was written last."""
@@ -207,29 +200,24 @@ class CpuLayout:
 
     def floats(self, name: str, columns: int) -> Buffer:
         """A buffer of float32 that is written next, whose columns are padded for products."""
-        self.used[name] = columns
         width = pad_columns(columns)
         if (name, width) not in self._places:
             self._places[name, width] = self.float_columns
             self.float_columns += width
-        self._buffers[name] = self._places[name, width], width
-        return self._buffers[name]
+        return self._written(name, columns, width)
 
     def elements(self, name: str, columns: int, width: int | None = None) -> Buffer:
         """A buffer of what goes into products that is written next.  width: with its padding, if it has any"""
-        self.used[name] = columns
         width = columns if width is None else width
         if (name, width) not in self._places:
             self._places[name, width] = self.element_columns
             self.element_columns += pad_columns(width)
+        return self._written(name, columns, width)
+
+    def _written(self, name: str, columns: int, width: int) -> Buffer:
+        self.used[name] = columns
         self._buffers[name] = self._places[name, width], width
         return self._buffers[name]
-
-    def product_source(self, name: str, columns: int) -> Buffer:
-        """A buffer of what goes into products, without padding."""
-        if columns % LANES:
-            raise UnsupportedConfig(f"the kernels do not support {columns} channels in recurrent layers")
-        return self.elements(name, columns)
 
     def norm(self, given: Norm | None) -> tuple[int, float, int, int]:
         """See `kernels.cpu.program.NORM`."""
@@ -246,7 +234,7 @@ class CpuLayout:
         if act.limit:
             name, params = "clipped_silu", (act.limit, act.slope, act.up_offset)
 
-        def read(tensors: Mapping[str, Tensor]) -> Tensor:
+        def read(tensors: Tensors) -> Tensor:
             numbers = [
                 param.read(tensors[param.name]).flatten() if isinstance(param, Weight) else torch.tensor([param])
                 for param in params
@@ -256,33 +244,51 @@ class CpuLayout:
         return activation.NAMES.index(name), self.numbers(4, read) if params else -1
 
     def matrix(
-        self, matrix: Matrix, depth: int, *, is_gated: bool = False, factor: float = 1.0, is_head: bool = False
-    ) -> MatrixPlace:
-        """A matrix of a product of rows of so many numbers, with its biases, times a factor."""
-        place = self._place(matrix, depth, is_gated=is_gated, factor=factor, is_head=is_head)
-        return place._replace(bias=self.biases(matrix, is_gated=is_gated, factor=factor))
+        self, matrix: Matrix, depth: int, *, is_gated: bool = False, factor: float = 1.0, is_head: bool = False,
+        rows: int = 1, format: int | None = None,
+    ) -> MatrixPlace:  # fmt: skip
+        """Where a matrix lies, with its biases, times a factor.
+
+        depth:  of the rows that it is multiplied with, so many for each token
+        format: how it is packed, if that is given
+        """
+        columns = gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
+        kind = self.format_of(matrix, is_head=is_head) if format is None else format
+        self.deepest = max(self.deepest, depth)
+        self.formats.add(kind)
+        self.prepared_bytes = max(self.prepared_bytes, rows * prepared_row_bytes(kind, self.left_bytes, depth))
+        start = self._place("matrices", matrix_bytes(kind, columns, depth))
+
+        def fill(first: int, stop: int, arrays: Arrays, tensors: Tensors) -> None:
+            """Fills tiles of columns."""
+            packed = self._packed(matrix, tensors, kind, depth, first * COLUMNS, stop * COLUMNS, is_gated=is_gated)
+            begin = start + first * tile_bytes(kind, depth)
+            arrays["matrices"][begin : begin + packed.size] = packed
+
+        tiles, step = columns // COLUMNS, max(1, _PART // (COLUMNS * depth))
+        self._fills += [partial(fill, first, min(first + step, tiles)) for first in range(0, tiles, step)]
+        biases = self._biases(matrix, is_gated=is_gated, factor=factor)
+        return MatrixPlace(start, kind, self.scales(columns, factor), biases)
 
     def expert_matrices(
         self, matrices: tuple[Matrix, ...], depth: int, top_k: int, *, is_gated: bool
-    ) -> tuple[MatrixPlace, int, int]:
+    ) -> dict[str, Any]:
         """All experts' matrices, and then their biases, each as far from the one before as all are.
 
-        Returns the place of the first, how far apart matrices are, in bytes, and biases, in columns.
+        Gives the place of the first `matrix`, the `stride` of matrices, in bytes, and that of biases, in `columns`.
         """
         columns = gated_columns(matrices[0].columns) if is_gated else pad_columns(matrices[0].columns)
-        kind, places = self.format_of(*matrices), []
-        for matrix in matrices:
-            place = self._place(matrix, depth, is_gated=is_gated, rows=top_k, kind=kind)
-            places.append(place._replace(bias=self.biases(matrix, is_gated=is_gated)))
-        return places[0], matrix_bytes(kind, columns, depth), columns
+        kind = self.format_of(*matrices)
+        places = [self.matrix(matrix, depth, is_gated=is_gated, rows=top_k, format=kind) for matrix in matrices]
+        return {"matrix": places[0], "stride": matrix_bytes(kind, columns, depth), "columns": columns}
 
-    def biases(self, matrix: Matrix, *, is_gated: bool = False, factor: float = 1.0) -> int:
+    def _biases(self, matrix: Matrix, *, is_gated: bool, factor: float) -> int:
         """Where the biases of a matrix begin, -1 if it has none."""
         if not matrix.biases:
             return -1
         columns = sum(bias.size[0] for bias in matrix.biases)
 
-        def read(tensors: Mapping[str, Tensor]) -> Tensor:
+        def read(tensors: Tensors) -> Tensor:
             bias = factor * torch.cat([bias.read(tensors[bias.name]).float() for bias in matrix.biases])
             return interleaved(bias[:, None])[:, 0] if is_gated else bias
 
@@ -297,104 +303,106 @@ class CpuLayout:
             return FLOAT32 if self.dtype == torch.float32 else BFLOAT16
         return INT4 if self.quantize.weights == "int4" and not is_head else INT8
 
-    def _place(
-        self,
-        matrix: Matrix,
-        depth: int,
-        *,
-        is_gated: bool = False,
-        factor: float = 1.0,
-        is_head: bool = False,
-        rows: int = 1,
-        kind: int | None = None,
-    ) -> MatrixPlace:
-        """Where a matrix lies that is multiplied with so many rows for each token.
+    def _packed(
+        self, matrix: Matrix, tensors: Tensors, format: int, depth: int, first: int, stop: int, *, is_gated: bool
+    ) -> NDArray[np.uint8]:
+        """Some columns of a matrix, whole tiles of them.
 
-        kind: its format, if that is given
+        depth:    padded to so many
+        is_gated: columns are those of gate and up, in the order of `interleaved`
         """
-        columns = gated_columns(matrix.columns) if is_gated else pad_columns(matrix.columns)
-        kind = self.format_of(matrix, is_head=is_head) if kind is None else kind
-        keeps_stored = self.stored is not None
-        self.deepest = max(self.deepest, depth)
-        self.formats.add(kind)
-        self.prepared_bytes = max(self.prepared_bytes, rows * prepared_row_bytes(kind, self.left_bytes, depth))
-        start, scale = self._sizes["matrices"], -1
-        self._sizes["matrices"] += matrix_bytes(kind, columns, depth)
-        if factor != 1:
-            scale = self._sizes["scales"]
-            self._sizes["scales"] += columns
+        spans = [(first, stop)]
+        if is_gated:
+            half = matrix.columns // 2
+            spans = [(first // 2 + up, min(stop // 2, half) + up) for up in (0, half)]
+        parts = [part for span in spans for part in _part_rows(matrix, *span)]
+        ordered: Callable[[Tensor], Tensor] = interleaved if is_gated else lambda rows: rows
+        if self.stored is not None and is_quantized(format):
+            return pack_integers(format, self.stored.packed(parts, format).map(ordered), depth)
+        read = [rows_of(tensors, *part) for part in parts]
+        # Numbers are rounded to the model's type before they are packed, or rounded to integers.
+        rows = ordered(torch.cat(read) if len(read) > 1 else read[0]).to(self.dtype)
+        if is_quantized(format):
+            return pack_integers(format, quantized(rows, format), depth)
+        return pack_weight(as_array(rows), depth)
 
-        def fill(first: int, stop: int, arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
-            """Fills tiles of columns."""
-            packed = packed_columns(
-                matrix, tensors, kind, self.dtype, depth, first * COLUMNS, stop * COLUMNS, is_gated=is_gated,
-                keeps_stored=keeps_stored,
-            )  # fmt: skip
-            begin = start + first * tile_bytes(kind, depth)
-            arrays["matrices"][begin : begin + packed.size] = packed
-            if scale >= 0:
-                arrays["scales"][scale + first * COLUMNS : scale + stop * COLUMNS] = factor
+    def _place(
+        self, array: str, size: int, values: Callable[[Tensors], NDArray[Any] | np.float32] | None = None
+    ) -> int:
+        """Where so many numbers begin in an array of `Weights`, which they fill if they are given."""
+        start = self._sizes[array]
+        stop = self._sizes[array] = start + size
+        if values is not None:
 
-        tiles, step = columns // COLUMNS, max(1, _PART // (COLUMNS * depth))
-        self._fills += [partial(fill, first, min(first + step, tiles)) for first in range(0, tiles, step)]
-        return MatrixPlace(start, kind, scale)
+            def fill(arrays: Arrays, tensors: Tensors) -> None:
+                arrays[array][start:stop] = values(tensors)
 
-    def scaled(self, scale: int, matrix: Matrix, factor: float) -> int:
-        """Where the factors of a matrix's columns, multiplied once more, begin."""
-        columns, start = pad_columns(matrix.columns), self._sizes["scales"]
-        self._sizes["scales"] += columns
-
-        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
-            before = arrays["scales"][scale : scale + columns] if scale >= 0 else np.float32(1)
-            arrays["scales"][start : start + columns] = factor * before
-
-        self._last_fills.append(fill)
+            self._fills.append(fill)
         return start
+
+    def scales(self, columns: int, factor: float) -> int:
+        """Where the factors of so many columns begin; -1 if they are 1."""
+        return -1 if factor == 1 else self._place("scales", columns, lambda tensors: np.float32(factor))
 
     def vector(self, *weights: Weight) -> int:
         """Where weights side by side begin among the vectors."""
 
-        def read(tensors: Mapping[str, Tensor]) -> Tensor:
+        def read(tensors: Tensors) -> Tensor:
             return torch.cat([weight.read(tensors[weight.name]).float().flatten() for weight in weights])
 
         return self.numbers(sum(math.prod(weight.size) for weight in weights), read)
 
-    def numbers(self, size: int, read: Callable[[Mapping[str, Tensor]], Tensor]) -> int:
+    def numbers(self, size: int, read: Callable[[Tensors], Tensor]) -> int:
         """Where so many numbers begin that are read among the vectors."""
-        start = self._sizes["vectors"]
         padded = -(-size // LANES) * LANES
-        self._sizes["vectors"] += padded
 
-        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
+        def values(tensors: Tensors) -> NDArray[Any]:
             numbers = read(tensors).numpy()
-            arrays["vectors"][start : start + padded] = np.pad(numbers, (0, padded - len(numbers)))
+            return np.pad(numbers, (0, padded - len(numbers)))
 
-        self._fills.append(fill)
-        return start
+        return self._place("vectors", padded, values)
 
     def table(self, weight: Weight) -> int:
         """Where an embedding begins among the tables."""
-        rows, width = weight.size
-        start = self._sizes["tables"]
-        self._sizes["tables"] += rows * width
 
-        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
-            table = as_array(weight.read(tensors[weight.name]).to(self.dtype))
-            arrays["tables"][start : start + table.size] = table.reshape(-1)
+        def values(tensors: Tensors) -> NDArray[Any]:
+            return as_array(weight.read(tensors[weight.name]).to(self.dtype)).reshape(-1)
 
-        self._fills.append(fill)
-        return start
+        return self._place("tables", math.prod(weight.size), values)
 
     def indices(self, numbers: NDArray[np.int64]) -> int:
         """Where column numbers begin among the indices."""
-        start = self._sizes["indices"]
-        stop = self._sizes["indices"] = start + len(numbers)
+        return self._place("indices", len(numbers), lambda tensors: numbers)
 
-        def fill(arrays: Arrays, tensors: Mapping[str, Tensor]) -> None:
-            arrays["indices"][start:stop] = numbers
 
-        self._fills.append(fill)
-        return start
+def _part_rows(matrix: Matrix, first: int, stop: int) -> list[tuple[Weight, int, int]]:
+    """The parts of a matrix that have some of its columns, and which rows these are of each."""
+    parts, begin = [], 0
+    for part in matrix.parts:
+        end = begin + part.size[0]
+        if first < end and begin < stop:
+            parts.append((part, max(first - begin, 0), min(stop, end) - begin))
+        begin = end
+    return parts
+
+
+def gated_columns(columns: int) -> int:
+    """Columns of gate and up, once both are padded to whole halves of tiles."""
+    return 2 * -(-columns // COLUMNS) * LANES
+
+
+def unpadded(columns: int) -> int:
+    """So many columns of a buffer or a head that recurrent layers do not pad. Raises UnsupportedConfig for others."""
+    if columns % LANES:
+        raise UnsupportedConfig(f"the kernels do not support heads or channels of {columns} in recurrent layers")
+    return columns
+
+
+def interleaved(both: Tensor) -> Tensor:
+    """Gate and up, one after the other, as 16 columns of each in turn: a tile has both factors of 16 results."""
+    halves = both.view(2, -1, both.shape[1])
+    padded = pad(halves, (0, 0, 0, -halves.shape[1] % LANES))
+    return padded.view(2, -1, LANES, both.shape[1]).transpose(0, 1).reshape(-1, both.shape[1])
 
 
 def packed_weights(

@@ -70,7 +70,7 @@ class Step:
     def adapt(self, linear: Operation, source: Buffer, out: Tensor) -> None:
         """Adds to a linear's product what adapters add to it, for tokens that have one."""
         if self.inputs.adapters is not None:
-            self.inputs.adapters.add_to(linear, self[source], out)
+            self.inputs.adapters(linear, self[source], out)
 
     def __getitem__(self, buffer: Buffer) -> Tensor:
         """The memory of a buffer, which every layer uses again."""

@@ -83,11 +83,9 @@ class Route(Operation):
     def on_cpu(self, layout: CpuLayout) -> None:
         matrix, experts = self.matrix, self.matrix.columns
         layout.add(
-            choose_experts, self, source=layout.read(self.source), depth=matrix.depth, num_experts=experts,
-            weight=layout.vector(*matrix.parts), bias=layout.vector(matrix.biases[0]) if matrix.biases else None,
-            choice_bias=None if self.choice_bias is None else layout.vector(self.choice_bias),
-            expert_scales=None if self.expert_scales is None else layout.vector(self.expert_scales),
-            scores=_SCORES.index(self.scores), group_score=_GROUP_SCORES.index(self.group_score),
+            choose_experts, self, depth=matrix.depth, num_experts=experts, weight=layout.vector(*matrix.parts),
+            bias=layout.vector(matrix.biases[0]) if matrix.biases else None, scores=_SCORES.index(self.scores),
+            group_score=_GROUP_SCORES.index(self.group_score),
         )  # fmt: skip
         layout.routing_columns = max(layout.routing_columns, self.top_k)
         layout.num_experts = max(layout.num_experts, experts)
@@ -147,16 +145,14 @@ class Experts(Operation):
         target = layout.read(self.target) if self.add else layout.floats(self.target, hidden)
         shared: dict[str, Any] = {"top_k": top_k, "num_experts": len(self.up), "weigh_input": self.weigh_input}
         layout.add(gather_for_experts, source=(source, depth), target=given, **shared)
-        activation = layout.activation(self.activation)
-        matrix, stride, columns = layout.expert_matrices(self.up, depth, top_k, is_gated=is_gated)
         layout.add(
-            expert_product, source=given, target=activated, matrix=matrix, stride=stride, columns=columns,
-            activation=activation, mode=GATED if is_gated else ACTIVATED, **shared,
+            expert_product, source=given, target=activated, activation=layout.activation(self.activation),
+            **layout.expert_matrices(self.up, depth, top_k, is_gated=is_gated), mode=GATED if is_gated else ACTIVATED,
+            **shared,
         )  # fmt: skip
-        matrix, stride, columns = layout.expert_matrices(self.down, inner, top_k, is_gated=False)
         layout.add(
-            expert_product, source=activated, target=result, matrix=matrix, stride=stride, columns=columns,
-            activation=layout.activation(None), mode=WRITE, **shared,
+            expert_product, source=activated, target=result, activation=layout.activation(None),
+            **layout.expert_matrices(self.down, inner, top_k, is_gated=False), mode=WRITE, **shared,
         )  # fmt: skip
         layout.add(combine_experts, source=result, target=target, factor=self.factor, add=self.add, **shared)
 
@@ -186,7 +182,7 @@ class Experts(Operation):
         return run
 
 
-@device_kernel("products.experts:route")
+@device_kernel("experts:route")
 def route(scores: Tensor, router: Route, weights: tuple[Tensor | None, Tensor | None]) -> DeviceRouting:
     """Chooses experts by what the router's matrix gives for each token, [T, experts] float32.
 
@@ -225,7 +221,7 @@ def _without_groups(wanted: Tensor, router: Route) -> Tensor:
     return grouped.masked_fill(~kept[:, :, None], dropped).flatten(1)
 
 
-@device_kernel("products.experts:expert_linear", is_product=True)
+@device_kernel("experts:expert_linear", is_product=True)
 def expert_linear(
     source: Tensor, routing: DeviceRouting, experts: ExpertWeights, out: Tensor, *, gathers: bool, weighs: bool
 ) -> None:
@@ -250,7 +246,7 @@ def expert_linear(
         start += count
 
 
-@device_kernel("products.experts:combine")
+@device_kernel("experts:combine")
 def combine(rows: Tensor, routing: DeviceRouting, factor: float, out: Tensor, *, weighs: bool, add: bool) -> None:
     """out [T, columns] = factor * the sum of each token's rows [T * top_k, columns], by their weights if `weighs`.
 

@@ -23,8 +23,7 @@ from cbatch.kernels.cpu.program import (
 )
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.cpu_weights import gated_columns
-from cbatch.model.ops.cpu_layout import CpuLayout
+from cbatch.model.ops.cpu_layout import CpuLayout, gated_columns
 from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Buffer, DevicePlan, Pending, Run, Step
 from cbatch.model.ops.operation import Operation, operation, reads, writes

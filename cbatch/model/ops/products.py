@@ -14,10 +14,10 @@ _COLUMNS_AT_ONCE = 4096
 """Of a quantized matrix, which become numbers together."""
 
 
-linear = device_kernel("products.linear:linear", is_product=True)(library.multiply)
+linear = device_kernel("linear:linear", is_product=True)(library.multiply)
 
 
-@device_kernel("products.linear:quantized_linear", is_product=True)
+@device_kernel("linear:quantized_linear", is_product=True)
 def quantized_linear(source: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor) -> None:
     """out [T, columns] = source [T, depth] times a quantized matrix [columns, depth], plus bias [columns]."""
     for first in range(0, matrix.columns, _COLUMNS_AT_ONCE):
@@ -26,7 +26,7 @@ def quantized_linear(source: Tensor, matrix: QuantizedMatrix, bias: Tensor | Non
         out[:, columns] = product if bias is None else product + bias[columns]
 
 
-@device_kernel("products.linear:float8_linear", is_product=True)
+@device_kernel("linear:float8_linear", is_product=True)
 def float8_linear(source: Tensor, matrix: Float8Matrix, bias: Tensor | None, out: Tensor) -> None:
     """The same with a matrix of FP8, and rows that are rounded to FP8 before they are multiplied."""
     codes, scales = rounded_rows(source)
@@ -49,7 +49,7 @@ def multiply(
         linear(ops, source, matrix, bias, out)
 
 
-@device_kernel("products.linear:look_up")
+@device_kernel("linear:look_up")
 def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
     """out [T, depth] float32 = the columns ids [T] of a matrix, which are the rows of an embedding."""
     out.copy_(matrix.values(ids))

@@ -14,10 +14,10 @@ from torch import Tensor
 from cbatch.attention.cpu import CpuAttention
 from cbatch.base.errors import ModelError
 from cbatch.kernels.formats import BFLOAT16, INT8
-from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats.methods.bitsandbytes import NestedMatrix
 from cbatch.model.load_plan import LoadPlan
+from cbatch.model.loader import NoFastPath, load_fast_model
 from tests.support.model_checks import reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error
 from tests.support.quantized_folders import Encoded, Encoder, change_tensors, tiny_model, write_folder

@@ -16,12 +16,12 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
-from cbatch.model.checkpoint import load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.families import read_program
 from cbatch.model.formats.methods import compressed_tensors
 from cbatch.model.formats.quantized import QuantizedCheckpoint, without_quantization
 from cbatch.model.load_plan import LoadPlan
+from cbatch.model.loader import load_fast_model
 from cbatch.model.tensor_files import Tensors
 from tests.support.generation import generate
 from tests.support.gguf_files import network_of

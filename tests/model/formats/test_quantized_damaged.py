@@ -13,9 +13,8 @@ import torch
 
 from cbatch.base.errors import ModelError
 from cbatch.base.model_files import WEIGHTS_INDEX
-from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.loader import load_model
+from cbatch.model.loader import NoFastPath, load_fast_model, load_model
 from tests.support.model_fuzzer.kinds import WholeModels
 from tests.support.model_fuzzer.weight_damage import Folder
 from tests.support.quantized_folders import awq_settings

@@ -21,7 +21,6 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
-from cbatch.model.checkpoint import NoFastPath, load_fast_model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.formats import matrices
 from cbatch.model.formats import settings as reader_settings
@@ -31,7 +30,7 @@ from cbatch.model.formats.methods.compressed_tensors import CompressedMatrix
 from cbatch.model.formats.methods.gptq import GptqMatrix
 from cbatch.model.formats.methods.mxfp4 import Mxfp4Matrix
 from cbatch.model.load_plan import LoadPlan
-from cbatch.model.loader import load_model
+from cbatch.model.loader import NoFastPath, load_fast_model, load_model
 from cbatch.model.packed_file import WeightCache
 from cbatch.model.tensor_files import Tensors
 from tests.support.generation import generate

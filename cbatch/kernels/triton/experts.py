@@ -17,16 +17,13 @@ from torch import Tensor
 from cbatch.kernels.operands import ExpertWeights, Routing
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.kernels.triton.attention_tile import LAUNCH, launch_options, power_of_2
-from cbatch.kernels.triton.products.linear import FIXED_ROWS, Tile, multiply, operands
+from cbatch.kernels.triton.linear import FIXED_ROWS, Tile, multiply, operands
 
 _SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 
 
 @triton.jit
-def _without_groups(
-    wanted: tl.tensor, expert: tl.tensor, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TWO_HIGHEST: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _without_groups(wanted, expert, SIZE, GROUPS, TOP_GROUPS, TWO_HIGHEST):
     """The wanted scores, with those of all groups but the best ones replaced; of equal ones, the first stay.
 
     SIZE: experts of a group
@@ -55,12 +52,11 @@ def _without_groups(
 
 @triton.jit
 def _route_kernel(
-    scores: tl.tensor, choice_bias: tl.tensor, expert_scales: tl.tensor, weights: tl.tensor, chosen: tl.tensor,
-    ranks: tl.tensor, counts: tl.tensor, EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr,
-    K_TILE: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    scores, choice_bias, expert_scales, weights, chosen, ranks, counts, EXPERTS: tl.constexpr, TILE: tl.constexpr,
+    TOP_K: tl.constexpr, K_TILE: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     TWO_HIGHEST: tl.constexpr, NORMALIZES: tl.constexpr, EPSILON: tl.constexpr, LEAST_SUM: tl.constexpr,
     FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALES: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One program per token. ranks [T, top_k]: how many pairs of the same expert were counted before."""
     token = tl.program_id(0).to(tl.int64)
     expert, k = tl.arange(0, TILE), tl.arange(0, K_TILE)
@@ -107,9 +103,8 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _place_kernel(
-    chosen: tl.tensor, ranks: tl.tensor, counts: tl.tensor, places: tl.tensor, order: tl.tensor, pairs: tl.tensor,
-    EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    chosen, ranks, counts, places, order, pairs, EXPERTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per block of pairs: where each stands once all are sorted by expert."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
@@ -146,12 +141,11 @@ def route(scores: Tensor, router: Any, given: tuple[Tensor | None, Tensor | None
 
 @triton.jit
 def _expert_linear_kernel(
-    source: tl.tensor, matrices: tl.tensor, scales: tl.tensor, zeros: tl.tensor, biases: tl.tensor,
-    weights: tl.tensor, order: tl.tensor, counts: tl.tensor, out: tl.tensor, matrix_size: tl.constexpr,
+    source, matrices, scales, zeros, biases, weights, order, counts, out, matrix_size: tl.constexpr,
     scales_size: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, GATHERS: tl.constexpr, WEIGHS: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One program per tile of one expert's rows, and of the columns of its matrix.
 
     KIND, GROUP, STEP: see `multiply`
@@ -213,9 +207,9 @@ def expert_linear(
 
 @triton.jit
 def _combine_experts_kernel(
-    rows: tl.tensor, weights: tl.tensor, places: tl.tensor, out: tl.tensor, TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, WEIGHS: tl.constexpr, ADDS: tl.constexpr,
-) -> None:  # fmt: skip
+    rows, weights, places, out, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr,
+    WEIGHS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
     """One program per token and block of columns; experts are added in the order of their choice."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cbatch.kernels.operands import Recurrence
 from cbatch.kernels.triton.attention_tile import LAUNCH
-from cbatch.kernels.triton.recurrence.tiles import (
+from cbatch.kernels.triton.recurrence import (
     CHUNK_TENSORS,
     SHORT,
     TILE,
@@ -39,19 +39,18 @@ _LONGEST_TILE = 128
 
 
 @triton.jit
-def _unit(x: tl.tensor) -> tl.tensor:
+def _unit(x):
     """A vector divided by its length."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6)
 
 
 @triton.jit(do_not_specialize_on_alignment=CHUNK_TENSORS)
 def _gated_delta_kernel(
-    qkv: tl.tensor, controls: tl.tensor, decay: tl.tensor, decay_bias: tl.tensor, state: tl.tensor, starts: tl.tensor,
-    slots: tl.tensor, snapshot_counts: tl.tensor, snapshot_slots: tl.tensor, out: tl.tensor, QKV_ROW: tl.constexpr,
+    qkv, controls, decay, decay_bias, state, starts, slots, snapshot_counts, snapshot_slots, out, QKV_ROW: tl.constexpr,
     CONTROLS_ROW: tl.constexpr, OUT_ROW: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LENGTH_TILE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     SHORT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One program per chunk, value head and WIDTH columns of its state: what does not take a tile, token by token."""
     start, count, slot, cut, target = read_chunk(starts, slots, snapshot_counts, snapshot_slots, tl.program_id(0))
     first = tiled_tokens(count, TILE, SHORT)
@@ -87,10 +86,7 @@ def _gated_delta_kernel(
 
 
 @triton.jit
-def _load_controls(
-    controls: tl.tensor, head: tl.tensor, row: tl.tensor, there: tl.tensor, rate_of_decay: tl.tensor, bias: tl.tensor,
-    CONTROLS_ROW: tl.constexpr, VALUE_HEADS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _load_controls(controls, head, row, there, rate_of_decay, bias, CONTROLS_ROW, VALUE_HEADS):
     """Of the tokens of a tile: how much of an error is mended, and the sums of the logarithms of their decays."""
     place = controls + row * CONTROLS_ROW + head
     b = tl.load(place, mask=there, other=0.0).to(tl.float32)
@@ -100,10 +96,7 @@ def _load_controls(
 
 
 @triton.jit
-def _load_vectors(
-    place: tl.tensor, row: tl.tensor, there: tl.tensor, QKV_ROW: tl.constexpr, KEY_DIM: tl.constexpr,
-    LENGTH_TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _load_vectors(place, row, there, QKV_ROW, KEY_DIM, LENGTH_TILE):
     """[TILE, LENGTH_TILE] queries or keys of a tile as they are, and [TILE] factors that make their lengths 1."""
     k = tl.arange(0, LENGTH_TILE)
     kept = there[:, None] & (k < KEY_DIM)[None, :]
@@ -114,11 +107,10 @@ def _load_vectors(
 
 @triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=CHUNK_TENSORS)
 def _invert_kernel(
-    qkv: tl.tensor, controls: tl.tensor, decay: tl.tensor, decay_bias: tl.tensor, starts: tl.tensor, slots: tl.tensor,
-    snapshot_counts: tl.tensor, snapshot_slots: tl.tensor, inverses: tl.tensor, chunks: tl.tensor,
+    qkv, controls, decay, decay_bias, starts, slots, snapshot_counts, snapshot_slots, inverses, chunks,
     QKV_ROW: tl.constexpr, CONTROLS_ROW: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, LENGTH_TILE: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One program per tile and value head: the inverse of the system that its updates solve.
 
     The update of a token is b_t * (v_t - exp(G_t) * k_t S - sum over i < t of exp(G_t - G_i) * (k_t k_i) * u_i). With
@@ -152,12 +144,11 @@ def _invert_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=CHUNK_TENSORS)
 def _gated_delta_tile_kernel(
-    qkv: tl.tensor, controls: tl.tensor, decay: tl.tensor, decay_bias: tl.tensor, state: tl.tensor, starts: tl.tensor,
-    slots: tl.tensor, snapshot_counts: tl.tensor, snapshot_slots: tl.tensor, inverses: tl.tensor, out: tl.tensor,
+    qkv, controls, decay, decay_bias, state, starts, slots, snapshot_counts, snapshot_slots, inverses, out,
     QKV_ROW: tl.constexpr, CONTROLS_ROW: tl.constexpr, OUT_ROW: tl.constexpr, KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LENGTH_TILE: tl.constexpr,
     WIDTH: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One program per chunk, value head and WIDTH columns of its state: tile by tile."""
     start, count, slot, cut, target = read_chunk(starts, slots, snapshot_counts, snapshot_slots, tl.program_id(0))
     count = tiled_tokens(count, TILE, SHORT)
@@ -203,7 +194,7 @@ def gated_delta(
     qkv: Tensor, controls: Tensor, heads: Any, weights: tuple[Tensor, Tensor], state: Tensor, recurrence: Recurrence,
     out: Tensor, *, capability: int,
 ) -> None:  # fmt: skip
-    """See `model/ops/gated_delta.py`.  capability: of the chip, 90 for 9.0"""
+    """See `model/ops/recurrence.py`.  capability: of the chip, 90 for 9.0"""
     given, ints = (qkv, controls, *weights), chunk_tensors(recurrence)
     rows, chunks = (qkv.stride(0), controls.stride(0)), len(recurrence.slots)
     sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim

@@ -82,9 +82,15 @@ def _has_no_units(dtype: torch.dtype, capability: int) -> bool:
 
 
 @triton.jit
-def _scaled(
-    code: tl.tensor, place: tl.tensor, kept: tl.tensor, scales: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr
-) -> tl.tensor:
+def _half_of(code, half, SIZE):
+    """The codes of 32 numbers of a part that has 32 or 64 of them."""
+    if SIZE == 64:
+        code = code & 15 if half == 0 else code >> 4
+    return code
+
+
+@triton.jit
+def _scaled(code, place, kept, scales, zeros, KIND):
     """Numbers [columns, 32] float32 of a group of each column. place: of its scales and zero points"""
     if KIND == _MXFP4:
         # Sign, two bits of exponent and one of mantissa at the places of float16, whose exponents begin 14 lower.
@@ -102,11 +108,7 @@ def _scaled(
 
 
 @triton.jit
-def _add_group(
-    total: tl.tensor, left: tl.tensor, there: tl.tensor, code: tl.tensor, group: tl.tensor, column: tl.tensor,
-    kept: tl.tensor, scales: tl.tensor, zeros: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr, IS_WHOLE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _add_group(total, left, there, code, group, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP, IS_WHOLE):
     """total [rows, columns] plus the products of 32 numbers of the depth."""
     depth = group * 32 + tl.arange(0, 32)
     if IS_WHOLE:
@@ -118,10 +120,7 @@ def _add_group(
 
 
 @triton.jit
-def _multiply_numbers(
-    left: tl.tensor, there: tl.tensor, right: tl.tensor, inside: tl.tensor, total: tl.tensor, DEPTH: tl.constexpr,
-    STEP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _multiply_numbers(left, there, right, inside, total, DEPTH, STEP):
     """See `multiply`. right: [columns] where each column begins"""
     step = tl.arange(0, STEP)
     first, second = left[:, None] + step[None, :], right[:, None] + step[None, :]
@@ -138,11 +137,7 @@ def _multiply_numbers(
 
 
 @triton.jit
-def _multiply_packed(
-    left: tl.tensor, there: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, column: tl.tensor,
-    inside: tl.tensor, total: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _multiply_packed(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, PARTS):
     """See `multiply`. PARTS: of the depth, in a round"""
     SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
     COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
@@ -156,28 +151,16 @@ def _multiply_packed(
             if not IS_WHOLE:
                 kept = inside & (place < COUNT * COLUMNS)
             code = tl.load(numbers + place.to(tl.int64)[:, None] * 32 + step[None, :], mask=kept[:, None], other=0)
-            if SIZE == 32:
+            for half in tl.static_range(SIZE // 32):
                 total = _add_group(
-                    total, left, there, code, part, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP, IS_WHOLE
-                )
-            else:
-                total = _add_group(
-                    total, left, there, code & 15, 2 * part, column, kept, scales, zeros, KIND, COLUMNS, DEPTH, GROUP,
-                    IS_WHOLE,
-                )  # fmt: skip
-                total = _add_group(
-                    total, left, there, code >> 4, 2 * part + 1, column, kept, scales, zeros, KIND, COLUMNS, DEPTH,
-                    GROUP, IS_WHOLE,
+                    total, left, there, _half_of(code, half, SIZE), part * (SIZE // 32) + half, column, kept, scales,
+                    zeros, KIND, COLUMNS, DEPTH, GROUP, IS_WHOLE,
                 )  # fmt: skip
     return total
 
 
 @triton.jit
-def multiply(
-    left: tl.tensor, there: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, column: tl.tensor,
-    inside: tl.tensor, total: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, STEP: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def multiply(left, there, numbers, scales, zeros, column, inside, total, KIND, COLUMNS, DEPTH, GROUP, STEP):
     """total [rows, columns] plus rows times columns of a matrix.
 
     left:   [rows] where each row begins; there: which rows exist
@@ -196,10 +179,9 @@ def multiply(
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    source: tl.tensor, numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, biases: tl.tensor, out: tl.tensor,
-    rows: tl.tensor, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-) -> None:  # fmt: skip
+    source, numbers, scales, zeros, biases, out, rows, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """One program per tile of rows and columns. Those of the same columns follow each other."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -254,9 +236,9 @@ def operands(matrix: Tensor | QuantizedMatrix) -> tuple[tuple[Tensor, ...], int,
 
 @triton.jit
 def _look_up_kernel(
-    numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, ids: tl.tensor, out: tl.tensor, KIND: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-) -> None:  # fmt: skip
+    numbers, scales, zeros, ids, out, KIND: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """One program per row of `out`, and some parts of it."""
     SIZE: tl.constexpr = 32 if (KIND == _INT8) | (KIND == _FP8) else 64
     COUNT: tl.constexpr = (DEPTH + SIZE - 1) // SIZE
@@ -268,9 +250,7 @@ def _look_up_kernel(
     code = tl.load(numbers + place, mask=kept[:, None], other=0)
     for half in tl.static_range(SIZE // 32):
         group = part * (SIZE // 32) + half
-        mine = code
-        if SIZE == 64:
-            mine = (code >> (4 * half)) & 15
+        mine = _half_of(code, half, SIZE)
         found = _scaled(mine, (group * 32 // GROUP).to(tl.int64) * COLUMNS + column, kept, scales, zeros, KIND)
         depth = group[:, None] * 32 + step[None, :]
         tl.store(out + row * DEPTH + depth, found, mask=kept[:, None] & (depth < DEPTH))
@@ -287,9 +267,7 @@ def look_up(matrix: QuantizedMatrix, ids: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
-def _round_rows_kernel(
-    source: tl.tensor, codes: tl.tensor, scales: tl.tensor, DEPTH: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+def _round_rows_kernel(source, codes, scales, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, BLOCK)
