@@ -69,7 +69,6 @@ class Channel:
         return data
 
     def _wait_for(self, operation: Callable[[memoryview], int], part: memoryview) -> int:
-        """Number of bytes of `part` that were sent or received."""
         while self._left_s > 0:
             seconds, started = min(self._left_s, POLL_SECONDS), time.monotonic()
             try:

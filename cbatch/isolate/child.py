@@ -162,7 +162,6 @@ def _as_json(answer: tuple[str, Any]) -> bytes:
 
 
 def _sentence(error: BaseException) -> str:
-    """The error and its line, without a full stop."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -191,7 +191,6 @@ class Worker:
             raise WorkerDied(f"an answer that cannot be read: {error}") from error
 
     def _read(self, data: bytearray) -> tuple[str, Any]:
-        """The kind of an answer and its value."""
         try:
             answer = pickle.loads(data) if self._is_trusted else json.loads(data.decode("utf-8", "surrogatepass"))
         except Exception as error:  # pickle raises many kinds
@@ -250,7 +249,6 @@ class _Messages:
         self._thread.start()
 
     def last(self) -> str:
-        """The last lines, after the process has ended."""
         self._thread.join(LAST_WORDS_SECONDS)
         return " / ".join(line[:LAST_CHARACTERS] for line in self._last)
 

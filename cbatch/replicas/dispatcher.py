@@ -260,7 +260,6 @@ class Dispatcher:
 
 
 def _within_bytes(rows: Iterable[Row]) -> Iterator[Row]:
-    """The first rows, as many as one message holds."""
     total = 0
     for row in rows:
         size = len(row.line.data or b"")

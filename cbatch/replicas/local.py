@@ -152,7 +152,6 @@ def _find_devices(name: str) -> list[tuple[str, dict[str, str]]] | None:
 
 
 def _probe(name: str) -> tuple[str, int, bool]:
-    """See `DeviceProbe.devices`. Raises ConfigError if the device is not there, or if the probe fails."""
     try:
         probe = Worker("cbatch.runtime.device:DeviceProbe", name="")
         try:

@@ -195,7 +195,6 @@ class _Stdout:
 
 
 def _connect(address: str) -> None:
-    """Raises ConfigError if there is no cluster at the address."""
     if address != "auto":
         host, separator, port = address.rpartition(":")
         if not separator or "/" in host or not port.isdecimal():
@@ -236,12 +235,10 @@ def _listed(resources: Mapping[str, float]) -> str:
 
 
 def _left(deadline: float) -> float | None:
-    """Seconds until then; None if there is no end."""
     return None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
 
 
 def _first_sentence(error: BaseException) -> str:
-    """The first line of an error, without its full stop."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line.rstrip(".:")
 

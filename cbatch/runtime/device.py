@@ -89,7 +89,6 @@ def why_no_cuda() -> Absence:
 
 
 def _why_not_started(build: str, driver: str, visible: str | None) -> str:
-    """The fault if a driver and GPUs are there, and torch was built for CUDA."""
     major, branch, error = int(str(torch.version.cuda).partition(".")[0]), _branch(driver), "it finds no device"
     try:  # `is_available` only warns of it, and only once in a process
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -220,7 +219,6 @@ def _best_device() -> torch.device:
 
 
 def _absence(kind: str) -> Absence | None:
-    """Why there are no devices of a kind; None if there are."""
     with _without_warnings():
         if torch.get_device_module(kind).is_available():
             return None
@@ -235,7 +233,6 @@ def _count(kind: str) -> int:
 
 
 def _device_problem(device: torch.device) -> str | None:
-    """Why a device cannot be used although there are devices of its kind."""
     if device.index >= (count := _count(device.type)):
         return f"torch finds only {device.type}:0" + (f" to {device.type}:{count - 1}" if count > 1 else "")
     with _without_warnings():

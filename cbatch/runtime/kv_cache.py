@@ -109,7 +109,6 @@ class KVCache:
 def _stacked(
     shapes: list[Shape], num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """One tensor for the blocks of all layers, flat, and the part of each layer [num_blocks, *shape]."""
     sizes = [num_blocks * math.prod(shape) for shape in shapes]
     whole = empty_tensor(sum(sizes), dtype=dtype, device=device)
     parts = torch.split(whole, sizes)

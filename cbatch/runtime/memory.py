@@ -95,7 +95,6 @@ def use_small_pages(memory: NDArray[Any]) -> None:
 
 @cache
 def _system_madvise() -> Any:
-    """`madvise` of the C library, which takes an address."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return function
@@ -128,7 +127,6 @@ def _free_gpu_bytes(device: torch.device) -> int:
 
 
 def _free_apple_bytes() -> int:
-    """Free bytes of the memory that an Apple GPU shares with the host."""
     torch.mps.empty_cache()
     return min(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), _free_host_bytes())
 
@@ -185,7 +183,6 @@ def clear_frames(error: BaseException) -> None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its causes, and the errors that were being handled when it was raised."""
     left, seen = [error], set[int]()
     while left:
         one = left.pop()

@@ -140,5 +140,4 @@ class BlockPool:
 
 
 def _root(kind: int) -> int:
-    """The content number of what comes before the first block of a sequence."""
     return UNKNOWN - kind if kind else ROOT

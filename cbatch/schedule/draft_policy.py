@@ -339,7 +339,6 @@ class DraftPolicy:
         return counts
 
     def _worth(self, scheduled: SchedulerOutput, found: Mapping[int, Proposal], budget: int) -> list[int]:
-        """For each drafted token that pays, the number of the chunk that it is for."""
         tokens, chances = scheduled.num_tokens, list[tuple[float, int]]()
         least = self._cost.least_chance(tokens, self._weight)
         for number, proposal in found.items():

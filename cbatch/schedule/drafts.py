@@ -92,7 +92,6 @@ class Drafts:
                 scheduled.chunks[number] = self._extended(chunk, tokens)
 
     def _look(self, scheduled: SchedulerOutput, budget: int, *, may_allocate: bool) -> dict[int, Proposal]:
-        """Possible drafts of the requests of a step, by the numbers of their chunks."""
         found: dict[int, Proposal] = {}
         most = min(budget, self._policy.most)
         for number, chunk in enumerate(scheduled.chunks):

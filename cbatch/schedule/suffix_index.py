@@ -95,7 +95,6 @@ class SuffixIndex:
         self._end += ends
 
     def _following(self, state: int, token: int) -> int:
-        """The state that a token leads to, or `NONE`."""
         if self._first[state] == token:
             return self._first_to[state]
         others = self._others.get(state)

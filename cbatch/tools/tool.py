@@ -122,7 +122,6 @@ def _command_tools(path: Path) -> list[Tool]:
 
 
 def _command_tool(fields: Any, where: str) -> Tool:
-    """A tool from `{"name", "description", "parameters", "command", "timeout_s"}`."""
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} must be an object.")
     unknown = set(fields) - {"name", "description", "parameters", "command", "timeout_s"}

@@ -142,7 +142,6 @@ class Validation:
 
 
 def _schema_text(value: str) -> str:
-    """A schema that stands in the option itself, or in a file."""
     if value.lstrip().startswith("{") or value in ("true", "false"):
         return value
     try:

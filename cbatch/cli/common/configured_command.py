@@ -103,75 +103,27 @@ def load_config(command: click.Command, commands: Sequence[click.Command] = ()) 
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigFileError(f"{shown} is not valid UTF-8 (line {line}).") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(f"{shown} is not valid TOML: {error}.") from error
-    except RecursionError as error:
-        raise ConfigFileError(f"{shown} is not valid TOML: it is nested too deeply.") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigFileError(f"{shown} is not valid TOML: {reason}.") from error
     keys = {one.name or "": option_keys(one) for one in commands or [command]}
-    return _Reader(path, keys, is_strict=bool(commands)).read(content, command.name or "")
+    own = keys[command.name or ""]
 
-
-class _Reader:
-    """Checks the keys of a file, all of them, and picks the settings of one command.
-
-    keys:      the options of each command
-    is_strict: whether these are all commands, so that another key is wrong
-    """
-
-    def __init__(self, path: Path, keys: Mapping[str, Mapping[str, click.Option]], *, is_strict: bool) -> None:
-        self._path, self._shown, self._keys, self._is_strict = path, display_path(path), keys, is_strict
-        # A preset is chosen in a table, because [preset.NAME] takes the name of its key.
-        self._all = {key: None for options in keys.values() for key in options if key != PRESET}
-        self._preset_keys = {
-            key: None
-            for options in keys.values()
-            # The --preset of `bench` names an experiment, not a table.
-            if PRESET in options and not isinstance(options[PRESET].type, click.Choice)
-            for key in options
-            if key != PRESET
-        }
-
-    def read(self, content: Mapping[str, Any], command: str) -> CommandConfig:
-        tables = {name: content[name] for name in self._keys if name in content}
-        shared = {name: value for name, value in content.items() if name not in tables and name != PRESET}
-        options = self._keys[command]
-        settings = self._settings(shared, "", self._all, options, others=[*self._keys, PRESET])
-        for name, table in tables.items():
-            settings |= self._settings(table, name, self._keys[name], options if name == command else {})
-        presets = content.get(PRESET, {})
-        if not isinstance(presets, dict):
-            raise ConfigFileError(
-                f"{self._shown}: preset holds the presets, as tables such as [preset.coder]; to choose one for every "
-                "chat, write preset under [chat]."
-            )
-        named = {
-            name: self._settings(table, f"{PRESET}.{name}", self._preset_keys, options)
-            for name, table in presets.items()
-        }
-        return CommandConfig(self._path, settings, named)
-
-    def _settings(
-        self,
-        table: Any,
-        name: str,
-        known: Mapping[str, object],
-        options: Mapping[str, click.Option],
-        others: Iterable[str] = (),
+    def settings_in(
+        table: Any, name: str, known: Iterable[str], options: Mapping[str, click.Option] = own, *others: str
     ) -> dict[str, Setting]:
         """The settings in a table.
 
         known:   keys that may stand in it
-        options: those of the command that is started; other keys are left out
+        options: those that count; other keys are left out
         others:  names that may be meant by a wrong key
         """
         if not isinstance(table, dict):
-            raise ConfigFileError(f"{self._shown}: {name} must be a table, [{name}], not one value.")
-        of_table = f" in [{name}]" if name else ""
+            raise ConfigFileError(f"{shown}: {name} must be a table, [{name}], not one value.")
         settings: dict[str, Setting] = {}
         for written, value in table.items():
-            key = _as_key(written)
-            where = f"{self._shown}: {written}{of_table}"
-            if key not in known and self._is_strict:
+            key, where = _as_key(written), f"{shown}: {written}" + (f" in [{name}]" if name else "")
+            if commands and key not in known:
                 raise ConfigFileError(f"{where} is not an option{_near_miss(key, [*known, *others])}")
             if (option := options.get(key)) is None:
                 continue
@@ -180,13 +132,32 @@ class _Reader:
             settings[option.name or key] = Setting(_as_typed(option, value, where), where)
         return settings
 
+    # A preset is chosen in a table, because [preset.NAME] takes the name of its key.
+    shared = {key: None for options in keys.values() for key in options if key != PRESET}
+    settings = settings_in(
+        {name: value for name, value in content.items() if name not in keys and name != PRESET},
+        "", shared, own, *keys, PRESET,
+    )  # fmt: skip
+    for name in filter(content.__contains__, keys):
+        settings |= settings_in(content[name], name, keys[name], own if keys[name] is own else {})
+    presets = content.get(PRESET, {})
+    if not isinstance(presets, dict):
+        raise ConfigFileError(
+            f"{shown}: preset holds the presets, as tables such as [preset.coder]; to choose one for every chat, write "
+            "preset under [chat]."
+        )
+    # The --preset of `bench` names an experiment, not a table.
+    takers = [one for one in keys.values() if PRESET in one and not isinstance(one[PRESET].type, click.Choice)]
+    in_presets = {key: None for options in takers for key in options if key != PRESET}
+    named = {name: settings_in(table, f"{PRESET}.{name}", in_presets) for name, table in presets.items()}
+    return CommandConfig(path, settings, named)
+
 
 def _as_key(name: str) -> str:
     return name.replace("-", "_")
 
 
 def _as_typed(option: click.Option, value: Any, where: str) -> Any:
-    """The value as it would be typed on the command line, so that Click reads both alike."""
     if option.multiple:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(one, str) for one in values):
@@ -204,13 +175,8 @@ def _as_typed(option: click.Option, value: Any, where: str) -> Any:
             raise ConfigFileError(f"{where} takes a value, not true or false.")
         return value
     text = str(value)
-    about = _about(option)
+    about: Option | None = getattr(option, "about", None)  # see `record_options`
     return os.path.expanduser(text) if about and about.is_file else text  # noqa: PTH111 (may be a hub id)
-
-
-def _about(parameter: click.Parameter) -> Option | None:
-    """What the record of its command says of an option (`record_options`); None if it is in none."""
-    return getattr(parameter, "about", None)
 
 
 def _near_miss(name: str, known: Iterable[str]) -> str:
@@ -268,7 +234,7 @@ class ConfiguredCommand(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
-                about = _about(parameter)
+                about: Option | None = getattr(parameter, "about", None)
                 groups.setdefault(about.group if about else "", []).append(record)
         for group, records in groups.items():
             with formatter.section(group or "Options"):
@@ -291,7 +257,6 @@ def command_line() -> str:
 
 
 def _use(ctx: click.Context, settings: Mapping[str, Setting]) -> None:
-    """Adds settings to the defaults of a context; they override those that are there."""
     ctx.meta[_SETTINGS] |= settings
     ctx.default_map = {name: setting.value for name, setting in ctx.meta[_SETTINGS].items()}
 

@@ -79,7 +79,6 @@ def shortened(text: str) -> str:
 
 
 def _without_bar() -> AbstractContextManager[object]:
-    """Removes the progress bar, if there is one, and puts it back."""
     if "tqdm" not in sys.modules:
         return nullcontext()
     from tqdm import tqdm

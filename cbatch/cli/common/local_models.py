@@ -128,7 +128,6 @@ def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
-    """The status of what an entry leads to; None if it leads nowhere."""
     try:
         return entry.stat()
     except OSError:

@@ -113,12 +113,10 @@ def _parse_json_schema(text: str) -> dict[str, Any]:
 
 
 def _parse_template_kwargs(text: str) -> dict[str, Any]:
-    """A JSON object of variables for a chat template."""
     return dict(TemplateOptions(kwargs=parse_json(text)).kwargs)
 
 
 def _parse_lora(texts: tuple[str, ...]) -> dict[str, str]:
-    """Places of adapters by their names, of `NAME=PATH` texts."""
     places: dict[str, str] = {}
     for text in texts:
         name, _, place = text.partition("=")
@@ -177,7 +175,6 @@ def _number(one: OptionField) -> Any:
 
 
 def _reader(parse: Callable[[Any], Any], default: Any) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A callback that reads what was typed."""
 
     def read(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
         if value in (None, ()):

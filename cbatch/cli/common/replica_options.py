@@ -16,7 +16,6 @@ from cbatch.base.option import option
 
 
 def _parse_number(text: str) -> int | str:
-    """A number of at least 1, or `auto`."""
     number = int(text) if re.fullmatch("[0-9]{1,6}", text) else 0
     if number < 1 and text != "auto":
         raise ValueError(f"{text!r} is neither a number of at least 1 nor auto.")
@@ -24,14 +23,12 @@ def _parse_number(text: str) -> int | str:
 
 
 def _parse_address(text: str) -> str:
-    """`auto` or `HOST:PORT`."""
     if text != "auto" and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", text):
         raise ValueError(f"{text!r} is neither HOST:PORT nor auto, the cluster of this machine.")
     return text
 
 
 def _parse_resources(text: str) -> dict[str, float]:
-    """A JSON object of amounts by the names of resources."""
     try:
         resources = json.loads(text)
     except (ValueError, RecursionError):
@@ -45,7 +42,6 @@ def _parse_resources(text: str) -> dict[str, float]:
 
 
 def _parse_timeout(text: str) -> float:
-    """Seconds."""
     try:
         seconds = float(text)
     except ValueError:

@@ -67,7 +67,6 @@ def verify(**values: Any) -> Literal[0, 1, 2]:
 
 
 def _verify_offline(options: VerifyOptions) -> Literal[0, 1, 2]:
-    """Reads the file, and the input if it is known. Loads no model."""
     from cbatch.batch.forms import unit_of
     from cbatch.batch.journal import StoredRows
     from cbatch.cli.verify.offline import check_file

@@ -122,7 +122,6 @@ def check_file(name: str, stored: StoredRows, unit: str, source: RowInput | None
 
 
 def _compare(rows: Iterator[int], lines: Iterator[int], missing: Ranges, superfluous: Ranges) -> None:
-    """Compares indices of rows and of lines, both ascending."""
     row = next(rows, None)
     for line in lines:
         while row is not None and row < line:

@@ -80,7 +80,6 @@ def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Diff
 
 
 def _first_path(one: Any, other: Any) -> Path | None:
-    """Where two values of JSON differ first, in the order of the first one."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in [*one, *(name for name in other if name not in one)]:
             if name not in one or name not in other:
@@ -98,7 +97,6 @@ def _first_path(one: Any, other: Any) -> Path | None:
 
 
 def _at(value: Any, path: Path) -> Any:
-    """The value at a path; None if there is none."""
     for step in path:
         try:
             value = value[step]
@@ -117,7 +115,6 @@ def _first_token(stored: Mapping[str, Any], made: Mapping[str, Any], path: Path)
 
 
 def _common_length(one: Any, other: Any) -> int:
-    """How many items two sequences have in common at their beginning."""
     pairs = zip(one, other, strict=False)
     return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 

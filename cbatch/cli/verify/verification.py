@@ -65,7 +65,6 @@ def verify_rows(
 
 
 def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, StoredRow], Report]:
-    """The rows of the sample that can be run again, by their index."""
     damaged = stored.journal.damaged
     if not len(stored) and not damaged:
         raise ConfigError(f"{options.run.output} has no rows.")
@@ -97,7 +96,6 @@ def _lines_of(source: RowInput, wanted: Collection[int]) -> list[Line]:
 def _fitting(
     driver: BatchDriver, options: RowOptions, lines: list[Line], rows: dict[int, StoredRow], report: Report
 ) -> list[Line]:
-    """The lines whose rows were made with the same options and the same model."""
     report.left_out["no line"] += len(rows) - len(lines)
     fitting = []
     for line, key in driver.keyed(options, lines):
