@@ -14,7 +14,7 @@ import pytest
 from cbatch.isolate.child import Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerDied, WorkerFailed
-from tests.replicas.test_process import is_over
+from tests.isolate.test_worker import is_over
 from tests.support.fake_replicas import wait_until
 
 STUB = "tests.isolate.stubs:Stub"

@@ -197,11 +197,6 @@ def forget_rows(self: Dispatcher, number: int) -> None:
         self._rows[index].deaths += 1
 
 
-def give_back_behind(self: Dispatcher, hand: Any) -> list[Any]:
-    """Puts rows of the dead behind new ones."""
-    return [] if self._queue else from_suspects(self, hand)
-
-
 def give_all_suspects(self: Any) -> int:
     """Gives one replica all rows that were there at a death."""
     return 9
@@ -212,29 +207,10 @@ def accept_doubles(self: Dispatcher, number: int, index: int) -> Any:
     return finish(self, number, index) or (new_row(index // 10, Line(index, b"{}")), 0.0)
 
 
-def copy_early(self: Dispatcher, number: int, hand: Any) -> Any:
-    """Copies rows before the input has ended."""
-    self._input_has_ended = True
-    return choose(self, number, hand)
-
-
-def ignore_company(self: Dispatcher, number: int) -> bool:
-    """Gives company to a row that is to run alone."""
-    return False
-
-
-def take_too_much(self: Any) -> int:
-    return 2 * self.slots + 1 - len(self.rows)
-
-
-finish, choose, from_suspects = Dispatcher.finish, Dispatcher._choose, Dispatcher._from_suspects
+finish = Dispatcher.finish
 FAULTS: list[tuple[type, str, Callable[..., Any] | property]] = [
     (Dispatcher, "leave", forget_rows),
-    (Dispatcher, "_from_suspects", give_back_behind),
     (Dispatcher, "finish", accept_doubles),
-    (Dispatcher, "_choose", copy_early),
-    (Dispatcher, "runs_alone", ignore_company),
-    (dispatcher_module._Hand, "room", property(take_too_much)),
     (dispatcher_module._Hand, "max_suspects", property(give_all_suspects)),
 ]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import ConfigError, EngineError, ModelError, RequestError
+from cbatch.base.errors import EngineError, ModelError, RequestError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.lines import Line, RowOptions
@@ -28,7 +28,7 @@ from cbatch.replicas import supervisor as supervisor_module
 from cbatch.replicas.connection import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, Reply, linger_s
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.stream import FAILED, ReplicaStream
-from cbatch.replicas.supervisor import Life, backoff
+from cbatch.replicas.supervisor import Life
 from tests.support.fake_replicas import INFO, LIMITS, FakeConnection, FakeLauncher, row_of, wait_until
 
 OPTIONS = RowOptions()
@@ -158,14 +158,6 @@ def test_an_engine_that_makes_no_step_is_killed() -> None:
             if driver.each()[0].deaths:
                 break
         assert "no step for 0.3 s" in driver.each()[0].problem
-
-
-def test_an_answer_that_makes_no_sense_is_a_death() -> None:
-    """Guards the driver against a replica of another version, or one that is out of step with its calls."""
-    given = lines(20, (3, b"nonsense"))
-    with open_driver(FakeLauncher(1)) as driver:
-        check(run(driver, given), given)
-        assert driver.each()[0].deaths == 1 and "its answer was str" in driver.each()[0].problem
 
 
 def test_an_idle_replica_takes_a_row_at_once() -> None:
@@ -334,45 +326,6 @@ def test_leaving_the_iteration_frees_the_replicas() -> None:
     wait_until(lambda: all(thread.name != "cbatch-reader" for thread in threading.enumerate()))
 
 
-@pytest.mark.parametrize("error", [KeyError("the source broke"), SystemExit("the source broke")])
-def test_what_the_source_raises_comes_after_the_rows_before_it(error: BaseException) -> None:
-    """Guards rows against an input that breaks off."""
-
-    def breaking() -> Iterator[Line]:
-        yield from lines(20)
-        raise error
-
-    found: list[Row] = []
-    with open_driver(FakeLauncher(2)) as driver:
-        stream = driver.open(OPTIONS)
-        with pytest.raises(type(error), match="the source broke"):
-            for rows in taken(stream, breaking()):
-                found += rows
-    check(found, lines(20))
-
-
-def test_the_window_bounds_what_is_not_released() -> None:
-    """Guards memory against a consumer that is slower than the replicas."""
-    taken: list[int] = []
-
-    def counted() -> Iterator[Line]:
-        for line in lines(100):
-            taken.append(line.index)
-            yield line
-
-    with open_driver(FakeLauncher(2)) as driver:
-        stream = driver.open(OPTIONS, window=6)
-        with closing(stream.finished(counted(), kept=range(2))) as finished:
-            found: list[Row] = []
-            while len(found) < 6:
-                found += next(finished)
-            assert next(finished) == [] and len(taken) == 9
-            stream.release([0, 1])
-            while len(found) < 8:
-                found += next(finished)
-    assert sorted(row.index for row in found) == list(range(2, 10))
-
-
 def test_times_and_stats_survive_a_death() -> None:
     """Guards the figures of a run: the wait in the queue counts, and so does what a dead replica has computed."""
 
@@ -390,11 +343,6 @@ def test_times_and_stats_survive_a_death() -> None:
     waits = sorted(row.outcome.ttft_s or 0.0 for row in found)
     assert 0.25 <= waits[0] < 0.3 and waits[-1] >= 0.45
     assert all(row.finished_at <= time.monotonic() for row in found)
-
-
-def test_backoff_doubles_up_to_a_minute() -> None:
-    """Guards a machine in trouble against replicas that are started again and again."""
-    assert [backoff(1.0, futile) for futile in (0, 1, 2, 3, 4, 7, 60)] == [1, 1, 2, 4, 8, 60, 60]
 
 
 def test_keys_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,25 +446,3 @@ def test_an_idle_replica_that_dies_is_started_again(monkeypatch: pytest.MonkeyPa
 
     with open_driver(FakeLauncher(1, dies=dies)) as driver:
         wait_until(lambda: driver.each()[0].deaths == 1 and driver.each()[0].state == "running")
-
-
-def test_a_first_start_that_fails_later_ends_the_run_with_its_rows() -> None:
-    """Guards finished rows against a second replica whose options cannot be met, which one engine would refuse too."""
-    found: list[Row] = []
-
-    def info(number: int, life: int) -> ReplicaInfo:
-        if number:
-            wait_until(lambda: len(found) > 20)
-            raise ConfigError("The KV cache does not fit.")
-        return INFO
-
-    def endless() -> Iterator[Line]:
-        for index in range(10**9):
-            yield Line(index, b"text")
-
-    with open_driver(FakeLauncher(2, info=info)) as driver:
-        stream = driver.open(OPTIONS)
-        with pytest.raises(EngineError, match="does not fit"):
-            for rows in taken(stream, endless()):
-                found += rows
-    assert len({row.index for row in found}) == len(found) > 20

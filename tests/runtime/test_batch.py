@@ -77,13 +77,6 @@ def test_arrays_are_not_copied_on_a_cpu() -> None:
     assert tensor.tolist() == [7, 1, 2]
 
 
-def test_arrays_for_other_accelerators_are_copied() -> None:
-    """Guards devices without pinned memory, which torch refuses to make for them."""
-    meta = torch.device("meta")
-    (tensor,) = to_device([np.arange(3)], meta)
-    assert tensor.device == meta and tensor.shape == (3,)
-
-
 @pytest.mark.parametrize(("name", "waits"), [("cpu", 0), ("cuda:0", 1), ("xpu:0", 1), ("mps:0", 1)])
 def test_every_accelerator_is_waited_for(name: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards measured times of GPUs of other makers against ending before the work does."""

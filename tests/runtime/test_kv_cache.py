@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cbatch.base.errors import ConfigError
-from cbatch.base.units import format_bytes, parse_memory
-from cbatch.runtime.kv_cache import KVCache, LayerShape
+from cbatch.base.units import parse_memory
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.state_pool import StatePool, StateShape
 
 GIB = 2**30
@@ -29,12 +29,6 @@ def test_other_amounts_are_refused(text: str) -> None:
     """Guards against a cache of a size that was not requested."""
     with pytest.raises(ConfigError, match="not an amount of memory"):
         parse_memory(text, 1000)
-
-
-def test_bytes_of_a_token() -> None:
-    """Guards a figure that articles get wrong: Llama 2 7B takes 512 KiB a token over its 32 layers."""
-    layer = LayerShape(heads=32, key_dim=128, value_dim=128)
-    assert format_bytes(32 * layer.bytes_per_token(torch.float16)) == "512.0 KiB"
 
 
 def test_layers_lie_in_one_tensor() -> None:
@@ -82,13 +76,3 @@ def test_states_of_one_type_lie_in_one_tensor() -> None:
     first, second = pool.flat[:24].view(4, 6), pool.flat[24:].view(4, 5)
     assert first[1:].tolist() == [[0.0] * 6, [0.0] * 6, list(range(6))]
     assert second[1:].tolist() == [[0.0] * 5, [0.0] * 5, [24.0, 25.0, 26.0, 27.0, 28.0]]
-
-
-def test_states_of_several_types_lie_apart() -> None:
-    """Guards models whose states differ in their types: each has a tensor of its own."""
-    pool = StatePool([StateShape((3,), torch.float32), StateShape((2, 2), torch.bfloat16)], 2, CPU)
-    assert pool.flat is None
-    assert [(tensor.shape, tensor.dtype) for tensor in pool.tensors] == [
-        ((2, 3), torch.float32),
-        ((2, 2, 2), torch.bfloat16),
-    ]

@@ -21,7 +21,6 @@ from cbatch.base.errors import EngineError, ModelError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.memory import (
@@ -32,8 +31,7 @@ from cbatch.runtime.memory import (
     kernel_too_large,
     release_memory,
 )
-from tests.support.generation import generate
-from tests.support.tiny_models import fast, loaded, make_engine, make_network, make_prompts, no_collector
+from tests.support.tiny_models import fast, loaded, make_engine, make_network, no_collector
 
 MIB = 2**20
 FEW = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -72,37 +70,6 @@ def test_a_passed_model_stays_with_its_owner(path: str) -> None:
         assert isinstance(second.model, CpuModel) == (path == "fast")
 
 
-def test_a_model_taken_from_an_engine_stays(model_folder: Path) -> None:
-    """Guards benches, which open an engine, take its model for others, and close it."""
-    with Engine(model_folder, device="cpu", kv_blocks=40) as engine:
-        taken, expected = engine.loaded, engine.generate([1, 2, 3], FEW).token_ids
-    assert engine.loaded.fast_model is None and engine.loaded.name == taken.name
-    with Engine(engine.config, loaded=taken) as other:
-        assert other.generate([1, 2, 3], FEW).token_ids == expected
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda engine: engine.add([1, 2], FEW),
-        lambda engine: engine.add([], FEW),
-        lambda engine: engine.step(),
-        lambda engine: generate(engine, [[1, 2]], FEW),
-        lambda engine: engine.model,
-        lambda engine: engine.runner.kv_cache,
-        lambda engine: engine.loaded.network,
-    ],
-    ids=["add", "add nothing", "step", "generate", "model", "pool", "network"],
-)
-def test_using_a_closed_engine_is_an_error(use: Callable[[SteppingEngine], Any]) -> None:
-    """Guards against obscure errors if an engine is used too late, and against steps that do nothing."""
-    engine = make_engine(make_network("llama"))
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineError, match=r"The engine is closed"):
-        use(engine)
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -126,20 +93,6 @@ def test_using_a_closed_shared_engine_is_an_error(use: Callable[[Engine], Any], 
         use(engine)
 
 
-def test_an_engine_serves_several_threads_in_turn() -> None:
-    """Guards the rule that a closed thread leaves the engine open, without requests."""
-    prompt = make_prompts([9])[0]
-    expected = generate(make_engine(make_network("llama")), [prompt], FEW)[0].token_ids
-    with make_engine(make_network("llama")) as engine:
-        for _ in range(2):
-            engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
-            request = Request(prompt_ids=prompt, params=SamplingParams(max_tokens=100))
-            engine_thread.submit(request, events.put)
-            assert [events.get(timeout=30).token_id for _ in range(4)] == expected
-            engine_thread.close()
-            assert not engine.has_work and engine.scheduler.pool.num_used == 0 and engine_thread.failure is None
-
-
 def test_requests_end_when_the_engine_is_closed_under_its_thread() -> None:
     """Guards front ends against waiting for ever if an engine is closed too early."""
     engine = make_engine(make_network("llama"))
@@ -149,20 +102,6 @@ def test_requests_end_when_the_engine_is_closed_under_its_thread() -> None:
     event = events.get(timeout=30)
     assert event.error is not None and "The engine is closed" in str(event.error)
     engine_thread.close()
-
-
-def test_the_memory_of_a_cache_returns_to_the_system() -> None:
-    """Guards a process that goes on: a cache of 200 MiB that was written is no longer resident after `close`."""
-    per_block = 4 * 384
-    engine = make_engine(make_network("llama"), kv_blocks=200 * MIB // per_block)
-    resident = psutil.Process().memory_info
-    for layer in (*engine.runner.kv_cache.keys, *engine.runner.kv_cache.values):
-        layer.zero_()
-    del layer
-    before = resident().rss
-    engine.close()
-    assert before - resident().rss > 190 * MIB
-    assert engine.limits.num_blocks == 200 * MIB // per_block
 
 
 def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,16 +195,6 @@ def test_a_kernel_that_does_not_fit_is_not_out_of_memory() -> None:
     assert str(kernel_too_large(launch)).startswith("a kernel needs more registers than this GPU has; ")
     for other in (error.__context__, RuntimeError("out of resource"), ValueError("too many resources requested")):
         assert kernel_too_large(other) is None
-
-
-def test_an_error_caused_by_out_of_memory_counts_too() -> None:
-    """Guards captures of graphs, which end with an error of their own after running out of memory."""
-    with pytest.raises(RuntimeError, match="capture") as caught:
-        try:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        finally:
-            raise RuntimeError("operation failed due to a previous error during capture")
-    assert is_out_of_memory(caught.value)
 
 
 def test_a_kept_error_keeps_no_tensors() -> None:

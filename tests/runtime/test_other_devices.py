@@ -78,14 +78,6 @@ def test_output_is_that_of_a_cpu(device: OtherDevice, run_ahead: bool | None) ->
     assert [one.logprobs for one in found] == [one.logprobs for one in expected]
 
 
-def test_the_cache_is_sized_by_the_device(device: OtherDevice) -> None:
-    """Guards the default size, for which the device's memory is asked and, if it counts peaks, steps are run."""
-    with device:
-        engine = engine_on(device, make_network("llama"), kv_blocks=None)
-        assert engine.limits.num_blocks == 8 * -(-160 // 4)
-        engine.close()
-
-
 def test_a_device_that_computes_wrongly_is_refused(device: OtherDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards devices that nobody has tested: the self-check runs on them, and decides."""
     attention = torch.nn.functional.scaled_dot_product_attention

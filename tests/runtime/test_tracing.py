@@ -90,14 +90,6 @@ def test_a_trace_shows_the_phases_of_each_step(tmp_path: Path) -> None:
     assert trace.summary.idle_share == pytest.approx(1 - forward / wall)
 
 
-def test_the_device_is_that_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the trace of a CPU's steps in a process that has used a GPU for something else."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
-    generate(trace, 6)
-    assert trace.summary is not None and not trace.summary.on_device and trace.summary.idle_share is not None
-
-
 def test_spans_cost_nothing_without_a_trace(tmp_path: Path) -> None:
     """Guards the cost of a step: no object is made for a span before a trace and after it, even if it failed."""
     nothing = span("schedule")
@@ -122,15 +114,6 @@ def test_a_step_that_fails_while_it_is_recorded(tmp_path: Path, monkeypatch: pyt
     trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
     assert generate(trace, 6) == expected and next(calls) > 6
     assert trace.summary is not None and trace.summary.num_steps == 3
-
-
-def test_a_run_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None:
-    """Guards short runs: their steps are written when the engine thread is closed."""
-    trace = StepTracer(tmp_path / "trace.json", warmup=2)
-    generate(trace, 6)
-    assert trace.summary is not None and trace.summary.num_steps == trace.num_steps - 2
-    assert Counter(one["name"] for one in spans_in(trace.path))["step"] == trace.num_steps - 2
-    assert names(tmp_path) == ["trace.json"]
 
 
 def test_fewer_steps_than_warm_up(tmp_path: Path) -> None:
@@ -216,21 +199,6 @@ def test_waiting_counts_only_while_the_gpu_is_idle(tmp_path: Path) -> None:
     assert str(summary) == "the device was idle 33.3% of 0.30 s, and 0.20 s without a request"
 
 
-def test_share_outside_the_model_on_a_cpu(tmp_path: Path) -> None:
-    """Guards the share of a CPU: from the first step to the end of the last one, without the forward spans."""
-    path = make_trace(
-        tmp_path / "t.json",
-        ("user_annotation", "step", 1e6, 4e5),
-        ("cpu_op", "aten::mm", 1e6, 4e5),
-        ("user_annotation", "forward", 1.1e6, 2e5),
-        ("user_annotation", "step", 1.5e6, 5e5),
-        ("user_annotation", "forward", 1.6e6, 3e5),
-    )
-    summary = read_summary(path, on_device=False)
-    assert (summary.num_steps, summary.seconds, summary.idle_share) == pytest.approx((2, 1.0, 0.5))
-    assert str(summary) == "50.0% of 1.00 s outside the model"
-
-
 def test_a_gpu_whose_work_is_not_in_the_trace(tmp_path: Path) -> None:
     """Guards against figures of the host alone if the GPU could not be recorded."""
     path = make_trace(
@@ -253,17 +221,6 @@ def test_a_trace_cut_off_is_an_error(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match="delimiter"):
         read_summary(path, on_device=True)
-
-
-def test_a_folder_that_goes_away_harms_no_run(tmp_path: Path) -> None:
-    """Guards the tokens of a run whose trace cannot be written in the end."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    trace = StepTracer(folder / "trace.json", warmup=1, steps=3)
-    tokens = generate(trace, 8, lambda place: folder.rmdir() if place == 0 else None)
-    assert tokens == generate(None, 8)
-    assert trace.summary is None
-    assert trace.error == f"Cannot write the trace {folder}/trace.json: No such file or directory."
 
 
 def test_a_disk_that_is_full_harms_no_run(tmp_path: Path) -> None:
@@ -304,20 +261,6 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: 
     """Guards against loading a model for a trace that cannot be written."""
     with pytest.raises(ConfigError, match="Cannot write the trace"):
         StepTracer(tmp_path / name)
-
-
-def test_devices_are_not_replaced() -> None:
-    """Guards /dev/null, which root could replace by a file."""
-    with pytest.raises(ConfigError, match="regular file"):
-        StepTracer("/dev/null")
-
-
-def test_a_link_leads_to_the_trace(tmp_path: Path) -> None:
-    """Guards a link against being replaced itself."""
-    link = tmp_path / "link.json"
-    link.symlink_to("target.json")
-    generate(StepTracer(link, warmup=1), 3)
-    assert link.is_symlink() and len(spans_in(tmp_path / "target.json")) > 2
 
 
 def test_what_is_refused_by_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

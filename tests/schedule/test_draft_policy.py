@@ -11,7 +11,7 @@ from cbatch.base.outputs import Sample
 from cbatch.base.request import Request
 from cbatch.schedule import draft_policy
 from cbatch.schedule.block_pool import BlockPool
-from cbatch.schedule.draft_policy import HIGHEST_RATE, AcceptanceRates, StepCost, kind_of
+from cbatch.schedule.draft_policy import AcceptanceRates, StepCost, kind_of
 from cbatch.schedule.draft_sources import FORCED
 from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import StepResult
@@ -127,13 +127,6 @@ def test_the_line_is_learnt(fixed: float, per_token: float) -> None:
         assert cost.seconds(tokens) == pytest.approx(fixed + per_token * tokens, rel=0.15)
 
 
-def test_one_slow_step_changes_little() -> None:
-    """Guards drafts against a pause of the machine: one step of ten times the time."""
-    cost = learnt(6.0, 0.36, [1, 5])
-    cost.observe(5, 78.0)
-    assert cost.seconds(5) < 2.5 * 7.8
-
-
 def test_what_was_too_dear_is_tried_again() -> None:
     """Guards against a decision for ever: the slope fades if no step tells of it."""
     cost = learnt(1.0, 1.0, [1, 5])
@@ -168,13 +161,6 @@ def test_a_chance_below_the_least_never_pays() -> None:
         kept = [chance for chance in chances if chance >= least]
         assert cost.num_worth(rows, chances, weight) == cost.num_worth(rows, kept, weight)
     assert StepCost().least_chance(3) == 0
-
-
-def test_dear_tokens_are_not_looked_for() -> None:
-    """Guards the host's time: no look in steps that are nothing but tokens, or of which nothing is known."""
-    assert not StepCost().is_worth_looking(4)
-    assert learnt(6.0, 0.36, [8, 12]).is_worth_looking(8)
-    assert not learnt(0.2, 0.36, [100, 110]).is_worth_looking(100)
 
 
 def test_rates_are_learnt_by_length_of_the_match() -> None:
@@ -226,12 +212,3 @@ def test_chances_that_cannot_pay_are_left_out() -> None:
     every = rates.chances(1, 20)
     for least in (0.0, every[0], every[4], 1.0):
         assert rates.chances(1, 20, least) == [chance for chance in every if chance >= least]
-
-
-def test_chances_fall_along_a_draft() -> None:
-    """Guards the order in which tokens are drafted: each is less likely than the one before."""
-    rates = AcceptanceRates()
-    for _ in range(500):
-        rates.observe(kind_of(40), is_right=True)
-    chances = rates.chances(40, 9)
-    assert chances == sorted(chances, reverse=True) and chances[8] == pytest.approx(HIGHEST_RATE**9)

@@ -44,15 +44,6 @@ def test_a_finished_output_is_drafted_if_its_match_is_longer() -> None:
     assert step(DraftSources(2), own) == Proposal([5, 3, 40, 5], 2)
 
 
-def test_the_end_of_an_output_is_not_drafted_across() -> None:
-    """Guards the border between two finished outputs."""
-    sources = DraftSources(2)
-    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
-        sources.forget(request_of(0, tokens))
-    assert step(sources, request_of(1, [9, 2, 3])) == Proposal([4], 2)
-    assert step(sources, request_of(2, [9, 3, 4])) is None
-
-
 def test_a_step_indexes_a_bounded_number_of_tokens() -> None:
     """Guards steps against long prompts and outputs: they are indexed in parts, and drafted when they are whole."""
     sources, tokens = DraftSources(2), list(range(3 * MAX_INDEXED))
@@ -154,14 +145,6 @@ def test_many_tokens_at_once_are_indexed_as_one_by_one() -> None:
         for token in [rng.randrange(9) for _ in range(60)]:
             found, wanted = whole.advanced(found, token), single.advanced(wanted, token)
             assert found.length == wanted.length and whole.after(found, 3) == single.after(wanted, 3)
-
-
-def test_what_repeats_is_continued_for_ever() -> None:
-    """Guards drafts at the end of a text that goes in circles."""
-    index = SuffixIndex()
-    for token in [1, 2, 3, 1, 2, 3]:
-        index.append(token)
-    assert index.after(index.own_match(), 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_matches_of_another_text_are_the_longest() -> None:

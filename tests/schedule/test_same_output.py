@@ -21,7 +21,7 @@ from cbatch.model.cpu import CpuModel
 from cbatch.model.loader import LoadedModel
 from cbatch.sample import output
 from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
-from cbatch.schedule.draft_sources import DraftSources, Proposal
+from cbatch.schedule.draft_sources import Proposal
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
 from cbatch.schedule.scheduler import Scheduler
@@ -129,18 +129,6 @@ def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenSequence, "followed_by", lambda self, tokens: self)
 
 
-def test_another_text_in_the_index_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a stale index, which would be no error of outputs: drafts of other requests are rejected."""
-    others: list[TokenSequence] = []
-
-    def stale(self: DraftSources, sequence: TokenSequence, count: int) -> Proposal | None:
-        others.append(sequence)
-        return Proposal(others[0].token_ids[-count:], 20)
-
-    monkeypatch.setattr(DraftSources, "propose", stale)
-    assert run(make(ahead=False, speculate=4), shaken=True) == expected()
-
-
 def test_what_is_kept_of_a_request_ends_with_it() -> None:
     """Guards indexes against growing for ever, and against a request that was cancelled or preempted."""
     engine = make(ahead=False, speculate="auto", kv_blocks=11)
@@ -241,15 +229,6 @@ def exact_model(kind: str) -> LoadedModel:
     quantize = Quantization(kind, "int8") if kind.startswith("int") else None
     model = CpuModel(network.config.to_dict(), network.state_dict(), torch.bfloat16, quantize=quantize)
     return LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset(), fast_model=model)
-
-
-def test_repeated_text_takes_fewer_steps() -> None:
-    """Guards the gain: an output that goes in circles takes less than half of the steps."""
-    network = make_network("llama")
-    prompt, params = make_prompts([6], seed=1)[0], SamplingParams(max_tokens=120, allowed_token_ids=(5,))
-    plain, drafting = (make_engine(network, **config) for config in ({"speculate": "off"}, {"speculate": 6}))
-    assert generate(plain, [prompt], params)[0].token_ids == generate(drafting, [prompt], params)[0].token_ids
-    assert 2 * drafting.stats().num_steps < plain.stats().num_steps == 120
 
 
 def test_a_draft_takes_no_more_than_a_step_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import pytest
 
-from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.errors import RequestError
 from cbatch.base.outputs import Sample
 from cbatch.base.request import Request
 from cbatch.schedule.admission import (
-    HISTORY,
     MAX_PREEMPTIONS,
     PRIOR,
     AdmissionPolicy,
@@ -52,16 +49,6 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     scheduler.update_from_output(scheduled, StepResult([Sample(7)] * len(scheduled.to_sample)))
     scheduler.check_integrity()
     return planned
-
-
-def test_pool_allocates_each_block_once() -> None:
-    """Guards against two owners of one block, and against blocks that are never freed."""
-    pool = BlockPool(6, 4)
-    first, second = pool.allocate(4), pool.allocate(2)
-    assert sorted(first + second) == list(range(6)) and pool.num_free == 0
-    pool.free(first)
-    pool.check_integrity()
-    assert pool.num_used == 2 and sorted(pool.allocate(4)) == sorted(first)
 
 
 def test_pool_refuses_double_free_and_overallocation() -> None:
@@ -131,14 +118,6 @@ def test_prefill_is_chunked_and_shares_the_budget_with_decode() -> None:
     assert step(scheduler) == {0: 1}
 
 
-def test_finished_requests_leave_and_waiting_ones_are_admitted_at_once() -> None:
-    """Guards against a batch that waits for its slowest request."""
-    scheduler = make_scheduler(seqs=2)
-    add(scheduler, make_request(0, 2, output=1), make_request(1, 2, output=5), make_request(2, 2, output=5))
-    assert step(scheduler) == {0: 2, 1: 2}
-    assert step(scheduler) == {1: 1, 2: 2}
-
-
 def test_running_out_of_blocks_preempts_the_youngest() -> None:
     """Guards the order of preemption, and that the preempted request keeps its tokens."""
     scheduler = make_scheduler(blocks=6, budget=64)
@@ -161,15 +140,6 @@ def test_a_higher_priority_takes_the_slot_of_the_youngest_lower_one() -> None:
     assert step(scheduler) == {2: 2, 0: 1}
 
 
-def test_urgent_requests_are_all_admitted_at_once() -> None:
-    """Guards against one admission a step if several lower requests can be preempted."""
-    scheduler = make_scheduler(seqs=3, blocks=32)
-    add(scheduler, *(make_request(n, 2, 20, priority=5) for n in range(3)))
-    step(scheduler)
-    add(scheduler, *(make_request(n, 2, 20, priority=1) for n in (3, 4)))
-    assert step(scheduler) == {3: 2, 4: 2, 0: 1}
-
-
 def test_urgent_prompts_get_the_budget_before_a_batch() -> None:
     """Guards the first token of a chat beside a batch: its prompt takes all of a step, even with a limit."""
     for limit in (None, 2):
@@ -180,15 +150,6 @@ def test_urgent_prompts_get_the_budget_before_a_batch() -> None:
         add(scheduler, make_request(2, 18, 20, priority=1), make_request(3, 9, 1, priority=5))
         assert [step(scheduler) for _ in range(2)] == [{2: 8}, {2: 8}], f"limit {limit}"
         assert step(scheduler) == ({2: 2, 0: 1, 1: 1, 3: 4} if limit is None else {2: 2, 0: 1, 1: 1})
-
-
-def test_an_urgent_prompt_takes_the_blocks_of_a_batch() -> None:
-    """Guards interactive requests against waiting for memory that a batch holds."""
-    scheduler = make_scheduler(blocks=8, budget=64)
-    add(scheduler, make_request(0, 12, 8, priority=5), make_request(1, 12, 8, priority=5))
-    assert step(scheduler) == {0: 12, 1: 12}
-    add(scheduler, make_request(2, 12, 4, priority=1))
-    assert step(scheduler) == {2: 12, 0: 1}
 
 
 def test_prompts_keep_to_their_limit_beside_decoding_requests() -> None:
@@ -203,16 +164,6 @@ def test_prompts_keep_to_their_limit_beside_decoding_requests() -> None:
     assert scheduler.held_back == {"slots": 0, "cache": 0, "budget": 0, "target": 1}
     assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 5}, "of two that are long, the one that is done sooner"
     assert step(scheduler) == {3: 27, 4: 5}
-
-
-def test_a_limit_of_0_leaves_a_step_to_decoding() -> None:
-    """Guards the step that measures the time without prompts, and prompts while no request decodes."""
-    scheduler = make_scheduler(blocks=40)
-    scheduler.prefill_limit = 0
-    add(scheduler, make_request(0, 4, 3))
-    assert step(scheduler) == {0: 4}
-    add(scheduler, make_request(1, 40, 1))
-    assert [step(scheduler) for _ in range(3)] == [{0: 1}, {0: 1}, {1: 16}]
 
 
 def steps_to_finish(scheduler: Scheduler, sequence: TokenSequence) -> int:
@@ -250,13 +201,6 @@ def test_a_long_prompt_advances_by_half_of_each_step() -> None:
     assert scheduler.running[1].num_computed == start + 48 * 4
 
 
-def test_a_prompt_that_a_step_can_finish_is_finished() -> None:
-    """Guards prompts of similar length against sharing every step, which delays all of them."""
-    scheduler = make_scheduler(blocks=40, budget=16)
-    add(scheduler, *(make_request(n, 12, 1) for n in range(4)))
-    assert [step(scheduler) for _ in range(3)] == [{0: 12, 1: 4}, {1: 8, 2: 8}, {2: 4, 3: 12}]
-
-
 def test_the_rest_of_a_prompt_decides_not_its_length() -> None:
     """Guards a long conversation whose history is in the prefix cache: its turn is short."""
     scheduler = Scheduler(BlockPool(200, 4), StepLimits(4, 16), 1000)
@@ -271,21 +215,6 @@ def test_the_rest_of_a_prompt_decides_not_its_length() -> None:
     assert step(scheduler) == {2: 4, 1: 12}
 
 
-def test_the_same_priority_is_not_preempted() -> None:
-    """Guards against two requests that preempt each other for ever."""
-    scheduler = make_scheduler(seqs=1, blocks=16)
-    add(scheduler, make_request(0, 2, 5), make_request(1, 2, 5))
-    assert [step(scheduler) for _ in range(2)] == [{0: 2}, {0: 1}]
-    assert scheduler.num_preemptions == 0
-
-
-def test_a_large_waiting_request_is_not_overtaken() -> None:
-    """Guards a large prompt against starving behind small ones of its own priority."""
-    scheduler = make_scheduler(blocks=8, seqs=4, budget=64)
-    add(scheduler, make_request(0, 20, 30), make_request(1, 24, 1), make_request(2, 2, 1))
-    assert step(scheduler) == {0: 20}
-
-
 def test_what_can_never_fit_is_refused() -> None:
     """Guards against a request that waits for ever, in the context and in the cache."""
     scheduler = make_scheduler(blocks=8, block_size=4)
@@ -294,12 +223,6 @@ def test_what_can_never_fit_is_refused() -> None:
         scheduler.sequence_limits.max_new_tokens(33)
     with pytest.raises(RequestError, match="context of 1000"):
         scheduler.sequence_limits.max_new_tokens(1000)
-
-
-def test_no_slots_or_no_budget_is_an_error() -> None:
-    """Guards against an engine that never does anything."""
-    with pytest.raises(ConfigError):
-        make_scheduler(seqs=0)
 
 
 def most_preempted(seed: int) -> int:
@@ -356,12 +279,6 @@ def test_requests_are_admitted_by_recent_output_lengths() -> None:
     assert admitted[2] == 32 and 3 < admitted[400] < 8
 
 
-def test_scheduling_needs_no_torch() -> None:
-    """Guards the layers: the scheduler can be tested and read without a tensor library."""
-    code = "import sys, cbatch.schedule.scheduler; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_remaining_is_the_mean_of_the_longer_ones() -> None:
     """Guards the estimate, its limit, and the default while no output has ended."""
     lengths = OutputLengths()
@@ -370,14 +287,6 @@ def test_remaining_is_the_mean_of_the_longer_ones() -> None:
         lengths.add(length)
     assert [lengths.remaining(done, 10_000) for done in (0, 10, 20, 60, 100)] == [30, 30, 40, 60, 100]
     assert lengths.remaining(10, 15) == 5 and lengths.remaining(10, 10) == 0
-
-
-def test_only_recent_outputs_count() -> None:
-    """Guards against outdated lengths, and against a history that grows without end."""
-    lengths = OutputLengths()
-    for length in [1000] * HISTORY + [50] * HISTORY:
-        lengths.add(length)
-    assert lengths.remaining(0, 10_000) == 50
 
 
 def simulated_peak(used: int, growing: list[Growth], size: int) -> int:

@@ -10,9 +10,8 @@ import pytest
 
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import StepLimits
-from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
+from cbatch.schedule.output import SchedulerOutput
 from cbatch.schedule.prefill_budget import PrefillBudget
-from cbatch.schedule.recurrent_states import RecurrentStates
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.sequence import TokenSequence
 from cbatch.schedule.state_slots import Snapshot, StateSlots
@@ -86,11 +85,6 @@ def compare_hashes_only(self: BlockPool, token_ids: Sequence[int], kind: int = 0
     return blocks
 
 
-def overlook_the_kind(self: BlockPool, token_ids: Sequence[int], kind: int = 0) -> list[int]:
-    """Shares blocks between requests whose tokens have other position ids."""
-    return get_cached_blocks(self, token_ids) or get_cached_blocks(self, token_ids, kind)
-
-
 def roll_back_but_leave_cached(self: Scheduler, scheduled: SchedulerOutput) -> None:
     """Leaves the blocks of a rolled back step cached."""
     with pytest.MonkeyPatch.context() as patch:
@@ -107,50 +101,13 @@ def keep_running_after_the_end(self: Scheduler, scheduled: SchedulerOutput, resu
     return events
 
 
-def update_ended_requests(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
-    """Gives requests that have ended the token of a step in flight."""
-    for chunk in scheduled.chunks:
-        chunk.sequence.has_ended = False
-    return update_from_output(self, scheduled, results)
-
-
-def overlook_lost_blocks(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
-    """Evicts only the blocks that a request with a NaN holds now, not those it has lost."""
-    chunks = [chunk._replace(blocks=chunk.sequence.blocks) for chunk in scheduled.chunks]
-    return update_from_output(self, SchedulerOutput(chunks, scheduled.admitted), results)
-
-
-def keep_placeholders_after_rollback(self: Scheduler, scheduled: SchedulerOutput) -> None:
-    """Keeps the placeholders of a step that was rolled back."""
-    rollback(self, scheduled)
-    for chunk in scheduled.chunks:
-        chunk.sequence.num_output_placeholders += chunk.is_last
-
-
-def never_finishing(sequence: TokenSequence) -> bool:
-    """Schedules requests whose last token is in flight."""
-    return False
-
-
-def keep_nan_blocks_cached(self: Scheduler, scheduled: SchedulerOutput, results: Iterable[Any]) -> Any:
-    """Leaves the blocks of a request with a NaN cached."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self.pool, "evict", lambda blocks: None)
-        return update_from_output(self, scheduled, results)
-
-
-def take_without_counting(self: PrefillBudget, sequence: TokenSequence, count: int) -> None:
-    """Does not count tokens against the limit."""
-
-
 def allow_everything(self: PrefillBudget, sequence: TokenSequence, budget: int) -> int:
     """Leaves nothing to the oldest prompt."""
     return budget if self._left is None or not self.is_limited else min(self._left, budget)
 
 
-cache_full_blocks, get_cached_blocks, rollback, update_from_output = (
+cache_full_blocks, rollback, update_from_output = (
     BlockPool.cache_full_blocks,
-    BlockPool.get_cached_blocks,
     Scheduler.rollback,
     Scheduler.update_from_output,
 )
@@ -158,15 +115,8 @@ FAULTS: list[tuple[type, str, Any, str]] = [
     (BlockPool, "free", free_too_early, "free and held blocks"),
     (BlockPool, "cache_full_blocks", cache_too_early, "hold something else|not its own"),
     (BlockPool, "get_cached_blocks", compare_hashes_only, "hold something else|not its own"),
-    (BlockPool, "get_cached_blocks", overlook_the_kind, "hold something else|not its own"),
     (Scheduler, "rollback", roll_back_but_leave_cached, "hold something else|not its own"),
     (Scheduler, "update_from_output", keep_running_after_the_end, "two owners|bound of steps|does not fit"),
-    (Scheduler, "update_from_output", update_ended_requests, "not an event a token|two places|not in list"),
-    (Scheduler, "update_from_output", overlook_lost_blocks, "NaN"),
-    (Scheduler, "rollback", keep_placeholders_after_rollback, "count on other tokens"),
-    (TokenSequence, "is_finishing", property(never_finishing), "too many is coming"),
-    (Scheduler, "update_from_output", keep_nan_blocks_cached, "NaN"),
-    (PrefillBudget, "take", take_without_counting, "tokens of prompts"),
     (PrefillBudget, "allow", allow_everything, "does not advance|younger ones"),
 ]
 
@@ -179,11 +129,6 @@ def leave_what_was_there(self: StateSlots, snapshot: Snapshot | None) -> tuple[i
 def find_at_once(self: StateSlots, contents: Sequence[int]) -> Snapshot | None:
     """Takes over snapshots in the step that makes them."""
     return next((self._known[content] for content in reversed(contents) if content in self._known), None)
-
-
-def evict_what_is_in_use(self: StateSlots, snapshot: Snapshot) -> bool:
-    """Gives away slots that the step copies from or to."""
-    return True
 
 
 def snapshot_one_token_late(self: StateSlots, tokens: int, spare: bool = False) -> Snapshot | None:
@@ -207,25 +152,12 @@ def keep_states_after_rollback(self: Scheduler, scheduled: SchedulerOutput) -> N
             chunk.sequence.num_computed = min(chunk.sequence.num_computed, chunk.start)
 
 
-def keep_nan_snapshots(self: RecurrentStates, chunk: ScheduledChunk) -> None:
-    """Leaves snapshots of a request with a NaN to be found."""
-
-
-def cut_anywhere(self: RecurrentStates, sequence: TokenSequence, budget: int, *, spare: bool) -> ScheduledChunk:
-    """Cuts prompts where the budget ends."""
-    self.multiple = 1
-    return schedule_chunk(self, sequence, budget, spare=spare)
-
-
-take_with, make, schedule_chunk = StateSlots.take_with, StateSlots.make, RecurrentStates.schedule_chunk
+take_with, make = StateSlots.take_with, StateSlots.make
 STATE_FAULTS: list[tuple[type, str, Any, str]] = [
     (StateSlots, "take_with", leave_what_was_there, "not its own"),
     (StateSlots, "find", find_at_once, "copied and overwritten|not its own"),
-    (StateSlots, "_can_go", evict_what_is_in_use, "two owners|copied and overwritten|not its own|something else"),
     (StateSlots, "make", snapshot_one_token_late, "not its own|something else|outside of its chunk"),
     (Scheduler, "rollback", keep_states_after_rollback, "not its own"),
-    (RecurrentStates, "evict", keep_nan_snapshots, "NaN"),
-    (RecurrentStates, "schedule_chunk", cut_anywhere, "a prompt that is cut at"),
 ]
 
 

@@ -15,19 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
 from cbatch.batch.journal import Journal
-from cbatch.batch.lines import Line, RowOptions, read_lines
+from cbatch.batch.lines import RowOptions, read_lines
 from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row import Row
 from cbatch.batch.writer import FileWriter
 from cbatch.isolate.worker import Worker
-from cbatch.replicas.connection import LINGER_SECONDS, Reply
 from cbatch.replicas.local import LocalLauncher, find_places
-from cbatch.replicas.replica import Replica
 from cbatch.replicas.stream import FAILED
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_seqs=4)
@@ -36,24 +33,7 @@ OPTIONS = RowOptions(RequestDefaults(seed=5))
 ROWS_BETWEEN_KILLS, ROWS_OF_KILL = 10, 26
 """Rows that finish between two kills, and those that a batch needs for each of its kills."""
 
-POISON = b"POISON"
-
 _WORDS = "lamp river seven Anna blue small house seventeen tomorrow green boat".split()
-
-
-class FragileReplica(Replica):
-    """Its process ends as soon as it is given a certain row."""
-
-    def exchange(
-        self, rows: list[Line], cancelled: list[int], wait_s: float, linger_s: float = LINGER_SECONDS
-    ) -> Reply:
-        if any(POISON in (line.data or b"") for line in rows):
-            os._exit(13)
-        return super().exchange(rows, cancelled, wait_s, linger_s)
-
-
-def open_fragile(config: EngineConfig) -> Replica:
-    return FragileReplica(Engine(config))
 
 
 class RowCounter:
@@ -68,7 +48,7 @@ class KillableLauncher(LocalLauncher):
     """
 
     def __init__(self, num_replicas: int) -> None:
-        super().__init__(find_places(CONFIG, num_replicas), f"{__name__}:open_fragile")
+        super().__init__(find_places(CONFIG, num_replicas))
         self.living: dict[int, Worker] = {}
         self.num_starts = 0
 

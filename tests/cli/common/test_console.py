@@ -81,13 +81,3 @@ def test_rows_are_not_glued_to_the_bar(kind: type[io.FileIO], monkeypatch: pytes
     *rows, last = [line.rpartition("\r")[2] for line in shown.decode().split("\r\n")]
     is_clean = rows == ['{"row": 0}', '{"row": 1}']
     assert is_clean is (kind is OutputStream) and ("4/9 rows, quick" in last) is is_clean
-
-
-def test_rows_are_counted_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards lines of progress against “1 rows”."""
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    for done, total, words in ((1, None, "1 row"), (0, 1, "0/1 row"), (1, 2000, "1/2,000 rows"), (2, None, "2 rows")):
-        monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
-        with show_progress(total, lambda done=done: (done, "fast"), quiet=False) as tick:  # type: ignore[misc]
-            tick()
-        assert stderr.getvalue() == f"cbatch: {words}, fast\n"

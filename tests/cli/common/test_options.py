@@ -105,19 +105,6 @@ def test_a_wrong_value_is_named(name: str, text: str) -> None:
     assert name == "--speculate" or "is no number of milliseconds above 0, nor auto or none" in said
 
 
-def test_speculate() -> None:
-    """Guards --speculate: a number of tokens, off, or auto, which is the default."""
-    assert options_of(run)["speculate"] == "auto" and options_of(run, "--speculate", "off")["speculate"] == "off"
-    assert options_of(bench, "--speculate", "6")["speculate"] == 6
-
-
-def test_the_environment_sets_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards CBATCH_RUN_TARGET_STEP_MS, which sets the same as the option."""
-    monkeypatch.setenv("CBATCH_RUN_TARGET_STEP_MS", "35")
-    assert options_of(run)["target_step_ms"] == 35.0
-    assert options_of(run, "--target-step-ms", "none")["target_step_ms"] is None
-
-
 def test_help_tells_one_default_of_an_option() -> None:
     """Guards the help of a command whose default differs from that of the record: not both are shown."""
     for command in (run, chat, bench, verify):
