@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import CbatchError, ConfigError, RequestError
+from tests.support.fake_replicas import FakeConnection, FakeLauncher
 
 SILENCE_S = 60
 """Seconds that a replica would go on in a test that has found a fault."""
@@ -80,6 +82,20 @@ class Stub:
         if os.fork() == 0:
             time.sleep(SILENCE_S)
         os._exit(7)
+
+
+class Fake:
+    """A replica without a model, which takes a while for each row (see `FakeConnection`)."""
+
+    def __init__(self) -> None:
+        self._connection = FakeConnection(FakeLauncher(at_once=1, step_s=0.03), 0, 1)
+
+    def __getattr__(self, method: str) -> Callable[..., object]:
+        return lambda *arguments: self._connection.call(method, *arguments, timeout_s=SILENCE_S)
+
+
+def fake(config: EngineConfig) -> Fake:
+    return Fake()
 
 
 def keep_interpreter() -> None:
