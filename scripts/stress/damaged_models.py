@@ -61,13 +61,13 @@ def judged_models(runs: LimitedRuns, arguments: argparse.Namespace, area: str) -
 def report(judged: Judged) -> str:
     lines = [f"  {violation}" for violation in judged.violations]
     repeat = f'--kind "{judged.area}" --seed {judged.seed} --number {judged.number}'
-    return "\n".join([f"{repeat}: {ascii(judged.damaged.words)[:300]}", *lines])
+    return "\n".join([f"{repeat}: {ascii(judged.words)[:300]}", *lines])
 
 
 def finding(judged: Judged) -> str:
     """A line of JSON."""
     return json.dumps({
-        "area": judged.area, "seed": judged.seed, "number": judged.number, "damage": judged.damaged.words,
+        "area": judged.area, "seed": judged.seed, "number": judged.number, "damage": judged.words,
         "code": judged.outcome.code, "violations": judged.violations,
         "stderr": judged.outcome.errors[:2000].decode("utf-8", "replace"),
     })  # fmt: skip

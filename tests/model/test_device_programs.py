@@ -18,8 +18,7 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.params import SamplingParams
 from cbatch.model.base import DeviceInputs
 from cbatch.model.cpu import CpuModel
-from cbatch.model.families import read_program
-from cbatch.model.families.decoder import declared_kinds
+from cbatch.model.families import declared_kinds, read_program
 from cbatch.model.ops.device_kernel import DeviceOps, by_torch
 from cbatch.runtime.batch import RaggedBatch
 from tests.support.architectures import CLASSES

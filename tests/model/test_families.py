@@ -23,8 +23,7 @@ from cbatch.kernels.cpu.program import run_step
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
-from cbatch.model.families import read_program
-from cbatch.model.families.decoder import declared_kinds
+from cbatch.model.families import declared_kinds, read_program
 from cbatch.model.ops.all import Program
 from cbatch.model.ops.device_kernel import by_torch
 from tests.support.architectures import CLASSES

@@ -10,20 +10,21 @@ from cbatch.model.families import (  # noqa: F401  # which registers them
     deepseek,
     experts,
     gemma,
-    gemma4,
     gpt,
     granite,
-    lfm,
+    hybrids,
     llama,
-    mamba_hybrid,
-    part_order,
-    qwen_hybrid,
 )
 from cbatch.model.families.builder import Builder
-from cbatch.model.families.decoder import declaration_of, declared_kinds
+from cbatch.model.families.decoder import declarations
 from cbatch.model.ops.all import Program
 
 __all__ = ["declared_kinds", "read_program", "text_config"]
+
+
+def declared_kinds() -> list[str]:
+    """Every `model_type` that has a declaration."""
+    return sorted(declarations)
 
 
 def read_program(config: Mapping[str, Any]) -> Program:
@@ -52,7 +53,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read(config: Mapping[str, Any]) -> Program:
     reader = ConfigReader(text_config(config))
-    declare = declaration_of(reader.kind)
+    declare = declarations.get(reader.kind)
     if declare is None:
         raise UnsupportedConfig(f"its model type {reader.kind} has no declaration")
     model = Builder(reader)

@@ -1,92 +1,126 @@
-"""Multi-head latent attention."""
+"""Multi-head latent attention (DeepSeek V2): keys and values of all heads come from a latent of a few numbers."""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.builder import Builder, Layer, NormKind
-from cbatch.model.families.decoder import Part, decoder, family, feed_forward, sparse_by_type
-from cbatch.model.families.experts import add_biased_experts, num_experts
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, deinterleaved, rows_of
+from cbatch.model.families.decoder import Part, attention, decoder, family, feed_forward, mixture, sparse_by_type
+from cbatch.model.families.experts import biased_router, num_experts
 from cbatch.model.families.rotary import read_rotary, rope_settings, yarn_mscale
-from cbatch.model.ops.all import RESIDUAL
+from cbatch.model.ops.all import Gather, Linear, Normalize
 
 
 def _latent_attention(
     model: Builder, *, part: float | None = None, is_interleaved: bool = True, factor: float = 1.0
 ) -> Part:
     """part: see `read_rotary`. YaRN makes scores larger."""
-    config = model.config
-    rotary = model.rotary(read_rotary(config, config.whole("qk_rope_head_dim"), part=part))
-    scale = (config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")) ** -0.5
-    rope = rope_settings(config, None, 1e4, "rope_theta", None)
+    config, hidden, norm, prefix = model.config, model.hidden_size, NormKind(1e-6), "self_attn."
+    heads, latent, rank = config.whole("num_attention_heads"), config.whole("kv_lora_rank"), config.get("q_lora_rank")
+    plain, rotated = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim")
+    value_dim = int(config.get("v_head_dim") or hidden // heads)
+    width, each, bias = plain + rotated, plain + value_dim, config.flag("attention_bias")
+    config.ignore("head_dim", "num_key_value_heads", "qk_head_dim")
+    rotary = model.add_rotary(read_rotary(config, rotated, part=part))
+    rope, scale = rope_settings(config, None, 1e4, "rope_theta", None), width**-0.5
     kind, all_dims = rope.get("rope_type", rope.get("type", "default")), rope.get("mscale_all_dim")
     if kind != "default" and all_dims:
         scale = float(scale * yarn_mscale(rope["factor"], all_dims) ** 2)
-    bias = config.flag("attention_bias")
+    # Rotated numbers come first in a head here, and last in the files.
+    within = torch.cat([torch.arange(plain, width), torch.arange(plain)])
+    if is_interleaved:
+        within = within[deinterleaved(1, width, rotated)]
+    rows = (torch.arange(heads)[:, None] * width + within).flatten()
+    columns = _columns(heads, plain, rotated, value_dim, latent)
+    sizes = HeadSizes(heads, heads, width, value_dim, rotated)
+    attend = attention(
+        sizes=sizes, rotary=[rotary] * model.num_layers, scale=scale, out_bias=bias, factor=factor, is_ready=True
+    )
 
-    def attend(layer: Layer, source: str) -> None:
-        layer.mla(source, scale=scale, rotary=rotary, is_interleaved=is_interleaved, bias=bias, factor=factor)
+    def add(layer: Layer, source: str) -> None:
+        def normed(name: str, source: str, target: str, size: int) -> None:
+            model.add(Normalize(source, target, layer.norm_of(prefix + name, size, norm), width=size))
 
-    return attend
+        queries, depth, name = source, hidden, "q_proj"
+        if rank is not None:
+            first = layer.matrix(prefix + "q_a_proj", int(rank), hidden, bias=bias)
+            model.add(Linear(source, "query_latent", first))
+            normed("q_a_layernorm", "query_latent", "query_input", int(rank))
+            queries, depth, name = "query_input", int(rank), "q_b_proj"
+        model.add(Linear(queries, "queries", rows_of(layer.matrix(prefix + name, heads * width, depth), rows)))
+        down = layer.matrix(prefix + "kv_a_proj_with_mqa", latent + rotated, hidden, bias=bias)
+        if is_interleaved:
+            down = rows_of(down, torch.cat([torch.arange(latent), latent + deinterleaved(1, rotated, rotated)]))
+        model.add(Linear(source, "latent", down))
+        normed("kv_a_layernorm", "latent", "latent_input", latent)
+        model.add(Linear("latent_input", "keys_values", layer.matrix(prefix + "kv_b_proj", heads * each, latent)))
+        model.add(Gather(("queries", "latent", "keys_values"), "qkv", columns))
+        attend(layer, "qkv")
+
+    return add
+
+
+def _columns(heads: int, plain: int, rotated: int, value_dim: int, latent: int) -> Tensor:
+    """Where queries, keys and values come from: columns of queries, latent, and keys with values, side by side."""
+    width, each, head = plain + rotated, plain + value_dim, torch.arange(heads)[:, None]
+    shared = (heads * width + latent + torch.arange(rotated)).expand(heads, -1)
+    start = heads * width + latent + rotated + head * each
+    keys = torch.cat([shared, start + torch.arange(plain)], dim=1)
+    values = start + plain + torch.arange(value_dim)
+    return torch.cat([torch.arange(heads * width), keys.flatten(), values.flatten()])
+
+
+def _read(model: Builder) -> None:
+    """Heads are those of the latent attention."""
+    model.norm = NormKind(model.config["rms_norm_eps"])
+    model.read_activation()
 
 
 @family("deepseek_v2")
 def deepseek_v2(model: Builder) -> None:
     """Experts by softmax, whose weights are not normalised."""
-    config, norm = model.config, NormKind(model.config["rms_norm_eps"])
-    attend, mlp_bias = _latent_attention(model), config.flag("mlp_bias")
-    activation, size = model.activation("hidden_act", default="silu"), config.whole("moe_intermediate_size")
-    experts, shared = num_experts(config, "n_routed_experts"), int(config.get("n_shared_experts") or 0)
+    config = model.config
+    _read(model)
+    attend, bias = _latent_attention(model), config.flag("mlp_bias")
+    size, shared = config.whole("moe_intermediate_size"), int(config.get("n_shared_experts") or 0)
     grouped = config.expect("topk_method", "greedy", "group_limited_greedy") == "group_limited_greedy"
     groups, top_groups = (config.whole("n_group"), config.whole("topk_group")) if grouped else (1, 1)
     config.ignore(
         "n_group", "topk_group", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "intermediate_size"
     )
-    dense, mlp = config.whole("first_k_dense_replace", 0), feed_forward(activation, bias=mlp_bias)
-
-    def feed(layer: Layer, source: str) -> None:
-        if layer.number < dense:
-            mlp(layer, source)
-            return
-        layer.route(
-            source, experts, top_k=config.whole("num_experts_per_tok"), scores="softmax", groups=groups,
-            top_groups=top_groups, factor=config.number("routed_scaling_factor", 1.0),
-        )  # fmt: skip
-        layer.experts(source, experts, size, activation)
-        if shared:
-            layer.feed_forward(source, shared * size, activation, prefix="mlp.shared_experts.", bias=mlp_bias)
-
-    decoder(model, norm, attend, feed)
+    router = {"scores": "softmax", "groups": groups, "top_groups": top_groups,
+              "factor": config.number("routed_scaling_factor", 1.0)}  # fmt: skip
+    dense = config.whole("first_k_dense_replace", 0)
+    feed = mixture(
+        num_experts(config, "n_routed_experts"), size, router, shared=shared * size, shared_bias=bias,
+        sparse=[i >= dense for i in model.numbers], dense=feed_forward(bias=bias),
+    )  # fmt: skip
+    decoder(model, attend, feed)
 
 
 @family("deepseek_v3", "glm4_moe_lite", "axk1")
 def deepseek_v3(model: Builder) -> None:
     """Experts by sigmoids, in groups. A.X K1 norms what they give."""
-    config, kind = model.config, model.config.kind
-    norm = NormKind(config["rms_norm_eps"])
+    config, kind = model.config, model.kind
+    _read(model)
     attend = _latent_attention(
         model, part=1.0 if kind == "glm4_moe_lite" else None, is_interleaved=config.flag("rope_interleave", True)
     )
-    activation, size = model.activation("hidden_act", default="silu"), config.whole("moe_intermediate_size")
-    experts, shared = num_experts(config, "n_routed_experts"), config.whole("n_shared_experts")
+    size, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts")
     config.expect("topk_method", "noaux_tc", "greedy", None)
     config.ignore("num_mtp_layers", "num_nextn_predict_layers", "scoring_func", "ep_size", "intermediate_size")
     model.spare.append(rf"model\.layers\.{model.num_layers}\..*")
-    is_sparse, mlp = _sparse_layers(model), feed_forward(activation)
-    target = "added" if kind == "axk1" else RESIDUAL
-
-    def feed(layer: Layer, source: str) -> None:
-        if not is_sparse[layer.number]:
-            mlp(layer, source)
-            return
-        add_biased_experts(layer, source, experts, size, shared, activation, "mlp.gate.e_score_correction_bias", target)
-        if kind == "axk1":
-            layer.add_normed(layer.post_norm(norm, "post_mlp_layernorm"))
-
-    decoder(model, norm, attend, feed)
+    feed = mixture(
+        num_experts(config, "n_routed_experts"), size, biased_router(config), shared=shared * size,
+        sparse=_sparse_layers(model), dense=feed_forward(), after="post_mlp_layernorm" if kind == "axk1" else "",
+    )  # fmt: skip
+    decoder(model, attend, feed)
 
 
 def _sparse_layers(model: Builder) -> list[bool]:
-    config, kind = model.config, model.config.kind
+    config, kind = model.config, model.kind
     if kind != "deepseek_v3" and (kinds := config.get("mlp_layer_types")):
         return sparse_by_type(kinds)
     default = 3 if kind == "deepseek_v3" else 1
@@ -101,16 +135,15 @@ def _sparse_layers(model: Builder) -> list[bool]:
 @family("minicpm3", "youtu")
 def minicpm3(model: Builder) -> None:
     """Without experts. MiniCPM scales embedding, residual and logits."""
-    config, is_minicpm = model.config, model.config.kind == "minicpm3"
-    norm, hidden = NormKind(config["rms_norm_eps"]), model.hidden_size
+    config, is_minicpm = model.config, model.kind == "minicpm3"
+    _read(model)
     factor = logits = embedding = 1.0
     if is_minicpm:
         depth = config.get("scale_depth", 1.4)
         factor = 1.0 if depth is None else float(depth) / model.num_layers**0.5
         embedding = config.number("scale_emb", 12)
-        logits = float(config.get("dim_model_base", 256) or hidden) / hidden
+        logits = float(config.get("dim_model_base", 256) or model.hidden_size) / model.hidden_size
     is_interleaved = not is_minicpm and config.flag("rope_interleave", True)
     attend = _latent_attention(model, is_interleaved=is_interleaved, factor=factor)
-    mlp_bias = is_minicpm and config.flag("mlp_bias")
-    feed = feed_forward(model.activation("hidden_act", default="silu"), bias=mlp_bias, factor=factor)
-    decoder(model, norm, attend, feed, scale=embedding, tied_by_default=True, factor=logits)
+    feed = feed_forward(bias=is_minicpm and config.flag("mlp_bias"), factor=factor)
+    decoder(model, attend, feed, scale=embedding, tied_by_default=True, factor=logits)

@@ -1,10 +1,24 @@
-"""Gemma: scaled embeddings, norms whose weights begin at 0, norms on both sides of each part."""
+"""Gemma: scaled embeddings, norms on both sides of each part; Gemma 4 has heads of two sizes and more embeddings."""
 
 from __future__ import annotations
 
-from cbatch.model.families.builder import Builder, NormKind
-from cbatch.model.families.decoder import attention, decoder, every, family, feed_forward, head_norms
+from dataclasses import replace
+from typing import Any
+
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.builder import STACKED, Builder, HeadSizes, Layer, NormKind
+from cbatch.model.families.decoder import (
+    Part,
+    attention,
+    decoder,
+    every,
+    family,
+    feed_forward,
+    head_norms,
+    separate_qkv,
+)
 from cbatch.model.families.rotary import read_rotary
+from cbatch.model.ops.all import RESIDUAL, Embed, Gate, HeadNorms, Linear, Matrix, Norm, Normalize, Scale, Weight
 
 WITH_PICTURES = (
     (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
@@ -17,14 +31,12 @@ WITH_PICTURES = (
 def gemma(model: Builder) -> None:
     """The first one still has Llama's order."""
     config = model.config
-    norm, sizes = NormKind(config["rms_norm_eps"], offset=1.0), model.head_sizes()
-    rotary = model.rotary(read_rotary(config, sizes.head_dim))
     config.expect("hidden_act", "gelu_pytorch_tanh", "gelu")
     config.ignore("hidden_activation")
     config.expect("use_bidirectional_attention", None, False)
-    feed, bias = feed_forward(model.activation(default="gelu_pytorch_tanh")), config.flag("attention_bias")
-    attend = attention(sizes, bias=bias, rotary=rotary)
-    decoder(model, norm, attend, feed, scale=model.hidden_size**0.5, tied_by_default=True)
+    model.read(norm=NormKind(config["rms_norm_eps"], offset=1.0), key="", activation="gelu_pytorch_tanh")
+    attend = attention(bias=config.flag("attention_bias"))
+    decoder(model, attend, feed_forward(), scale=model.hidden_size**0.5, tied_by_default=True)
 
 
 @family("gemma2", "vaultgemma", "gemma3", "gemma3_text")
@@ -33,14 +45,11 @@ def gemma2(model: Builder) -> None:
 
     Gemma 3 has norms of queries and keys instead of the softcap of scores, and other rotations in its windows.
     """
-    config, kind = model.config, model.config.kind
-    is_third = kind.startswith("gemma3")
-    after = ("", "") if kind == "vaultgemma" else ("post_attention_layernorm", "post_feedforward_layernorm")
-    norm, sizes = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0), model.head_sizes()
+    config, kind, is_third = model.config, model.kind, model.kind.startswith("gemma3")
+    norm = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0)
+    model.read(norm=norm, has_rotary=False, key="hidden_activation", activation="gelu_pytorch_tanh")
     windows = model.windows(every(config.whole("sliding_window_pattern", 6) if is_third else 2, model.num_layers))
-    rotaries = {bool(window): _rotary(model, sizes.head_dim, bool(window)) for window in windows}
-    activation = model.activation("hidden_activation", default="gelu_pytorch_tanh")
-    bias = config.flag("attention_bias")
+    rotaries = {is_windowed: _rotary(model, is_windowed) for is_windowed in dict.fromkeys(map(bool, windows))}
     config.expect("use_bidirectional_attention", None, False)
     config.ignore("hidden_act", "cache_implementation", "_sliding_window_pattern", "image_token_index")
     scale = config.number("query_pre_attn_scalar", 256) ** -0.5
@@ -52,25 +61,157 @@ def gemma2(model: Builder) -> None:
         model.replaced_ids = {int(image): 0} if image is not None and int(image) >= model.vocab_size else {}
         model.spare.append(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
         final_softcap = None
+    after = ("", "") if kind == "vaultgemma" else ("post_attention_layernorm", "post_feedforward_layernorm")
     attend = attention(
-        sizes, bias=bias, rotary=[rotaries[bool(window)] for window in windows], scale=scale,
-        window=windows, softcap=None if is_third else softcap, norms=head_norms(norm, sizes) if is_third else None,
-        after=(norm, after[0]),
+        bias=config.flag("attention_bias"), rotary=[rotaries[bool(window)] for window in windows], scale=scale,
+        window=windows, softcap=None if is_third else softcap, norms=head_norms() if is_third else None, after=after[0],
     )  # fmt: skip
     decoder(
-        model, norm, attend, feed_forward(activation, after=(norm, after[1])), scale=model.hidden_size**0.5,
+        model, attend, feed_forward(after=after[1]), scale=model.hidden_size**0.5,
         norms=("input_layernorm", "pre_feedforward_layernorm"), tied_by_default=True, softcap=final_softcap,
     )  # fmt: skip
 
 
-def _rotary(model: Builder, head_dim: int, is_windowed: bool) -> int:
+def _rotary(model: Builder, is_windowed: bool) -> int:
     """Older files of Gemma 3 name the base of each type of layer, and scale that of full attention only."""
     config = model.config
-    if not config.kind.startswith("gemma3"):
-        return model.rotary(read_rotary(config, head_dim))
+    if not model.kind.startswith("gemma3"):
+        return model.read_rotary()
     if is_windowed:
         given = config.get("rope_parameters") or {}
         settings = given.get("sliding_attention", {"rope_theta": config.get("rope_local_base_freq", 1e4)})
-        return model.rotary(read_rotary(config, head_dim, settings=settings))
+        return model.read_rotary(settings=settings)
     config.ignore("rope_local_base_freq")
-    return model.rotary(read_rotary(config, head_dim, layer_type="full_attention", theta=1e6))
+    return model.read_rotary(layer_type="full_attention", theta=1e6)
+
+
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+
+
+@family("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+def gemma4(model: Builder) -> None:
+    """Full attention has larger heads. The last layers read the keys and values of earlier ones."""
+    config, hidden, layers = model.config, model.hidden_size, model.num_layers
+    is_unified = "unified" in model.kind
+    model.norm = NormKind(config.get("rms_norm_eps", 1e-6))
+    model.read_activation("gelu_pytorch_tanh", "hidden_activation")
+    config.expect("use_bidirectional_attention", None, "vision")
+    kinds = model.layer_types([*every(6, layers)[:-1], "full_attention"])
+    windows = model.windows(kinds, window=config.whole("sliding_window", 512))
+    per_layer = int(config.get("hidden_size_per_layer_input", 0 if is_unified else 256) or 0)
+    bias = config.flag("attention_bias")
+    first_shared = layers - config.whole("num_kv_shared_layers", 0)
+    is_doubled = config.flag("use_double_wide_mlp")
+    config.ignore("vocab_size_per_layer_input", "cache_implementation", "global_head_dim", "num_global_key_value_heads")
+    model.layouts = WITH_PICTURES
+    towers = "vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector"
+    model.spare.append(rf"(model\.)?({towers})\..*")
+    # Files may hold keys and values of layers that do not use them.
+    model.spare += [rf"model\.layers\.{i}\.self_attn\.(k|v)_(proj|norm)\.weight" for i in range(first_shared, layers)]
+    pictures = [config.get(f"{part}_token_id") for part in ("image", "video", "audio")]
+    model.replaced_ids = {int(one): int(config.get("pad_token_id") or 0) for one in pictures if one is not None}
+    attend = _attention(model, kinds, windows, first_shared, bias=bias)
+
+    def feed(layer: Layer, source: str) -> None:
+        is_wide = is_doubled and layer.number >= first_shared
+        _feed_forward(layer, source, config.whole("intermediate_size") * (2 if is_wide else 1))
+        if per_layer:
+            gate = layer.matrix("per_layer_input_gate", per_layer, hidden)
+            activation = replace(model.activation, gated=False)
+            model.add(Linear(layer.norm(""), "layer_input", gate, activation=activation))
+            model.add(Gate("per_layer", "layer_input", start=layer.number * per_layer, function="identity"))
+            projection = layer.matrix("per_layer_projection", hidden, per_layer)
+            layer.add_to_residual("layer_input", projection, after="post_per_layer_input_norm")
+        model.add(Scale(RESIDUAL, layer.weight("layer_scalar", 1)))
+
+    decoder(
+        model, attend, feed, norms=("input_layernorm", "pre_feedforward_layernorm"), scale=hidden**0.5,
+        before=(lambda: _embed_per_layer(model, per_layer)) if per_layer else None, tied_by_default=True,
+        softcap=config.get("final_logit_softcapping"),
+    )  # fmt: skip
+
+
+def _sizes(model: Builder, number: int, kind: str) -> HeadSizes:
+    """Newer files list the layers whose heads differ, older ones have other names for those of full attention."""
+    config, is_full = model.config, kind == "full_attention"
+    heads, head_dim = config.whole("num_attention_heads"), config.whole("head_dim", 256)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    listed: dict[str, Any] | None = config.get("per_layer_config")
+    if listed is not None:
+        own = next((value for key, value in listed.items() if int(key) == number), None) or {}
+        if not own.keys() <= {"head_dim", "num_key_value_heads"}:
+            raise UnsupportedConfig("its per_layer_config has other keys")
+        head_dim, kv_heads = int(own.get("head_dim", head_dim)), int(own.get("num_key_value_heads", kv_heads))
+    elif is_full:
+        head_dim = config.whole("global_head_dim", 512)
+        if config.get("attention_k_eq_v", False):
+            kv_heads = int(config.get("num_global_key_value_heads") or kv_heads)
+    return HeadSizes(heads, kv_heads, head_dim, head_dim, head_dim)
+
+
+def _attention(model: Builder, kinds: list[str], windows: list[int], first_shared: int, *, bias: bool) -> Part:
+    """Values are normed without weights; full attention may use keys as values.
+
+    first_shared: from this layer on, they read the cache of the last one of their kind that has its own
+    """
+    config, sizes = model.config, [_sizes(model, number, kind) for number, kind in enumerate(kinds)]
+    rope, is_full = config.get("rope_parameters") or _ROPE, [kind == "full_attention" for kind in kinds]
+    last = {kind: number for number, kind in enumerate(kinds[:first_shared])}
+    are_keys_values = config.get("attention_k_eq_v", False)
+
+    def qkv(layer: Layer, sizes: HeadSizes) -> Matrix:
+        whole = separate_qkv(bias=bias)(layer, sizes)
+        used = 1 if layer.number >= first_shared else 2 if are_keys_values and is_full[layer.number] else 3
+        return Matrix(whole.parts[:used], whole.biases[:used])
+
+    def norms(layer: Layer, sizes: HeadSizes) -> HeadNorms:
+        found = head_norms()(layer, sizes)
+        if layer.number >= first_shared:
+            return HeadNorms(found.query)
+        return replace(found, value=Norm("rms", model.norm.eps))
+
+    def rotary(number: int) -> int:
+        return model.add_rotary(read_rotary(config, sizes[number].head_dim, settings=rope[kinds[number]], part=1.0))
+
+    return attention(
+        sizes=sizes, qkv=qkv, out_bias=bias, rotary=[rotary(number) for number in model.numbers], scale=1.0,
+        window=windows, norms=norms, after="post_attention_layernorm",
+        shared_cache=[last[kind] if number >= first_shared else None for number, kind in enumerate(kinds)],
+    )  # fmt: skip
+
+
+def _feed_forward(layer: Layer, source: str, inner: int) -> None:
+    model, config = layer.model, layer.model.config
+    if not config.get("enable_moe_block", False):
+        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        feed_forward(size=inner, after="post_feedforward_layernorm")(layer, source)
+        return
+    feed_forward(size=inner, target="added", add=False)(layer, source)
+    model.add(Normalize("added", "added", layer.norm_of("post_feedforward_layernorm_1")))
+    experts, hidden = config.whole("num_experts"), model.hidden_size
+    scale = replace(layer.weight("router.scale", hidden), factor=hidden**-0.5)
+    model.add(Normalize(RESIDUAL, "router_input", Norm("rms", model.norm.eps, (scale,))))
+    top_k = layer.route(
+        "router_input", experts, "router.proj", top_k=config.whole("top_k_experts"), scores="softmax",
+        normalize=True, expert_scales=layer.weight("router.per_expert_scale", experts),
+    )  # fmt: skip
+    source, size = layer.norm("pre_feedforward_layernorm_2"), config.whole("moe_intermediate_size")
+    layer.experts(source, experts, top_k, size, prefix="experts.", names=STACKED, stacked=True, target="mixed")
+    model.add(Normalize("mixed", "added", layer.norm_of("post_feedforward_layernorm_2"), add=True))
+    layer.add_normed("post_feedforward_layernorm")
+
+
+def _embed_per_layer(model: Builder, size: int) -> None:
+    """The addition of each layer to its own result: half from the token, half from the embedding, side by side."""
+    hidden, columns, half = model.hidden_size, size * model.num_layers, 0.5**0.5
+    vocabulary = int(model.config.get("vocab_size_per_layer_input", 262144))
+    table = Weight("model.embed_tokens_per_layer.weight", (vocabulary, columns))
+    model.add(Embed(table, half * size**0.5, target="per_layer"))
+    model.add(Normalize(RESIDUAL, "normed", Norm("none", 0.0)))
+    projection = Matrix((Weight("model.per_layer_model_projection.weight", (columns, hidden)),))
+    model.add(Linear("normed", "projected", projection, factor=hidden**-0.5))
+    weights = model.norm("model.per_layer_projection_norm", size)
+    model.add(Normalize("projected", "per_layer", weights, add=True, width=size, groups=model.num_layers, factor=half))

@@ -1,4 +1,4 @@
-"""Llama and its kin: norm, attention with rotary positions, norm, gated feed-forward part."""
+"""Llama and its kin, some with norms after each part (OLMo, EXAONE, GLM), or both parts after one norm (Cohere)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from dataclasses import replace
 import torch
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.builder import Builder, Layer, NormKind
-from cbatch.model.families.decoder import Part, attention, decoder, family, feed_forward, head_norms, read_common
+from cbatch.model.families.builder import STACKED, Builder, HeadSizes, Layer, NormKind, deinterleaved
+from cbatch.model.families.decoder import Part, attention, decoder, every, family, feed_forward, head_norms, row_norms
 from cbatch.model.families.rotary import read_rotary, rope_settings
-from cbatch.model.ops.all import Activation, Rotary
+from cbatch.model.ops.all import Activation, HeadNorms, Norm, Normalize, Weight
+from cbatch.model.weight import RESIDUAL
 
 
 @family("llama", "mistral", "qwen2", "qwen3", "internlm3", "iquestcoder", "emu3", "emu3_text_model", "ministral",
         "cwm", "seed_oss")  # fmt: skip
 def llama(model: Builder) -> None:
     """Qwen 2 has biases, Qwen 3 norms of queries and keys, Mistral and Qwen windows."""
-    config, kind = model.config, model.config.kind
-    norm, sizes, rotary, activation = read_common(model)
+    config, kind = model.config, model.kind
+    model.read()
     bias = kind == "qwen2" or config.flag("attention_bias", config.get("qkv_bias", kind == "seed_oss"))
     out_bias = config.flag("attention_out_bias") if kind == "seed_oss" else bias and kind != "qwen2"
     mlp_bias = config.flag("mlp_bias", config.get("bias", False))
     config.expect("clip_qkv", None)
-    norms = head_norms(norm, sizes) if kind == "qwen3" else None
-    attend = attention(sizes, qkv_bias=bias, out_bias=out_bias, rotary=rotary, window=_windows(model), norms=norms)
-    decoder(model, norm, attend, feed_forward(activation, bias=mlp_bias))
+    norms = head_norms() if kind == "qwen3" else None
+    attend = attention(qkv_bias=bias, out_bias=out_bias, window=_windows(model), norms=norms)
+    decoder(model, attend, feed_forward(bias=mlp_bias))
 
 
 def _windows(model: Builder) -> list[int]:
-    config, kind, layers = model.config, model.config.kind, model.num_layers
+    config, kind = model.config, model.kind
     has_window = kind in ("mistral", "ministral", "cwm") or config.flag("use_sliding_window")
     kinds = config.get("layer_types")
     if not has_window:
@@ -44,114 +45,197 @@ def _windows(model: Builder) -> list[int]:
         raise UnsupportedConfig("its config.json has no sliding_window")
     window = int(config.get("sliding_window") or 0)
     if kind == "cwm":
-        return [0 if layer % 4 == 0 else window for layer in range(layers)]
+        return [0 if layer % 4 == 0 else window for layer in model.numbers]
     first = config.whole("max_window_layers") if window and kind.startswith("qwen") else 0
-    return [window if layer >= first else 0 for layer in range(layers)]
+    return [window if layer >= first else 0 for layer in model.numbers]
 
 
 @family("smollm3")
 def smollm3(model: Builder) -> None:
     """Every fourth layer has no positions."""
     config = model.config
-    norm, sizes, rotary, activation = read_common(model, theta=2e6)
+    model.read(theta=2e6)
     interval = config.whole("no_rope_layer_interval", 4)
     has_rope = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in model.numbers]
     is_windowed = config.flag("use_sliding_window") and config.get("sliding_window") is not None
-    kinds = [
-        "sliding_attention" if is_windowed and not has_rope[layer] else "full_attention" for layer in model.numbers
-    ]
-    bias, windows = config.flag("attention_bias"), model.windows(kinds)
-    positions = [rotary if has_rope[layer] else None for layer in model.numbers]
-    attend = attention(sizes, bias=bias, rotary=positions, window=windows)
-    decoder(model, norm, attend, feed_forward(activation, bias=config.flag("mlp_bias")), tied_by_default=True)
+    kinds = ["sliding_attention" if is_windowed and not has_rope[i] else "full_attention" for i in model.numbers]
+    rotary = [model.rotary if has_rope[i] else None for i in model.numbers]
+    attend = attention(bias=config.flag("attention_bias"), rotary=rotary, window=model.windows(kinds))
+    decoder(model, attend, feed_forward(bias=config.flag("mlp_bias")), tied_by_default=True)
 
 
 @family("ministral3")
 def ministral3(model: Builder) -> None:
     """Queries grow with the position, once it is past the context of pretraining."""
     config = model.config
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
+    model.read(has_rotary=False)
     rope = rope_settings(config, None, 1e6, "rope_theta", None)
     floor, beta = float(rope["original_max_position_embeddings"]), float(rope["llama_4_scaling_beta"])
-    rotary = model.rotary(replace(read_rotary(config, sizes.head_dim), scale_beta=beta, scale_floor=floor))
-    window = int(config.get("sliding_window") or 0)
-    feed = feed_forward(model.activation("hidden_act", default="silu"))
-    decoder(model, norm, attention(sizes, rotary=rotary, window=window), feed)
+    plain = read_rotary(config, model.sizes.head_dim)
+    model.rotary = model.add_rotary(replace(plain, scale_beta=beta, scale_floor=floor))
+    decoder(model, attention(window=int(config.get("sliding_window") or 0)), feed_forward())
 
 
 @family("arcee", "ernie4_5", "helium")
 def plain_kin(model: Builder) -> None:
     """Arcee's feed-forward part has no gate; the others rotate neighbours."""
-    config, kind, is_arcee = model.config, model.config.kind, model.config.kind == "arcee"
-    norm, sizes, rotary, activation = read_common(
-        model, theta={"ernie4_5": 5e5, "helium": 1e5}.get(kind, 1e4), is_interleaved=not is_arcee, gated=not is_arcee,
+    config, kind, is_arcee = model.config, model.kind, model.kind == "arcee"
+    model.read(
+        theta={"ernie4_5": 5e5, "helium": 1e5}.get(kind, 1e4), is_interleaved=not is_arcee, gated=not is_arcee,
         activation="relu2" if is_arcee else "silu",
     )  # fmt: skip
     bias = mlp_bias = config.flag("use_bias" if kind == "ernie4_5" else "attention_bias")
     if kind != "ernie4_5":
         mlp_bias = config.flag("mlp_bias")
-    attend = attention(sizes, qkv_bias=bias, out_bias=bias and kind != "helium", rotary=rotary)
-    decoder(model, norm, attend, feed_forward(activation, bias=mlp_bias), tied_by_default=kind == "ernie4_5")
+    attend = attention(qkv_bias=bias, out_bias=bias and kind != "helium")
+    decoder(model, attend, feed_forward(bias=mlp_bias), tied_by_default=kind == "ernie4_5")
 
 
 @family("apertus")
 def apertus(model: Builder) -> None:
     """Norms of queries and keys, and an activation with numbers of its own in each layer."""
-    config = model.config
-    norm, sizes = NormKind(config["rms_norm_eps"]), model.head_sizes()
-    rotary = model.rotary(read_rotary(config, sizes.head_dim))
-    config.expect("hidden_act", "xielu")
-    bias = config.flag("attention_bias")
-    attend = attention(sizes, bias=bias, rotary=rotary, norms=head_norms(norm, sizes))
+    model.config.expect("hidden_act", "xielu")
+    model.read(key="")
 
     def feed(layer: Layer, source: str) -> None:
         alphas = [replace(layer.weight(f"mlp.act_fn.alpha_{sign}", 1), function="softplus") for sign in "pn"]
         params = (*alphas, layer.weight("mlp.act_fn.beta"), layer.weight("mlp.act_fn.eps"))
-        layer.feed_forward(source, config["intermediate_size"], Activation("xielu", gated=False, params=params))
+        feed_forward(activation=Activation("xielu", gated=False, params=params))(layer, source)
 
-    decoder(model, norm, attend, feed, norms=("attention_layernorm", "feedforward_layernorm"))
+    attend = attention(bias=model.config.flag("attention_bias"), norms=head_norms())
+    decoder(model, attend, feed, norms=("attention_layernorm", "feedforward_layernorm"))
 
 
 @family("hunyuan_v1_dense")
 def hunyuan(model: Builder) -> None:
     """Norms of queries and keys come after the rotation."""
-    norm = NormKind(model.config["rms_norm_eps"])
-    attend = hunyuan_attention(model, norm)
-    decoder(model, norm, attend, feed_forward(model.activation("hidden_act", default="silu")))
+    decoder(model, hunyuan_attention(model), feed_forward())
 
 
-def hunyuan_attention(model: Builder, norm: NormKind) -> Part:
-    """Attention of HunYuan, with and without experts."""
-    sizes, names = model.head_sizes(), ("self_attn.query_layernorm", "self_attn.key_layernorm")
-    rotary, bias = model.rotary(_hunyuan_rotary(model, sizes.head_dim)), model.config.flag("attention_bias")
-    norms = head_norms(norm, sizes, names, last=True)
-    return attention(sizes, bias=bias, rotary=rotary, norms=norms)
-
-
-def _hunyuan_rotary(model: Builder, head_dim: int) -> Rotary:
-    """A base that `alpha` makes larger, for any length."""
+def hunyuan_attention(model: Builder) -> Part:
+    """Attention of HunYuan, with and without experts. `alpha` makes its base larger, for any length."""
     config = model.config
+    model.read(has_rotary=False)
     config["head_dim"]
     config.ignore("eod_token_id")
-    rope = rope_settings(config, None, 1e4, "rope_theta", None)
+    head_dim, rope = model.sizes.head_dim, rope_settings(config, None, 1e4, "rope_theta", None)
     rotary = read_rotary(config, head_dim)
-    if rope.get("rope_type", rope.get("type")) != "dynamic" or not rope.get("alpha"):
-        return rotary
-    theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
-    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-    return replace(rotary, inv_freq=tuple(inv_freq.tolist()))
+    if rope.get("rope_type", rope.get("type")) == "dynamic" and rope.get("alpha"):
+        theta = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
+        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        rotary = replace(rotary, inv_freq=tuple(inv_freq.tolist()))
+    model.rotary = model.add_rotary(rotary)
+    norms = head_norms("self_attn.query_layernorm", "self_attn.key_layernorm", last=True)
+    return attention(bias=config.flag("attention_bias"), norms=norms)
 
 
 @family("nanochat")
 def nanochat(model: Builder) -> None:
     """Norms without weights, also of the embedding; rotations go backwards, and queries and keys are normed after."""
     config = model.config
-    norm, sizes = NormKind(config.get("rms_norm_eps", 1e-6), has_weight=False), model.head_sizes()
-    forward = read_rotary(config, sizes.head_dim)
-    rotary = model.rotary(replace(forward, inv_freq=tuple(-step for step in forward.inv_freq)))
-    activation = model.activation("hidden_act", default="relu2", gated=False)
-    bias = config.flag("attention_bias")
-    norms = head_norms(norm, sizes, last=True)
-    attend = attention(sizes, bias=bias, rotary=rotary, norms=norms)
+    norm = NormKind(config.get("rms_norm_eps", 1e-6), has_weight=False)
+    model.read(norm=norm, has_rotary=False, activation="relu2", gated=False)
+    forward = read_rotary(config, model.sizes.head_dim)
+    model.rotary = model.add_rotary(replace(forward, inv_freq=tuple(-step for step in forward.inv_freq)))
+    attend = attention(bias=config.flag("attention_bias"), norms=head_norms(last=True))
     softcap = config.get("final_logit_softcapping", 15.0)
-    decoder(model, norm, attend, feed_forward(activation, names=("fc1", "fc2")), norm_embedding=True, softcap=softcap)
+    normalize = Normalize(RESIDUAL, RESIDUAL, Norm("rms", norm.eps))
+    decoder(model, attend, feed_forward(names=("fc1", "fc2")), before=lambda: model.add(normalize), softcap=softcap)
+
+
+@family("olmo")
+def olmo(model: Builder) -> None:
+    """LayerNorm without any weights, and queries, keys and values that are clipped."""
+    config = model.config
+    model.read(norm=NormKind(1e-5, "layer", has_weight=False))
+    attend = attention(bias=config.flag("attention_bias"), clip=float(config.get("clip_qkv") or 0.0))
+    decoder(model, attend, feed_forward())
+
+
+@family("olmo2", "olmo3", "exaone4")
+def olmo2(model: Builder) -> None:
+    """OLMo norms all queries together, EXAONE each by itself; OLMo 3 and EXAONE have windows.
+
+    EXAONE rotates only in its windows, if it has any.
+    """
+    config, kind = model.config, model.kind
+    model.read(eps=1e-5, has_rotary=False)
+    windows = [0] * model.num_layers if kind == "olmo2" else _optional_windows(model)
+    if kind == "olmo3":
+        config.expect("rope_scaling", None)
+        types = ["sliding_attention" if window else "full_attention" for window in windows]
+        rotaries = [model.read_rotary(layer_type=name, theta=5e5) for name in types]
+    else:
+        rotaries = [model.read_rotary()] * model.num_layers
+    is_rotated = [kind != "exaone4" or bool(window) or not any(windows) for window in windows]
+    attend = attention(
+        bias=config.flag("attention_bias"), window=windows, norms=head_norms() if kind == "exaone4" else row_norms,
+        rotary=[one if rotated else None for one, rotated in zip(rotaries, is_rotated, strict=True)],
+        after="post_attention_layernorm",
+    )  # fmt: skip
+    decoder(model, attend, feed_forward(after="post_feedforward_layernorm"), norms=("", ""))
+
+
+def _optional_windows(model: Builder) -> list[int]:
+    config = model.config
+    if config.get("sliding_window", 4096) is None:
+        config.ignore("sliding_window_pattern", "layer_types")
+        return [0] * model.num_layers
+    pattern = config.get("sliding_window_pattern", 4)
+    period = pattern if isinstance(pattern, int) else 4  # a word beside `layer_types`, which count
+    return model.windows(every(period, model.num_layers), window=config.whole("sliding_window", 4096))
+
+
+@family("cohere", "cohere2")
+def cohere(model: Builder) -> None:
+    """LayerNorm without bias, neighbours are rotated, logits scaled. Cohere 2 rotates only in its windows."""
+    config, is_second = model.config, model.kind == "cohere2"
+    norm = NormKind(config.get("layer_norm_eps", 1e-5), "layer")
+    model.read(norm=norm, theta=1e4 if is_second else 5e5, is_interleaved=True)
+    kinds = every(config.whole("sliding_window_pattern", 4), model.num_layers)
+    windows = model.windows(kinds) if is_second else [0] * model.num_layers
+    config.ignore(
+        "use_parallel_block", "use_parallel_embedding", "order_of_interleaved_layers", "position_embedding_type",
+        "rotary_pct", "use_embedding_sharing", "use_gated_activation", "layer_switch", "cache_implementation",
+        "_sliding_window_pattern",
+    )  # fmt: skip
+    has_norms = not is_second and config.flag("use_qk_norm")
+    attend = attention(
+        bias=config.flag("attention_bias"), window=windows, norms=_norms if has_norms else None,
+        rotary=[model.rotary if window or not is_second else None for window in windows],
+    )  # fmt: skip
+    factor = config.number("logit_scale", 0.0625)
+    decoder(model, attend, feed_forward(), norms=("input_layernorm", None), tied_by_default=True, factor=factor)
+
+
+def _norms(layer: Layer, sizes: HeadSizes) -> HeadNorms:
+    """Each head has weights of its own."""
+
+    def norm(part: str, heads: int) -> Norm:
+        rows, kind = deinterleaved(heads, sizes.head_dim, sizes.rotary_dim), layer.model.norm
+        name = f"{layer.prefix}self_attn.{part}_norm.weight"
+        return Norm(kind.kind, kind.eps, (Weight(name, (heads, sizes.head_dim), is_flat=True, rows=rows),))
+
+    return HeadNorms(norm("q", sizes.heads), norm("k", sizes.kv_heads))
+
+
+@family("phi3")
+def phi3(model: Builder) -> None:
+    """Queries, keys and values are one matrix, too. A context with long frequencies ends where the first one did."""
+    model.read(part=1.0, aliases={"su": "longrope", "yarn": "longrope"})
+    attend = attention(
+        qkv=lambda layer, sizes: layer.matrix("self_attn.qkv_proj", sum(sizes.columns), model.hidden_size),
+        window=int(model.config.get("sliding_window") or 0),
+    )
+    decoder(model, attend, feed_forward(names=STACKED))
+
+
+@family("glm", "glm4")
+def glm(model: Builder) -> None:
+    """Half of each head is rotated, neighbours together. GLM 4 has norms after each part, too."""
+    model.read(has_rotary=False, is_interleaved=True)
+    rotary = read_rotary(model.config, model.sizes.head_dim, part=0.5)
+    model.rotary, model.sizes = model.add_rotary(rotary), replace(model.sizes, rotary_dim=2 * len(rotary.inv_freq))
+    after = ("post_self_attn_layernorm", "post_mlp_layernorm") if model.kind == "glm4" else ("", "")
+    attend = attention(qkv_bias=model.config.flag("attention_bias", True), after=after[0])
+    decoder(model, attend, feed_forward(names=STACKED, after=after[1]))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from cbatch.model.config import UnsupportedConfig
-from cbatch.model.families.builder import Layer
+from cbatch.model.families.builder import Builder, Layer
+from cbatch.model.families.decoder import Part
 from cbatch.model.ops.all import (
     GatedDelta,
     GatedNorm,
@@ -40,34 +42,36 @@ class DeltaSizes:
         return self.value_heads * self.value_dim
 
 
-def gated_delta_net(
-    layer: Layer, source: str, sizes: DeltaSizes, mixed: Matrix, controls: Matrix, eps: float, prefix: str
-) -> None:
+def gated_delta_net(sizes: DeltaSizes, matrices: Callable[[Layer, DeltaSizes], tuple[Matrix, Matrix]]) -> Part:
     """A gated delta net, whose result is added to the residual.
 
-    mixed:    queries, keys, values and gates
-    controls: see `GatedDelta`
+    matrices: make that of queries, keys, values and gates, and that of the controls (see `GatedDelta`)
     """
-    model, channels = layer.model, 2 * sizes.keys + sizes.values
-    if sizes.value_heads % sizes.key_heads:
-        raise UnsupportedConfig(f"its {sizes.value_heads} heads of values cannot share {sizes.key_heads} of keys")
-    model.add(Linear(source, "mixed", mixed))
-    model.add(Linear(source, "controls", controls))
-    weight = layer.weight(prefix + "conv1d.weight", channels, 1, sizes.kernel)
-    state = model.new_state(channels, sizes.kernel - 1)
-    model.add(ShortConvolution("mixed", "convolved", weight, state, activation="silu"))
-    model.add(
-        GatedDelta(
-            "convolved", "controls", "recurrent", sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim,
-            model.new_state(sizes.value_heads, sizes.key_dim, sizes.value_dim),
-            layer.weight(prefix + "A_log", sizes.value_heads), layer.weight(prefix + "dt_bias", sizes.value_heads),
-        )
-    )  # fmt: skip
-    weight = layer.weight(prefix + "norm.weight", sizes.value_dim)
-    weight = replace(weight, rows=torch.arange(sizes.value_dim).repeat(sizes.value_heads))
-    norm = Norm("rms", eps, (weight,))
-    model.add(GatedNorm("recurrent", "mixed", "gated", norm, sizes.value_heads, gate_start=channels))
-    layer.add_to_residual("gated", layer.matrix(prefix + "out_proj", model.hidden_size, sizes.values))
+    prefix, channels, heads = "linear_attn.", 2 * sizes.keys + sizes.values, sizes.value_heads
+    if heads % sizes.key_heads:
+        raise UnsupportedConfig(f"its {heads} heads of values cannot share {sizes.key_heads} of keys")
+
+    def mix(layer: Layer, source: str) -> None:
+        model, (mixed, controls) = layer.model, matrices(layer, sizes)
+        model.add(Linear(source, "mixed", mixed))
+        model.add(Linear(source, "controls", controls))
+        weight = layer.weight(prefix + "conv1d.weight", channels, 1, sizes.kernel)
+        state = model.new_state(channels, sizes.kernel - 1)
+        model.add(ShortConvolution("mixed", "convolved", weight, state, activation="silu"))
+        model.add(
+            GatedDelta(
+                "convolved", "controls", "recurrent", sizes.key_heads, heads, sizes.key_dim, sizes.value_dim,
+                model.new_state(heads, sizes.key_dim, sizes.value_dim),
+                layer.weight(prefix + "A_log", heads), layer.weight(prefix + "dt_bias", heads),
+            )
+        )  # fmt: skip
+        weight = layer.weight(prefix + "norm.weight", sizes.value_dim)
+        weight = replace(weight, rows=torch.arange(sizes.value_dim).repeat(heads))
+        norm = Norm("rms", model.norm.eps, (weight,))
+        model.add(GatedNorm("recurrent", "mixed", "gated", norm, heads, gate_start=channels))
+        layer.add_to_residual("gated", layer.matrix(prefix + "out_proj", model.hidden_size, sizes.values))
+
+    return mix
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,51 +98,76 @@ class ScanSizes:
 
 
 def mamba2(
-    layer: Layer,
-    source: str,
     sizes: ScanSizes,
-    norm: Norm,
     *,
     prefix: str = "mamba.",
-    norm_groups: int = 1,
+    has_norm: bool = True,
     gate_first: bool = True,
     bias: bool = False,
     conv_bias: bool = True,
     out_bias: bool | None = None,
     multipliers: Sequence[float] = (1.0,) * 5,
     factor: float = 1.0,
-) -> None:
+) -> Part:
     """A layer of Mamba 2, whose result is added to the residual.
 
-    norm, gate_first: of the result, and whether its gate comes before that
-    out_bias:         if it is another than `bias`
-    multipliers:      of the gates, x, B, C and the steps
+    has_norm, gate_first: whether groups of the result are normed, and whether its gate comes before that
+    out_bias:    if it is another than `bias`
+    multipliers: of the gates, x, B, C and the steps
     """
-    model, inner, channels = layer.model, sizes.inner, sizes.channels
-    if sizes.heads % sizes.groups:
-        raise UnsupportedConfig(f"its {sizes.heads} heads cannot share {sizes.groups} groups")
-    columns, shared = inner + channels + sizes.heads, sizes.groups * sizes.state_size
-    mixed = layer.matrix(prefix + "in_proj", columns, model.hidden_size, bias=bias)
-    if set(multipliers) != {1.0}:
-        mixed = _scaled_parts(mixed, [inner, inner, shared, shared, sizes.heads], multipliers)
-    model.add(Linear(source, "mixed", mixed))
-    weight = layer.weight(prefix + "conv1d.weight", channels, 1, sizes.kernel)
-    conv = layer.weight(prefix + "conv1d.bias", channels) if conv_bias else None
-    state = model.new_state(channels, sizes.kernel - 1)
-    model.add(ShortConvolution("mixed", "convolved", weight, state, inner, conv, activation="silu"))
-    low, high = sizes.limits
-    names = ("A_log", "dt_bias", "D")
-    decay_log, step_bias, skip = (layer.weight(prefix + name, sizes.heads) for name in names)
-    model.add(
-        SelectiveScan(
-            "convolved", "mixed", "recurrent", sizes.heads, sizes.head_dim, sizes.groups, sizes.state_size,
-            model.new_state(sizes.heads, sizes.head_dim, sizes.state_size), decay_log, step_bias, skip,
-            step_start=inner + channels, step_min=low, step_max=high,
-        )
+    inner, channels, heads = sizes.inner, sizes.channels, sizes.heads
+    if heads % sizes.groups:
+        raise UnsupportedConfig(f"its {heads} heads cannot share {sizes.groups} groups")
+    shared, (low, high) = sizes.groups * sizes.state_size, sizes.limits
+
+    def mix(layer: Layer, source: str) -> None:
+        model = layer.model
+        mixed = layer.matrix(prefix + "in_proj", inner + channels + heads, model.hidden_size, bias=bias)
+        if set(multipliers) != {1.0}:
+            mixed = _scaled_parts(mixed, [inner, inner, shared, shared, heads], multipliers)
+        model.add(Linear(source, "mixed", mixed))
+        weight = layer.weight(prefix + "conv1d.weight", channels, 1, sizes.kernel)
+        conv = layer.weight(prefix + "conv1d.bias", channels) if conv_bias else None
+        state = model.new_state(channels, sizes.kernel - 1)
+        model.add(ShortConvolution("mixed", "convolved", weight, state, inner, conv, activation="silu"))
+        decay_log, step_bias, skip = (layer.weight(prefix + name, heads) for name in ("A_log", "dt_bias", "D"))
+        model.add(
+            SelectiveScan(
+                "convolved", "mixed", "recurrent", heads, sizes.head_dim, sizes.groups, sizes.state_size,
+                model.new_state(heads, sizes.head_dim, sizes.state_size), decay_log, step_bias, skip,
+                step_start=inner + channels, step_min=low, step_max=high,
+            )
+        )  # fmt: skip
+        norm = layer.norm_of(prefix + "norm", inner) if has_norm else Norm("none", 0.0)
+        model.add(GatedNorm("recurrent", "mixed", "gated", norm, sizes.groups, gate_first=gate_first))
+        has_bias = bias if out_bias is None else out_bias
+        out = layer.matrix(prefix + "out_proj", model.hidden_size, inner, bias=has_bias)
+        layer.add_to_residual("gated", out, factor=factor)
+
+    return mix
+
+
+def expanded_mamba(model: Builder, **options: Any) -> Part:
+    """Mamba 2 with the biases that the config says, whose heads share a multiple of the hidden size."""
+    config = model.config
+    inner, heads = config.whole("mamba_expand", 2) * model.hidden_size, config.whole("mamba_n_heads", 128)
+    if model.kind == "falcon_h1":
+        inner = int(config.get("mamba_d_ssm", 1024) or inner)
+    head_dim = config.get("mamba_d_head", "auto")
+    low, high = map(_number, config.get("time_step_limit") or (0.0, math.inf))
+    sizes = ScanSizes(
+        heads, inner // heads if head_dim == "auto" else int(head_dim), config.whole("mamba_n_groups", 1),
+        config.whole("mamba_d_state", 256), config.whole("mamba_d_conv", 4), (low, high),
     )  # fmt: skip
-    model.add(GatedNorm("recurrent", "mixed", "gated", norm, norm_groups, gate_first=gate_first))
-    out = layer.matrix(prefix + "out_proj", model.hidden_size, inner, bias=bias if out_bias is None else out_bias)
-    layer.add_to_residual("gated", out, factor=factor)
+    if sizes.inner != inner:
+        raise UnsupportedConfig("the heads of its recurrent layers do not fit its size")
+    bias, conv_bias = config.flag("mamba_proj_bias"), config.flag("mamba_conv_bias", True)
+    return mamba2(sizes, bias=bias, conv_bias=conv_bias, **options)
+
+
+def _number(value: Any) -> float:
+    """Files that transformers saves name infinity, for which JSON has no number."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
 
 
 def _scaled_parts(matrix: Matrix, widths: Sequence[int], factors: Sequence[float]) -> Matrix:
@@ -151,19 +180,20 @@ def _scaled_parts(matrix: Matrix, widths: Sequence[int], factors: Sequence[float
     return Matrix(tuple(parts), tuple(biases))
 
 
-def gated_convolution(
-    layer: Layer, source: str, kernel: int, *, bias: bool = False, post_norm: Norm | None = None
-) -> None:
-    """A short convolution between two gates (LFM 2), whose result is added to the residual."""
-    model, hidden, prefix = layer.model, layer.model.hidden_size, "conv."
-    model.add(Linear(source, "mixed", layer.matrix(prefix + "in_proj", 3 * hidden, hidden, bias=bias)))
-    weight = layer.weight(prefix + "conv.weight", hidden, 1, kernel)
-    conv_bias = layer.weight(prefix + "conv.bias", hidden) if bias else None
-    state = model.new_state(hidden, kernel - 1)
-    model.add(
-        ShortConvolution(
-            "mixed", "convolved", weight, state, 2 * hidden, conv_bias, input_gate=0, output_gate=hidden
-        )
-    )  # fmt: skip
-    out = layer.matrix(prefix + "out_proj", hidden, hidden, bias=bias)
-    layer.add_to_residual("convolved", out, post_norm=post_norm)
+def gated_convolution(kernel: int, *, bias: bool = False, after: str = "") -> Part:
+    """A short convolution between two gates (LFM 2), whose result is added to the residual. after: the norm of it"""
+
+    def mix(layer: Layer, source: str) -> None:
+        model, hidden = layer.model, layer.model.hidden_size
+        model.add(Linear(source, "mixed", layer.matrix("conv.in_proj", 3 * hidden, hidden, bias=bias)))
+        weight = layer.weight("conv.conv.weight", hidden, 1, kernel)
+        conv_bias, state = layer.weight("conv.conv.bias", hidden) if bias else None, model.new_state(hidden, kernel - 1)
+        model.add(
+            ShortConvolution(
+                "mixed", "convolved", weight, state, 2 * hidden, conv_bias, input_gate=0, output_gate=hidden
+            )
+        )  # fmt: skip
+        out = layer.matrix("conv.out_proj", hidden, hidden, bias=bias)
+        layer.add_to_residual("convolved", out, after=after)
+
+    return mix

@@ -17,9 +17,8 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families import read_program
 from cbatch.model.formats.gguf_architectures.architecture import Config
 from cbatch.model.formats.gguf_blocks import BF16, F16, FLOATS, block_name
-from cbatch.model.formats.gguf_config import read_config, sources_of
+from cbatch.model.formats.gguf_config import matrices_of, read_config
 from cbatch.model.formats.gguf_file import GgufFile, read_gguf
-from cbatch.model.formats.gguf_weights import GgufMatrix
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.program_model import check_weights
 from cbatch.model.stored import StoredWeights
@@ -51,8 +50,7 @@ class GgufModel:
         except OSError as error:
             raise ModelError(f"Cannot read {paths[0]}: {error.strerror or error}.") from error
         self.config: Config = read_config(file)
-        matrices = {name: GgufMatrix(file, source) for name, source in sources_of(file, self.config).items()}
-        self._weights = StoredWeights(matrices, file)
+        self._weights = StoredWeights(matrices_of(file, self.config), file)
         try:
             self._program = read_program(self.config)
             check_weights(self._program, self._weights)

@@ -23,11 +23,10 @@ from cbatch.model.formats.gguf_architectures.architecture import (
     Order,
     Rule,
     Rules,
-    declared_architectures,
-    find_architecture,
+    architectures,
 )
 from cbatch.model.formats.gguf_file import GgufFile
-from cbatch.model.formats.gguf_weights import Source
+from cbatch.model.formats.gguf_weights import GgufMatrix
 
 _MAX_LAYERS = 1024
 
@@ -39,9 +38,10 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises ModelError for an architecture that has no fast path here."""
-    found = find_architecture(Metadata(file))
+    data = Metadata(file)
+    found = next((one for one in architectures.get(file.architecture, []) if one.when(data)), None)
     if found is None:
-        known = ", ".join(declared_architectures())
+        known = ", ".join(sorted(architectures))
         raise ModelError(
             f"GGUF models of the architecture {file.architecture[:80]!r} are not read, but those of {known} are."
         )
@@ -111,61 +111,64 @@ def _check_heads(data: Metadata, config: Config) -> None:
         raise data.refused("has values of another size than keys, which is not read")
 
 
-def sources_of(file: GgufFile, config: Config) -> dict[str, Source]:
+def matrices_of(file: GgufFile, config: Config) -> dict[str, GgufMatrix]:
     """The weights of a model, by the names that transformers has for them.
 
     Raises InvalidFile for a tensor that models of its architecture do not have.
     """
     architecture = architecture_of(file)
-    found: dict[str, Source] = {}
+    found: dict[str, GgufMatrix] = {}
     for name in file.tensors:
         match = _LAYER_TENSOR.fullmatch(name)
         if match is not None and int(match[1]) < config["num_hidden_layers"]:
             before = f"blk.{match[1]}.", f"model.layers.{match[1]}."
-            found.update(_sources(file, architecture, architecture.layer, config, match[2], before))
+            found.update(_matrices(file, architecture, architecture.layer, config, match[2], *before))
         elif match is None and not _NOT_WEIGHTS.fullmatch(name):
-            found.update(_sources(file, architecture, architecture.model, config, name))
+            found.update(_matrices(file, architecture, architecture.model, config, name))
     return found
 
 
-def _sources(
-    file: GgufFile,
-    architecture: Architecture,
-    rules: Rules,
-    config: Config,
-    name: str,
-    before: tuple[str, str] = ("", ""),
-) -> Iterator[tuple[str, Source]]:
-    """The renaming of a tensor. before: the beginnings of its name in the file, and of the weight's"""
-    theirs, ours = before
+def _matrices(
+    file: GgufFile, architecture: Architecture, rules: Rules, config: Config, name: str, theirs: str = "",
+    ours: str = "",
+) -> Iterator[tuple[str, GgufMatrix]]:  # fmt: skip
+    """The weights of a tensor. theirs, ours: the beginnings of its name in the file, and of the weight's"""
+    path = file.paths[0]
     stem, _, ending = name.rpartition(".")
     rule, suffix = (rules[name], "") if name in rules else (rules.get(stem), f".{ending}")
     if rule is BEHIND:
         return
     if rule is None:
-        raise InvalidFile(f"{file.paths[0]} holds the tensor {theirs + name[:80]!r}, which is not read.")
+        raise InvalidFile(f"{path} holds the tensor {theirs + name[:80]!r}, which is not read.")
     rule = Rule(rule) if isinstance(rule, str) else rule
-    parts = [part + suffix for part in rule.parts]
-    tensors = tuple(theirs + one for one in (name, *parts))
+    tensors = tuple(theirs + one for one in (name, *(part + suffix for part in rule.parts)))
     shape = _joined_shape(file, tensors)
     if "{}" in rule.name:
         if shape[0] > MAX_EXPERTS:
-            raise InvalidFile(f"{file.paths[0]}: the tensor {tensors[0]!r} has the shape {shape}.")
+            raise InvalidFile(f"{path}: the tensor {tensors[0]!r} has the shape {shape}.")
         for number in range(shape[0]):
-            yield ours + rule.name.format(number) + suffix, Source(tensors, expert=number)
+            yield ours + rule.name.format(number) + suffix, GgufMatrix(file, tensors, shape[1:], expert=number)
         return
+
+    def order(of: Order | None, count: int) -> Tensor | None:
+        found = None if of is None else of(config, count)
+        if of is not None and found is None:
+            raise InvalidFile(f"{path}: the tensor {tensors[0]!r} does not have the shape that its heads need.")
+        return found
+
     is_norm = stem.endswith("_norm") and ending == "weight" and stem not in architecture.plain_norms
     are_vectors = ending == "bias" or len(shape) == 1
-    rows = _order(file, rule.rows, config, tensors[0], shape[-1 if are_vectors else -2])
-    columns = None if are_vectors else _order(file, rule.columns, config, tensors[0], shape[-1])
+    rows = order(rule.rows, shape[-1 if are_vectors else -2])
+    columns = None if are_vectors else order(rule.columns, shape[-1])
     shape = rule.shape(shape) if rule.shape is not None else shape
     yield (
         ours + rule.name + suffix,
-        Source(
+        GgufMatrix(
+            file,
             tensors,
             (*shape[:-2], *reversed(shape[-2:])) if rule.is_transposed else shape,
             is_transposed=rule.is_transposed,
-            rows=rows,
+            row_order=rows,
             columns=columns,
             offset=-architecture.norm_offset if is_norm else 0.0,
             combine=None if rule.combine is None else partial(rule.combine, config),
@@ -184,12 +187,3 @@ def _joined_shape(file: GgufFile, tensors: tuple[str, ...]) -> tuple[int, ...]:
     if len(shapes) != len(tensors) or len(set(others)) != 1:
         raise InvalidFile(f"{file.paths[0]}: the tensors {', '.join(tensors)} do not fit each other.")
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
-
-
-def _order(file: GgufFile, order: Order | None, config: Config, name: str, count: int) -> Tensor | None:
-    if order is None:
-        return None
-    found = order(config, count)
-    if found is None:
-        raise InvalidFile(f"{file.paths[0]}: the tensor {name!r} does not have the shape that its heads need.")
-    return found

@@ -23,9 +23,10 @@ from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT4_ZEROS, INT8, IQ4_NL, MXFP4, ON_CPU
 from cbatch.model.cpu import CpuModel
-from cbatch.model.formats import gguf_config, gguf_weights
+from cbatch.model.formats import gguf_config
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.gguf_architectures import architecture, declared
+from cbatch.model.formats.gguf_weights import GgufMatrix
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_model
 from cbatch.model.ops.all import Experts, Linear
@@ -260,10 +261,10 @@ def test_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return logits_in_chunks(model, CpuAttention())
 
     first, fingerprint = logits(), GgufModel([path]).fingerprint
-    reads = gguf_weights.GgufMatrix.integers
-    monkeypatch.setattr(gguf_weights.GgufMatrix, "integers", None)
+    reads = GgufMatrix.integers
+    monkeypatch.setattr(GgufMatrix, "integers", None)
     assert torch.equal(logits(), first)
-    monkeypatch.setattr(gguf_weights.GgufMatrix, "integers", reads)
+    monkeypatch.setattr(GgufMatrix, "integers", reads)
     content = bytearray(path.read_bytes())
     content[-4096:] = content[-4096:][::-1]
     path.write_bytes(content)
@@ -317,13 +318,13 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         architecture, "deinterleaved", lambda heads, dim, rotated: torch.arange(heads * dim)
     ),
     "norms keep their offset": lambda patch: patch.setattr(
-        gguf_config, "Source", lambda *args, **others: gguf_weights.Source(*args, **others | {"offset": 0.0})
+        gguf_config, "GgufMatrix", lambda *args, **others: GgufMatrix(*args, **others | {"offset": 0.0})
     ),
     "heads of values stay in turns": lambda patch: patch.setattr(
         declared, "_values_by_key", lambda config, width: torch.arange(config["linear_num_value_heads"] * width)
     ),
     "gate and up change places": lambda patch: patch.setattr(
-        gguf_config, "Source", lambda tensors, *args, **others: gguf_weights.Source(tensors[::-1], *args, **others)
+        gguf_config, "GgufMatrix", lambda file, names, *args, **others: GgufMatrix(file, names[::-1], *args, **others)
     ),
 }
 

@@ -1,9 +1,11 @@
-"""Damage to JSON documents: to one value, to one key, or to the bytes of the whole file."""
+"""Damage to JSON documents and to bytes: a mutation is drawn from a table, and what it is made of at random."""
 
 from __future__ import annotations
 
 import json
 import math
+import struct
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -21,6 +23,9 @@ ODD: list[Any] = [
 ]  # fmt: skip
 """What a file may say instead of what it should."""
 
+NUMBERS = (0, 1, 2, 3, 7, 48, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
+"""What a length or a number of a binary file may become."""
+
 Generator = np.random.Generator
 
 
@@ -29,33 +34,18 @@ def pick(generator: Generator, values: Any) -> Any:
     return deepcopy(values[int(generator.integers(len(values)))])
 
 
-def brief(value: Any) -> str:
-    text = ascii(value) if not isinstance(value, int) or abs(value) < 10**40 else "an integer of many digits"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def damaged_document(
-    document: Any, generator: Generator, extra: dict[str, list[Any]] | None = None
-) -> tuple[bytes, str]:
-    """The bytes of a damaged JSON file, and what is wrong with it.
-
-    extra: keys that the file may have besides, with values for them
-    """
-    changed, words = deepcopy(document), []
+def damaged_document(document: Any, generator: Generator, extra: dict[str, list[Any]] | None = None) -> bytes:
+    """The bytes of a damaged JSON file. extra: keys that the file may have besides, with values for them"""
+    changed = deepcopy(document)
     for _ in range(int(generator.integers(1, 3))):
         if extra and generator.random() < 0.4:
             key = pick(generator, list(extra))
-            value = pick(generator, extra[key] if generator.random() < 0.6 else ODD)
             if isinstance(changed, dict):
-                changed[key] = value
-                words.append(f"{key} = {brief(value)}")
+                changed[key] = pick(generator, extra[key] if generator.random() < 0.6 else ODD)
         elif isinstance(changed, dict | list) and changed:
-            words.append(_change_value(changed, generator))
+            _change_value(changed, generator)
     content = to_bytes(changed)
-    if generator.random() < 0.2:
-        content, how = damaged_text(content, generator)
-        words.append(how)
-    return content, "; ".join(words)
+    return damaged_text(content, generator) if generator.random() < 0.2 else content
 
 
 def to_bytes(value: Any) -> bytes:
@@ -78,88 +68,71 @@ def _with_short_integers(value: Any) -> Any:
     return "10**5000" if value == 10**5000 else value
 
 
-def _change_value(document: Any, generator: Generator) -> str:
+def _change_value(document: Any, generator: Generator) -> None:
     """Changes one value somewhere in a document, which is not empty; mostly near its top."""
-    place, path = document, ""
+    place = document
     while True:
         key = pick(generator, list(place) if isinstance(place, dict) else range(len(place)))
-        path += f".{key}" if isinstance(place, dict) else f"[{key}]"
         inner = place[key]
         if not isinstance(inner, dict | list) or not inner or generator.random() < 0.2:
             break
         place = inner
-    path = brief(path[1:])
     match int(generator.integers(10)):
         case 0:
             del place[key]
-            return f"without {path}"
         case 1:
-            place[key] = [inner]
-            return f"{path} in a list"
-        case 2:
-            place[key] = {"a": inner}
-            return f"{path} in an object"
+            place[key] = pick(generator, [[inner], {"a": inner}])
+        case 2 if isinstance(place, dict):
+            names = [key.upper(), key[:-1], key + "s", "", "\x00" + key, "\x1b" + key, "k" * 100_000]
+            place[pick(generator, names)] = place.pop(key)
         case 3 if isinstance(place, dict):
-            name = pick(generator, [key.upper(), key[:-1], key + "s", "", "\x00" + key, "\x1b" + key, "k" * 100_000])
-            place[name] = place.pop(key)
-            return f"{path} is called {brief(name)}"
-        case 4 if isinstance(place, dict):
-            place[TWICE + key] = value = pick(generator, ODD)
-            return f"{path} twice, then {brief(value)}"
-        case 5 if isinstance(inner, int | float) and not isinstance(inner, bool) and abs(inner) < 1e300:
-            place[key] = value = pick(generator, [-inner, inner + 1, inner * 2, inner * 10**9, inner * 0.5, str(inner)])
-            return f"{path} = {brief(value)}"
-        case 6:
+            place[TWICE + key] = pick(generator, ODD)
+        case 4 if isinstance(inner, int | float) and not isinstance(inner, bool) and abs(inner) < 1e300:
+            place[key] = pick(generator, [-inner, inner + 1, inner * 2, inner * 10**9, inner * 0.5, str(inner)])
+        case 5:
             other = pick(generator, list(place) if isinstance(place, dict) else range(len(place)))
             place[key], place[other] = place[other], place[key]
-            return f"{path} changed places with {brief(other)}"
         case _:
-            place[key] = value = pick(generator, ODD)
-            return f"{path} = {brief(value)}"
+            place[key] = pick(generator, ODD)
 
 
-def damaged_text(content: bytes, generator: Generator) -> tuple[bytes, str]:
+Mutation = Callable[[bytes, int, int, Generator], bytes]
+"""Changes a file's bytes, given a place and a size for it."""
+
+_BYTES: list[Mutation] = [
+    lambda data, at, size, generator: data[:at] + generator.bytes(1) + data[at + 1 :],
+    lambda data, at, size, generator: data[:at] + struct.pack("<Q", pick(generator, NUMBERS)) + data[at + 8 :],
+    lambda data, at, size, generator: data[:at] + generator.bytes(4) + data[at + 4 :],
+    lambda data, at, size, generator: data[:at] + data[at + size :],
+    lambda data, at, size, generator: data[:at] + data[at : at + size] * 2 + data[at + size :],
+    lambda data, at, size, generator: data[:at],
+    lambda data, at, size, generator: data + bytes(size),
+]
+_INSERTED = (b"\xff\xfe\x80", b"\0" * 5, b"\x1b[2J\x07", b"}{ x")
+_WHOLE = (
+    b"", b"[]", b"null", b"1", b'"x"', b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\0" * 1000, b"{" * 9
+)  # fmt: skip
+_TEXT: list[Mutation] = [
+    *_BYTES,
+    lambda data, at, size, generator: pick(generator, _WHOLE),
+    lambda data, at, size, generator: data[:at] + pick(generator, _INSERTED) + data[at:],
+    lambda data, at, size, generator: data + b"}{ x",
+    lambda data, at, size, generator: b"\xef\xbb\xbf" + data,
+    lambda data, at, size, generator: data.decode("utf-8", "replace").encode("utf-16"),
+    lambda data, at, size, generator: b" " * 3_000_000 + data,
+]
+
+
+def damaged_bytes(
+    content: bytes, generator: Generator, stop: int | None = None, mutations: Sequence[Mutation] = _BYTES
+) -> bytes:
+    """Damage to the bytes of a file, most of it before `stop`."""
+    for _ in range(int(generator.integers(1, 4))):
+        at = int(generator.integers(min(len(content), stop or len(content)) + 1))
+        content = pick(generator, mutations)(content, at, int(generator.integers(1, 100)), generator)
+    return content
+
+
+def damaged_text(content: bytes, generator: Generator) -> bytes:
     """Damage to the bytes of a file of text."""
-    place = int(generator.integers(len(content) + 1))
-    match int(generator.integers(12)):
-        case 0:
-            whole = [
-                b"",
-                b"[]",
-                b"null",
-                b"1",
-                b'"x"',
-                b"{}",
-                b"[" * 100_000,
-                b'{"a":' * 50_000,
-                b"\0" * 1000,
-                b"{" * 9,
-            ]
-            return (content := pick(generator, whole)), f"it is {len(content)} bytes: {brief(content[:40])}"
-        case 1:
-            return b"\xef\xbb\xbf" + content, "a BOM"
-        case 2:
-            return content.decode("utf-8", "replace").encode("utf-16"), "it is UTF-16"
-        case 3:
-            return content[:place], f"cut off at {place}"
-        case 4:
-            return content[:place] + b"\xff\xfe\x80" + content[place:], f"not UTF-8 at {place}"
-        case 5:
-            return content[:place] + b"\0" * 5 + content[place:], f"NUL at {place}"
-        case 6:
-            return content + b"}{ x", "more behind its end"
-        case 7:
-            return b" " * 3_000_000 + content, "3 MB of spaces"
-        case 8:
-            return content[:place] + b"\x1b[2J\x07" + content[place:], f"control characters at {place}"
-        case 9:
-            data = bytearray(content or b"x")
-            for _ in range(int(generator.integers(1, 5))):
-                data[int(generator.integers(len(data)))] = int(generator.integers(256))
-            return bytes(data), "changed bytes"
-        case 10:
-            size = int(generator.integers(1, 200))
-            return content[:place] + content[place : place + size] * 2 + content[place + size :], f"doubled at {place}"
-        case _:
-            size = int(generator.integers(1, 200))
-            return content[:place] + content[place + size :], f"cut out at {place}"
+    return damaged_bytes(content, generator, mutations=_TEXT)

@@ -6,12 +6,10 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -20,7 +18,7 @@ from tests.support.adapters import draw_adapter, save_adapter
 from tests.support.architectures import make_architecture
 from tests.support.gguf_files import byte_level_metadata, gguf_model, write_model
 from tests.support.model_folder import TEMPLATE, make_tokenizer
-from tests.support.model_fuzzer.documents import ODD, Generator, brief, damaged_document, damaged_text, pick, to_bytes
+from tests.support.model_fuzzer.documents import ODD, Generator, damaged_document, damaged_text, pick, to_bytes
 from tests.support.model_fuzzer.gguf_damage import damaged_gguf
 from tests.support.model_fuzzer.template_damage import random_template
 from tests.support.model_fuzzer.tokenizer_damage import damaged_tokenizer
@@ -128,13 +126,26 @@ class Special(Enum):
 Files = dict[str, "bytes | Special"]
 
 
-@dataclass
-class Damaged:
-    """A damaged model: the whole one that it is made of, files that are other ones, and what is wrong in words."""
+class Damaged(NamedTuple):
+    """A damaged model: the whole one that it is made of, and files that are other ones."""
 
     base: str
-    files: Files = field(default_factory=dict)
-    words: str = ""
+    files: Files
+
+    def words(self, whole: WholeModels) -> str:
+        """What is other than in the whole model, for people."""
+        return "; ".join(f"{name!a} {_difference(whole, self.base, name, one)}" for name, one in self.files.items())
+
+
+def _difference(whole: WholeModels, base: str, name: str, content: bytes | Special) -> str:
+    if isinstance(content, Special):
+        return f"is {content.value}"
+    path = whole.path(base) / name
+    before = path.read_bytes() if path.is_file() else b""
+    same = (number for number, pair in enumerate(zip(before, content, strict=False)) if pair[0] != pair[1])
+    place = next(same, min(len(before), len(content)))
+    around = slice(max(place - 30, 0), place + 30)
+    return f"at {place} of {len(content)} bytes: {content[around]!r} instead of {before[around]!r}"
 
 
 class WholeModels:
@@ -143,6 +154,7 @@ class WholeModels:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made: set[str] = set()
+        self._weights: dict[str, Folder] = {}
 
     def path(self, base: str) -> Path:
         path = self.folder / base
@@ -157,14 +169,10 @@ class WholeModels:
     def document(self, base: str, name: str) -> Any:
         return json.loads(self.content(base, name))
 
-    @cached_property
-    def folders(self) -> dict[str, Folder]:
-        return {}
-
     def weights(self, base: str) -> Folder:
-        if base not in self.folders:
-            self.folders[base] = Folder.read(self.path(base))
-        return self.folders[base]
+        if base not in self._weights:
+            self._weights[base] = Folder.read(self.path(base))
+        return self._weights[base]
 
     def _make(self, base: str, path: Path) -> None:
         if base == "gguf":
@@ -195,74 +203,53 @@ class WholeModels:
 def damaged_model(whole: WholeModels, area: str, seed: int, number: int) -> Damaged:
     """The model of that number in an area; the same for the same seed."""
     generator = np.random.default_rng([seed, zlib.crc32(area.encode()), number])
-    if area in FORMATS:
-        files, words = damaged_weights(whole.weights(area), generator)
-        return _of_weights(area, files, words)
-    return _DAMAGES[area](whole, generator)
+    base = area if area in (*FORMATS, "gguf") else "plain"
+    files = _weights(whole, generator, area) if area in FORMATS else _DAMAGES[area](whole, generator)
+    return Damaged(base, files)
 
 
-def _of_weights(base: str, files: Mapping[str, bytes], words: str) -> Damaged:
-    changed: Files = dict(files)
-    if WEIGHTS not in changed:
-        changed[WEIGHTS] = Special.NOTHING
-    return Damaged(base, changed, words)
+Damage = Callable[[WholeModels, Generator], Files]
 
 
-def _document(name: str, extra: dict[str, list[Any]] | None = None) -> Callable[[WholeModels, Generator], Damaged]:
-    def damage(whole: WholeModels, generator: Generator) -> Damaged:
-        content, words = damaged_document(whole.document("plain", name), generator, extra)
-        return Damaged("plain", {name: content}, words)
-
-    return damage
+def _document(name: str, extra: dict[str, list[Any]] | None = None) -> Damage:
+    return lambda whole, generator: {name: damaged_document(whole.document("plain", name), generator, extra)}
 
 
-def _tokenizer(whole: WholeModels, generator: Generator) -> Damaged:
-    content, words = damaged_tokenizer(whole.document("plain", "tokenizer.json"), generator)
-    return Damaged("plain", {"tokenizer.json": content}, words)
+def _special(names: Sequence[str], generator: Generator) -> Files:
+    return {pick(generator, names): pick(generator, list(Special))}
 
 
-def _template(whole: WholeModels, generator: Generator) -> Damaged:
+def _template(whole: WholeModels, generator: Generator) -> Files:
     template = random_template(generator, TEMPLATE)
     if generator.random() < 0.8:
-        return Damaged(
-            "plain", {"chat_template.jinja": template.encode("utf-8", "surrogatepass")}, ascii(template[:200])
-        )
+        return {"chat_template.jinja": template.encode("utf-8", "surrogatepass")}
     settings = whole.document("plain", "tokenizer_config.json") | {"chat_template": template}
-    files: Files = {"chat_template.jinja": Special.NOTHING, "tokenizer_config.json": to_bytes(settings)}
-    return Damaged("plain", files, ascii(template[:200]))
+    return {"chat_template.jinja": Special.NOTHING, "tokenizer_config.json": to_bytes(settings)}
 
 
-def _index(whole: WholeModels, generator: Generator) -> Damaged:
-    folder, name = whole.weights("plain"), "model.safetensors.index.json"
-    files: dict[str, bytes] = folder.files()
+def _index(whole: WholeModels, generator: Generator) -> Files:
+    folder, part = whole.weights("plain"), "model-00001-of-00001.safetensors"
+    files = folder.files()
     if generator.random() < 0.3:
         split_weights(files, folder, generator)
-        return _of_weights("plain", files, "in parts")
-    part = "model-00001-of-00001.safetensors"
-    files[part] = files.pop(WEIGHTS)
-    index = {"metadata": {"total_size": len(folder.data)}, "weight_map": dict.fromkeys(folder.names, part)}
-    files[name], words = damaged_document(index, generator)
-    return _of_weights("plain", files, words)
+    else:
+        files[part] = files.pop(WEIGHTS)
+        index = {"metadata": {"total_size": len(folder.data)}, "weight_map": dict.fromkeys(folder.names, part)}
+        files["model.safetensors.index.json"] = damaged_document(index, generator)
+    return {WEIGHTS: Special.NOTHING, **files}
 
 
-def _weights(whole: WholeModels, generator: Generator) -> Damaged:
-    return _of_weights("plain", *damaged_weights(whole.weights("plain"), generator))
+def _weights(whole: WholeModels, generator: Generator, base: str = "plain") -> Files:
+    return {WEIGHTS: Special.NOTHING, **damaged_weights(whole.weights(base), generator)}
 
 
-def _files(whole: WholeModels, generator: Generator) -> Damaged:
+def _files(whole: WholeModels, generator: Generator) -> Files:
     """A file is something else, or there is one more."""
     own = [path.name for path in sorted(whole.path("plain").iterdir()) if path.is_file()]
-    name = pick(generator, own if generator.random() < 0.6 else _FURTHER_FILES)
+    names = own if generator.random() < 0.6 else _FURTHER_FILES
     if generator.random() < 0.7:
-        special = pick(generator, list(Special))
-        return Damaged("plain", {name: special}, f"{name!a} is {special.value}")
-    content = to_bytes(pick(generator, ODD))
-    return Damaged("plain", {name: content}, f"{name!a} is {brief(content)}")
-
-
-def _gguf(whole: WholeModels, generator: Generator) -> Damaged:
-    content, words = damaged_gguf(whole.content("gguf", "model.gguf"), generator)
-    return Damaged("gguf", {"model.gguf": content}, words)
+        return _special(names, generator)
+    return {pick(generator, names): to_bytes(pick(generator, ODD))}
 
 
 _LORA_KEYS: dict[str, list[Any]] = {
@@ -273,51 +260,44 @@ _LORA_KEYS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def _lora(whole: WholeModels, generator: Generator) -> Damaged:
+def _lora(whole: WholeModels, generator: Generator) -> Files:
     name, weights = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
     match int(generator.integers(4)):
         case 0 | 1:
-            content, words = damaged_document(whole.document("plain", name), generator, _LORA_KEYS)
-            return Damaged("plain", {name: content}, words)
+            return _document(name, _LORA_KEYS)(whole, generator)
         case 2:
-            special = pick(generator, list(Special))
-            chosen = pick(generator, [name, weights])
-            return Damaged("plain", {chosen: special}, f"{chosen} is {special.value}")
+            return _special([name, weights], generator)
         case _:
-            content = whole.content("plain", weights)
-            length = int.from_bytes(content[:8], "little")
-            folder = Folder({"a": 1}, json.loads(content[8 : 8 + length]), content[8 + length :])
-            files, words = damaged_weights(folder, generator)
-            files = {
-                f"adapter/adapter_{each}": one for each, one in files.items() if each.endswith("model.safetensors")
-            }
-            return Damaged("plain", dict(files), words)
-
-
-def _packed(whole: WholeModels, generator: Generator) -> Damaged:
-    """Of the files that the first run with the whole model has left."""
-    folder = whole.path("plain") / PACKED
-    name = pick(generator, sorted(path.name for path in folder.iterdir()))
-    if generator.random() < 0.3:
-        special = pick(generator, list(Special))
-        return Damaged("plain", {f"{PACKED}/{name}": special}, f"{name[-14:]} is {special.value}")
-    content, words = damaged_text(whole.content("plain", f"{PACKED}/{name}"), generator)
-    return Damaged("plain", {f"{PACKED}/{name}": content}, f"{name[-14:]}: {words}")
+            folder = Folder.of({"a": 1}, whole.content("plain", weights))
+            files = damaged_weights(folder, generator)
+            return {f"adapter/adapter_{each}": one for each, one in files.items() if each.endswith(WEIGHTS)}
 
 
 PACKED = "cache/cbatch/weights"
 """Where runs keep packed weights, in a model's folder."""
 
-_DAMAGES: dict[str, Callable[[WholeModels, Generator], Damaged]] = {
+
+def _packed(whole: WholeModels, generator: Generator) -> Files:
+    """Of the files that the first run with the whole model has left."""
+    names = sorted(f"{PACKED}/{path.name}" for path in (whole.path("plain") / PACKED).iterdir())
+    if generator.random() < 0.3:
+        return _special(names, generator)
+    name = pick(generator, names)
+    return {name: damaged_text(whole.content("plain", name), generator)}
+
+
+_DAMAGES: dict[str, Damage] = {
     "config": _document("config.json", _CONFIG_KEYS),
     "generation": _document("generation_config.json", _GENERATION_KEYS),
-    "tokenizer": _tokenizer,
+    "tokenizer": lambda whole, generator: {
+        "tokenizer.json": damaged_tokenizer(whole.document("plain", "tokenizer.json"), generator)
+    },
     "tokenizer settings": _document("tokenizer_config.json", _SETTINGS_KEYS),
     "template": _template,
     "index": _index,
     "weights": _weights,
     "files": _files,
-    "gguf": _gguf,
+    "gguf": lambda whole, generator: {"model.gguf": damaged_gguf(whole.content("gguf", "model.gguf"), generator)},
     "lora": _lora,
     "packed weights": _packed,
 }

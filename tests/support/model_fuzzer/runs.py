@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tests.support.fork_server import ROOT
 from tests.support.model_fuzzer.judge import MOST_SECONDS, Outcome, violations
-from tests.support.model_fuzzer.kinds import AREAS, FORMATS, Damaged, WholeModels, damaged_model, write_damaged
+from tests.support.model_fuzzer.kinds import AREAS, FORMATS, WholeModels, damaged_model, write_damaged
 
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello é \U0001f600"}]},
@@ -37,7 +37,7 @@ class Judged(NamedTuple):
     area: str
     seed: int
     number: int
-    damaged: Damaged
+    words: str
     outcome: Outcome
     violations: list[str]
 
@@ -105,7 +105,7 @@ class LimitedRuns:
         found = violations(outcome, rows)
         if area == "packed weights" and outcome.output != self._whole_outputs[area]:
             found.append("its rows are not those of the whole model")
-        return Judged(area, seed, number, damaged, outcome, found)
+        return Judged(area, seed, number, damaged.words(self.whole), outcome, found)
 
     def _order(self, folder: Path, base: str, area: str) -> tuple[dict[str, Any], int]:
         """How the command is called, and how many rows it gets."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.base.model_files import WEIGHTS_INDEX
-from tests.support.model_fuzzer.documents import ODD, Generator, pick, to_bytes
+from tests.support.model_fuzzer.documents import ODD, Generator, damaged_bytes, pick, to_bytes
 
 WEIGHTS = "model.safetensors"
 
@@ -36,10 +36,12 @@ class Folder:
 
     @classmethod
     def read(cls, path: Path) -> Folder:
-        content = (path / WEIGHTS).read_bytes()
+        return cls.of(json.loads((path / "config.json").read_text()), (path / WEIGHTS).read_bytes())
+
+    @classmethod
+    def of(cls, config: dict[str, Any], content: bytes) -> Folder:
         length = struct.unpack_from("<Q", content)[0]
-        header = json.loads(content[8 : 8 + length])
-        return cls(json.loads((path / "config.json").read_text()), header, content[8 + length :])
+        return cls(config, json.loads(content[8 : 8 + length]), content[8 + length :])
 
     @property
     def names(self) -> list[str]:
@@ -70,22 +72,19 @@ class Folder:
         return {"config.json": to_bytes(self.config), WEIGHTS: struct.pack("<Q", len(header)) + header + self.data}
 
 
-def damaged_weights(folder: Folder, generator: Generator) -> tuple[dict[str, bytes], str]:
-    """The files of a damaged copy of a folder by name, and what was done to it."""
-    changed, words = deepcopy(folder), []
+def damaged_weights(folder: Folder, generator: Generator) -> dict[str, bytes]:
+    """The files of a damaged copy of a folder by name."""
+    changed = deepcopy(folder)
     for _ in range(int(generator.integers(1, 3))):
-        change = pick(generator, _CHANGES)
-        change(changed, generator)
-        words.append(change.__name__.strip("_").replace("_", " "))
+        pick(generator, _CHANGES)(changed, generator)
     files = changed.files()
     match int(generator.integers(8)):
         case 0:
-            files[WEIGHTS] = _with_damaged_bytes(files[WEIGHTS], generator)
-            words.append("changed bytes")
+            header = 8 + min(struct.unpack_from("<Q", files[WEIGHTS])[0], len(files[WEIGHTS]) - 16)
+            files[WEIGHTS] = damaged_bytes(files[WEIGHTS], generator, header)
         case 1:
             split_weights(files, changed, generator)
-            words.append("in parts")
-    return files, "; ".join(words)
+    return files
 
 
 def _change_settings(folder: Folder, generator: Generator) -> None:
@@ -133,9 +132,7 @@ def _change_entry(folder: Folder, generator: Generator) -> None:
 
 def _change_tensor(folder: Folder, generator: Generator) -> None:
     """A tensor has another type and shape, which its file says as they are."""
-    if not _is_whole(folder):
-        return
-    name = pick(generator, folder.names)
+    name, other = pick(generator, folder.names), folder.header[pick(generator, folder.names)]
     kind, shape = folder.header[name]["dtype"], list(folder.header[name]["shape"])
     match int(generator.integers(5)):
         case 0:
@@ -147,18 +144,14 @@ def _change_tensor(folder: Folder, generator: Generator) -> None:
         case 3:
             shape = pick(generator, [[], [1], [1, 1], [0], [0, 2**62], [64], [2, 64], [64, 64], [1] * 70])
         case _:
-            other = folder.header[pick(generator, folder.names)]
             kind, shape = other["dtype"], other["shape"]
     size = math.prod(shape) * _TYPES.get(kind, 1)
-    if size > MOST_BYTES:
-        return
-    folder.put(name, kind, shape, generator.bytes(size) if generator.random() < 0.5 else bytes(size))
+    if size <= MOST_BYTES:
+        folder.put(name, kind, shape, generator.bytes(size) if generator.random() < 0.5 else bytes(size))
 
 
 def _add_tensor(folder: Folder, generator: Generator) -> None:
     """A module has a tensor more, as others have it or of anything."""
-    if not _is_whole(folder):
-        return
     ends = sorted({name.rpartition(".")[2] for name in folder.names})
     ends += ["g_idx", "weight_zero_point", "weight_g_idx", "bias", "input_scale", "qzeros", "weight_scale_inv", "x"]
     other = pick(generator, folder.names)
@@ -167,23 +160,30 @@ def _add_tensor(folder: Folder, generator: Generator) -> None:
 
 
 def _remove_tensor(folder: Folder, generator: Generator) -> None:
-    if _is_whole(folder):
-        folder.remove(pick(generator, folder.names))
+    folder.remove(pick(generator, folder.names))
 
 
 def _change_numbers(folder: Folder, generator: Generator) -> None:
     """Numbers of a tensor become others, of which some are neither numbers nor groups that there are."""
-    if not _is_whole(folder):
-        return
     name = pick(generator, folder.names)
     size = len(folder.tensor(name))
     content = pick(generator, [generator.bytes(size), b"\xff" * size, b"\x7f" * size, bytes(size)])
     folder.put(name, folder.header[name]["dtype"], folder.header[name]["shape"], content)
 
 
+def _if_whole(change: Callable[[Folder, Generator], None]) -> Callable[[Folder, Generator], None]:
+    """A change of a file whose header is still true."""
+
+    def changed(folder: Folder, generator: Generator) -> None:
+        if _is_whole(folder):
+            change(folder, generator)
+
+    return changed
+
+
 _CHANGES: list[Callable[[Folder, Generator], None]] = [
-    _change_settings, _change_settings, _change_config, _change_entry, _change_tensor, _change_tensor, _add_tensor,
-    _remove_tensor, _change_numbers,
+    _change_settings, _change_settings, _change_config, _change_entry,
+    *map(_if_whole, (_change_tensor, _change_tensor, _add_tensor, _remove_tensor, _change_numbers)),
 ]  # fmt: skip
 
 
@@ -199,27 +199,6 @@ def _is_whole(folder: Folder) -> bool:
 def _can_be_made(entry: dict[str, Any]) -> bool:
     kind, shape = entry.get("dtype"), entry.get("shape")
     return isinstance(kind, str) and isinstance(shape, list) and all(type(one) is int and one >= 0 for one in shape)
-
-
-def _with_damaged_bytes(content: bytes, generator: Generator) -> bytes:
-    data = bytearray(content)
-    header = 8 + min(struct.unpack_from("<Q", content)[0], len(content) - 16)
-    place = int(generator.integers(0, header))
-    lengths = [0, 1, 2**31, 2**40, 2**63, 2**64 - 1, header, header - 9]
-    match int(generator.integers(6)):
-        case 0:
-            struct.pack_into("<Q", data, 0, pick(generator, lengths))
-        case 1:
-            data[place] = int(generator.integers(256))
-        case 2:
-            del data[place : place + int(generator.integers(1, 64))]
-        case 3:
-            data[place:place] = data[place : place + int(generator.integers(1, 64))]
-        case 4:
-            del data[int(generator.integers(len(data))) :]
-        case _:
-            data += bytes(int(generator.integers(1, 100)))
-    return bytes(data)
 
 
 def split_weights(files: dict[str, bytes], folder: Folder, generator: Generator) -> None:

@@ -22,6 +22,10 @@ from cbatch.model.formats.gguf_file import GgufFile
 _LARGEST = 2**31 - 1
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
 class Metadata:
     """The metadata of a file, with the type that each entry must have. Raises InvalidFile for another one."""
 
@@ -29,57 +33,48 @@ class Metadata:
         self.file = file
         self._prefix = file.architecture + "."
 
-    def _get(self, name: str) -> Any:
-        return self.file.metadata.get(self._prefix + name)
+    def _get(self, name: str, default: Any = None) -> Any:
+        found = self.file.metadata.get(self._prefix + name)
+        return default if found is None else found
+
+    def _checked(self, name: str, value: Any, is_right: bool) -> Any:
+        if not is_right:
+            found = "lacks" if value is None else f"has {str(value)[:60]!r} as"
+            raise InvalidFile(f"{self.file.paths[0]} {found} {self._prefix}{name}.")
+        return value
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number; if layers have one each, that of all."""
-        value = self._get(name)
-        if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
-            raise self._wrong(name, value)
-        return value
+        value = self._get(name, default)
+        value = value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+        return int(self._checked(name, value, _is_whole(value)))
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(name, value)
-        return float(value)
+        value = self._get(name, default)
+        return float(self._checked(name, value, type(value) in (int, float) and math.isfinite(value)))
 
     def text(self, name: str, default: str) -> str:
-        value = default if (given := self._get(name)) is None else given
-        if not isinstance(value, str):
-            raise self._wrong(name, value)
-        return value
+        value = self._get(name, default)
+        return str(self._checked(name, value, isinstance(value, str)))
 
     def flag(self, name: str, default: bool) -> bool:
-        value = default if (given := self._get(name)) is None else given
-        if not isinstance(value, bool):
-            raise self._wrong(name, value)
-        return value
+        value = self._get(name, default)
+        return bool(self._checked(name, value, isinstance(value, bool)))
 
     def wholes(self, name: str, count: int) -> list[int]:
         """A number for each layer."""
         value = self._get(name)
         values = [value] * count if type(value) is int else value
-        is_list = isinstance(values, list) and len(values) >= count
-        if not is_list or not all(type(one) is int and 0 <= one <= _LARGEST for one in values):
-            raise self._wrong(name, value)
-        found: list[int] = values[:count]
-        return found
+        is_list = isinstance(values, list) and len(values) >= count and all(map(_is_whole, values))
+        self._checked(name, value, is_list)
+        return list(values[:count])
 
     def flags(self, name: str, count: int) -> list[bool] | None:
         """A flag for each layer; None if there is none, or a number that says how often one is set."""
         value = self._get(name)
         if not isinstance(value, list):
             return None
-        if len(value) < count or not all(type(one) is bool for one in value):
-            raise self._wrong(name, value)
+        self._checked(name, value, len(value) >= count and all(type(one) is bool for one in value))
         return value[:count]
 
     def has(self, name: str) -> bool:
@@ -87,10 +82,6 @@ class Metadata:
 
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
-
-    def any_tensor(self, ending: str) -> bool:
-        """Whether a layer has such a tensor."""
-        return bool(self.shapes(ending))
 
     def shapes(self, ending: str) -> list[tuple[int, ...]]:
         """Of such a tensor, in all layers that have one."""
@@ -104,14 +95,10 @@ class Metadata:
     def refused(self, why: str) -> InvalidFile:
         return InvalidFile(f"{self.file.paths[0]} {why}.")
 
-    def _wrong(self, name: str, value: Any) -> InvalidFile:
-        found = "lacks" if value is None else f"has {str(value)[:60]!r} as"
-        return InvalidFile(f"{self.file.paths[0]} {found} {self._prefix}{name}.")
-
     def shape(self, tensor: str) -> tuple[int, ...]:
         """Of a tensor that must be there."""
         if tensor not in self.file.tensors:
-            raise InvalidFile(f"{self.file.paths[0]} has no tensor {tensor!r}.")
+            raise self.refused(f"has no tensor {tensor!r}")
         return self.file.tensors[tensor].shape
 
     def factors(self, tensor: str, count: int) -> list[float] | None:
@@ -214,7 +201,8 @@ class Architecture:
         return {name: one for name, one in found.items() if one is not ABSENT}
 
 
-_architectures: dict[str, list[Architecture]] = {}
+architectures: dict[str, list[Architecture]] = {}
+"""By their names in files."""
 
 
 def declare(
@@ -233,7 +221,7 @@ def declare(
     """Registers a declaration for the `general.architecture` name; see `Architecture`."""
     settings = {"rope_parameters": read_rope, "hidden_act": "silu"} | settings
     made = Architecture(kind, class_name, settings, more, layer, model, norm_offset, plain_norms, when)
-    _architectures.setdefault(name, []).append(made)
+    architectures.setdefault(name, []).append(made)
 
 
 def number(name: str, default: float) -> Read:
@@ -255,17 +243,7 @@ def has(tensor: str) -> Read:
 
 def has_any(tensor: str) -> Read:
     """Whether a layer has a tensor."""
-    return lambda data, config: data.any_tensor(tensor)
-
-
-def declared_architectures() -> list[str]:
-    return sorted(_architectures)
-
-
-def find_architecture(data: Metadata) -> Architecture | None:
-    """The declaration of a file's model; None if there is none."""
-    found = _architectures.get(data.file.architecture, [])
-    return next((one for one in found if one.when(data)), None)
+    return lambda data, config: bool(data.shapes(tensor))
 
 
 def permuted(name: str, heads: str) -> Rule:

@@ -215,16 +215,17 @@ declare("glm4moe", "glm4_moe", "Glm4MoeForCausalLM", layer=_BIASED | _AFTER_ATTE
 declare("dots1", "dots1", "Dots1ForCausalLM", layer=_BIASED, more=_BIASED_EXPERTS, **_QUERY_BIAS, sliding_window=None)
 
 
-def _shared_count(data: Metadata, config: Config) -> int:
+def _shared_size(data: Metadata, config: Config) -> int:
     shapes = data.shapes("ffn_gate_shexp.weight")
-    return shapes[0][0] // expert_size(data) if shapes else 0
+    return shapes[0][0] if shapes else 0
 
 
 # Neighbours are rotated together in transformers, too.
 declare("ernie4_5-moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
         layer=_BIASED
         | {"exp_probs_b.bias": Rule("mlp.moe_statics.e_score_correction_bias", shape=lambda shape: (1, shape[-1]))},
-        more=[mixture("moe_num_experts", "moe_k", "moe_intermediate_size")], moe_num_shared_experts=_shared_count,
+        more=[mixture("moe_num_experts", "moe_k", "moe_intermediate_size")], 
+        moe_num_shared_experts=lambda data, config: _shared_size(data, config) // expert_size(data),
         moe_layer_interval=whole("interleave_moe_layer_step", 1),
         moe_layer_start_index=whole("leading_dense_block_count", 0), use_bias=has("attn_q.bias"))  # fmt: skip
 
@@ -328,10 +329,6 @@ def _multipliers(data: Metadata, config: Config) -> Config:
     }
 
 
-def _shared_size(data: Metadata, config: Config) -> int:
-    return data.shape("blk.0.ffn_gate_shexp.weight")[0] if data.any_tensor("ffn_gate_shexp.weight") else 0
-
-
 _MIXTURE: Rules = {
     "ffn_gate_exps.weight": Rule("block_sparse_moe.input_linear.weight", parts=("ffn_up_exps.weight",)),
     "ffn_up_exps.weight": BEHIND, "ffn_up_shexp": BEHIND,
@@ -364,7 +361,7 @@ def _mamba(data: Metadata, config: Config) -> Config:
         "mamba_n_groups": data.whole("ssm.group_count"),
         "mamba_d_state": data.whole("ssm.state_size"),
         "mamba_d_conv": data.whole("ssm.conv_kernel"),
-        "mamba_conv_bias": data.any_tensor("ssm_conv1d.bias"),
+        "mamba_conv_bias": bool(data.shapes("ssm_conv1d.bias")),
     }
 
 

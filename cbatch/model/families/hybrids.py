@@ -1,0 +1,324 @@
+"""Families of which most layers are recurrent: Qwen 3.5, LFM, and those of Mamba 2 with attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cbatch.model.config import UnsupportedConfig
+from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
+from cbatch.model.families.decoder import (
+    LAYERNORMS,
+    attention,
+    by_kind,
+    decoder,
+    family,
+    feed_forward,
+    head_norms,
+    mixture,
+    separate_qkv,
+)
+from cbatch.model.families.experts import biased_router, gated_shared_expert, num_experts, sparse_layers
+from cbatch.model.families.mixers import (
+    DeltaSizes,
+    ScanSizes,
+    expanded_mamba,
+    gated_convolution,
+    gated_delta_net,
+    mamba2,
+)
+from cbatch.model.ops.all import Gate, Linear, Matrix
+
+
+@family("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+def qwen_hybrid(model: Builder) -> None:
+    """Norms have weights around 0, but for those of the delta nets. Text needs none of the positions for pictures."""
+    config, is_dense, is_next = model.config, "moe" not in model.kind, model.kind == "qwen3_next"
+    is_dense = is_dense and not is_next
+    config.expect("hidden_act", "silu")  # also after the convolutions
+    kv_heads = config.whole("num_key_value_heads", 4 if is_dense else 2)
+    norm = NormKind(config.get("rms_norm_eps", 1e-6), offset=1.0)
+    model.read(norm=norm, kv_heads=kv_heads, head_dim=256, part=0.25)
+    bias, interval = config.flag("attention_bias"), config.whole("full_attention_interval", 4)
+    kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in model.numbers]
+    kinds = model.layer_types(kinds, ("full_attention", "linear_attention"))
+    config.expect("attn_output_gate", True)
+    config.expect("mamba_ssm_dtype", "float32")
+    config.ignore("image_token_id", "video_token_id", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+                  "intermediate_size")  # fmt: skip
+    model.layouts = ((("model.", "model.language_model."),),)
+    model.spare += [r"(model\.)?visual\..*", r"mtp\..*"]
+    gated = attention(
+        qkv=lambda layer, sizes: _with_gates(layer, sizes, bias=bias)[0], out_bias=bias, norms=head_norms(),
+        gate=lambda layer, source: _gate(layer, source, bias=bias),
+    )  # fmt: skip
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    defaults = (16, 32, 128, 128, 4)
+    sizes = (config.whole(f"linear_{key}", each) for key, each in zip(keys, defaults, strict=True))
+    delta = gated_delta_net(DeltaSizes(*sizes), _interleaved if is_next else _side_by_side)
+    feed = feed_forward()
+    if not is_dense:
+        sparse = sparse_layers(config, model.num_layers) if is_next else [True] * model.num_layers
+        count = num_experts(config) if any(sparse) else 0
+        router = {"scores": "softmax", "normalize": config.flag("norm_topk_prob", True) if is_next else True}
+        feed = mixture(
+            count, config.whole("moe_intermediate_size"), router, sparse=[one and count > 0 for one in sparse],
+            beside=gated_shared_expert,
+        )  # fmt: skip
+    decoder(model, by_kind(kinds, full_attention=gated, linear_attention=delta), feed)
+
+
+def _with_gates(layer: Layer, sizes: HeadSizes, *, bias: bool) -> tuple[Matrix, Matrix]:
+    """Queries, keys and values; and gates, of which each head of q_proj gives one after its query."""
+    twice = replace(sizes, heads=2 * sizes.heads)
+    qkv, dim = separate_qkv(bias=bias)(layer, twice), sizes.head_dim
+    start = 2 * dim * torch.arange(sizes.heads)[:, None] + torch.arange(dim)
+    both = Matrix(qkv.parts[:1], qkv.biases[:1])
+    gates, queries = rows_of(both, (start + dim).flatten()), rows_of(both, start.flatten())
+    return Matrix(queries.parts + qkv.parts[1:], queries.biases + qkv.biases[1:]), gates
+
+
+def _gate(layer: Layer, source: str, *, bias: bool) -> Gate:
+    layer.model.add(Linear(source, "gate", _with_gates(layer, layer.model.sizes, bias=bias)[1]))
+    return Gate("gate", "attended")
+
+
+def _side_by_side(layer: Layer, sizes: DeltaSizes) -> tuple[Matrix, Matrix]:
+    """Of Qwen 3.5: queries, keys and values, then gates; and what controls the state."""
+    hidden, names = layer.model.hidden_size, [f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+    mixed = layer.matrix(names[:2], [2 * sizes.keys + sizes.values, sizes.values], hidden)
+    return mixed, layer.matrix(names[2:], [sizes.value_heads] * 2, hidden)
+
+
+def _interleaved(layer: Layer, sizes: DeltaSizes) -> tuple[Matrix, Matrix]:
+    """Of Qwen 3 Next: a head of keys and the heads of values that it serves lie together."""
+    hidden, shared = layer.model.hidden_size, sizes.value_heads // sizes.key_heads
+    values = shared * sizes.value_dim
+    mixed = layer.matrix("linear_attn.in_proj_qkvz", 2 * (sizes.keys + sizes.values), hidden)
+    controls = layer.matrix("linear_attn.in_proj_ba", 2 * sizes.value_heads, hidden)
+    order = _gathered(sizes.key_heads, [sizes.key_dim, sizes.key_dim, values, values])
+    return rows_of(mixed, order), rows_of(controls, _gathered(sizes.key_heads, [shared, shared]))
+
+
+def _gathered(groups: int, widths: list[int]) -> Tensor:
+    """The order of rows that brings parts together which each of the groups has."""
+    parts = torch.split(torch.arange(groups * sum(widths)).view(groups, -1), widths, dim=1)
+    return torch.cat([part.flatten() for part in parts])
+
+
+_LFM_NAMES = ("w1", "w3", "w2")
+_LFM_NORMS = ("operator_norm", "ffn_norm")
+
+
+@family("lfm2", "lfm2_moe")
+def lfm2(model: Builder) -> None:
+    """One has experts after a few dense layers."""
+    config, prefix = model.config, "feed_forward."
+    model.read(norm=NormKind(config.get("norm_eps", 1e-5)), theta=1e6, key="")
+    config.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_use_swiglu", "block_norm_eps",
+                  "block_dim", "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale",
+                  "num_heads")  # fmt: skip
+    attends = config.get("full_attn_idxs") or list(model.numbers)
+    kinds = ["full_attention" if i in attends else "conv" for i in model.numbers]
+    mix = by_kind(
+        model.layer_types(kinds, ("full_attention", "conv")),
+        full_attention=attention(out="out_proj", norms=head_norms(*LAYERNORMS)),
+        conv=gated_convolution(config.whole("conv_L_cache", 3), bias=config.flag("conv_bias")),
+    )
+    if model.kind == "lfm2":
+        feed = feed_forward(size=_feed_forward_size(model), prefix=prefix, names=_LFM_NAMES)
+    else:
+        router = {
+            "name": prefix + "gate", "scores": "sigmoid", "normalize": config.flag("norm_topk_prob", True),
+            "choice_bias": prefix + "expert_bias" if config.get("use_expert_bias", True) else "", "epsilon": 1e-6,
+            "factor": config.number("routed_scaling_factor", 1.0),
+        }  # fmt: skip
+        dense, size = config.whole("num_dense_layers", 2), config.whole("intermediate_size")
+        feed = mixture(
+            config.whole("num_experts"), config.whole("moe_intermediate_size"), router, prefix=prefix + "experts.",
+            names=_LFM_NAMES, sparse=[i >= dense for i in model.numbers],
+            dense=feed_forward(size=size, prefix=prefix, names=_LFM_NAMES),
+        )  # fmt: skip
+    decoder(
+        model, mix, feed, norms=_LFM_NORMS, final="embedding_norm", tied_by_default=config.flag("tie_embedding", True)
+    )
+
+
+def _feed_forward_size(model: Builder) -> int:
+    """Two thirds of what the file says, up to a multiple."""
+    config = model.config
+    size = int(config.first("block_ff_dim", "intermediate_size"))
+    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.whole("block_multiple_of", 256)
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    if factor is None:
+        return size
+    return -(-int(factor * size) // multiple) * multiple
+
+
+@family("lfm3")
+def lfm3(model: Builder) -> None:
+    """Windows with rotations of their own, a gate for each head, and norms after each part."""
+    config = model.config
+    model.read(norm=NormKind(config.first("norm_eps", "rms_norm_eps")), has_rotary=False, key="", head_dim=128)
+    kinds = ["conv" if i % 2 or i == 0 else "full_attention" if i % 4 == 2 else "sliding_attention"
+             for i in model.numbers]  # fmt: skip
+    kinds = model.layer_types(kinds, ("full_attention", "sliding_attention", "conv"))
+    window = int(config.get("sliding_window", 256) or 0)
+    defaults = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    }
+    is_given = bool(config.get("rope_parameters"))
+    rotaries: dict[str, int | None] = {
+        kind: model.read_rotary(layer_type=kind, settings=None if is_given else defaults[kind])
+        for kind in sorted(set(kinds) - {"conv"})
+    }
+    after = ("post_operator_norm", "post_ffn_norm") if config.flag("use_sandwich_norm", True) else ("", "")
+
+    def gate(layer: Layer, source: str) -> Gate:
+        matrix = layer.matrix("self_attn.gate_proj", model.sizes.heads, model.hidden_size)
+        model.add(Linear(source, "gate", matrix))
+        return Gate("gate", "attended", width=model.sizes.cache.value_dim)
+
+    attend = attention(
+        bias=config.flag("attention_bias"), rotary=[rotaries.get(kind) for kind in kinds], norms=head_norms(),
+        window=[window if kind == "sliding_attention" else 0 for kind in kinds], after=after[0],
+        gate=gate if config.flag("use_attention_gate", True) else None,
+    )  # fmt: skip
+    conv = gated_convolution(config.whole("conv_L_cache", 7), bias=config.flag("conv_bias"), after=after[0])
+    mix = by_kind(kinds, conv=conv, full_attention=attend, sliding_attention=attend)
+    feed = feed_forward(prefix="feed_forward.", names=_LFM_NAMES, after=after[1])
+    decoder(model, mix, feed, norms=_LFM_NORMS, final="embedding_norm", tied_by_default=True)
+
+
+_MAMBA_NORMS = "input_layernorm", "pre_ff_layernorm"
+_MAMBA, _ATTENTION, _EXPERTS, _DENSE = "linear_attention", "full_attention", "moe", "mlp"
+_LETTERS = {"M": _MAMBA, "*": _ATTENTION, "E": _EXPERTS, "-": _DENSE}
+"""How older files of Nemotron H write the kinds of layers."""
+
+
+@family("bamba")
+def bamba(model: Builder) -> None:
+    """A feed-forward part in every layer, and heads of which a half is rotated."""
+    config = model.config
+    model.read(eps=1e-5, part=0.5)
+    config.expect("hidden_act", "silu")  # also after the convolutions
+    config.ignore("attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
+    attends = config.get("attn_layer_indices") or []
+    mix = by_kind(
+        ["attention" if i in attends else "mamba" for i in model.numbers],
+        attention=attention(bias=config.flag("attention_bias")), mamba=expanded_mamba(model),
+    )  # fmt: skip
+    feed = feed_forward(prefix="feed_forward.", bias=config.flag("mlp_bias"))
+    decoder(model, mix, feed, norms=_MAMBA_NORMS, final="final_layernorm")
+
+
+@family("falcon_h1")
+def falcon_h1(model: Builder) -> None:
+    """Mamba and attention read the same norm in every layer. There are multipliers everywhere."""
+    config = model.config
+    model.read(eps=1e-5)
+    config.expect("hidden_act", "silu")  # also after the convolutions
+    config.ignore("mamba_chunk_size", "num_logits_to_keep", "mamba_use_mlp", "time_step_rank", "time_step_min",
+                  "time_step_max", "time_step_floor")  # fmt: skip
+
+    def multiplier(name: str) -> float:
+        return float(config.get(f"{name}_multiplier", 1.0))
+
+    bias, enters, comes_in = config.flag("attention_bias"), multiplier("attention_in"), multiplier("ssm_in")
+    if bias and enters != 1:
+        raise UnsupportedConfig("its attention has biases and a multiplier of its input")
+    if config.flag("mamba_proj_bias") and comes_in != 1:
+        raise UnsupportedConfig("its recurrent layers have biases and a multiplier of their input")
+    mamba = expanded_mamba(
+        model, has_norm=config.flag("mamba_rms_norm"), gate_first=not config.get("mamba_norm_before_gate", True),
+        out_bias=config.flag("projectors_bias"), factor=multiplier("ssm_out"),
+        multipliers=[comes_in * float(one) for one in config.get("ssm_multipliers") or [1.0] * 5],
+    )  # fmt: skip
+    scale = model.sizes.head_dim**-0.5 * multiplier("key") * enters * enters
+    attend = attention(bias=bias, scale=scale, factor=multiplier("attention_out") * enters)
+
+    def mix(layer: Layer, source: str) -> None:
+        mamba(layer, source)
+        attend(layer, source)
+
+    decoder(
+        model, mix, _scaled_feed_forward, norms=_MAMBA_NORMS, final="final_layernorm", scale=multiplier("embedding"),
+        factor=multiplier("lm_head"),
+    )  # fmt: skip
+
+
+def _scaled_feed_forward(layer: Layer, source: str) -> None:
+    """With a multiplier of what goes into the activation, and one of the result."""
+    model, config, prefix = layer.model, layer.model.config, "feed_forward."
+    size, bias = config.whole("intermediate_size"), config.flag("mlp_bias")
+    before, after = (float(one) for one in config.get("mlp_multipliers") or [1.0, 1.0])
+    up = layer.matrix([prefix + "gate_proj", prefix + "up_proj"], [size, size], model.hidden_size, bias=bias)
+    parts, biases = (
+        tuple(replace(one, factor=before) for one in each[:1]) + each[1:] for each in (up.parts, up.biases)
+    )
+    model.add(Linear(source, "intermediate", Matrix(parts, biases), activation=model.activation))
+    down = layer.matrix(prefix + "down_proj", model.hidden_size, size, bias=bias)
+    layer.add_to_residual("intermediate", down, factor=after)
+
+
+@family("nemotron_h")
+def nemotron_h(model: Builder) -> None:
+    """Each layer is one part: Mamba, attention without positions, a feed-forward part or experts, all without gates."""
+    config, prefix = model.config, "mixer."
+    model.read(
+        norm=NormKind(config.get("layer_norm_epsilon", 1e-5)), has_rotary=False, key="mlp_hidden_act",
+        activation="relu2", gated=False, head_dim=128,
+    )  # fmt: skip
+    config.expect("mamba_hidden_act", "silu")
+    config.expect("attention_bias", False)
+    config.expect("mamba_ssm_cache_dtype", "float32")
+    config.ignore("sliding_window", "use_mamba_kernels", "chunk_size", "expand", "time_step_max", "time_step_limit",
+                  "time_step_floor", "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type",
+                  "mtp_hybrid_override_pattern", "mamba_proj_bias", "residual_in_fp32", "rescale_prenorm_residual",
+                  "num_logits_to_keep", "intermediate_size", "n_shared_experts", "num_hidden_layers", "rope_theta",
+                  "rope_parameters", "partial_rotary_factor")  # fmt: skip
+    model.layouts = ((("model.", "backbone."),),)
+    model.spare.append(r"mtp\..*")
+    scan = ScanSizes(
+        heads=config.whole("mamba_num_heads", 128),
+        head_dim=config.whole("mamba_head_dim", 64),
+        groups=config.whole("n_groups", 8),
+        state_size=config.whole("ssm_state_size", 128),
+        kernel=config.whole("conv_kernel", 4),
+        limits=(config.number("time_step_min", 0.001), math.inf),
+    )
+    kinds, bias = _nemotron_layers(model), config.flag("mlp_bias")
+    parts = {
+        _MAMBA: mamba2(
+            scan, prefix=prefix, bias=config.flag("use_bias"), conv_bias=config.flag("use_conv_bias", True)
+        ),
+        _ATTENTION: attention(prefix=prefix),
+        _DENSE: feed_forward(prefix=prefix, bias=bias),
+    }  # fmt: skip
+    if _EXPERTS in kinds:
+        config.expect("moe_latent_size", None)
+        parts[_EXPERTS] = mixture(
+            config.whole("n_routed_experts", 8), config.whole("moe_intermediate_size", 7688),
+            {"name": prefix + "gate"} | biased_router(config, "mixer.gate.e_score_correction_bias"),
+            prefix=prefix + "experts.", names=("up_proj", "down_proj"), shared_prefix=prefix + "shared_experts.",
+            shared=config.whole("moe_shared_expert_intermediate_size", 7688), shared_bias=bias,
+        )  # fmt: skip
+    decoder(model, by_kind(kinds, **parts), norms=("norm",), embed="embeddings", final="norm_f")
+
+
+def _nemotron_layers(model: Builder) -> list[str]:
+    config, kinds = model.config, model.config.get("layers_block_type")
+    if kinds is None:
+        kinds = [_LETTERS.get(letter, letter) for letter in config["hybrid_override_pattern"]]
+    older = {"mamba": _MAMBA, "attention": _ATTENTION}
+    found = [str(older.get(kind, kind)) for kind in kinds]
+    if not set(found) <= set(_LETTERS.values()) or len(found) != model.num_layers:
+        raise UnsupportedConfig("it has layers of other types")
+    config.ignore("hybrid_override_pattern")
+    return found
