@@ -130,7 +130,7 @@ def machine_facts(threads: int) -> dict[str, Any]:
     """What the work runs on."""
     import psutil
 
-    from cbatch.cli.bench.results import processor
+    from cbatch.cli.bench.roofline import processor
 
     return {"cpu": processor(), "cores": psutil.cpu_count(logical=False) or os.cpu_count(), "threads": threads}
 

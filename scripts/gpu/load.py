@@ -14,8 +14,8 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.cli.bench.load.measure import Capacity, find_capacity
-from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, run_load
+from cbatch.cli.bench.load import find_capacity
+from cbatch.cli.bench.users import SLO, LoadResult, Scenario, run_load
 from cbatch.cli.bench.workload import LengthDistribution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
@@ -123,16 +123,10 @@ class Served:
 
     @classmethod
     def of(cls, what: str, shape: str, users: int, result: LoadResult) -> Served:
-        return cls(
-            what,
-            shape,
-            users,
-            result.users_served,
-            result.ttft_s.p99,
-            result.tpot_s.p99,
-            result.output_tokens_per_s,
-            result.first_error,
-        )
+        figures = result.figures
+        first_s, further_s = figures["ttft_s"]["p99"], figures["tpot_s"]["p99"]
+        speed, error = figures["output_tokens_per_s"], figures["first_error"]
+        return cls(what, shape, users, figures["users_served_share"], first_s, further_s, speed, error)
 
     def __str__(self) -> str:
         share = "no user finished an answer" if self.share is None else f"{self.share:.1%} served"
@@ -233,16 +227,14 @@ def load_lines(setup: Setup, sizes: Sizes) -> Iterator[Steady | Served | str]:
         asked = scenario(engine, sizes)
         run_load(engine_thread, asked.probe(1, min(3.0, sizes.probe_s)), sizes.slo)  # compiles the kernels
         yield Served.of(name, name, sizes.users, run_load(engine_thread, asked, sizes.slo))
-        found = find_capacity(
-            lambda users: run_load(engine_thread, asked.probe(users, sizes.probe_s), sizes.slo),
-            most=sizes.most,
-            precision=0.1,
-        )
-    yield from capacity_lines(name, found)
+        probes: dict[int, LoadResult] = {}
 
+        def probe(users: int) -> LoadResult:
+            probes[users] = run_load(engine_thread, asked.probe(users, sizes.probe_s), sizes.slo)
+            return probes[users]
 
-def capacity_lines(name: str, found: Capacity) -> Iterator[Served | str]:
-    for users, result in found.probes.items():
+        found = find_capacity(probe, most=sizes.most, precision=0.1)
+    for users, result in sorted(probes.items()):
         yield Served.of(f"{name}, probe", name, users, result)
     limit = ", the most that were tried" if found.is_limit else ""
     yield f"{name}: the SLO holds for {found.users} users{limit}"

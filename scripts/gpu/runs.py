@@ -122,11 +122,12 @@ class Setup:
             what = f"{self.shape}, {requests} requests, transformers' continuous batching"
             setup = PeerSetup(self.loaded.network, work, min(self.max_seqs, requests), self.max_batch_tokens)
             try:
-                _, metrics = run_peer(way, setup)
+                _, figures = run_peer(way, setup)
             except PeerError as error:
                 yield Run(f"{what} ({way})", self.shape, requests, way, error=str(error))
             else:
-                yield Run(f"{what} ({metrics.attention})", self.shape, requests, way, metrics.output_tokens_per_s)
+                speed = figures["output_tokens_per_s"]
+                yield Run(f"{what} ({figures['attention']})", self.shape, requests, way, speed)
 
 
 def free(device: torch.device) -> None:

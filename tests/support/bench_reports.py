@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict
+from typing import Any
 
 from cbatch.cli.bench.command import bench
-from cbatch.cli.bench.load.measure import Capacity, LoadReport
-from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, TimedAnswer
+from cbatch.cli.bench.comparison import Result, run_figures
+from cbatch.cli.bench.load import Capacity, Rounds, report_of
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.peers import PeerMetrics
+from cbatch.cli.bench.page import Report
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
-from cbatch.cli.bench.results import (
-    AnyResult,
-    ComparisonReport,
-    FailedPeer,
-    Machine,
-    Metrics,
-    OutputDifference,
-    ReplicaMetrics,
-    StrategyResult,
-    run_metrics,
-)
-from cbatch.cli.bench.roofline import DeviceRates, RooflineBound
-from cbatch.cli.bench.techniques import PromptMemory, Techniques, TokenCost
+from cbatch.cli.bench.skew import gain_of
+from cbatch.cli.bench.users import LoadResult, Scenario, TimedAnswer
 from cbatch.cli.bench.workload import LengthDistribution, Workload
 from cbatch.cli.common.options import make_options
 from cbatch.cli.common.percentiles import Percentiles
@@ -31,10 +21,19 @@ from cbatch.cli.run.stats import ReplicaFigures
 EVIL = "<script src='http://example.org/x'>\"&\x1b[2J"
 """A name that would be markup, and control the terminal."""
 
-SAME = OutputDifference(1.0, None)
 WORK = Workload([[1] * 4, [1] * 2, [1] * 3], [3, 2, 1], f"by hand {EVIL}")
-MACHINE = Machine("AMD EPYC", 2, f"Linux {EVIL}", "0.1.0", "3.11", "2.13", "5.24")
-MODEL = f"demo {EVIL}, 5.1M parameters"
+ABOUT = {
+    "machine": {
+        "device": "AMD EPYC",
+        "threads": 2,
+        "system": f"Linux {EVIL}",
+        "cbatch": "0.1.0",
+        "python": "3.11",
+        "torch": "2.13",
+        "transformers": "5.24",
+    },
+    "model": f"demo {EVIL}, 5.1M parameters",
+}
 
 KINDS = ("strategies", "ablations", "peers", "replicas")
 """Of comparisons; those of loads are `load` and `capacity`."""
@@ -105,78 +104,87 @@ def bench_options(*arguments: str) -> BenchOptions:
         return make_options(BenchOptions, context.params)
 
 
-def result_of(name: str, title: str, metrics: Metrics) -> StrategyResult:
-    rounds = [metrics.elapsed_s, metrics.elapsed_s * 1.0123456789, metrics.elapsed_s * 1.2]
-    return StrategyResult(name, title, metrics, 0.123456789, rounds, SAME)
+def result_of(name: str, title: str, figures: dict[str, Any]) -> Result:
+    rounds = [figures["elapsed_s"], figures["elapsed_s"] * 1.0123456789, figures["elapsed_s"] * 1.2]
+    judged = {"floor_share": 0.123456789, "elapsed_s_of_rounds": rounds}
+    judged |= {"equal_rows_share": 1.0, "first_difference": None}
+    return {"strategy": name, "title": title, **figures, **judged}
 
 
-def make_comparison(*kinds: str) -> ComparisonReport:
+def make_comparison(*kinds: str) -> Report:
     """Static batches and continuous batching, with what these kinds of reports have beside them."""
     records = both()
-    techniques = Techniques()
+    techniques: dict[str, Any] = {}
     if "ablations" in kinds:
         records |= {"without KV cache": slow_record(940.0), "without dynamic scheduling": slow_record(9.0)}
-        memory = [PromptMemory(10_000, 512, 123_456_789, 0.123456789)]
-        techniques = Techniques(memory, [TokenCost(64, 0.0123456789, 0.00123456789)])
+        memory = {"prompt_tokens": 10_000, "tokens_a_step": 512, "peak_bytes": 123_456_789, "elapsed_s": 0.123456789}
+        cost = {"context_tokens": 64, "without_cache_s": 0.0123456789, "with_cache_s": 0.00123456789}
+        techniques = {"techniques": {"prompt_memory": [memory], "token_costs": [cost]}}
     names = {"static batches": "static", "continuous": "continuous"}
-    results: list[AnyResult] = [
-        result_of(names.get(title, "no-technique"), title, run_metrics(record, WORK))
+    results = [
+        result_of(names.get(title, "no-technique"), title, run_figures(record, WORK))
         for title, record in records.items()
     ]
     if "peers" in kinds:
-        results.append(result_of("transformers-generate", "transformers-generate", PeerMetrics(55.0, 6 / 55, "sdpa")))
-        results.append(FailedPeer("transformers-cb", f"not available here: {EVIL}"))
+        peer = {"elapsed_s": 55.0, "output_tokens_per_s": 6 / 55, "attention": "sdpa"}
+        results.append(result_of("transformers-generate", "transformers-generate", peer))
+        failed = {"strategy": "transformers-cb", "title": "transformers-cb", "error": f"not available here: {EVIL}"}
+        results.append(failed)
     if "replicas" in kinds:
-        figures = [ReplicaFigures(f"cpu:{n}", "ready", 2, 5, 0, 3, 4, 0, 0.1, 0, 0, "") for n in range(2)]
-        ttft, tpot = Percentiles(1.5, 2.0, 2.5), Percentiles(0.5, 0.6, 0.7)
-        results.append(result_of("replicas", "2 replicas", ReplicaMetrics(3.0, 2.0, ttft, tpot, 4, 0, 0, 0, figures)))
-    return ComparisonReport(
-        options=bench_options("--batch-size", "2"),
-        machine=MACHINE,
-        model=MODEL,
-        work=WORK,
-        strategies=results,
-        records=records,
-        rates=DeviceRates(23_456_789_012.3, 212_345_678_901.2),
-        bound=RooflineBound(0.0123456789, 0.2, 0.3),
-        assumed=["The model does not tell its width."],
-        techniques=techniques,
-    )
+        figures = [asdict(ReplicaFigures(f"cpu:{n}", "ready", 2, 5, 0, 3, 4, 0, 0.1, 0, 0, "")) for n in range(2)]
+        times = {"ttft_s": asdict(Percentiles(1.5, 2.0, 2.5)), "tpot_s": asdict(Percentiles(0.5, 0.6, 0.7))}
+        counts = {"steps": 4, "preemptions": 0, "drafted_tokens": 0, "accepted_tokens": 0, "replicas": figures}
+        speed = {"elapsed_s": 3.0, "output_tokens_per_s": 2.0}
+        results.append(result_of("replicas", "2 replicas", speed | times | counts))
+    work = {"source": WORK.source, "requests": 3, "prompt_tokens": 9, "output_tokens": 6}
+    roofline = {"copy_bytes_per_s": 23_456_789_012.3, "matrix_flops_per_s": 212_345_678_901.2}
+    roofline |= {"weights_s": 0.0123456789, "compute_s": 0.2, "cache_s": 0.3, "floor_s": 0.5}
+    data = {
+        **ABOUT,
+        "work": work | {"slots": 2, "rounds": 3, "seed": 7},
+        "strategies": results,
+        "roofline": roofline | {"assumed": ["The model does not tell its width."]},
+        "gain": gain_of(records["static batches"], records["continuous"], WORK),
+    }
+    return Report(data | techniques, records)
 
 
-def make_load(users: int) -> LoadResult:
-    return LoadResult(
-        users=users,
-        users_judged=users,
-        users_served=1 / users,
-        answers=users,
-        answers_served=1 / users,
-        cut_off=0,
-        errors=0,
-        first_error="",
-        ttft_s=Percentiles(0.1 * users, 0.15 * users, 0.2 * users),
-        tpot_s=Percentiles(users / 90, users / 60, users / 50),
-        prompt_tokens=30,
-        cached_tokens=0,
-        output_tokens=30,
-        elapsed_s=9.0,
-        worst_lag_s=0.0,
-        timed=[TimedAnswer(n, n / users, 0.2 * (n + 1), 90 / (n + 1) if n else None) for n in range(users)],
-    )
+def make_load(users: int, missing: int = 0) -> LoadResult:
+    figures = {
+        "users": users,
+        "users_judged": users,
+        "answers": users,
+        "cut_off": 0,
+        "errors": 0,
+        "first_error": "",
+        "ttft_s": {"p50": 0.1 * users, "p90": 0.15 * users, "p99": 0.2 * users},
+        "tpot_s": {"p50": users / 90, "p90": users / 60, "p99": users / 50},
+        "prompt_tokens": 30,
+        "cached_tokens": 0,
+        "output_tokens": 30,
+        "elapsed_s": 9.0,
+        "worst_lag_s": 0.0,
+        "users_missing": missing,
+        "users_served_share": 1 / users,
+        "answers_served_share": 1 / users,
+        "output_tokens_per_s": 30 / 9,
+    }
+    timed = [TimedAnswer(n, n / users, 0.2 * (n + 1), 90 / (n + 1) if n else None) for n in range(users)]
+    return LoadResult(figures, timed)
 
 
-def make_load_report(found: LoadResult | Capacity, asked_for: int, *, rounds: int = 1) -> LoadReport:
+def load_report(asked_for: int, rounds: Rounds, capacity: Capacity | None = None) -> Report:
     lengths = LengthDistribution(16, 64)
     scenario = Scenario(asked_for, 4.0, 20.0, 2.0, lengths, lengths, 100, 1000)
-    if isinstance(found, LoadResult):
-        found = dataclasses.replace(found, users_missing=asked_for - found.users)
-    probes = found.probes if isinstance(found, Capacity) else {}
-    several = {users: [run, make_load(users + 1)][:rounds] for users, run in probes.items()}
-    if isinstance(found, LoadResult):
-        several = {asked_for: [found]}
-    options = bench_options("--users", str(asked_for))
-    return LoadReport(options, MACHINE, MODEL, scenario, SLO(0.5, 10.0), found, several)
+    return report_of(ABOUT, bench_options("--users", str(asked_for), "--slo-tps", "10"), scenario, rounds, capacity)
 
 
-def make_capacity(*users: int, capacity: int = 0) -> Capacity:
-    return Capacity(capacity, {count: make_load(count) for count in users})
+def make_one_load(users: int = 5, asked_for: int = 9) -> Report:
+    """One load, of which only so many users came."""
+    return load_report(asked_for, {asked_for: [make_load(users, asked_for - users)]})
+
+
+def make_search(*users: int, capacity: int = 0, rounds: int = 1) -> Report:
+    """Loads with these numbers of users; in a second round, each is served as if there was one fewer."""
+    runs = {count: [make_load(count), make_load(max(count - 1, 1))][:rounds] for count in users}
+    return load_report(max(users), runs, Capacity(capacity))

@@ -54,21 +54,15 @@ def _other_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(options: BenchOptions) -> None:
     """Measures, and shows and writes what was found."""
-    from cbatch.cli.bench.compare import measure_comparison
-    from cbatch.cli.bench.load.measure import measure_load
-    from cbatch.cli.bench.report import comparison, load, skew
-    from cbatch.cli.bench.report.page import write_files
-    from cbatch.cli.bench.skew import measure_skew
+    from cbatch.cli.bench import comparison, load, skew
+    from cbatch.cli.bench.page import draw, write_files
 
-    chosen: tuple[Any, Any] = (comparison, measure_comparison)
-    if options.is_curve or options.is_load:
-        chosen = (skew, measure_skew) if options.is_curve else (load, measure_load)
-    kind, measure = chosen
-    report = measure(options, (lambda text: None) if options.is_silent else notice)
-    pictures = kind.draw(report) if options.plot or options.report else {}
+    kind: Any = skew if options.is_curve else load if options.is_load else comparison
+    report = kind.measure(options, (lambda text: None) if options.is_silent else notice)
+    pictures = draw(kind.charts(report)) if options.plot or options.report else {}
     page = kind.page_of(report, pictures)
     if options.json:
-        emit(json.dumps(report.to_json(), indent=2))
+        emit(json.dumps(report.data, indent=2))
     else:
         page.print()
     write_files(page, pictures, options.plot, options.report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,13 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.option import option
 from cbatch.batch.forms import InputForm
-from cbatch.cli.bench.workload import DistributionName, LengthDistribution, open_prompts
+from cbatch.cli.bench import workload
+from cbatch.cli.bench.workload import DistributionName, LengthDistribution, Workload, open_prompts
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
 
 if TYPE_CHECKING:
-    from cbatch.cli.bench.strategies import Strategy
+    from cbatch.api import Engine
 
 STRATEGIES = ("none", "static", "continuous")
 ABLATIONS = ("kv-cache", "chunked-prefill", "ragged", "dynamic", "speculation")
@@ -69,6 +70,10 @@ def _parse_names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
+_NAMES: dict[str, Any] = {"metavar": "LIST", "parse": _parse_names}
+_TIME: dict[str, Any] = {"metavar": "TIME", "parse": parse_duration}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """The options of `cbatch bench`. `preset` has set others already."""
@@ -77,19 +82,11 @@ class BenchOptions:
     engine: EngineConfig
     replicas: ReplicaOptions
     format: InputForm | None = option(None, "Form of PROMPTS.", shown="by its ending, else jsonl")
-    strategies: Sequence[str] = option(
-        ",".join(STRATEGIES), "Strategies to compare.", metavar="LIST", parse=_parse_names
-    )
+    strategies: Sequence[str] = option(",".join(STRATEGIES), "Strategies to compare.", **_NAMES)
     ablate: Sequence[str] = option(
-        "",
-        f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.",
-        metavar="LIST",
-        parse=_parse_names,
-        shown="",
+        "", f"Switch off techniques, one at a time: {','.join(ABLATIONS)}.", shown="", **_NAMES
     )
-    peer: Sequence[str] = option(
-        "", f"Compare with transformers too: {','.join(PEERS)}.", metavar="LIST", parse=_parse_names, shown=""
-    )
+    peer: Sequence[str] = option("", f"Compare with transformers too: {','.join(PEERS)}.", shown="", **_NAMES)
     batch_size: int = option(8, "Slots of every strategy.", low=1)
     requests: int = option(32, "Synthetic requests.", low=1)
     input_len: str = option("16:256", "Prompt lengths in tokens.", metavar="LO:HI")
@@ -104,9 +101,7 @@ class BenchOptions:
         shown="",
     )
     preset: str | None = option(
-        None,
-        "The articles' experiment: 8 users, 32 tokens each; or skewed lengths.",
-        choices=tuple(PRESETS),
+        None, "The articles' experiment: 8 users, 32 tokens each; or skewed lengths.", choices=tuple(PRESETS)
     )
     rounds: int = option(3, "Runs of everything, by turns; the median counts.", low=1, shown="3; of a load 1")
     seed: int = option(7, "Seed of synthetic prompts and users.")
@@ -119,15 +114,10 @@ class BenchOptions:
         shown="",
     )
     rate: float = option(4.0, "Users who arrive in a second.", low=0, above=True)
-    duration: float = option(
-        "60s",
-        "Duration of the load; with --find-capacity, of each probe (20s at most).",
-        metavar="TIME",
-        parse=parse_duration,
-    )
-    think: float = option("2s", "Mean pause of a user between turns.", metavar="TIME", parse=parse_duration)
+    duration: float = option("60s", "Duration of the load; with --find-capacity, of each probe (20s at most).", **_TIME)
+    think: float = option("2s", "Mean pause of a user between turns.", **_TIME)
     turns: int = option(1, "Questions in a conversation.", low=1)
-    slo_ttft: float = option("500ms", "SLO: time to the first token.", metavar="TIME", parse=parse_duration)
+    slo_ttft: float = option("500ms", "SLO: time to the first token.", **_TIME)
     slo_tps: float = option(50.0, "SLO: tokens a second for each user.", low=0)
     find_capacity: bool = option(False, "Search for the most users, up to --users, for whom the SLO holds.")
     plot: str | None = option(
@@ -176,61 +166,17 @@ class BenchOptions:
         for name, names in known.items():
             if wrong := [one for one in getattr(self, name) if one not in names]:
                 raise ConfigError(f"--{name} is a list of {', '.join(names)}; {', '.join(wrong)} is not one of them.")
-        if not self.strategies:
-            raise ConfigError(f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.")
-        if "speculation" in self.ablate and self.engine.speculate == "off":
-            raise ConfigError("--ablate speculation has nothing to switch off, because --speculate is off.")
         self.replicas.check(self.engine)
         if self.replicas.ray is not None:
             require_package("ray")
-        if self.skew:
-            self._check_skew()
-        if self.is_load:
-            self._check_load()
-        elif self.engine.max_seqs is not None:
-            raise ConfigError("--batch-size sets the number of slots; --max-seqs is for a load (--users).")
+        for sentence, is_true in self._mistakes():
+            if is_true:
+                raise ConfigError(sentence)
         if self.prompts is not None:
             with open_prompts(self.prompts, self.format):  # before a model is loaded for it
                 pass
-        self._check_targets()
-
-    def chosen_strategies(self) -> dict[str, Strategy]:
-        """The strategies and ablations by name."""
-        from cbatch.cli.bench import strategies
-
-        chosen = {name: strategies.STRATEGIES[name] for name in self.strategies}
-        if self.ablate:
-            chosen.setdefault("continuous", strategies.STRATEGIES["continuous"])
-        return chosen | {f"no-{name}": strategies.ABLATIONS[name] for name in self.ablate}
-
-    def _check_skew(self) -> None:
-        _ = self.mean_lengths
-        if self.prompts is not None:
-            raise ConfigError("The rows of a file have lengths of their own; leave out --skew.")
-        if self.is_load:
-            raise ConfigError("--skew goes with strategies, not with users.")
-        if self.is_curve and (self.ablate or self.peer or self.replicas.are_given):
-            raise ConfigError(
-                "Several values of --skew compare static batches with continuous batching only; --ablate, --peer and "
-                "--replicas go with one."
-            )
-
-    def _check_load(self) -> None:
-        if self.prompts is not None:
-            raise ConfigError("A file of prompts is for strategies; users ask synthetic questions (--input-len).")
-        if self.ablate or self.peer:
-            raise ConfigError("--ablate and --peer go with strategies, not with users.")
-        if self.replicas.are_given:
-            raise ConfigError("--replicas and --ray go with strategies, not with users: a conversation has one engine.")
-        if not (math.isfinite(self.rate) and math.isfinite(self.slo_tps)):
-            raise ConfigError("--rate and --slo-tps must be finite numbers.")
-        if self.find_capacity and len(self.users) > 1:
-            raise ConfigError("--find-capacity takes one number of --users, the most to try.")
-
-    def _check_targets(self) -> None:
-        if not self.plot and not self.report:
-            return
-        require_package("matplotlib")
+        if self.plot or self.report:
+            require_package("matplotlib")
         try:
             if self.plot:
                 Path(self.plot).mkdir(parents=True, exist_ok=True)
@@ -238,3 +184,48 @@ class BenchOptions:
                 Path(self.report).open("ab").close()
         except OSError as error:
             raise ConfigError(f"Cannot write {error.filename}: {error.strerror}.") from error
+
+    def _mistakes(self) -> Iterator[tuple[str, bool]]:
+        """Sentences about options that do not go together, and whether that is so."""
+        has_file, has_replicas, has_others = self.prompts is not None, self.replicas.are_given, self.ablate or self.peer
+        no_drafts = self.engine.speculate == "off"
+        yield f"--strategies is a list of {', '.join(STRATEGIES)}, and it is empty.", not self.strategies
+        yield (
+            "--ablate speculation has nothing to switch off, because --speculate is off.",
+            no_drafts and "speculation" in self.ablate,
+        )
+        if self.skew:
+            _ = self.mean_lengths
+            yield "The rows of a file have lengths of their own; leave out --skew.", has_file
+            yield "--skew goes with strategies, not with users.", self.is_load
+            yield (
+                "Several values of --skew compare static batches with continuous batching only; --ablate, --peer and "
+                "--replicas go with one.",
+                self.is_curve and bool(has_others or has_replicas),
+            )
+        if self.is_load:
+            yield "A file of prompts is for strategies; users ask synthetic questions (--input-len).", has_file
+            yield "--ablate and --peer go with strategies, not with users.", bool(has_others)
+            yield (
+                "--replicas and --ray go with strategies, not with users: a conversation has one engine.",
+                has_replicas,
+            )
+            is_finite = math.isfinite(self.rate) and math.isfinite(self.slo_tps)
+            yield "--rate and --slo-tps must be finite numbers.", not is_finite
+            is_several = self.find_capacity and len(self.users) > 1
+            yield "--find-capacity takes one number of --users, the most to try.", is_several
+        else:
+            has_seqs = self.engine.max_seqs is not None
+            yield "--batch-size sets the number of slots; --max-seqs is for a load (--users).", has_seqs
+
+    def make_workload(self, engine: Engine, skew: float | None) -> Workload:
+        """The rows of the file that the options name, or synthetic ones. Raises ConfigError.
+
+        skew: of the lengths of synthetic rows, instead of their distribution
+        """
+        if self.prompts is not None:
+            return workload.read_workload(self.prompts, engine, self.format)
+        room = engine.model.vocab_size, engine.limits.sequence.longest, self.seed
+        if skew is not None:
+            return workload.skewed_workload(self.requests, *self.mean_lengths, skew, *room)
+        return workload.synthetic_workload(self.requests, *self.lengths, *room)

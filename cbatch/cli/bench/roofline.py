@@ -1,4 +1,4 @@
-"""The least time that the work can take on this device, from rates measured on it (the roofline model).
+"""The machine, and the least time that its device needs for some work, from rates measured on it (the roofline model).
 
 Each step reads all weights; each output token reads the keys and values of its context; each token is multiplied with
 all weights. A run takes at least the longer of reading the weights and multiplying, plus reading the KV cache
@@ -11,14 +11,20 @@ bandwidth also writes, while a run mostly reads.
 
 from __future__ import annotations
 
+import platform
+import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 
+from cbatch import __version__
 from cbatch.api import Engine
 from cbatch.cli.bench.workload import Workload
 
@@ -37,6 +43,31 @@ ROUNDS_S = 0.4
 Clock = Callable[[], float]
 
 
+def describe(engine: Engine) -> dict[str, Any]:
+    """The machine, with the versions of what runs on it, and the model, as they stand in `--json`."""
+    module, shown = torch.get_device_module(engine.device), engine.core.describe()
+    parameters = shown["parameters"].replace(" million", " million parameters", 1)
+    machine = {
+        "device": module.get_device_name(engine.device) if hasattr(module, "get_device_name") else processor(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "cbatch": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    model = f"{shown['model']}, {parameters}, {shown['dtype']}, attention {shown['attention']}"
+    return {"machine": machine, "model": model}
+
+
+def processor() -> str:
+    """The name of the processor, if the system tells it."""
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(\S.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
     """Bytes read and written a second by a copy, and floating-point operations a second of a matrix product."""
@@ -53,41 +84,34 @@ def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.
     (https://www.thonking.ai/p/strangely-matrix-multiplications). A round on a GPU is long enough to reach that limit.
     """
     is_gpu = device.type != "cpu"
-    # Without instructions for bfloat16, products are computed in float32, by torch more slowly than those of float32.
-    dtypes = {dtype} if is_gpu else {dtype, torch.float32}
-    return DeviceRates(
-        _copy_rate(device, clock, 20 if is_gpu else 1),
-        max(_matrix_rate(device, each, clock, *((8192, 40) if is_gpu else (1024, 1))) for each in dtypes),
-    )
-
-
-def _copy_rate(device: torch.device, clock: Clock, repeats: int) -> float:
     drawn = torch.randint(256, (min(COPY_BYTES, 2**20),), dtype=torch.uint8, device=device)
     source = drawn.repeat(COPY_BYTES // len(drawn))  # a CPU takes seconds to draw all
     target = torch.empty_like(source)
-    return 2 * len(source) / best_time(lambda: target.copy_(source), device, clock, repeats)
+    copy_s = best_time(lambda: target.copy_(source), device, clock, 20 if is_gpu else 1)
+    # Without instructions for bfloat16, products are computed in float32, by torch more slowly than those of float32.
+    dtypes = {dtype} if is_gpu else {dtype, torch.float32}
+    return DeviceRates(2 * len(source) / copy_s, max(_matrix_rate(device, each, clock) for each in dtypes))
 
 
-def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock, size: int, repeats: int) -> float:
+def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock) -> float:
+    size, repeats = (8192, 40) if device.type != "cpu" else (1024, 1)
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     with torch.inference_mode():
-        seconds = best_time(lambda: torch.mm(left, right.t(), out=product), device, clock, repeats)
-    return 2 * size**3 / seconds
+        return 2 * size**3 / best_time(lambda: torch.mm(left, right.t(), out=product), device, clock, repeats)
 
 
 def best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repeats: int) -> float:
     """Seconds of `work` in the best round, after a warm-up. Repeats within a round hide a GPU's launch overhead."""
-    on_gpu = device.type != "cpu"
     times: list[float] = []
     for _ in range(1 + ROUNDS):
-        if on_gpu:
+        if device.type != "cpu":
             torch.accelerator.synchronize(device)
         start = clock()
         for _ in range(repeats):
             work()
-        if on_gpu:
+        if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append((clock() - start) / repeats)
         if len(times) > 1 and sum(times) * repeats > ROUNDS_S:
@@ -152,23 +176,17 @@ class RooflineBound:
 
 
 def roofline_bound(work: Workload, cost: ModelCost, rates: DeviceRates) -> RooflineBound:
-    steps = work.output_tokens / ROWS_PER_STEP
+    """The least time of the work. The j-th output token of a request, from 0, reads its prompt and j tokens."""
     tokens = work.prompt_tokens + work.output_tokens - len(work.prompts)  # nothing follows a request's last token
     operations = 2 * (cost.parameters * tokens + cost.head_parameters * work.output_tokens)
+    requests = zip(work.prompts, work.output_lengths, strict=True)
+    contexts = np.concatenate([len(prompt) + np.arange(length) for prompt, length in requests])
     cache_bytes = sum(
-        layer_bytes * tokens_read(len(prompt), length, window)
+        layer_bytes * int((contexts if window is None else np.minimum(contexts, window)).sum())
         for layer_bytes, window in cost.layers
-        for prompt, length in zip(work.prompts, work.output_lengths, strict=True)
     )
     return RooflineBound(
-        weights_s=steps * cost.weight_bytes / rates.bytes_per_s,
+        weights_s=work.output_tokens / ROWS_PER_STEP * cost.weight_bytes / rates.bytes_per_s,
         compute_s=operations / rates.flops_per_s,
         cache_s=cache_bytes / rates.bytes_per_s,
     )
-
-
-def tokens_read(prompt: int, output: int, window: int | None = None) -> int:
-    """Sum of the context lengths over the output tokens of a request: prompt + j for the j-th from 0, or the window."""
-    growing = output if window is None else min(max(window - prompt, 0), output)
-    fixed = 0 if window is None else (output - growing) * window
-    return growing * prompt + growing * (growing - 1) // 2 + fixed

@@ -1,130 +1,199 @@
-"""The gain of continuous over static batches as lengths become more and more unequal."""
+"""The gain of continuous over static batches with as many slots, by its parts, and as lengths become more unequal.
+
+A static batch takes as many steps as its longest output has tokens. Continuous batching gives a slot that becomes free
+to the next request, so that it takes as many steps as the slots need to finish their lists of requests. If a step costs
+a fixed time and a time for each token, both above 0, the gain lies between the ratio of the steps and that of the
+tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import heapq
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from cbatch.cli.bench.compare import cache_of, make_workload
-from cbatch.cli.bench.gain import Gain
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.results import Machine, describe_model
-from cbatch.cli.bench.strategies import STRATEGIES, Experiment
+from cbatch.cli.bench.page import Charts, KeyFigure, Page, Picture, Report, Table
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord
+from cbatch.cli.bench.roofline import describe
+from cbatch.cli.bench.strategies import STRATEGIES, Experiment, OnProgress
+from cbatch.cli.bench.workload import Workload
 from cbatch.cli.common.loading import open_engine
 
 
-@dataclass(frozen=True, slots=True)
-class SkewRound:
-    """One run of static batches and one of continuous batching on the same work, in seconds, and what that gained."""
+def count_static(work: Workload, slots: int) -> tuple[int, int]:
+    """The steps and tokens of static batches: prompts padded to the longest, outputs until the last ends."""
+    steps = tokens = 0
+    for batch in work.batches(slots):
+        width = max(len(work.prompts[index]) for index in batch)
+        longest = max(work.output_lengths[index] for index in batch)
+        steps += longest
+        tokens += len(batch) * (width + longest - 1)
+    return steps, tokens
 
-    static_s: float
-    continuous_s: float
-    gain: Gain
+
+def count_continuous(work: Workload, slots: int) -> tuple[int, int]:
+    """The steps and tokens if each prompt fits into one step: the next request gets the first free slot."""
+    free_at = [0] * slots
+    for length in work.output_lengths:
+        heapq.heapreplace(free_at, free_at[0] + length)
+    return max(free_at), work.prompt_tokens + work.output_tokens - len(work.prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class SkewPoint:
-    """A skew of lengths, what its work is, and what was measured in each round.
+def expected_gain(work: Workload, slots: int) -> dict[str, float]:
+    """The gain by arithmetic, named as in `--json`: if all steps take as long, and if all tokens do."""
+    static, continuous = count_static(work, slots), count_continuous(work, slots)
+    return {"by_steps": static[0] / continuous[0], "by_tokens": static[1] / continuous[1]}
 
-    longest_output: tokens of the longest output; the mean is the same for all skews
+
+def gain_of(static: RunRecord, continuous: RunRecord, work: Workload) -> dict[str, Any]:
+    """The measured gain as a product of four factors, named as in `--json`; those below 1 eat some of it.
+
+    slots:     what slots would gain that never wait: steps of static batches, to those in which all slots are busy
+    padding:   what the time for padding adds
+    tail:      what slots cost that are empty, most of them at the end, when no request waits any more
+    step_time: what longer steps cost: prompts come in beside outputs, and every slot has work
     """
-
-    skew: float
-    longest_output: int
-    rounds: list[SkewRound]
-
-    @property
-    def median(self) -> SkewRound:
-        """The round with the median gain; of two in the middle, the one that gained less."""
-        return sorted(self.rounds, key=lambda one: one.gain.measured)[(len(self.rounds) - 1) // 2]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "skew": self.skew,
-            "longest_output_tokens": self.longest_output,
-            **asdict(self.median),
-            "gain_of_rounds": [one.gain.measured for one in self.rounds],
-        }
+    full_steps = work.output_tokens / continuous.slots
+    static_steps, steps = len(static.steps), len(continuous.steps)
+    without_padding_s = static.elapsed_s
+    for step in static.steps:
+        if padding := step.tokens("padding"):  # which takes its share of the step's tokens
+            without_padding_s -= (step.end - step.start) * padding / step.tokens(*TOKEN_KINDS)
+    return {
+        "measured": static.elapsed_s / continuous.elapsed_s,
+        "slots": static_steps / full_steps,
+        "padding": static.elapsed_s / without_padding_s,
+        "tail": full_steps / steps,
+        "step_time": (without_padding_s / static_steps) / (continuous.elapsed_s / steps),
+        "expected": expected_gain(work, continuous.slots),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class RealWork:
-    """Where lengths of real outputs lie on the curve: from the skew `low` to `high`, and which data that is of.
-
-    The skew of such lengths is that of log-normal ones from which 8 slots that do not wait would gain as much.
-    """
-
-    name: str
-    low: float
-    high: float
-    source: str
-
-    @property
-    def skews(self) -> str:
-        return f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+def gain_sentence(gain: Mapping[str, Any]) -> str:
+    """The gain and its factors in words."""
+    return (
+        f"Continuous batching is {gain['measured']:.2f} × as fast as static batches: {gain['slots']:.2f} by slots that "
+        f"do not wait, × {gain['padding']:.2f} without padding, × {gain['tail']:.2f} for empty slots at the end, "
+        f"× {gain['step_time']:.2f} for the time of a step. By arithmetic: {gain['expected']['by_steps']:.2f} if all "
+        f"steps take as long, {gain['expected']['by_tokens']:.2f} if all tokens do."
+    )
 
 
 REAL_WORK = (
-    RealWork(
-        "instructions",
-        0.47,
-        0.67,
-        "the 805 of AlpacaEval, answered by GPT-4 1106, Llama 3 8B, GPT-4o and Mistral 7B v0.2; "
-        "github.com/tatsu-lab/alpaca_eval",
-    ),
-    RealWork("chat", 0.63, 0.63, "Azure LLM inference trace 2023, conv; github.com/Azure/AzurePublicDataset"),
-    RealWork("code completion", 1.26, 1.26, "the same, code"),
+    {
+        "name": "instructions",
+        "low": 0.47,
+        "high": 0.67,
+        "source": (
+            "the 805 of AlpacaEval, answered by GPT-4 1106, Llama 3 8B, GPT-4o and Mistral 7B v0.2; "
+            "github.com/tatsu-lab/alpaca_eval"
+        ),
+    },
+    {
+        "name": "chat",
+        "low": 0.63,
+        "high": 0.63,
+        "source": "Azure LLM inference trace 2023, conv; github.com/Azure/AzurePublicDataset",
+    },
+    {"name": "code completion", "low": 1.26, "high": 1.26, "source": "the same, code"},
 )
-"""Computed from the published data by `python -m scripts.benchmarks lengths` on 25 November 2026."""
+"""Where lengths of real outputs lie on the curve, and which data that is of.
+
+The skew of such lengths is that of log-normal ones from which 8 slots that do not wait would gain as much. Computed
+from the published data by `python -m scripts.benchmarks lengths` on 25 November 2026.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class SkewReport:
-    """The curve: a point for each skew, from equal lengths on."""
-
-    options: BenchOptions
-    machine: Machine
-    model: str
-    points: list[SkewPoint]
-
-    def to_json(self) -> dict[str, Any]:
-        options = self.options
-        inputs, outputs = options.mean_lengths
-        return {
-            "machine": asdict(self.machine),
-            "model": self.model,
-            "work": {
-                "requests": options.requests,
-                "mean_input_tokens": inputs,
-                "mean_output_tokens": outputs,
-                "slots": options.batch_size,
-                "rounds": options.rounds,
-                "seed": options.seed,
-            },
-            "points": [point.to_json() for point in self.points],
-            "real_work": [asdict(work) for work in REAL_WORK],
-        }
-
-
-def measure_skew(options: BenchOptions, on_progress: Callable[[str], None]) -> SkewReport:
+def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
     """Runs static and continuous batching by turns, at every skew in every round. Raises ConfigError."""
     with open_engine(options.engine, quiet=options.is_silent) as engine:
-        machine, model, config = Machine.of(engine), describe_model(engine), cache_of(engine)
-        works = {skew: make_workload(options, engine, skew) for skew in options.skew}
-        experiments = {
-            skew: Experiment(engine.loaded, config, work, options.batch_size) for skew, work in works.items()
-        }
+        about = describe(engine)
+        works = {skew: options.make_workload(engine, skew) for skew in options.skew}
+        experiments = {skew: Experiment.of(engine, work, options.batch_size) for skew, work in works.items()}
     for experiment in experiments.values():
-        replace(experiment, work=experiment.work.warmup).measure(STRATEGIES["static"])
-    found: dict[float, list[SkewRound]] = {skew: [] for skew in experiments}
+        experiment.warm_up(STRATEGIES["static"])
+    rounds: dict[float, list[dict[str, Any]]] = {skew: [] for skew in experiments}
     for number in range(options.rounds):
         for skew, experiment in experiments.items():
             on_progress(f"round {number + 1} of {options.rounds}: skew {skew:g}")
             order = ("static", "continuous") if number % 2 == 0 else ("continuous", "static")
-            records = {name: experiment.measure(STRATEGIES[name]) for name in order}
-            static, continuous = records["static"], records["continuous"]
-            gain = Gain.of(static, continuous, experiment.work)
-            found[skew].append(SkewRound(static.elapsed_s, continuous.elapsed_s, gain))
-    points = [SkewPoint(skew, max(works[skew].output_lengths), rounds) for skew, rounds in found.items()]
-    return SkewReport(options, machine, model, points)
+            runs = {name: experiment.measure(STRATEGIES[name]) for name in order}
+            times = {f"{name}_s": runs[name].elapsed_s for name in ("static", "continuous")}
+            rounds[skew].append(times | {"gain": gain_of(runs["static"], runs["continuous"], works[skew])})
+    inputs, outputs = options.mean_lengths
+    work = {
+        "requests": options.requests,
+        "mean_input_tokens": inputs,
+        "mean_output_tokens": outputs,
+        "slots": options.batch_size,
+        "rounds": options.rounds,
+        "seed": options.seed,
+    }
+    points = [point_of(skew, max(works[skew].output_lengths), found) for skew, found in rounds.items()]
+    return Report(about | {"work": work, "points": points, "real_work": REAL_WORK})
+
+
+def point_of(skew: float, longest_output: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """A point of the curve: the round with the median gain; of two in the middle, the one that gained less."""
+    gains = [one["gain"]["measured"] for one in rounds]
+    median = sorted(rounds, key=lambda one: one["gain"]["measured"])[(len(rounds) - 1) // 2]
+    return {"skew": skew, "longest_output_tokens": longest_output, **median, "gain_of_rounds": gains}
+
+
+def charts(report: Report) -> Charts:
+    from cbatch.cli.bench.pictures.curves import plot_skew
+
+    return {"skew": partial(plot_skew, report.data["points"], report.data["real_work"])}
+
+
+def skew_table(points: list[dict[str, Any]]) -> Table:
+    """The gain by arithmetic, as measured, and its factors, a line for each skew."""
+    lines = []
+    for point in points:
+        gain, gains = point["gain"], point["gain_of_rounds"]
+        line = {
+            "skew": f"{point['skew']:g}",
+            "longest output": f"{point['longest_output_tokens']:,}",
+            "static": f"{point['static_s']:.2f} s",
+            "continuous": f"{point['continuous_s']:.2f} s",
+            "gain": f"{gain['measured']:.2f}",
+            "min – max": f"{min(gains):.2f} – {max(gains):.2f}",
+        }
+        factors = {name: gain[name] for name in ("slots", "padding", "tail", "step_time")} | gain["expected"]
+        lines.append(line | {name.replace("_", " "): f"{factor:.2f}" for name, factor in factors.items()})
+    return Table.of(lines)
+
+
+def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
+    """pictures: that of `charts`, or none"""
+    work, points = report.data["work"], report.data["points"]
+    best = max(points, key=lambda point: point["gain"]["measured"])
+    gain, skew = best["gain"], f"{best['skew']:g}"
+    without = f"{gain['padding']:.2f} × without padding"
+    return Page(
+        data=report.data,
+        headline=f"Continuous batching: up to {gain['measured']:.1f} × as fast as static batches, at skew {skew}",
+        figures=[
+            KeyFigure(f"{gain['slots']:.1f} ×", "by slots that do not wait", f"at a skew of {skew}"),
+            KeyFigure(f"{gain['tail']:.2f} ×", "for empty slots at the end", "what eats some of it"),
+            KeyFigure(f"{gain['step_time']:.2f} ×", "for the time of a step", without),
+        ],
+        picture=pictures.get("skew"),
+        table=skew_table(points),
+        facts=(
+            f"{work['requests']:,} requests with prompts of {work['mean_input_tokens']} and outputs of "
+            f"{work['mean_output_tokens']} tokens in the mean, {work['slots']} slots, median of {work['rounds']}"
+        ),
+        method="Static and continuous batching were run by turns.",
+        remarks=[
+            "The gain is the product of the four factors after it; those below 1 eat some of it.",
+            *map(_in_words, report.data["real_work"]),
+        ],
+    )
+
+
+def _in_words(work: Mapping[str, Any]) -> str:
+    high = f" to {work['high']:g}" if work["high"] > work["low"] else ""
+    return f"Real work, {work['name']}: a skew of {work['low']:g}{high} ({work['source']})."

@@ -1,4 +1,4 @@
-"""Ways to batch the same work on the same engine, and variants without one of the engine's techniques."""
+"""Ways to batch the same work on the same engine, variants without one of its techniques, and what two of them save."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import ctypes
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
 
+from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import ConfigError
+from cbatch.base.errors import ConfigError, RequestError
+from cbatch.base.params import SamplingParams
 from cbatch.cli.bench.recorder import RunRecord, RunRecorder
 from cbatch.cli.bench.workload import Workload
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.loader import LoadedModel
 
+OnProgress = Callable[[str], None]
+
 Run = Callable[[RunRecorder, Workload, int], None]
 """Does the work on a recorder's engine, with this many slots."""
-
-
-def run_one_by_one(recorder: RunRecorder, work: Workload, slots: int) -> None:
-    """No batching: each request waits until the one before it has finished."""
-    run_without_dynamic(recorder, work, slots=1)
 
 
 def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
@@ -50,8 +52,7 @@ def run_static(recorder: RunRecorder, work: Workload, slots: int) -> None:
                 f"of {tokens} tokens; give it more (--kv-cache-memory), or use a smaller --batch-size."
             )
         for slot, index in enumerate(batch):
-            recorder.add(index, work.prompts[index], longest, slot)
-            recorder.add_padding(index, slot, width - len(work.prompts[index]))
+            recorder.add(index, work.prompts[index], longest, slot, padding=width - len(work.prompts[index]))
         recorder.run()
 
 
@@ -64,26 +65,21 @@ def run_continuous(recorder: RunRecorder, work: Workload, slots: int) -> None:
 
 def run_without_cache(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """Continuous batching that computes the whole sequence again for every token."""
-    queue = _SlotQueue(recorder, work, slots)
-    while queue.fill() or queue.running:
-        for index, slot in queue.running.items():
+    for running, _ in _slots_in_turn(recorder, work, slots):
+        for index, slot in running.items():
             recorder.add(index, work.prompts[index] + recorder.record.requests[index].tokens, 1, slot)
         recorder.run()
-        queue.release_finished()
 
 
 def run_without_ragged(recorder: RunRecorder, work: Workload, slots: int) -> None:
     """Continuous batching in rectangles: when prompts enter, all other slots are padded to their length."""
-    queue = _SlotQueue(recorder, work, slots)
-    while (entering := queue.fill()) or queue.running:
+    for running, entering in _slots_in_turn(recorder, work, slots):
         width = max((len(work.prompts[index]) for index in entering), default=0)
-        for index, slot in queue.running.items():
-            computed = len(work.prompts[index]) if index in entering else 1
-            if index in entering:
-                recorder.add(index, work.prompts[index], work.output_lengths[index], slot)
-            recorder.add_padding(index, slot, width - computed)
-        recorder.run(until=queue.has_finished)
-        queue.release_finished()
+        for index, slot in running.items():
+            prompt = work.prompts[index] if index in entering else []
+            padding = width - max(len(prompt), 1)  # beside its prompt, or beside one token of output
+            recorder.add(index, prompt, work.output_lengths[index], slot, padding=padding)
+        recorder.run(until=running)
 
 
 def run_without_dynamic(recorder: RunRecorder, work: Workload, slots: int) -> None:
@@ -94,30 +90,15 @@ def run_without_dynamic(recorder: RunRecorder, work: Workload, slots: int) -> No
         recorder.run()
 
 
-class _SlotQueue:
-    """Requests that wait for a slot, and those that have one. `running`: slots by the request's index."""
-
-    def __init__(self, recorder: RunRecorder, work: Workload, slots: int) -> None:
-        self._requests = recorder.record.requests
-        self._waiting = list(range(len(work.prompts)))
-        self._free = list(range(slots))
-        self.running: dict[int, int] = {}
-
-    def fill(self) -> list[int]:
-        """Gives free slots to waiting requests, and returns the indices of those that got one."""
-        entering = []
-        while self._waiting and self._free:
-            entering.append(self._waiting.pop(0))
-            self.running[entering[-1]] = self._free.pop(0)
-        return entering
-
-    def has_finished(self) -> bool:
-        """Whether any running request has all of its tokens."""
-        return any(self._requests[index].is_done for index in self.running)
-
-    def release_finished(self) -> None:
-        for index in [index for index in self.running if self._requests[index].is_done]:
-            self._free.append(self.running.pop(index))
+def _slots_in_turn(recorder: RunRecorder, work: Workload, slots: int) -> Iterator[tuple[dict[int, int], list[int]]]:
+    """Gives free slots to waiting requests. Yields the slots of those that run, and which of them have just entered."""
+    waiting, free, running = deque(range(len(work.prompts))), deque(range(slots)), dict[int, int]()
+    while waiting or running:
+        entering = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+        running |= {index: free.popleft() for index in entering}
+        yield running, entering
+        finished = [index for index in running if recorder.record.requests[index].is_done]
+        free.extend(running.pop(index) for index in finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +119,7 @@ class Strategy:
 
 
 STRATEGIES = {
-    "none": Strategy("one by one", run_one_by_one),
+    "none": Strategy("one by one", lambda recorder, work, slots: run_without_dynamic(recorder, work, 1)),
     "static": Strategy("static batches", run_static, has_padding=True, whole_prompts=True),
     "continuous": Strategy("continuous", run_continuous),
 }
@@ -149,7 +130,6 @@ ABLATIONS = {
     "dynamic": Strategy("without dynamic scheduling", run_without_dynamic),
     "speculation": Strategy("without speculation", run_continuous, has_drafts=False),
 }
-
 
 INTERVAL = 0.002
 """Seconds between two samples of a process; shorter peaks are missed."""
@@ -208,6 +188,13 @@ class Experiment:
     work: Workload
     slots: int
 
+    @classmethod
+    def of(cls, engine: Engine, work: Workload, slots: int) -> Experiment:
+        """With a cache as large as the engine's for all runs, however many sequences they have."""
+        blocks, states = engine.limits.num_blocks, engine.limits.state_slots or None
+        config = replace(engine.config, kv_blocks=blocks, state_slots=states, kv_cache_memory=None)
+        return cls(engine.loaded, config, work, slots)
+
     def measure(self, strategy: Strategy) -> RunRecord:
         """Runs one strategy on an engine of its own, which shares the model."""
         max_seqs = self.slots * (2 if strategy.has_padding else 1)
@@ -226,13 +213,17 @@ class Experiment:
             record.peak_bytes = memory.bytes
         return record
 
+    def warm_up(self, strategy: Strategy) -> None:
+        """Runs a strategy on a little of the work."""
+        replace(self, work=self.work.warmup).measure(strategy)
+
 
 def measure_interleaved(
-    experiment: Experiment, strategies: dict[str, Strategy], rounds: int, on_progress: Callable[[str], None]
+    experiment: Experiment, strategies: dict[str, Strategy], rounds: int, on_progress: OnProgress
 ) -> dict[str, list[RunRecord]]:
     """Runs every strategy `rounds` times, in a new random order each round, after a short warm-up of each."""
     for strategy in strategies.values():
-        replace(experiment, work=experiment.work.warmup).measure(strategy)
+        experiment.warm_up(strategy)
     records: dict[str, list[RunRecord]] = {name: [] for name in strategies}
     rng = random.Random(0)
     for number in range(rounds):
@@ -242,3 +233,95 @@ def measure_interleaved(
             on_progress(f"round {number + 1} of {rounds}: {strategies[name].title}")
             records[name].append(experiment.measure(strategies[name]))
     return records
+
+
+LONG_PROMPT = 10_000
+CHUNK_SHARES = (1 / 16, 1 / 4, 1)
+"""Chunks of the long prompt whose memory is compared, as shares of its length; the last one is all of it."""
+
+SHORTEST, REPEATS = 64, 5
+"""The first context, in tokens, after which one more token is timed, and how many of them."""
+
+
+def measure_techniques(
+    experiment: Experiment, context: int, names: Sequence[str], on_progress: OnProgress
+) -> dict[str, list[dict[str, Any]]]:
+    """The memory that chunked prefill saves and the time that the KV cache saves, if they are among the names.
+
+    The figures are those of `--json`. The prompt whose memory is measured has LONG_PROMPT tokens, or as many as the
+    context holds. Raises ConfigError if it cannot be computed.
+    """
+    found = {}
+    if "chunked-prefill" in names:
+        on_progress("memory of a long prompt, in chunks and whole")
+        length = min(LONG_PROMPT, context - 1)
+        budgets = dict.fromkeys(max(round(share * length), 1) for share in CHUNK_SHARES)
+        found["prompt_memory"] = [_prompt_memory(experiment, length, budget) for budget in budgets]
+    if "kv-cache" in names:
+        on_progress("time of one more token after longer and longer contexts, with and without the KV cache")
+        found["token_costs"] = _token_costs(experiment, context)
+    return found
+
+
+def _engine(experiment: Experiment, context: int, budget: int, *, own_model: bool = False) -> SteppingEngine:
+    """For one sequence of up to `context` tokens. The cache holds no more, to leave memory for large steps.
+
+    own_model: load the model once more
+    """
+    config = replace(
+        experiment.config,
+        max_seqs=1,
+        max_batch_tokens=budget,
+        kv_blocks=-(-context // experiment.config.block_size),
+        prefix_cache=False,
+        run_ahead=False,
+        speculate="off",  # a step is to give one token
+    )
+    return SteppingEngine(config, None if own_model else experiment.loaded)
+
+
+def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str, Any]:
+    """Peak memory of one long prompt in steps of `budget` tokens, without weights and KV cache.
+
+    On a CPU, a model keeps the memory of its largest step for the next one, so that only a new model takes it again.
+    """
+    fast_model = experiment.loaded.fast_model
+    own_model = fast_model is not None and fast_model.device.type == "cpu"
+
+    def compute(prompt: list[int]) -> None:
+        engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+        while engine.has_work:
+            for event in engine.step():
+                if event.error is not None:
+                    raise event.error
+
+    with _engine(experiment, length + 1, budget, own_model=own_model) as engine:
+        engine.zero_cache()
+        release_free_memory()
+        compute([1])  # touches what any step does, such as weights that are mapped from a file
+        with peak_memory(engine.device, releases=False) as memory:
+            start = time.perf_counter()
+            try:
+                compute([1] * length)
+            except RequestError as error:
+                raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {error}") from error
+            elapsed = time.perf_counter() - start
+    return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.bytes, "elapsed_s": elapsed}
+
+
+def _token_costs(experiment: Experiment, context: int) -> list[dict[str, Any]]:
+    """Seconds that one more token takes after longer and longer contexts, with the KV cache and without."""
+    costs, length = [], SHORTEST
+    with _engine(experiment, context, context) as engine:
+        while length + REPEATS + 1 <= context:
+            engine.add([1] * length, SamplingParams(max_tokens=REPEATS + 1, ignore_eos=True))
+            times = []
+            while engine.has_work:
+                start = time.perf_counter()
+                engine.step()
+                engine.synchronize()
+                times.append(time.perf_counter() - start)
+            middle = sorted(times[1:])[REPEATS // 2]
+            costs.append({"context_tokens": length, "without_cache_s": times[0], "with_cache_s": middle})
+            length *= 2
+    return costs

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 from cbatch.cli.bench.recorder import TOKEN_KINDS, RecordedStep, RunRecord, TokenKind
 
-LABELS = "prefill (prompt)", "decode (output)", "padding", "idle (past the end)"
-KIND_LABELS = dict(zip(TOKEN_KINDS, LABELS, strict=True))
+KIND_LABELS: dict[TokenKind, str] = {
+    "prefill": "prefill (prompt)",
+    "decode": "decode (output)",
+    "padding": "padding",
+    "idle": "idle (past the end)",
+}
 
 MAX_GAP = 1 / 500
 """Intervals of the same work with a gap below this share of the whole time are drawn as one."""
@@ -45,9 +49,9 @@ def side_by_side(records: Mapping[str, RunRecord]) -> dict[str, RunRecord]:
 
 def chunk_intervals(step: RecordedStep) -> Iterator[Interval]:
     """An interval for each chunk of a step. Chunks of one slot share the step's time by their tokens."""
-    tokens: dict[int, int] = {}
+    tokens: Counter[int] = Counter()
     for chunk in step.chunks:
-        tokens[chunk.slot] = tokens.get(chunk.slot, 0) + chunk.tokens
+        tokens[chunk.slot] += chunk.tokens
     starts = dict.fromkeys(tokens, step.start)
     for chunk in step.chunks:
         start = starts[chunk.slot]
@@ -68,18 +72,12 @@ def slot_intervals(record: RunRecord) -> list[Interval]:
     found: list[Interval] = []
     latest: dict[int, Interval] = {}
     max_gap = record.elapsed_s * MAX_GAP
-    for step in record.steps:
-        for interval in chunk_intervals(step):
-            before = latest.get(interval.slot)
-            interval.is_entry = before is None or before.request != interval.request
-            if (
-                before is not None
-                and not interval.is_entry
-                and before.kind == interval.kind
-                and interval.start - before.end <= max_gap
-            ):
-                before.end = interval.end
-                continue
+    for interval in (one for step in record.steps for one in chunk_intervals(step)):
+        before = latest.get(interval.slot)
+        interval.is_entry = before is None or before.request != interval.request
+        if before and not interval.is_entry and before.kind == interval.kind and interval.start - before.end <= max_gap:
+            before.end = interval.end
+        else:
             latest[interval.slot] = interval
             found.append(interval)
     return found
@@ -124,33 +122,32 @@ def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: in
     lines = []
     for title, record in records.items():
         lines += _wrapped([f"{title}: {record.elapsed_s:.2f} s", share_line(record)], "; ", width)
-        chosen = _dominant_kinds(record, columns, end)
-        entries = {
-            (interval.slot, min(int(interval.start / end * columns), columns - 1))
-            for interval in slot_intervals(record)
-            if interval.is_entry
-        }
+        symbols = _symbols(record, columns, end)
         last = math.ceil(record.elapsed_s / end * columns)
         for slot in range(min(record.slots, max_lanes)):
-            symbols = [SYMBOLS[chosen[slot, n]] if (slot, n) in chosen else " " for n in range(last)]
-            lane = [ENTRY if (slot, n) in entries else symbol for n, symbol in enumerate(symbols)]
-            lines.append(f"{slot:>{number_width}} {EDGE}{''.join(lane)}{EDGE}")
+            lane = "".join(symbols.get((slot, n), " ") for n in range(last))
+            lines.append(f"{slot:>{number_width}} {EDGE}{lane}{EDGE}")
         if record.slots > max_lanes:
             lines.append(f"{record.slots - max_lanes} of {record.slots} slots are not shown"[:width])
     middle, right = f"{end / 2:.2f}" if columns >= 30 else "", f"{end:.2f} s"
     axis = ("0".ljust(columns // 2) + middle).ljust(columns - len(right)) + right
-    legend = [*map(" ".join, zip(SYMBOLS.values(), KIND_LABELS.values(), strict=True)), f"{ENTRY} a request enters"]
+    legend = [*(f"{SYMBOLS[kind]} {label}" for kind, label in KIND_LABELS.items()), f"{ENTRY} a request enters"]
     return [*lines, " " * (number_width + 2) + axis, *_wrapped(legend, "   ", width)]
 
 
-def _dominant_kinds(record: RunRecord, columns: int, end: float) -> dict[tuple[int, int], TokenKind]:
-    """The kind that took most of the time of each slot and column, unless it was empty for longer."""
+def _symbols(record: RunRecord, columns: int, end: float) -> dict[tuple[int, int], str]:
+    """For each slot and column, an entry or the kind that took most of the time, unless it was empty for longer."""
     bin_s = end / columns
-    seconds: dict[tuple[int, int], Counter[TokenKind]] = defaultdict(Counter)
+    seconds: dict[tuple[int, int], dict[TokenKind, float]] = defaultdict(lambda: defaultdict(float))
     for interval, n, overlap in binned(record, bin_s, columns):
-        seconds[interval.slot, n][interval.kind] += overlap  # type: ignore[assignment]
-    most = {place: cell.most_common(1)[0] for place, cell in seconds.items()}
-    return {place: kind for place, (kind, time) in most.items() if time > bin_s - sum(seconds[place].values())}
+        seconds[interval.slot, n][interval.kind] += overlap
+    found = {}
+    for place, times in seconds.items():
+        kind, most = max(times.items(), key=lambda item: item[1])
+        if most > bin_s - sum(times.values()):
+            found[place] = SYMBOLS[kind]
+    entries = [one for one in slot_intervals(record) if one.is_entry]
+    return found | {(one.slot, min(int(one.start / end * columns), columns - 1)): ENTRY for one in entries}
 
 
 def _wrapped(texts: list[str], between: str, width: int) -> list[str]:

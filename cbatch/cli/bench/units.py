@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 NOTHING = "–"
 
 _BELOW = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
 """Seconds below which a unit is used, how many of it a second is, and its name."""
 
 
-def three_digits(value: float) -> str:
+def number(value: float | None) -> str:
     """1,610 or 18.8 or 0.412: no more digits than were measured, and none before the comma lost."""
+    if value is None:
+        return NOTHING
     size = abs(value)
     if size >= 100:
         return f"{value:,.0f}"
@@ -23,18 +27,18 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     for limit, factor, unit in _BELOW:
         if abs(seconds) < limit * 0.9995:
-            return f"{three_digits(seconds * factor)} {unit}"
-    return f"{three_digits(seconds / 3600)} h"
+            return f"{number(seconds * factor)} {unit}"
+    return f"{number(seconds / 3600)} h"
+
+
+def pair(times: Mapping[str, float | None] | None) -> str:
+    """Median and 99th percentile; nothing if they are not known."""
+    return f"{duration(times['p50'])} / {duration(times['p99'])}" if times else ""
 
 
 def round_duration(seconds: float) -> str:
     """A round time, such as one at an axis or one that a user chose: 20 ms, 1 s."""
     return f"{seconds * 1000:g} ms" if seconds < 1 else f"{plain(seconds)} s"
-
-
-def per_second(rate: float | None) -> str:
-    """5,087: tokens or other things in a second."""
-    return NOTHING if rate is None else three_digits(rate)
 
 
 def share(value: float | None) -> str:

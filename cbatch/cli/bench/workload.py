@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,10 +84,6 @@ class Workload:
         """The first two requests, with short outputs."""
         return Workload(self.prompts[:2], [min(length, 8) for length in self.output_lengths[:2]], "")
 
-    def repeated(self, times: int) -> Workload:
-        """Each request several times."""
-        return Workload(self.prompts * times, self.output_lengths * times, self.source)
-
     def batches(self, size: int) -> list[range]:
         """Indices of the requests in groups of `size`, in order."""
         return [range(first, min(first + size, len(self.prompts))) for first in range(0, len(self.prompts), size)]
@@ -124,15 +120,17 @@ def skewed_workload(
             f"With a skew of {skew:g}, the longest request has {longest:,} tokens; the model's context holds "
             f"{context:,} (--skew, --input-len, --output-len, --requests)."
         )
-    first = first_plain_token(vocabulary)
-    prompts = [[rng.randrange(first, vocabulary) for _ in range(length)] for length in inputs]
     means = f"means of {mean_input} and {mean_output} tokens, skew {skew:g}"
-    return Workload(prompts, outputs, f"synthetic, {means}, seed {seed}")
+    return Workload(_random_prompts(inputs, vocabulary, rng), outputs, f"synthetic, {means}, seed {seed}")
 
 
-def first_plain_token(vocabulary: int) -> int:
-    """The first token id to draw; lower ids are special tokens in most vocabularies."""
-    return min(10, vocabulary // 2)
+def plain_tokens(vocabulary: int) -> range:
+    """The token ids to draw: without the first, which are special tokens in most vocabularies."""
+    return range(min(10, vocabulary // 2), vocabulary)
+
+
+def _random_prompts(lengths: Iterable[int], vocabulary: int, rng: random.Random) -> list[list[int]]:
+    return [[rng.choice(plain_tokens(vocabulary)) for _ in range(length)] for length in lengths]
 
 
 def synthetic_workload(
@@ -147,8 +145,7 @@ def synthetic_workload(
         )
     rng = random.Random(seed)
     input_length, output_length = inputs.sampler(rng), outputs.sampler(rng)
-    first = first_plain_token(vocabulary)
-    prompts = [[rng.randrange(first, vocabulary) for _ in range(input_length())] for _ in range(count)]
+    prompts = _random_prompts((input_length() for _ in range(count)), vocabulary, rng)
     spread = f"prompts {inputs.low}:{inputs.high}, outputs {outputs.low}:{outputs.high}, {outputs.distribution}"
     return Workload(prompts, [output_length() for _ in range(count)], f"synthetic, {spread}, seed {seed}")
 
@@ -182,13 +179,9 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
     from cbatch.requests.completion import Completion
 
     form = asked_form or input_form(path)
-    row_options = RowOptions(
-        RequestDefaults(params={"temperature": 0.0}),
-        is_text=form == "text",
-        has_columns=form in TABLES,
-        unit=unit_of(form),
-    )
-    processor = LineProcessor.of(engine.core, row_options)
+    defaults, unit = RequestDefaults(params={"temperature": 0.0}), unit_of(form)
+    options = RowOptions(defaults, is_text=form == "text", has_columns=form in TABLES, unit=unit)
+    processor = LineProcessor.of(engine.core, options)
     prompts: list[list[int]] = []
     asked: list[SamplingParams] = []
     with open_prompts(path, asked_form) as source:
@@ -196,10 +189,10 @@ def read_workload(path: str, engine: Engine, asked_form: InputForm | None = None
             request = processor.process(line)
             if isinstance(request, Completion):
                 raise ConfigError(f"{path}: {request.error}")
-            prompts.append(list(request.prompt_ids))
             if request.params.n != 1 or request.params.max_tokens == 0:
-                where = f"{path}, {row_options.unit} {line.index + 1}"
+                where = f"{path}, {unit} {line.index + 1}"
                 raise ConfigError(f"{where}: bench needs one output of at least one token for each row.")
+            prompts.append(list(request.prompt_ids))
             asked.append(replace(request.params, temperature=0.0))
     if not prompts:
         raise ConfigError(f"{path} holds no rows.")

@@ -14,10 +14,16 @@ import pytest
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import command
-from cbatch.cli.bench.gain import ExpectedGain, Gain, WorkCount, count_continuous, count_static
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.recorder import RecordedChunk, RecordedStep, RunRecord, TokenKind
-from cbatch.cli.bench.skew import RealWork, SkewPoint, SkewRound
+from cbatch.cli.bench.skew import (
+    count_continuous,
+    count_static,
+    expected_gain,
+    gain_of,
+    gain_sentence,
+    point_of,
+)
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment
 from cbatch.cli.bench.workload import Workload, skewed_lengths, skewed_workload
 from cbatch.cli.main import run_command
@@ -53,16 +59,16 @@ def test_counts_are_those_of_engines() -> None:
     for count, name in ((count_static, "static"), (count_continuous, "continuous")):
         record = Experiment(loaded(make_network("llama")), config, work, 3).measure(STRATEGIES[name])
         tokens = record.tokens("prefill", "decode", "padding", "idle")
-        assert count(work, 3) == WorkCount(len(record.steps), tokens), name
+        assert count(work, 3) == (len(record.steps), tokens), name
     # By hand: batches of 18, 25 and 12 steps; slots that end after 9 + 7 + 12, 4 + 1 + 25 and 18 steps.
-    assert (count_static(work, 3).steps, count_continuous(work, 3).steps) == (55, 30)
-    assert ExpectedGain.of(work, 3).by_steps == 55 / 30
+    assert (count_static(work, 3)[0], count_continuous(work, 3)[0]) == (55, 30)
+    assert expected_gain(work, 3)["by_steps"] == 55 / 30
 
 
 def test_equal_lengths_gain_nothing() -> None:
     """Guards the left end of the curve: with equal lengths, both strategies compute the same."""
     work = skewed_workload(24, 20, 30, 0.0, VOCABULARY, 1000, 1)
-    assert ExpectedGain.of(work, 8) == ExpectedGain(1.0, 1.0)
+    assert expected_gain(work, 8) == {"by_steps": 1.0, "by_tokens": 1.0}
 
 
 def step(start: float, end: float, *kinds: tuple[int, TokenKind, int]) -> RecordedStep:
@@ -85,17 +91,17 @@ def test_factors_of_a_gain() -> None:
         step(2, 4, (0, "prefill", 2), (1, "decode", 1)),
         step(4, 5, (0, "decode", 1), (1, "decode", 1)),
     ], elapsed_s=5.0)  # fmt: skip
-    gain = Gain.of(static, continuous, work)
-    assert gain.measured == 9 / 5
-    assert gain.slots == 5 / 3  # 6 tokens of output fill two slots for 3 steps
-    assert gain.padding == 9 / 7.5  # 3 of the 8 tokens of a step of 4 s
-    assert gain.tail == 1
-    assert gain.step_time == (7.5 / 5) / (5 / 3)
-    assert gain.slots * gain.padding * gain.tail * gain.step_time == pytest.approx(gain.measured)
-    assert gain.expected == ExpectedGain(5 / 3, (2 * 5 + 3) / (6 + 6 - 3))
-    assert (
-        "1.80 × as fast as static batches: 1.67 by slots" in gain.sentence and "1.44 if all tokens do" in gain.sentence
-    )
+    gain = gain_of(static, continuous, work)
+    assert gain == {
+        "measured": 9 / 5,
+        "slots": 5 / 3,  # 6 tokens of output fill two slots for 3 steps
+        "padding": 9 / 7.5,  # 3 of the 8 tokens of a step of 4 s
+        "tail": 1,
+        "step_time": (7.5 / 5) / (5 / 3),
+        "expected": {"by_steps": 5 / 3, "by_tokens": (2 * 5 + 3) / (6 + 6 - 3)},
+    }
+    sentence = gain_sentence(gain)
+    assert "1.80 × as fast as static batches: 1.67 by slots" in sentence and "1.44 if all tokens do" in sentence
 
 
 def options_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
@@ -142,22 +148,22 @@ def test_the_curve(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_median_round() -> None:
     """Guards the figure of a point: the median of its rounds, and of two the one that gained less."""
-    gains = [Gain(measured, 1, 1, 1, 1, ExpectedGain(1, 1)) for measured in (3.0, 1.0, 2.0)]
-    rounds = [SkewRound(gain.measured, 1.0, gain) for gain in gains]
-    assert SkewPoint(1, 9, rounds).median.gain.measured == 2 and SkewPoint(1, 9, rounds[:2]).median.gain.measured == 1
+    rounds = [{"gain": {"measured": measured}} for measured in (3.0, 1.0, 2.0)]
+    assert point_of(1, 9, rounds)["gain"]["measured"] == 2 and point_of(1, 9, rounds[:2])["gain"]["measured"] == 1
 
 
 def test_the_picture_of_the_curve() -> None:
     """Guards the picture: what is measured beside both kinds of arithmetic, its factors, and where real work lies."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.pictures.skew import plot_skew
+    from cbatch.cli.bench.pictures.curves import plot_skew
     from cbatch.cli.bench.pictures.style import svg_texts
 
-    def point(skew: float, gain: float) -> SkewPoint:
-        made = Gain(gain, gain, 1.1, 0.9, 1.0, ExpectedGain(gain * 1.2, gain * 1.1))
-        return SkewPoint(skew, 100, [SkewRound(gain, 1.0, made)])
+    def point(skew: float, measured: float) -> dict[str, Any]:
+        gain = {"measured": measured, "slots": measured, "padding": 1.1, "tail": 0.9, "step_time": 1.0}
+        gain |= {"expected": {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}}
+        return point_of(skew, 100, [{"gain": gain}])
 
-    real = [RealWork("a service", 0.8, 0.8, "somewhere"), RealWork("a batch", 0.2, 0.4, "elsewhere")]
+    real = [{"name": "a service", "low": 0.8, "high": 0.8}, {"name": "a batch", "low": 0.2, "high": 0.4}]
     svg = svg_texts({"skew": lambda: plot_skew([point(0, 1.0), point(1, 3.0)], real)})["skew"]
     lines, places = {"measured", "by steps", "by tokens"}, {"a service", "a batch"}
     assert texts_of(svg) >= lines | places | {"slots that do not wait", "empty slots (tail)"}

@@ -7,7 +7,6 @@ import itertools
 import queue
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,20 +16,10 @@ from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import EventCallback, Request
-from cbatch.cli.bench.load.measure import (
-    Capacity,
-    LoadReport,
-    Runs,
-    expected_arrivals,
-    find_capacity,
-    median_result,
-    most_served,
-)
-from cbatch.cli.bench.load.users import SLO, LoadResult, Scenario, Turn, User, run_load
+from cbatch.cli.bench.load import Capacity, expected_arrivals, find_capacity, medians, most_served, remarks, run_rounds
 from cbatch.cli.bench.options import parse_duration
-from cbatch.cli.bench.results import Machine
+from cbatch.cli.bench.users import SLO, LoadResult, Scenario, TimedAnswer, Turn, User, run_load
 from cbatch.cli.bench.workload import LengthDistribution
-from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from tests.support.tiny_models import VOCABULARY, generate_alone, make_engine, make_network
@@ -124,51 +113,46 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**settings | changes)
 
 
-def load(simulation: SimulatedEngine, slo: SLO = EASY_SLO, **changes: Any) -> LoadResult:
+def run(simulation: SimulatedEngine, slo: SLO = EASY_SLO, **changes: Any) -> LoadResult:
     return run_load(simulation, scenario(**changes), slo, simulation, Even)
+
+
+def load(simulation: SimulatedEngine, slo: SLO = EASY_SLO, **changes: Any) -> SimpleNamespace:
+    """The figures of a load."""
+    return SimpleNamespace(**run(simulation, slo, **changes).figures)
 
 
 def test_every_figure() -> None:
     """Guards arrival, thinking and all that is counted: users come at 1 and 2 s and ask again every 2.5 s."""
     simulation = SimulatedEngine()
-    result = load(simulation)
+    result = run(simulation)
     assert [made.at for made in simulation.asked] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
-    assert result == LoadResult(
-        users=2,
-        users_judged=2,
-        users_served=1.0,
-        answers=6,
-        answers_served=1.0,
-        cut_off=2,
-        errors=0,
-        first_error="",
-        ttft_s=Percentiles(0.5, 0.5, 0.5),
-        tpot_s=Percentiles(0.25, 0.25, 0.25),
-        prompt_tokens=8 * 4,
-        cached_tokens=0,
-        output_tokens=6 * 5 + 3,
-        elapsed_s=9.6,
-        worst_lag_s=0.0,
-    )
-    assert result.output_tokens_per_s == pytest.approx(33 / 9.6)
-
-
-def test_every_answer_is_timed() -> None:
-    """Guards the picture of a load: who asked when, and no time for a first token that could still have been early."""
-    timed = sorted(load(SimulatedEngine()).timed, key=lambda answer: answer.asked_s)
-    assert [answer.asked_s for answer in timed] == [1, 2, 3.5, 4.5, 6, 7, 8.5, 9.5]
-    assert {(answer.user, answer.ttft_s, answer.tokens_per_s) for answer in timed[::2]} == {(0, 0.5, 4.0)}
-    assert (timed[-1].user, timed[-1].ttft_s, timed[-1].tokens_per_s) == (1, None, None)
-    late = load(SimulatedEngine(ttft=100.0), SLO(0.05, 4.0)).timed
+    assert result.figures == {
+        "users": 2,
+        "users_judged": 2,
+        "answers": 6,
+        "cut_off": 2,
+        "errors": 0,
+        "first_error": "",
+        "ttft_s": {"p50": 0.5, "p90": 0.5, "p99": 0.5},
+        "tpot_s": {"p50": 0.25, "p90": 0.25, "p99": 0.25},
+        "prompt_tokens": 8 * 4,
+        "cached_tokens": 0,
+        "output_tokens": 6 * 5 + 3,
+        "elapsed_s": 9.6,
+        "worst_lag_s": 0.0,
+        "users_missing": 0,
+        "users_served_share": 1.0,
+        "answers_served_share": 1.0,
+        "output_tokens_per_s": pytest.approx(33 / 9.6),
+    }
+    assert result.timed[0] == TimedAnswer(0, 1, 0.5, 4.0)
+    assert result.timed[-1] == TimedAnswer(1, 9.5, None, None), "a first token that could still have been early"
+    for slo in (SLO(0.4, 4.0), SLO(1.0, 5.0)):  # the first token is too late, or those after it are
+        bad = load(SimulatedEngine(), slo)
+        assert bad.users_served_share == bad.answers_served_share == 0
+    late = run(SimulatedEngine(ttft=100.0), SLO(0.05, 4.0)).timed
     assert [answer.ttft_s for answer in late] == pytest.approx([8.6, 7.6])
-    assert "timed" not in load(SimulatedEngine()).to_json()
-
-
-@pytest.mark.parametrize("slo", [SLO(0.4, 4.0), SLO(1.0, 5.0)])
-def test_both_parts_of_the_slo(slo: SLO) -> None:
-    """Guards the two ways to be too slow: the first token, and those after it."""
-    result = load(SimulatedEngine(), slo)
-    assert result.users_served == 0.0 and result.answers_served == 0.0
 
 
 def test_one_late_answer_is_one_user_less() -> None:
@@ -177,9 +161,9 @@ def test_one_late_answer_is_one_user_less() -> None:
     simulation.ttft = lambda number: 2.0 if number == 3 else 0.5
     result = load(simulation)
     assert [made.at for made in simulation.asked] == [1, 2, 3.5, 4.5, 6, 8.5, 8.5]
-    assert (result.answers, result.answers_served) == (5, 0.8)
-    assert (result.users_judged, result.users_served) == (2, 0.5)
-    assert result.ttft_s.p99 == pytest.approx(2.0, abs=0.1)
+    assert (result.answers, result.answers_served_share) == (5, 0.8)
+    assert (result.users_judged, result.users_served_share) == (2, 0.5)
+    assert result.ttft_s["p99"] == pytest.approx(2.0, abs=0.1)
 
 
 def test_users_without_an_answer_count() -> None:
@@ -187,14 +171,14 @@ def test_users_without_an_answer_count() -> None:
     simulation = SimulatedEngine(ttft=1000.0)
     result = load(simulation, users=9, duration_s=9.25)
     assert result.users == 9 and result.cut_off == 9
-    assert (result.users_judged, result.users_served) == (8, 0.0)
-    assert result.ttft_s.p50 == 4.75 and result.tpot_s.p50 is None
+    assert (result.users_judged, result.users_served_share) == (8, 0.0)
+    assert result.ttft_s["p50"] == 4.75 and result.tpot_s["p50"] is None
     assert result.output_tokens == 0
 
 
 def test_a_stream_that_stalls_counts() -> None:
     """Guards against an answer that is cut off in a stall: it was behind by then already."""
-    stalled, lately = Turn(User(0, random.Random()), [], 0.0), Turn(User(0, random.Random()), [], 9.0)
+    stalled, lately = (Turn(User(0, random.Random()), Request(), asked) for asked in (0.0, 9.0))
     for answer, first in ((stalled, 0.5), (lately, 9.5)):
         answer.take(TokenEvent(1, 7), first)
     assert stalled.meets(EASY_SLO, 10.0) is False
@@ -204,19 +188,19 @@ def test_a_stream_that_stalls_counts() -> None:
 def test_one_token_has_no_tpot() -> None:
     """Guards answers of one token: nothing follows the first."""
     result = load(SimulatedEngine(), outputs=LengthDistribution(1, 1, "fixed"), think_s=0.0)
-    assert result.users_served == 1.0 and result.tpot_s.p50 is None
+    assert result.users_served_share == 1.0 and result.tpot_s["p50"] is None
 
 
 def test_answers_before_all_is_settled_do_not_count() -> None:
     """Guards probes: what the first users find in an empty engine says little."""
     simulation = SimulatedEngine()
     simulation.ttft = lambda number: 0.5 if number >= 4 else 3.0
-    assert load(simulation, duration_s=20.0).users_served == 0.0
-    assert load(SimulatedEngine(), duration_s=20.0, warmup_s=8.0).users_served == 1.0
+    assert load(simulation, duration_s=20.0).users_served_share == 0.0
+    assert load(SimulatedEngine(), duration_s=20.0, warmup_s=8.0).users_served_share == 1.0
     later = SimulatedEngine()
     later.ttft = simulation.ttft
     result = load(later, duration_s=20.0, warmup_s=8.0)
-    assert (result.users_served, result.answers_served, result.ttft_s.p99) == (1.0, 1.0, 0.5)
+    assert (result.users_served_share, result.answers_served_share, result.ttft_s["p99"]) == (1.0, 1.0, 0.5)
     assert result.answers == sum(made.at >= 8 for made in later.asked) - result.cut_off
 
 
@@ -283,7 +267,7 @@ def test_an_error_ends_its_user() -> None:
     simulation.fails = lambda number: True
     result = load(simulation, duration_s=1000.0)
     assert len(simulation.asked) == 2 and result.elapsed_s == 2.5
-    assert (result.errors, result.users_served) == (2, 0.0) and "out of luck" in result.first_error
+    assert (result.errors, result.users_served_share) == (2, 0.0) and "out of luck" in result.first_error
     assert simulation.cancelled == []
 
 
@@ -316,9 +300,10 @@ def test_an_interrupted_run_cancels_too() -> None:
     assert len(simulation.cancelled) == 2
 
 
-def measured(capacity: int) -> Callable[[int], LoadResult]:
-    empty = load(SimulatedEngine(ttft=1000.0), users=1, duration_s=0.5)
-    return lambda users: replace(empty, users_judged=users, users_served=1.0 if users <= capacity else 0.9899)
+def made(p99: float | None = 1.0, **changes: Any) -> LoadResult:
+    """Figures of a load, some of them changed."""
+    figures = run(SimulatedEngine()).figures
+    return LoadResult(figures | {"ttft_s": {"p50": 0.1, "p90": 0.2, "p99": p99}} | changes)
 
 
 @pytest.mark.parametrize(
@@ -333,35 +318,40 @@ def measured(capacity: int) -> Callable[[int], LoadResult]:
     ],
 )
 def test_the_search_finds_the_most(capacity: int, most: int, tried: list[int]) -> None:
-    """Guards doubling and bisection, that every probe can be drawn, and a fast engine against an endless search."""
-    found = find_capacity(measured(capacity), most=most, precision=0.0)
-    assert (found.users, list(found.probes), found.is_limit) == (min(capacity, most), tried, capacity > most)
+    """Guards doubling and bisection, and a fast engine against an endless search; within a tenth takes less time."""
+    asked: list[int] = []
 
+    def measure(users: int) -> LoadResult:
+        asked.append(users)
+        return made(users_served_share=1.0 if users <= capacity else 0.9899)
 
-def test_the_search_is_as_close_as_asked() -> None:
-    """Guards the time that a search takes: within a tenth is close enough here."""
-    found = find_capacity(measured(1000), precision=0.1)
-    assert 900 <= found.users <= 1000 and len(found.probes) == 11 + 3
+    found = find_capacity(measure, most=most, precision=0.0)
+    assert (found, sorted(asked)) == (Capacity(min(capacity, most), capacity > most), tried)
+    asked.clear()
+    about = find_capacity(measure, most=most, precision=0.1)
+    assert 0.9 * found.users <= about.users <= found.users and len(asked) <= len(tried)
 
 
 def test_probes_that_are_too_short() -> None:
     """Guards against a capacity of 0 when no answer could be judged."""
     with pytest.raises(ConfigError, match="use a longer --duration"):
-        find_capacity(lambda users: load(SimulatedEngine(), users=users, duration_s=1.2))
+        find_capacity(lambda users: run(SimulatedEngine(), users=users, duration_s=1.2))
 
 
 def test_capacity_of_four_slots() -> None:
     """Guards the whole: with four slots and answers of 1.5 s, a sixth user makes some wait too long for a slot."""
+    probes: dict[int, LoadResult] = {}
 
     def measure(users: int) -> LoadResult:
         simulation = SimulatedEngine(slots=4)
-        return run_load(simulation, scenario(think_s=0.0).probe(users, 60.0), SLO(1.1, 3.9), simulation, Even)
+        asked = scenario(think_s=0.0).probe(users, 60.0)
+        probes[users] = run_load(simulation, asked, SLO(1.1, 3.9), simulation, Even)
+        return probes[users]
 
-    found = find_capacity(measure)
-    assert found.users == 5
-    assert found.probes[4].ttft_s.p99 == 0.5
+    assert find_capacity(measure).users == 5
+    assert probes[4].figures["ttft_s"]["p99"] == 0.5
     # Six users share four slots, and an answer takes 1.5 s.
-    assert found.probes[6].output_tokens_per_s == pytest.approx(4 * 5 / 1.5, rel=0.1)
+    assert probes[6].figures["output_tokens_per_s"] == pytest.approx(4 * 5 / 1.5, rel=0.1)
 
 
 def test_durations() -> None:
@@ -409,7 +399,7 @@ def test_a_real_engine() -> None:
     engine_thread = Watched(make_engine(make_network("llama"), prefix_cache=True))
     asked = scenario(users=3, rate=1e6, duration_s=1.0, think_s=0.001, turns=3, vocabulary=VOCABULARY)
     try:
-        result = run_load(engine_thread, asked, SLO(100.0, 1e-6), engine_thread)
+        result = SimpleNamespace(**run_load(engine_thread, asked, SLO(100.0, 1e-6), engine_thread).figures)
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         request = Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))
         engine_thread.submit(request, events.put)
@@ -419,7 +409,7 @@ def test_a_real_engine() -> None:
         assert stats.used_blocks == stats.num_running == stats.num_waiting == 0
     finally:
         engine_thread.close()
-    assert (result.users, result.users_served, result.errors) == (3, 1.0, 0)
+    assert (result.users, result.users_served_share, result.errors) == (3, 1.0, 0)
     assert result.answers > 6 and result.output_tokens >= 5 * result.answers
     assert result.cached_tokens > 0
     network = make_network("llama")
@@ -433,53 +423,39 @@ def test_users_who_never_came_are_told() -> None:
     asked = scenario(users=128, rate=4.0, duration_s=20.0)
     simulation = SimulatedEngine()
     result = run_load(simulation, asked, EASY_SLO, simulation, Even)
-    assert (result.users, result.users_missing) == (79, 49)  # the 80th would come at the end
+    assert (result.figures["users"], result.figures["users_missing"]) == (79, 49)  # the 80th would come at the end
     warning = expected_arrivals(asked)
-    assert (
-        "about 80 of 128 users will arrive in 20 s at 4 a second" in warning
-        and "--rate 13 or --duration 64s" in warning
-    )
-    remarks = report_of(result, asked).remarks
-    assert remarks[0].startswith("Only 79 of 128 users arrived, so these are not the figures of 128 users. --rate 13")
-    assert len(remarks) == 1 and report_of(result, asked).to_json()["work"]["users_arrived"] == 79
+    assert "about 80 of 128 users will arrive in 20 s at 4 a second" in warning
+    assert "--rate 13 or --duration 64s" in warning
     assert expected_arrivals(scenario(users=80, rate=4.0, duration_s=20.0)) == ""
-    assert report_of(load(SimulatedEngine()), scenario()).remarks == []
+    (said,) = remarks(asked, {128: [result]}, is_search=False)
+    assert said.startswith("Only 79 of 128 users arrived, so these are not the figures of 128 users. --rate 13")
+    assert remarks(scenario(), {2: [run(SimulatedEngine())]}, is_search=False) == []
 
 
 def test_a_late_load_and_failed_answers_are_told() -> None:
     """Guards the remarks on a program that was too slow to ask in time, and on answers that failed, in any round."""
-    bad = replace(load(SimulatedEngine()), worst_lag_s=0.5, first_error="NaN in the logits.")
-    report = replace(report_of(load(SimulatedEngine()), scenario()), rounds={2: [bad]})
-    assert report.remarks == [
+    bad = made(worst_lag_s=0.5, first_error="NaN in the logits.")
+    assert remarks(scenario(), {2: [made(), bad]}, is_search=False) == [
         "Some answers failed: NaN in the logits.",
         "Questions were asked up to 0.50 s late, so the load was less than intended.",
     ]
 
 
-def report_of(found: LoadResult | Capacity, asked: Scenario) -> LoadReport:
-    options: Any = SimpleNamespace(users=(asked.users,), input_len="4", output_len="5", rounds=1, seed=0)
-    rounds = {asked.users: [found]} if isinstance(found, LoadResult) else {}
-    return LoadReport(options, Machine("", 1, "", "", "", "", ""), "", asked, EASY_SLO, found, rounds)
-
-
-def with_wait(p99: float | None, **changes: Any) -> LoadResult:
-    return replace(load(SimulatedEngine()), ttft_s=Percentiles(0.1, 0.2, p99), **changes)
-
-
 def test_the_median_run() -> None:
     """Guards the figures of several rounds: neither the best nor the worst first tokens, and none as the worst."""
-    runs = [with_wait(3.0), with_wait(1.0), with_wait(2.0)]
-    assert median_result(runs) is runs[2] and median_result(runs[:2]) is runs[0]
-    assert median_result([with_wait(1.0), with_wait(None), runs[0]]) is runs[0]
+    runs = [made(3.0), made(1.0), made(2.0)]
+    found = medians({3: runs, 2: runs[:2], 1: [runs[1], made(None), runs[0]]})
+    assert list(found) == [1, 2, 3] and found[3] is runs[2] and found[2] is runs[0] and found[1] is runs[0]
 
 
 def test_rounds_take_turns() -> None:
-    """Guards the curve: every round has all numbers of users, with prompts of its own, and the median counts."""
-    simulation = SimulatedEngine()
-    runs = Runs(simulation, scenario(duration_s=8.0), EASY_SLO, 3, lambda text: None, simulation)
-    probes = runs.probe([1, 3])
-    assert list(probes) == [1, 3] and [len(runs.results[users]) for users in probes] == [3, 3]
-    assert all(probes[users] is median_result(runs.results[users]) for users in probes)
+    """Guards the curve: every round has all numbers of users, with prompts of its own."""
+    simulation, told = SimulatedEngine(), list[str]()
+    probes = [scenario().probe(users, 8.0) for users in (1, 3)]
+    found = run_rounds(simulation, probes, EASY_SLO, 3, told.append, simulation)
+    assert [len(found[users]) for users in (1, 3)] == [3, 3]
+    assert told[:2] == ["1 user for 8 s, round 1 of 3", "3 users for 8 s, round 1 of 3"]
     prompts = [tuple(made.prompt) for made in simulation.asked]
     assert len(prompts) == len(set(prompts)) > 12, "the prefix cache would know prompts of earlier rounds"
 
@@ -487,7 +463,6 @@ def test_rounds_take_turns() -> None:
 def test_the_most_of_a_curve() -> None:
     """Guards the capacity of given numbers of users: the most before the first that are not served."""
     served = {1: 1.0, 8: 0.995, 32: 0.9, 128: 1.0}
-    probes = {users: with_wait(1.0, users_served=share) for users, share in served.items()}
-    assert (most_served(probes).users, most_served(probes).is_limit) == (8, False)
-    assert most_served({1: probes[32]}).users == 0
-    assert (most_served({1: probes[1]}).users, most_served({1: probes[1]}).is_limit) == (1, True)
+    probes = {users: made(users_served_share=share) for users, share in served.items()}
+    assert most_served(probes) == (8, False)
+    assert most_served({1: probes[32]}) == (0, False) and most_served({1: probes[1]}) == (1, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -42,12 +41,12 @@ def our_outputs(engine: Engine, work: Workload) -> list[list[int]]:
     return [list(output.token_ids) for output in engine.generate(work.prompts, params)]
 
 
-def setup_of(engine: Engine, work: Workload, clock: Any = time.perf_counter) -> PeerSetup:
-    return PeerSetup(engine.loaded.network, work, slots=2, max_batch_tokens=16, clock=clock)
+def setup_of(engine: Engine, work: Workload) -> PeerSetup:
+    return PeerSetup(engine.loaded.network, work, slots=2, max_batch_tokens=16)
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str) -> None:
+def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the comparison: same requests, greedy, to the wanted length, whatever the model's own defaults are.
 
     After it, the network has our attention again, and the model's own settings.
@@ -55,10 +54,12 @@ def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str) -> N
     network, ours = engine.loaded.network, our_outputs(engine, work)
     settings = network.generation_config
     assert any(7 in tokens[:-1] for tokens in ours), "no end token in the middle: nothing would be seen of it"
-    outputs, metrics = run_peer(name, setup_of(engine, work, iter(range(1000)).__next__))  # a second each time
+    seconds = iter((5.0, 6.0))
+    monkeypatch.setattr(PeerSetup, "now", lambda setup: next(seconds))
+    outputs, figures = run_peer(name, setup_of(engine, work))
     assert outputs == ours
-    assert sum(map(len, outputs)) == sum(LENGTHS) and metrics.elapsed_s == 1
-    assert metrics.attention == "sdpa" or "paged" in metrics.attention
+    assert (figures["elapsed_s"], figures["output_tokens_per_s"]) == (1, sum(LENGTHS))
+    assert figures["attention"] == "sdpa" or "paged" in figures["attention"]
     assert network.config._attn_implementation == "cbatch" and network.generation_config is settings
     assert our_outputs(engine, work) == ours
 
@@ -102,21 +103,12 @@ def test_a_failure_within_the_continuous_peer(engine: Engine, work: Workload, mo
         assert our_outputs(engine, work) == our_outputs(fresh, work)
 
 
-def test_a_version_without_continuous_batching(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the message for a version of transformers that cannot do it."""
-    for base in type(engine.loaded.network).__mro__:
-        if "continuous_batching_context_manager" in vars(base):
-            monkeypatch.delattr(base, "continuous_batching_context_manager")
-    with pytest.raises(PeerError, match=r"^not available here:.*continuous_batching_context_manager"):
-        run_peer("transformers-cb", setup_of(engine, work))
-
-
 @pytest.mark.parametrize("name", PEERS)
 def test_a_model_without_sdpa(engine: Engine, work: Workload, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Guards families whose only attention is eager: they run, and the result names it."""
     monkeypatch.setattr(type(engine.loaded.network), "_supports_sdpa", False)
-    outputs, metrics = run_peer(name, setup_of(engine, work))
-    assert metrics.attention.removeprefix("paged|") == "eager"
+    outputs, figures = run_peer(name, setup_of(engine, work))
+    assert figures["attention"].removeprefix("paged|") == "eager"
     assert outputs == our_outputs(engine, work)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from cbatch.cli.bench import comparison, load
+from cbatch.cli.bench.page import Report, draw
 from cbatch.cli.bench.recorder import (
     RecordedChunk,
     RecordedRequest,
@@ -17,25 +19,18 @@ from cbatch.cli.bench.recorder import (
     RunRecord,
     RunRecorder,
     example_score,
-    is_scattered,
 )
-from cbatch.cli.bench.report import comparison, load
-from cbatch.cli.bench.timeline import (
-    Interval,
-    draw_timeline,
-    share_line,
-    slot_intervals,
-    time_shares,
-    whole_percents,
-)
+from cbatch.cli.bench.timeline import Interval, draw_timeline, slot_intervals, time_shares, whole_percents
+from cbatch.cli.bench.users import LoadResult
 from cbatch.cli.main import run_command
 from tests.support.bench_reports import (
     both,
     drafting_record,
-    make_capacity,
+    load_report,
     make_comparison,
     make_load,
-    make_load_report,
+    make_one_load,
+    make_search,
     make_step,
     static_record,
 )
@@ -87,7 +82,6 @@ def test_shares_are_whole() -> None:
         assert sum(time_shares(record).values()) == pytest.approx(1)
     assert time_shares(static_record()) == {"useful": 0.6875, "padding": 0.0625, "idle": 0.125, "empty": 0.125}
     assert whole_percents({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 34, "b": 33, "c": 33}
-    assert share_line(static_record()) == "useful 69%, padding 6%, idle 13%, empty 12%"
 
 
 def test_intervals_join_steps() -> None:
@@ -145,7 +139,6 @@ def test_score_of_a_step() -> None:
         ([(5, 1)] * 6 + [(4, 4)], scattered),
     ]
     assert sorted(ranked, key=lambda step: example_score(*step)) == ranked
-    assert [is_scattered(table) for table in ([], [7], [3, 4, 5], [3, 5], [5, 4])] == [False, False, False, True, True]
 
 
 EXPECTED = {
@@ -187,10 +180,10 @@ def drawn() -> dict[str, tuple[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(style, "svg_text", keep)
         report = make_comparison("ablations", "peers", "replicas")
-        report.records["with drafts"] = drafting_record()
-        comparison.draw(report)
-        load.draw(make_load_report(make_capacity(1, 2, 4, 7, 8, 16, capacity=4), 16, rounds=2))
-        load.draw(make_load_report(make_load(5), 9))
+        report.runs["with drafts"] = drafting_record()
+        draw(comparison.charts(report))
+        draw(load.charts(make_search(1, 2, 4, 7, 8, 16, capacity=4, rounds=2)))
+        draw(load.charts(make_one_load()))
     return found
 
 
@@ -204,7 +197,7 @@ def test_pictures_are_whole(drawn: dict[str, tuple[str, Any]]) -> None:
         missing = EXPECTED[name] - texts_of(svg)
         assert not missing, f"{name} lacks {missing}; it has {texts_of(svg)}"
         assert "<dc:date>" not in svg and misplaced_texts(figure) == [], name
-    assert load.draw(make_load_report(make_load(5), 9))["users"].svg == drawn["users"][0]
+    assert draw(load.charts(make_one_load()))["users"].svg == drawn["users"][0]
 
 
 def test_misplaced_words_are_found(drawn: dict[str, tuple[str, Any]]) -> None:
@@ -276,22 +269,21 @@ def test_long_runs_are_cut() -> None:
 
 def test_pictures_of_little(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards empty runs and other strategies: pictures without data are left out, and stderr says why there is none."""
-    unjudged = dataclasses.replace(make_load(4), users_served=None, timed=())
-    assert load.draw(make_load_report(unjudged, 4)) == {}
+    unjudged = LoadResult(make_load(4).figures | {"users_served_share": None})
+    assert load.charts(load_report(4, {4: [unjudged]})) == {}
     assert "no picture, because no answer" in capsys.readouterr().err
-    capacity = dataclasses.replace(make_capacity(1), probes={1: unjudged})
-    assert load.draw(make_load_report(capacity, 4)) == {}
-    assert load.draw(make_load_report(make_capacity(1), 4)).keys() == {"load"}
-    report = dataclasses.replace(make_comparison(), strategies=[])
-    draw = lambda **records: comparison.draw(dataclasses.replace(report, records=records)).keys()  # noqa: E731
-    assert draw(nothing=RunRecord(1, [])) == {"utilisation"}
+    assert load.charts(load_report(4, {1: [unjudged]}, load.Capacity(0))) == {}
+    assert load.charts(make_search(1)).keys() == {"load"}
+    alone = make_comparison().data | {"strategies": []}
+    charts = lambda **records: comparison.charts(Report(alone, records)).keys()  # noqa: E731
+    assert charts(nothing=RunRecord(1, [])) == {"utilisation"}
     few = {"static batches": dataclasses.replace(static_record(), example=None)}
-    assert draw(**few) == {"timeline", "utilisation"} and "speculation" not in draw(**both())
+    assert charts(**few) == {"timeline", "utilisation"} and "speculation" not in charts(**both())
 
 
 def test_the_drawn_steps_are_typical() -> None:
     """Guards the choice of steps: neither the luckiest nor those without drafts, and all steps of a short run."""
-    from cbatch.cli.bench.pictures.speculation import MAX_STEPS, tokens_shown, typical_steps
+    from cbatch.cli.bench.pictures.slots import MAX_STEPS, tokens_shown, typical_steps
 
     def run_of(*accepted: int | None) -> list[RecordedStep]:
         chunks = [(0, n, 1 if one is None else 5, 0 if one is None else 4, one or 0) for n, one in enumerate(accepted)]
@@ -322,7 +314,6 @@ def test_step_picture_chooses_requests() -> None:
     assert [chunk.request for chunk, _ in chosen] == [0, 1, 2, 3, 4, 5, 6, 21]
     drawn, width = lay_out(chosen, block_size=8)
     assert drawn[-1].left + 13 * 8 == width
-    assert drawn[-1].visible_tokens(drawn[-1].cells - 1) == 100
     assert all(before.bottom == after.top for before, after in pairwise(drawn))
     assert choose_chunks(chunks[20:21]) == chunks[20:21]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.cli.bench import units
-from cbatch.cli.bench.load.measure import LoadReport
-from cbatch.cli.bench.report import comparison, load
-from cbatch.cli.bench.report.page import Page, Picture, write_files
-from cbatch.cli.bench.results import ComparisonReport
-from tests.support.bench_reports import EVIL, KINDS, make_capacity, make_comparison, make_load, make_load_report
+from cbatch.cli.bench import comparison, load, units
+from cbatch.cli.bench.page import Page, Picture, Report, write_files
+from cbatch.cli.bench.users import LoadResult
+from tests.support.bench_reports import EVIL, KINDS, load_report, make_comparison, make_load, make_one_load, make_search
 
 SVG = '<svg viewBox="0 0 662.4 300"><path style="fill: #1f2328"/></svg>'
 NAMES = ("timeline", "utilisation", "speed", "step", "load", "users")
@@ -24,22 +21,16 @@ PICTURES = {name: Picture(f"what {name} shows {EVIL}", SVG) for name in NAMES}
 COMMAND, DATE = f"cbatch bench {EVIL}", "25 November 2026"
 
 
-def make_report(kind: str) -> ComparisonReport | LoadReport:
+def page_of(kind: str) -> Page:
     if kind == "load":
-        return make_load_report(make_load(5), 9)
+        return load.page_of(make_one_load(), PICTURES)
     if kind == "capacity":
-        return make_load_report(make_capacity(1, 2, 4, 5, 6, 8, 16, capacity=5), 16, rounds=2)
-    return make_comparison(kind)
-
-
-def page_of(report: ComparisonReport | LoadReport) -> Page:
-    if isinstance(report, LoadReport):
-        return load.page_of(report, PICTURES)
-    return comparison.page_of(report, PICTURES)
+        return load.page_of(make_search(1, 2, 4, 5, 6, 8, 16, capacity=5, rounds=2), PICTURES)
+    return comparison.page_of(make_comparison(kind), PICTURES)
 
 
 def html_of(kind: str) -> str:
-    return page_of(make_report(kind)).html(COMMAND, DATE)
+    return page_of(kind).html(COMMAND, DATE)
 
 
 HEADLINES = {
@@ -88,7 +79,7 @@ def test_report_says_what_was_measured(kind: str, capsys: pytest.CaptureFixture[
 
     The terminal says the same.
     """
-    page = page_of(make_report(kind))
+    page = page_of(kind)
     assert page.headline == HEADLINES[kind]
     assert [(figure.value, figure.note) for figure in page.figures] == FIGURES[kind]
     wanted = LINES[kind]
@@ -110,20 +101,20 @@ def test_report_says_what_was_measured(kind: str, capsys: pytest.CaptureFixture[
 
 def test_what_is_missing_is_said() -> None:
     """Guards honest pages: a peer that failed, users who never came, and a search that found nobody served."""
-    peers = page_of(make_report("peers"))
+    peers = page_of("peers")
     assert peers.remarks[0].startswith("Continuous batching is 1.33 ×")
     assert peers.remarks[1:] == [f"transformers-cb: not available here: {EVIL}"]
     assert peers.table.lines[-1] == ["transformers-cb", *"–––––––"]
-    (missing,) = page_of(make_report("load")).remarks
+    (missing,) = page_of("load").remarks
     assert missing.startswith("Only 5 of 9 users arrived, so these are not the figures of 9 users. --rate ")
-    nobody = page_of(make_load_report(make_capacity(1, capacity=0), 1))
+    nobody = load.page_of(make_search(1), {})
     assert nobody.headline == "Not even one user gets a first token within 500 ms and 10 tokens/s"
     assert nobody.table.strong is None and nobody.figures[2].note == "1 user"
-    nowhere = load.page_of(make_load_report(dataclasses.replace(make_load(5), users_served=None), 5), {})
+    unjudged = LoadResult(make_load(5).figures | {"users_served_share": None})
+    nowhere = load.page_of(load_report(5, {5: [unjudged]}), {})
     assert nowhere.headline == "5 users came, and none of their answers could be judged" and nowhere.picture is None
     alone = make_comparison("strategies")
-    only = dataclasses.replace(alone, strategies=alone.strategies[1:])
-    page = page_of(only)
+    page = comparison.page_of(Report(alone.data | {"strategies": alone.data["strategies"][1:]}, alone.runs), {})
     assert page.headline == "Continuous batching: 1.00 output tokens a second"
     assert [figure.note for figure in page.figures] == ["", "", ""]
 
@@ -200,8 +191,8 @@ def test_screens() -> None:
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards what is written: each picture for light and for dark pages, and the page; and a folder that is gone."""
-    monkeypatch.setattr("cbatch.cli.bench.report.page.command_line", lambda: COMMAND)
-    page = page_of(make_report("load"))
+    monkeypatch.setattr("cbatch.cli.bench.page.command_line", lambda: COMMAND)
+    page = page_of("load")
     write_files(page, {"users": PICTURES["users"]}, str(tmp_path), str(tmp_path / "a.html"))
     assert "1 picture is in" in (shown := capsys.readouterr().err) and "the report is" in shown
     assert {path.name for path in tmp_path.iterdir()} == {"users.svg", "users-dark.svg", "a.html"}
@@ -218,6 +209,6 @@ def test_units() -> None:
     shares = [units.share(value) for value in (None, 0, 0.001, 0.6, 0.9964, 1)]
     assert shares == ["–", "0%", "<1%", "60%", "99.6%", "100%"]
     assert [units.times(value) for value in (0.008, 0.1, 2.34, 1234)] == ["0.01 ×", "0.1 ×", "2.3 ×", "1,234 ×"]
-    rates = [units.per_second(value) for value in (None, 0.109, 1.0, 50, 5087.4)]
+    rates = [units.number(value) for value in (None, 0.109, 1.0, 50, 5087.4)]
     assert rates == ["–", "0.109", "1.00", "50.0", "5,087"]
     assert [units.round_duration(value) for value in (0.5, 1, 20, 1500)] == ["500 ms", "1 s", "20 s", "1,500 s"]

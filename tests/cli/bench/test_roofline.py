@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cbatch.cli.bench import roofline
-from cbatch.cli.bench.roofline import DeviceRates, ModelCost, RooflineBound, measure_rates, roofline_bound, tokens_read
+from cbatch.cli.bench.roofline import DeviceRates, ModelCost, RooflineBound, measure_rates, roofline_bound
 from cbatch.cli.bench.workload import Workload
 from tests.support.tiny_models import COMMON, make_engine, make_network
 
@@ -25,14 +25,6 @@ def clock_of(durations: list[float]) -> Callable[[], float]:
     """A clock that is read in pairs, at the start and the end of each duration; they end at whole thousands."""
     times = [time for number, seconds in enumerate(durations) for time in (1000.0 * number - seconds, 1000.0 * number)]
     return iter(times).__next__
-
-
-@pytest.mark.parametrize("window", [None, 1, 4, 7, 30])
-@pytest.mark.parametrize(("prompt", "output"), [(1, 1), (3, 5), (7, 2), (12, 9), (4, 0)])
-def test_context_that_is_read(prompt: int, output: int, window: int | None) -> None:
-    """Guards the closed form of the sum against the sum itself, with windows too."""
-    lengths = [prompt + number for number in range(output)]
-    assert tokens_read(prompt, output, window) == sum(min(length, window or length) for length in lengths)
 
 
 def test_a_bound_by_hand() -> None:

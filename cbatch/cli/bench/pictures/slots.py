@@ -1,16 +1,17 @@
-"""Pictures of the slots of an engine over time: a lane for each of them, or their shares."""
+"""Pictures of the steps of a run: a lane for each slot, the slots' shares of time, and drafts of a few requests."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from cbatch.cli.bench import timeline, units
 from cbatch.cli.bench.pictures import style
-from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, TokenKind
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RecordedChunk, RecordedStep, RunRecord, count_drafts
 from cbatch.cli.bench.timeline import Interval
 
 BINS = 100
@@ -43,31 +44,22 @@ def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
 
 
 def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> None:
-    found = timeline.slot_intervals(record)
     axes.barh(range(record.slots), record.elapsed_s, height=0.8, color=style.EMPTY_SLOT)
-    for kind, colour in style.KIND_COLOURS.items():
-        boxes = [_box(interval) for interval in found if interval.kind == kind]
-        axes.add_collection(PolyCollection(boxes, facecolors=colour, linewidths=0), autolim=False)
-    entries = [interval for interval in found if interval.is_entry]
-    lefts, tops = [one.start for one in entries], [one.slot - 0.4 for one in entries]
-    axes.vlines(lefts, tops, [top + 0.8 for top in tops], color=style.BACKGROUND, linewidth=1.5 if labels else 0.4)
     longest: dict[int, Interval] = {}
-    for interval in found:
-        if interval.kind == "decode":
-            before = longest.get(interval.request, interval)
-            longest[interval.request] = max(before, interval, key=lambda one: one.seconds)
-    for request, interval in longest.items():
-        if labels and interval.seconds > 0.006 * end * (1 + len(str(request))):
-            axes.text(interval.start + 0.004 * end, interval.slot, str(request), size=7, va="center")
+    for one in timeline.slot_intervals(record):
+        top = one.slot - 0.4
+        axes.broken_barh([(one.start, one.seconds)], (top, 0.8), color=style.KIND_COLOURS[one.kind], linewidth=0)
+        if one.is_entry:
+            axes.vlines(one.start, top, top + 0.8, color=style.BACKGROUND, linewidth=1.5 if labels else 0.4)
+        if one.kind == "decode":
+            longest[one.request] = max(longest.get(one.request, one), one, key=lambda interval: interval.seconds)
+    for request, one in longest.items():
+        if labels and one.seconds > 0.006 * end * (1 + len(str(request))):
+            axes.text(one.start + 0.004 * end, one.slot, str(request), size=7, va="center")
     axes.set(xlim=(0, end), ylim=(record.slots - 0.5, -0.5), yticks=[0, record.slots - 1] if record.slots > 1 else [0])
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
     axes.set_ylabel("slot", labelpad=3)
-
-
-def _box(interval: Interval) -> list[tuple[float, float]]:
-    top, bottom = interval.slot - 0.4, interval.slot + 0.4
-    return [(interval.start, top), (interval.end, top), (interval.end, bottom), (interval.start, bottom)]
 
 
 def visible_end(seconds: Sequence[float]) -> float:
@@ -76,22 +68,21 @@ def visible_end(seconds: Sequence[float]) -> float:
     The two shortest runs are never cut.
     """
     ordered = sorted(seconds) or [0.0]
-    least = ordered[min(1, len(ordered) - 1)]
-    return max([least, *(time for time in ordered if time <= MOST_TIMES * ordered[0])]) or 1.0
+    return max([*ordered[:2], *(time for time in ordered if time <= MOST_TIMES * ordered[0])]) or 1.0
 
 
-def plot_utilisation(records: Mapping[str, RunRecord], peers: Mapping[str, float]) -> Figure:
+def plot_utilisation(records: Mapping[str, RunRecord], others: Mapping[str, float]) -> Figure:
     """The share of busy slots over time, a panel for each record.
 
-    peers: seconds by name, of runs whose slots are not known
+    others: seconds by name, of runs whose slots are not known
     """
-    times = {title: record.elapsed_s for title, record in records.items()} | dict(peers)
+    times = {title: record.elapsed_s for title, record in records.items()} | dict(others)
     heights = [0.62 if title in records else 0.16 for title in times]
     figure = style.new_figure(
         sum(heights) + 0.34 * len(heights) + 0.3,
         "How much of the engine does useful work",
         "Share of the slots that compute, over time; blue is useful work.",
-        style.KINDS | ({"only the time is known": style.PEER} if peers else {}),
+        style.KINDS | ({"only the time is known": style.PEER} if others else {}),
     )
     end = visible_end(list(times.values()))
     panels = figure.subplots(len(times), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -113,22 +104,102 @@ def plot_utilisation(records: Mapping[str, RunRecord], peers: Mapping[str, float
 
 
 def _draw_shares(axes: Axes, record: RunRecord, end: float) -> None:
-    edges, busy = utilisation(record, min(record.elapsed_s, end) / BINS)
+    bin_s = min(record.elapsed_s, end) / BINS or 1.0
     axes.barh(0.5, min(record.elapsed_s, end), height=1, color=style.EMPTY_SLOT)
-    floor = [0.0] * len(edges[1:])
-    for kind, shares in busy.items():
-        top = [below + part for below, part in zip(floor, shares, strict=True)]
-        if top != floor:
-            axes.stairs(top, edges, baseline=floor, fill=True, color=style.KIND_COLOURS[kind], linewidth=0)
-        floor = top
+    shares = {kind: np.zeros(BINS) for kind in TOKEN_KINDS}
+    for interval, n, seconds in timeline.binned(record, bin_s, BINS):
+        shares[interval.kind][n] += seconds / bin_s / record.slots
+    floor, edges = np.zeros(BINS), bin_s * np.arange(BINS + 1)
+    for kind, share in shares.items():
+        if share.any():
+            colour = style.KIND_COLOURS[kind]
+            axes.stairs(floor + share, edges, baseline=floor, fill=True, color=colour, linewidth=0)
+        floor = floor + share
     axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
     axes.grid(axis="y")
 
 
-def utilisation(record: RunRecord, bin_s: float) -> tuple[list[float], dict[TokenKind, list[float]]]:
-    """The edges of the first BINS stretches of `bin_s` seconds, and the mean share of slots in each of them by kind."""
-    edges = [n * bin_s for n in range(BINS + 1)]
-    busy: dict[TokenKind, list[float]] = {kind: [0.0] * BINS for kind in TOKEN_KINDS}
-    for interval, n, seconds in timeline.binned(record, bin_s or 1.0, BINS):
-        busy[interval.kind][n] += seconds / (bin_s or 1.0) / record.slots
-    return edges, busy
+MAX_STEPS, MAX_REQUESTS = 24, 6
+"""Of the picture of drafts."""
+
+NARROW = 5.6
+"""Inches; narrower than other pictures, so that words can be read on a phone."""
+
+OWN, ACCEPTED, REJECTED, PROMPT = "as without drafts", "accepted", "rejected", "prompt"
+DRAFT_COLOURS = {
+    OWN: style.KIND_COLOURS["decode"],
+    ACCEPTED: style.KIND_COLOURS["prefill"],
+    REJECTED: style.KIND_COLOURS["idle"],
+    PROMPT: style.PALE_GREY,
+}
+"""Blue is what requests got. All differ in lightness too."""
+
+
+def typical_steps(steps: Sequence[RecordedStep]) -> range:
+    """The numbers of MAX_STEPS consecutive steps whose share of accepted tokens is nearest to that of all steps.
+
+    They have at least half as many drafted tokens as any others.
+    """
+    windows = [range(first, first + MAX_STEPS) for first in range(len(steps) - MAX_STEPS + 1)]
+    if not windows:
+        return range(len(steps))
+    counts = [count_drafts(steps[n] for n in window) for window in windows]
+    drafted, accepted = count_drafts(steps)
+    most = max(count for count, _ in counts)
+    many = [n for n, (count, _) in enumerate(counts) if count > 0 and 2 * count >= most]
+    distance = {n: abs(counts[n][1] / counts[n][0] - accepted / drafted) for n in many}
+    return windows[min(many, key=lambda n: (distance[n], -counts[n][0]), default=0)]
+
+
+def tokens_shown(chunk: RecordedChunk) -> dict[str, int]:
+    """How many tokens of each kind a chunk stands for, in the order in which they are stacked."""
+    first = PROMPT if chunk.kind == "prefill" else OWN
+    return {first: 1, ACCEPTED: chunk.accepted, REJECTED: chunk.drafted - chunk.accepted}
+
+
+def plot_speculation(record: RunRecord) -> Figure:
+    """A stretch of a run that has drafts, with the requests that have most of them."""
+    shown = typical_steps(record.steps)
+    chunks = [(n, chunk) for n in shown for chunk in record.steps[n].chunks if chunk.kind in ("prefill", "decode")]
+    drafted = Counter[int]()
+    for _, chunk in chunks:
+        drafted[chunk.request] += chunk.drafted
+    requests = sorted(request for request, _ in drafted.most_common(MAX_REQUESTS))
+    most = max(1 + chunk.drafted for _, chunk in chunks)
+    all_drafted, all_accepted = count_drafts(record.steps)
+    figure = style.new_figure(
+        (0.26 + 0.08 * most) * len(requests) + 0.6,
+        "Drafts: several tokens of a request in one step",
+        f"{all_accepted:,} of {all_drafted:,} drafted tokens of the run were accepted.",
+        DRAFT_COLOURS,
+        width=NARROW,
+    )
+    panels = figure.subplots(len(requests), squeeze=False, sharex=True)[:, 0]
+    for axes, request in zip(panels, requests, strict=True):
+        _draw_tokens(axes, [(n, chunk) for n, chunk in chunks if chunk.request == request])
+        style.write(axes, f"request {request}", (0, 0.35), (-6, 0), xycoords="axes fraction", ha="right", size=9)
+        axes.set(xlim=(shown.start - 0.6, shown.stop - 0.4), ylim=(0, most))
+    panels[-1].spines["bottom"].set_visible(True)
+    panels[-1].tick_params(bottom=True, labelbottom=True)
+    panels[-1].set_xlabel("step")
+    panels[0].set_title("tokens a step", loc="right", size=9)
+    return figure
+
+
+def _draw_tokens(axes: Axes, chunks: Sequence[tuple[int, RecordedChunk]]) -> None:
+    """A column of tokens for each step of a request, and the mean of what it got in a step."""
+    places: dict[str, list[tuple[int, int]]] = {kind: [] for kind in DRAFT_COLOURS}
+    for step, chunk in chunks:
+        below = 0
+        for kind, count in tokens_shown(chunk).items():
+            places[kind] += [(step, below + n) for n in range(count)]
+            below += count
+    for kind, found in places.items():
+        steps, bottoms = [step for step, _ in found], [below + 0.08 for _, below in found]
+        axes.bar(steps, 0.84, bottom=bottoms, width=0.8, color=DRAFT_COLOURS[kind], linewidth=0)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+    axes.axhline(0, color=style.MUTED, linewidth=0.7)
+    if places[OWN]:
+        mean = f"{1 + len(places[ACCEPTED]) / len(places[OWN]):.1f}"
+        style.write(axes, mean, (1, 0.35), (6, 0), xycoords="axes fraction", size=10)

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cbatch.cli.bench.pictures.style import (
-    BACKGROUND,
-    CHUNK_COLOURS,
-    EMPTY_SLOT,
-    INK_ON_DARK,
-    INK_ON_LIGHT,
-    TEXT,
-    WIDTH,
-    new_figure,
-)
+from cbatch.cli.bench.pictures import style
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RunRecord
 
 RESERVED_PROMPTS = 3
@@ -34,13 +25,11 @@ PALE = 0.35
 BlockTable = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnChunk:
+class DrawnChunk(NamedTuple):
     """A chunk of the step and where it is drawn.
 
     cells: cells that stand for its tokens; fewer than tokens if there are many
-    top:   of its lines in the mask, in inches
-    line:  height of each of them, in inches
+    top, line: of its cells in the mask and the height of each of them, in inches
     left:  of its columns in the mask, in tokens
     """
 
@@ -56,16 +45,12 @@ class DrawnChunk:
     def bottom(self) -> float:
         return self.top + self.cells * self.line
 
-    def visible_tokens(self, cell: int) -> float:
-        """Tokens of this step that the last token of a cell attends to, itself included."""
-        return self.recorded.tokens * (cell + 1) / self.cells
-
 
 def choose_chunks(chunks: list[tuple[RecordedChunk, BlockTable]]) -> list[tuple[RecordedChunk, BlockTable]]:
     """As many chunks as can be told apart, in their order. Padding is left out, unless there is nothing else."""
     shown = [n for n, (chunk, _) in enumerate(chunks) if chunk.kind != "padding"] or list(range(len(chunks)))
     chosen = [n for n in shown if chunks[n][0].tokens > 1][:RESERVED_PROMPTS]
-    chosen += [n for n in shown if n not in chosen][: len(CHUNK_COLOURS) - len(chosen)]
+    chosen += [n for n in shown if n not in chosen][: len(style.CHUNK_COLOURS) - len(chosen)]
     return [chunks[n] for n in sorted(chosen)]
 
 
@@ -76,7 +61,7 @@ def lay_out(chunks: list[tuple[RecordedChunk, BlockTable]], block_size: int) -> 
     gap = 0.02 * sum(len(table) * block_size for _, table in chunks)
     drawn: list[DrawnChunk] = []
     top = left = 0.0
-    for (chunk, table), colour, count in zip(chunks, CHUNK_COLOURS, cells, strict=False):
+    for (chunk, table), colour, count in zip(chunks, style.CHUNK_COLOURS, cells, strict=False):
         drawn.append(DrawnChunk(chunk, table, colour, count, top, LINE if count == 1 else prompt_line, left))
         top = drawn[-1].bottom
         left += len(table) * block_size + gap
@@ -85,113 +70,101 @@ def lay_out(chunks: list[tuple[RecordedChunk, BlockTable]], block_size: int) -> 
 
 def plot_step(record: RunRecord, example: ExampleStep) -> Figure:
     """One step of a record."""
-    chunks = list(zip(record.steps[example.step].chunks, example.block_tables, strict=True))
-    drawn, width = lay_out(choose_chunks(chunks), example.block_size)
+    chunks, size = list(zip(record.steps[example.step].chunks, example.block_tables, strict=True)), example.block_size
+    drawn, width = lay_out(choose_chunks(chunks), size)
     heights = [ROW, drawn[-1].bottom, ROW, ROW]
     tokens, requests = sum(chunk.tokens for chunk, _ in chunks), len({chunk.request for chunk, _ in chunks})
     note = "A colour for each request. Full colour: computed in this step; pale: already in the KV cache."
     if len(drawn) < requests:
         note += f" {len(drawn)} of {requests} requests are shown."
-    figure = new_figure(
+    figure = style.new_figure(
         sum(heights) + 1.35, f"One step of the engine: {tokens} tokens of {requests} requests in one pass", note, {}
     )
+    blocks = [block for one in drawn for block in one.table]
+    has_numbers = _fit(blocks, size / width)
+    titles = (
+        "The model's input: the tokens of all requests side by side",
+        "Attention: each token (line) attends only to its own sequence (columns), up to itself",
+        f"The cache blocks of {size} tokens that hold these columns{', with their numbers' * has_numbers}",
+        f"The same blocks in memory, {min(blocks):,} to {max(blocks):,} of {record.num_blocks:,}: "
+        "a request takes whichever are free",
+    )
     panels = figure.subplots(4, height_ratios=heights)
-    for axes in panels:
+    for axes, title, name in zip(panels, titles, ("tokens", "", "blocks", "KV cache"), strict=True):
         axes.spines[:].set_visible(False)
-        axes.set(xlim=(0, width), ylim=(0.5, -0.5), xticks=[], yticks=[])
-        axes.tick_params(left=False, labelcolor=TEXT)
-    _draw_tokens(panels[0], drawn, width)
+        axes.set(xlim=(0, width), ylim=(0.5, -0.5), xticks=[])
+        axes.set_yticks([0] if name else [], [name] if name else [])
+        axes.tick_params(left=False, labelcolor=style.TEXT)
+        axes.set_title(title, pad=4)
     _draw_mask(panels[1], drawn, width)
-    _draw_blocks(panels[2], drawn, example.block_size, width)
-    _draw_pool(panels[3], drawn, width, record.num_blocks)
+    panels[3].barh(0, width, 1, color=style.EMPTY_SLOT)
+    cell, first = width / sum(one.cells for one in drawn), 0
+    for one in drawn:
+        _draw_tokens(panels[0], one, cell, first, 0.6 if cell / width > 0.008 else 0)
+        _draw_blocks(panels[2], one, size, width, has_numbers=has_numbers)
+        _draw_pool(panels[3], one, blocks, width)
+        first += one.cells
     return figure
 
 
-def _draw_tokens(axes: Axes, drawn: list[DrawnChunk], width: float) -> None:
-    axes.set_title("The model's input: the tokens of all requests side by side", pad=4)
-    cell = width / sum(chunk.cells for chunk in drawn)
-    first = 0
-    for chunk in drawn:
-        lefts = [(first + n) * cell for n in range(chunk.cells)]
-        has_edges = cell / width > 0.008
-        axes.barh(0, cell, 1, lefts, color=chunk.colour, edgecolor=BACKGROUND, linewidth=0.6 if has_edges else 0)
-        if first:
-            axes.axvline(lefts[0], color=BACKGROUND, linewidth=2.5)
-        first += chunk.cells
-    axes.set_yticks([0], ["tokens"])
+def _draw_tokens(axes: Axes, drawn: DrawnChunk, cell: float, first: int, edge: float) -> None:
+    lefts = [(first + n) * cell for n in range(drawn.cells)]
+    axes.barh(0, cell, 1, lefts, color=drawn.colour, edgecolor=style.BACKGROUND, linewidth=edge)
+    if first:
+        axes.axvline(lefts[0], color=style.BACKGROUND, linewidth=2.5)
 
 
 def _draw_mask(axes: Axes, drawn: list[DrawnChunk], width: float) -> None:
     """Each token against the tokens of its own sequence up to itself."""
-    axes.set_title("Attention: each token (line) attends only to its own sequence (columns), up to itself", pad=4)
-    bottom = drawn[-1].bottom
-    axes.barh(bottom / 2, width, bottom, color=EMPTY_SLOT)
-    names = []
-    for chunk in drawn:
-        start, tokens = chunk.recorded.start, chunk.recorded.tokens
-        own_left, height = chunk.left + start, chunk.bottom - chunk.top
-        axes.barh(chunk.top + height / 2, start, height, chunk.left, color=chunk.colour, alpha=PALE)
-        lefts = [own_left + max(chunk.visible_tokens(n), 0.004 * width) for n in range(chunk.cells)]
-        tops = [chunk.top + n * chunk.line for n in range(chunk.cells + 1)]
-        axes.stairs(
-            lefts, tops, baseline=own_left, orientation="horizontal", fill=True, color=chunk.colour, linewidth=0
-        )
-        if chunk.top:
-            axes.axhline(chunk.top, color=BACKGROUND, linewidth=1.2)
-            axes.axvline(chunk.left - 0.01 * width, color=BACKGROUND, linewidth=2.5)
+    bottom, names = drawn[-1].bottom, []
+    middles = [(one.top + one.bottom) / 2 for one in drawn]
+    axes.barh(bottom / 2, width, bottom, color=style.EMPTY_SLOT)
+    for one, middle in zip(drawn, middles, strict=True):
+        start, tokens = one.recorded.start, one.recorded.tokens
+        own_left = one.left + start
+        axes.barh(middle, start, one.bottom - one.top, one.left, color=one.colour, alpha=PALE)
+        lefts = [own_left + max(tokens * (n + 1) / one.cells, 0.004 * width) for n in range(one.cells)]
+        tops = [one.top + n * one.line for n in range(one.cells + 1)]
+        axes.stairs(lefts, tops, baseline=own_left, orientation="horizontal", fill=True, color=one.colour, linewidth=0)
+        if one.top:
+            axes.axhline(one.top, color=style.BACKGROUND, linewidth=1.2)
+            axes.axvline(one.left - 0.01 * width, color=style.BACKGROUND, linewidth=2.5)
         places = f"token {start}" if tokens == 1 else f"tokens {start} to {start + tokens - 1}"
-        names.append(f"request {chunk.recorded.request}, {places}")
+        names.append(f"request {one.recorded.request}, {places}")
     axes.set_ylim(bottom, 0)
-    axes.set_yticks([(chunk.top + chunk.bottom) / 2 for chunk in drawn], names)
+    axes.set_yticks(middles, names)
     axes.tick_params(axis="y", pad=12)
-    for chunk in drawn:
-        place = (0, (chunk.top + chunk.bottom) / 2)
-        axes.annotate(
-            "■", place, (-2, 0), textcoords="offset points", ha="right", va="center", size=11, color=chunk.colour
-        )
+    for one, middle in zip(drawn, middles, strict=True):
+        style.write(axes, "■", (0, middle), (-2, 0), ha="right", size=11, color=one.colour)
 
 
-def _draw_blocks(axes: Axes, drawn: list[DrawnChunk], block_size: int, width: float) -> None:
-    """The blocks of each chunk under its columns, with their numbers; the last one may be partly empty."""
-    has_numbers = _fit([block for chunk in drawn for block in chunk.table], block_size / width)
-    axes.set_title(
-        f"The cache blocks of {block_size} tokens that hold these columns{', with their numbers' * has_numbers}", pad=4
-    )
-    for chunk in drawn:
-        lefts = [chunk.left + n * block_size for n in range(len(chunk.table))]
-        start, tokens = chunk.left + chunk.recorded.start, chunk.recorded.tokens
-        axes.barh(0, block_size * len(lefts), 1, chunk.left, color=EMPTY_SLOT)
-        axes.barh(0, chunk.recorded.start, 1, chunk.left, color=chunk.colour, alpha=PALE)
-        axes.barh(0, max(tokens, 0.004 * width), 1, start, color=chunk.colour)
-        axes.barh(0, block_size, 1, lefts, fill=False, edgecolor=BACKGROUND, linewidth=1)
-        for left, block in zip(lefts, chunk.table, strict=True) if has_numbers else ():
-            old = min(max(start - left, 0), block_size)
-            middle = left + (old if old >= block_size / 2 else old + block_size) / 2  # in the larger part
-            _number(axes, middle, block, ink_on(chunk.colour) if start <= middle < start + tokens else TEXT)
-    axes.set_yticks([0], ["blocks"])
+def _draw_blocks(axes: Axes, drawn: DrawnChunk, size: int, width: float, *, has_numbers: bool) -> None:
+    """The blocks of a chunk under its columns; the last one may be partly empty."""
+    lefts = [drawn.left + n * size for n in range(len(drawn.table))]
+    start, tokens = drawn.left + drawn.recorded.start, drawn.recorded.tokens
+    axes.barh(0, size * len(lefts), 1, drawn.left, color=style.EMPTY_SLOT)
+    axes.barh(0, drawn.recorded.start, 1, drawn.left, color=drawn.colour, alpha=PALE)
+    axes.barh(0, max(tokens, 0.004 * width), 1, start, color=drawn.colour)
+    axes.barh(0, size, 1, lefts, fill=False, edgecolor=style.BACKGROUND, linewidth=1)
+    for left, block in zip(lefts, drawn.table, strict=True) if has_numbers else ():
+        old = min(max(start - left, 0), size)
+        middle = left + (old if old >= size / 2 else old + size) / 2  # in the larger part
+        _number(axes, middle, block, ink_on(drawn.colour) if start <= middle < start + tokens else style.TEXT)
 
 
-def _draw_pool(axes: Axes, drawn: list[DrawnChunk], width: float, num_blocks: int) -> None:
+def _draw_pool(axes: Axes, drawn: DrawnChunk, blocks: Sequence[int], width: float) -> None:
     """The same blocks in their order in memory."""
-    blocks = [block for chunk in drawn for block in chunk.table]
-    first, last = min(blocks), max(blocks)
-    axes.set_title(
-        f"The same blocks in memory, {first:,} to {last:,} of {num_blocks:,}: a request takes whichever are free", pad=4
-    )
-    share = 1 / (last - first + 1)
-    axes.barh(0, width, 1, color=EMPTY_SLOT)
-    for chunk in drawn:
-        lefts = [(block - first) * share * width for block in chunk.table]
-        cell, edge = max(share, 0.002) * width, 0.8 if share > 0.005 else 0
-        axes.barh(0, cell, 1, lefts, color=chunk.colour, edgecolor=BACKGROUND, linewidth=edge)
-        for left, block in zip(lefts, chunk.table, strict=True) if _fit(blocks, share) else ():
-            _number(axes, left + cell / 2, block, ink_on(chunk.colour))
-    axes.set_yticks([0], ["KV cache"])
+    first, share = min(blocks), 1 / (max(blocks) - min(blocks) + 1)
+    lefts = [(block - first) * share * width for block in drawn.table]
+    cell, edge = max(share, 0.002) * width, 0.8 if share > 0.005 else 0
+    axes.barh(0, cell, 1, lefts, color=drawn.colour, edgecolor=style.BACKGROUND, linewidth=edge)
+    for left, block in zip(lefts, drawn.table, strict=True) if _fit(blocks, share) else ():
+        _number(axes, left + cell / 2, block, ink_on(drawn.colour))
 
 
 def _fit(blocks: Sequence[int], share: float) -> bool:
     """Whether the numbers of these blocks fit fields that take this share of the width."""
-    return share * (WIDTH - 2.3) > 0.02 + 0.055 * len(str(max(blocks)))
+    return share * (style.WIDTH - 2.3) > 0.02 + 0.055 * len(str(max(blocks)))
 
 
 def _number(axes: Axes, x: float, block: int, ink: str) -> None:
@@ -201,4 +174,5 @@ def _number(axes: Axes, x: float, block: int, ink: str) -> None:
 def ink_on(colour: str) -> str:
     """The colour of text that can be read on a colour."""
     red, green, blue = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
-    return INK_ON_LIGHT if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.2 else INK_ON_DARK
+    is_light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.2
+    return style.INK_ON_LIGHT if is_light else style.INK_ON_DARK

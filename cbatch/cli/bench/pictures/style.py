@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -22,92 +23,62 @@ WIDTH = 9.2
 HEAD, LEGEND = 0.65, 0.3
 """Inches above the axes: for the title and the note under it, and for a legend."""
 
-TEXT, MUTED, GRID, BACKGROUND = "#1f2328", "#59636e", "#e7eaee", "#ffffff"
-EMPTY_SLOT, BAND, PALE_GREY = "#eceff2", "#e6f1fc", "#d0d7de"
-INK_ON_DARK, INK_ON_LIGHT = "#fdfdfe", "#1a1d21"
+STYLE = Path(__file__).with_name("bench.mplstyle")
+
+DARK: dict[str, str] = {}
+"""The colours of dark pages by those of light ones. The background is that of GitHub's dark pages, and of our own."""
+
+
+def _colour(light: str, dark: str) -> str:
+    DARK[light] = dark
+    return light
+
+
+TEXT, MUTED = _colour("#1f2328", "#e6edf3"), _colour("#59636e", "#9198a1")
+GRID, BACKGROUND = _colour("#e7eaee", "#262c36"), _colour("#ffffff", "#0d1117")
+EMPTY_SLOT, BAND = _colour("#eceff2", "#21262d"), _colour("#e6f1fc", "#14243a")
+PALE_GREY = _colour("#d0d7de", "#484f58")
+INK_ON_DARK, INK_ON_LIGHT = _colour("#fdfdfe", "#0d1118"), _colour("#1a1d21", "#0d1119")
 """Text in a field of one of CHUNK_COLOURS."""
 
-HIGHLIGHT, OTHER, PEER, TARGET = "#0969da", "#8c959f", "#8250df", "#1a7f37"
+HIGHLIGHT, OTHER = _colour("#0969da", "#58a6ff"), _colour("#8c959f", "#768390")
+PEER, TARGET = _colour("#8250df", "#bc8cff"), _colour("#1a7f37", "#3fb950")
 """Continuous batching, other strategies, peers, and what was to be reached."""
 
 SUBJECT = "continuous"
 """The title of the strategy that pictures are about."""
 
 KIND_COLOURS: dict[TokenKind, str] = {
-    "prefill": "#0b4f8a",
-    "decode": "#6fb1e0",
-    "padding": "#f0b429",
-    "idle": "#d1581b",
+    "prefill": _colour("#0b4f8a", "#a5d6ff"),
+    "decode": _colour("#6fb1e0", "#1f6bb0"),
+    "padding": _colour("#f0b429", "#e3b341"),
+    "idle": _colour("#d1581b", "#da6a35"),
 }
 """Blue is useful work, yellow and red are waste. All four differ in lightness too."""
 
-CHUNK_COLOURS = ("#332288", "#ddaa33", "#117733", "#cc6677", "#88ccee", "#882255", "#999933", "#44aa99")
+CHUNK_COLOURS = (
+    _colour("#332288", "#a99cf0"),
+    _colour("#ddaa33", "#ddaa34"),
+    _colour("#117733", "#6fd08c"),
+    _colour("#cc6677", "#f08a98"),
+    _colour("#88ccee", "#88ccef"),
+    _colour("#882255", "#d06ba6"),
+    _colour("#999933", "#b5b545"),
+    _colour("#44aa99", "#36b3a0"),
+)
 """Colours that the colour-blind can tell apart: Paul Tol's muted scheme, https://personal.sron.nl/~pault/."""
 
 KINDS = {label: KIND_COLOURS[kind] for kind, label in KIND_LABELS.items()} | {"empty": EMPTY_SLOT}
 """The legend of pictures of slots."""
 
-DARK = {
-    TEXT: "#e6edf3",
-    MUTED: "#9198a1",
-    GRID: "#262c36",
-    BACKGROUND: "#0d1117",
-    EMPTY_SLOT: "#21262d",
-    BAND: "#14243a",
-    INK_ON_DARK: "#0d1118",
-    INK_ON_LIGHT: "#0d1119",
-    HIGHLIGHT: "#58a6ff",
-    OTHER: "#768390",
-    PEER: "#bc8cff",
-    TARGET: "#3fb950",
-    PALE_GREY: "#484f58",
-    KIND_COLOURS["prefill"]: "#a5d6ff",
-    KIND_COLOURS["decode"]: "#1f6bb0",
-    KIND_COLOURS["padding"]: "#e3b341",
-    KIND_COLOURS["idle"]: "#da6a35",
-} | dict(
-    zip(
-        CHUNK_COLOURS,
-        ("#a99cf0", "#ddaa34", "#6fd08c", "#f08a98", "#88ccef", "#d06ba6", "#b5b545", "#36b3a0"),
-        strict=True,
-    )
-)
-"""The colours of dark pages by those of light ones. The background is that of GitHub's dark pages, and of our own."""
-
-SETTINGS: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": TEXT,
-    "axes.edgecolor": MUTED,
-    "axes.facecolor": "none",
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": TEXT,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "cbatch",
-    "path.simplify": False,
-}
-"""Text is drawn as paths, since a viewer's own fonts may be wider or narrower."""
-
 _COLOUR = re.compile(r"(?<=fill: )#[0-9a-f]{6}|(?<=stroke: )#[0-9a-f]{6}")
 
 
 def svg_texts(figures: Mapping[str, Callable[[], Figure]]) -> dict[str, str]:
-    """Draws figures as SVG text, by the same names, with SETTINGS whatever settings of matplotlib the user has."""
+    """Draws figures as SVG text, by the same names, in our style whatever settings of matplotlib the user has."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(SETTINGS)
+        matplotlib.rc_file(STYLE, use_default_template=False)
         return {name: svg_text(draw(), name) for name, draw in figures.items()}
 
 
@@ -125,6 +96,12 @@ def new_figure(height: float, title: str, note: str, legend: Mapping[str, str], 
         handlelength=0.9, handleheight=0.9, handletextpad=0.5, columnspacing=1.6, borderpad=0.4, borderaxespad=0.3,
     )  # fmt: skip
     return figure
+
+
+def write(axes: Axes, words: str, place: tuple[float, float], offset: tuple[float, float], **how: Any) -> None:
+    """Writes beside a place, in small letters.  offset: in points"""
+    settings: dict[str, Any] = {"textcoords": "offset points", "va": "center", "size": 8.5}
+    axes.annotate(words, place, offset, **settings | how)
 
 
 def log_ticks(low: float, high: float, most: int = 5) -> list[float]:

@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cbatch.base.errors import ConfigError
-from cbatch.cli.bench.results import Machine
 from cbatch.cli.bench.units import NOTHING
 from cbatch.cli.common.configured_command import command_line
 from cbatch.cli.common.console import emit, notice, safe
 
-LEAST_SCALE = 0.75
-"""A picture is not drawn smaller than this, lest nobody can read it: on narrow screens its box scrolls."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Report(NamedTuple):
+    """What was measured: the object that `--json` prints, and the runs that pictures need beside it, by name."""
+
+    data: dict[str, Any]
+    runs: Any = None
+
+
+Charts = Mapping[str, Callable[[], "Figure"]]
+"""Functions that draw pictures, by the stems of their files."""
 
 PIXELS_PER_POINT = 4 / 3
 
+ALTS = {
+    "timeline": "One lane for each slot over time: what it computed, for which request, and when it was empty.",
+    "utilisation": "Share of the slots that compute over time, by kind of work, for each strategy.",
+    "speed": "Output tokens a second, time to the first token and time of further tokens, for each strategy.",
+    "step": "One step: the tokens of all requests in one line, what each attends to, and the cache blocks read.",
+    "speculation": "Tokens of some requests in each step: their own, accepted and rejected drafts.",
+    "load": "Time to the first token, speed of a user and share of users within the objective, by number of users.",
+    "users": "Users who have come, time to the first token and speed of each answer, over time.",
+    "skew": (
+        "Gain of continuous over static batches by the skew of lengths, measured and by arithmetic, and its factors."
+    ),
+}
+"""What pictures show, in words, by the stems of their files."""
 
-@dataclass(frozen=True, slots=True)
-class KeyFigure:
+
+class KeyFigure(NamedTuple):
     """A figure in large type, what it is, and what to compare it with."""
 
     value: str
@@ -64,8 +88,7 @@ class Table:
         return "\n".join([first, f"|{'|'.join(rule)}|", *others])
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """A picture as SVG text in light colours. `alt` says in words what it shows."""
 
     alt: str
@@ -84,9 +107,12 @@ class Picture:
         found = re.search(r'viewBox="0 0 ([\d.]+) ', self.svg)
         return round(float(found[1]) * PIXELS_PER_POINT) if found else 0
 
-    @property
-    def least_width(self) -> int:
-        return round(self.width * LEAST_SCALE)
+
+def draw(charts: Charts) -> dict[str, Picture]:
+    """The pictures of charts, by the stems of their files."""
+    from cbatch.cli.bench.pictures.style import svg_texts
+
+    return {name: Picture(ALTS[name], svg) for name, svg in svg_texts(charts).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +128,18 @@ class Detail:
         return [part for part in self.parts if part and not (isinstance(part, Table) and not part.lines)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """The content of a report, from top to bottom.
 
+    data:    the object that `--json` prints, of which the page takes `machine` and `model`
     facts:   what was measured: the work in a sentence
     method:  how it was measured, in sentences
     remarks: below the table
     drawing: what a terminal shows of a picture, in characters
     """
 
-    machine: Machine
-    model: str
+    data: Mapping[str, Any]
     headline: str
     figures: Sequence[KeyFigure]
     picture: Picture | None
@@ -121,21 +147,21 @@ class Page:
     facts: str
     method: str
     remarks: Sequence[str]
-    details: Sequence[Detail]
+    details: Sequence[Detail] = ()
     drawing: Sequence[str] = ()
 
     @property
     def all_details(self) -> list[Detail]:
         """Those that have parts, and the machine."""
-        lines = [[name, str(value)] for name, value in ({"model": self.model} | asdict(self.machine)).items()]
+        lines = [[name, str(value)] for name, value in ({"model": self.data["model"]} | self.data["machine"]).items()]
         found = [detail for detail in self.details if detail.shown]
         return [*found, Detail("Machine and versions", [Table([], lines, has_words=True)])]
 
     def print(self) -> None:
         """Prints what was measured, the tables and the remarks."""
-        machine = self.machine
-        emit(safe(self.model))
-        emit(safe(f"{machine.device}, {machine.threads} threads, torch {machine.torch}"))
+        machine = self.data["machine"]
+        emit(safe(self.data["model"]))
+        emit(safe(f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}"))
         emit(safe("\n".join([f"{self.facts}\n\n{self.table.markdown}\n\n{self.headline}.", *self.remarks])))
         for detail in self.details:
             parts = [part for part in detail.shown if not isinstance(part, Picture)]

@@ -1,0 +1,456 @@
+"""Strategies, peers and replicas on the same work: how they are measured, and the report of them.
+
+Replicas are engines in processes of their own, each with as many slots as the strategies have.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cbatch.base.errors import ConfigError
+from cbatch.base.params import SamplingParams
+from cbatch.base.request import RequestDefaults
+from cbatch.base.units import format_bytes, format_count
+from cbatch.batch.lines import Line, RowOptions
+from cbatch.cli.bench import units
+from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.bench.page import Charts, Detail, KeyFigure, Page, Picture, Report, Table
+from cbatch.cli.bench.peers import PeerError, PeerSetup, run_peer
+from cbatch.cli.bench.recorder import TOKEN_KINDS, RunRecord, count_drafts
+from cbatch.cli.bench.roofline import ModelCost, describe, measure_rates, roofline_bound
+from cbatch.cli.bench.skew import gain_of, gain_sentence
+from cbatch.cli.bench.strategies import (
+    ABLATIONS,
+    STRATEGIES,
+    Experiment,
+    OnProgress,
+    measure_interleaved,
+    measure_techniques,
+)
+from cbatch.cli.bench.timeline import draw_timeline, side_by_side, time_shares
+from cbatch.cli.bench.workload import Outputs, Workload
+from cbatch.cli.common.loading import open_engine, open_replicas
+from cbatch.cli.common.percentiles import Percentiles
+from cbatch.cli.run.stats import RunStats
+from cbatch.runtime.memory import release_memory
+
+if TYPE_CHECKING:
+    from cbatch.batch.driver import BatchDriver
+
+POLL_SECONDS = 0.05
+
+WIDTH = 100
+"""Columns of the timeline if stdout is not a terminal."""
+
+Result = Mapping[str, Any]
+"""One of the `strategies` of `--json`: a strategy, a peer, or the replicas. A peer that failed has only an `error`."""
+
+
+class MeasuredRun(NamedTuple):
+    """One run of the work, its figures as `--json` names them, and its steps, if they are known."""
+
+    outputs: Outputs
+    figures: dict[str, Any]
+    record: RunRecord | None = None
+
+
+def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
+    """Runs all strategies and peers, and measures what two techniques are worth. Raises ConfigError.
+
+    The runs of the report are the median ones of the strategies, by their titles.
+    """
+    with open_engine(options.engine, quiet=options.is_silent) as engine:
+        about, limits, device = describe(engine), engine.limits, engine.device
+        work = options.make_workload(engine, next(iter(options.skew), None))
+        rates, cost = measure_rates(device, engine.model.dtype), ModelCost.of(engine)
+        experiment = Experiment.of(engine, work, options.batch_size)
+    bound = roofline_bound(work, cost, rates)
+    names = dict.fromkeys([*options.strategies, *(["continuous"] if options.ablate else [])])
+    strategies = {name: STRATEGIES[name] for name in names}
+    strategies |= {f"no-{name}": ABLATIONS[name] for name in options.ablate}
+    runs = {
+        name: [MeasuredRun(record.outputs, run_figures(record, work), record) for record in rounds]
+        for name, rounds in measure_interleaved(experiment, strategies, options.rounds, on_progress).items()
+    }
+    medians = {name: median_run(rounds) for name, rounds in runs.items()}
+    records = {strategies[name].title: run.record for name, run in medians.items() if run.record is not None}
+    reference = medians.get("continuous", next(iter(medians.values()))).outputs
+
+    def judged(name: str, title: str, rounds: Sequence[MeasuredRun]) -> Result:
+        run, times = median_run(rounds), [one.figures["elapsed_s"] for one in rounds]
+        share = bound.reached(run.figures["elapsed_s"])
+        judgement = {"floor_share": share, "elapsed_s_of_rounds": times, **compare_outputs(run.outputs, reference)}
+        return {"strategy": name, "title": title, **run.figures, **judgement}
+
+    def in_rounds(name: str, run: Callable[[], MeasuredRun]) -> list[MeasuredRun]:
+        done = []
+        for number in range(options.rounds):
+            on_progress(f"round {number + 1} of {options.rounds}: {name}")
+            done.append(run())
+        return done
+
+    def by_peer(name: str) -> MeasuredRun:
+        setup = PeerSetup(experiment.loaded.network, work, experiment.slots, limits.max_batch_tokens)
+        return MeasuredRun(*run_peer(name, setup))
+
+    found = [judged(name, strategies[name].title, rounds) for name, rounds in runs.items()]
+    for name in options.peer:
+        try:
+            found.append(judged(name, name, in_rounds(name, partial(by_peer, name))))
+        except PeerError as error:
+            found.append({"strategy": name, "title": name, "error": str(error)})
+    techniques = measure_techniques(experiment, limits.sequence.longest, options.ablate, on_progress)
+    if options.replicas.are_given:
+        del experiment, engine  # the first replica may need the memory that the weights take here
+        release_memory(device)
+        config = replace(options.engine, max_seqs=options.batch_size, prefix_cache=False, run_ahead=False)
+        with open_replicas(options.replicas, config, quiet=options.is_silent) as driver:
+            while any(one.state == "starting" for one in driver.each()):
+                time.sleep(POLL_SECONDS)
+            warmup, count = work.warmup, driver.num_engines
+            run_work(driver, Workload(warmup.prompts * count, warmup.output_lengths * count, ""))
+            replica_runs = in_rounds("replicas", partial(run_work, driver, work))
+        found.append(judged("replicas", format_count(count, "replica"), replica_runs))
+    data = about | {
+        "work": {
+            "source": work.source,
+            "requests": len(work.prompts),
+            "prompt_tokens": work.prompt_tokens,
+            "output_tokens": work.output_tokens,
+            "slots": options.batch_size,
+            "rounds": options.rounds,
+            "seed": options.seed,
+        },
+        "strategies": found,
+        "roofline": {
+            "copy_bytes_per_s": rates.bytes_per_s,
+            "matrix_flops_per_s": rates.flops_per_s,
+            **asdict(bound),
+            "floor_s": bound.seconds,
+            "assumed": cost.assumed,
+        },
+    }
+    static, continuous = records.get("static batches"), records.get("continuous")
+    if static is not None and continuous is not None:
+        data["gain"] = gain_of(static, continuous, work)
+    return Report(data | ({"techniques": techniques} if techniques else {}), records)
+
+
+def median_run(runs: Sequence[MeasuredRun]) -> MeasuredRun:
+    """The run with the median time; of two in the middle, the faster one."""
+    return sorted(runs, key=lambda run: run.figures["elapsed_s"])[(len(runs) - 1) // 2]
+
+
+def run_figures(record: RunRecord, work: Workload) -> dict[str, Any]:
+    """Figures of one run, named as in `--json`: times in seconds, shares in 0..1, memory in bytes."""
+    steps, elapsed, num_steps = record.steps, max(record.elapsed_s, 1e-9), max(len(record.steps), 1)
+    per_token = [
+        (request.last - request.first) / (request.wanted - 1)
+        for request in record.requests
+        if request.first is not None and request.last is not None and request.wanted > 1
+    ]
+    model_s, step_s = sum(step.model_s for step in steps), sum(step.end - step.start for step in steps)
+    generated, computed = sum(len(request.tokens) for request in record.requests), record.tokens(*TOKEN_KINDS)
+    slot_steps, blocks_used = sum(step.useful_slots for step in steps), [step.blocks_used for step in steps]
+    drafted, accepted = count_drafts(steps)
+    first = [request.first for request in record.requests if request.first is not None]
+    return {
+        "elapsed_s": record.elapsed_s,
+        "output_tokens_per_s": work.output_tokens / elapsed,
+        "total_tokens_per_s": (work.prompt_tokens + work.output_tokens) / elapsed,
+        "ttft_s": asdict(Percentiles.of(first)),
+        "tpot_s": asdict(Percentiles.of(per_token)),
+        "padded_token_share": record.tokens("padding") / max(record.tokens("prefill", "padding"), 1),
+        "wasted_output_share": (generated - work.output_tokens) / max(generated, 1),
+        "idle_slot_share": 1 - slot_steps / max(record.slots * len(steps), 1),
+        "steps": len(steps),
+        "tokens_computed": computed,
+        "tokens_per_step": computed / num_steps,
+        "slots_in_use": slot_steps / num_steps,
+        "cache_use_mean": sum(blocks_used) / num_steps / record.num_blocks,
+        "cache_use_peak": max(blocks_used, default=0) / record.num_blocks,
+        "preemptions": record.preemptions,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "model_s": model_s,
+        "outside_model_share": 1 - model_s / step_s if step_s else 0.0,
+        "peak_memory_bytes": record.peak_bytes,
+    }
+
+
+def compare_outputs(outputs: Outputs, reference: Outputs) -> dict[str, Any]:
+    """The share of equal outputs, and the first token that differs: of which row, and which one of it."""
+    rows = range(len(outputs))
+    unequal = [row for row in rows if outputs[row] != reference[row]]
+    place = None
+    if unequal:
+        here, there = outputs[unequal[0]], reference[unequal[0]]
+        shorter = min(len(here), len(there))
+        token = next((n for n in range(shorter) if here[n] != there[n]), shorter)
+        place = {"row": unequal[0], "token": token}
+    return {"equal_rows_share": 1 - len(unequal) / max(len(outputs), 1), "first_difference": place}
+
+
+def run_work(driver: BatchDriver, work: Workload) -> MeasuredRun:
+    """Does the work once on replicas. Raises ConfigError if a request fails."""
+    stats = RunStats()
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    source = driver.open(RowOptions(RequestDefaults(params=params, columns=("token_ids",))), window=len(work.prompts))
+    stats.attach(driver, source)
+    requests = zip(work.prompts, work.output_lengths, strict=True)
+    lines = (
+        Line(index, json.dumps({"prompt_token_ids": prompt, "max_tokens": length}).encode())
+        for index, (prompt, length) in enumerate(requests)
+    )
+    outputs: Outputs = [[] for _ in work.prompts]
+    with closing(source.finished(lines)) as finished:
+        for rows in finished:
+            source.release([row.position for row in rows])
+            stats.count(rows)
+            for row in rows:
+                if row.has_failed:
+                    raise ConfigError(f"A request failed on a replica: {row.outcome.error_message}")
+                outputs[row.index] = json.loads(row.data)["token_ids"]
+    stats.detach()
+    figures = {
+        "elapsed_s": stats.elapsed_s,
+        "output_tokens_per_s": work.output_tokens / max(stats.elapsed_s, 1e-9),
+        "ttft_s": asdict(stats.ttft_s),
+        "tpot_s": asdict(stats.tpot_s),
+        "steps": stats.engines.num_steps,
+        "preemptions": stats.engines.num_preemptions,
+        "drafted_tokens": stats.engines.num_drafted_tokens,
+        "accepted_tokens": stats.engines.num_accepted_tokens,
+        "replicas": [asdict(one) for one in stats.replicas],
+    }
+    return MeasuredRun(outputs, figures)
+
+
+def charts(report: Report) -> Charts:
+    """All pictures that there is data for.
+
+    The step is of the last of `side_by_side`; drafts are those of continuous batching, or of the first that has some.
+    """
+    from cbatch.cli.bench.pictures.curves import plot_speed
+    from cbatch.cli.bench.pictures.slots import plot_speculation, plot_timeline, plot_utilisation
+    from cbatch.cli.bench.pictures.step import plot_step
+
+    records, done, pair = report.runs, done_of(report), side_by_side(report.runs)
+    found: dict[str, Any] = {}
+    if pair:
+        found["timeline"] = partial(plot_timeline, pair)
+    if records:
+        others = {one["title"]: one["elapsed_s"] for one in done if one["title"] not in records}
+        found["utilisation"] = partial(plot_utilisation, records, others)
+    if done:
+        found["speed"] = partial(plot_speed, done)
+    if pair and (record := list(pair.values())[-1]).example is not None:
+        found["step"] = partial(plot_step, record, record.example)
+    ordered = sorted(records.items(), key=lambda item: item[0] != "continuous")
+    if drafted := [record for _, record in ordered if count_drafts(record.steps)[0]]:
+        found["speculation"] = partial(plot_speculation, drafted[0])
+    return found
+
+
+def done_of(report: Report) -> list[Result]:
+    """All results but the peers that failed."""
+    return [one for one in report.data["strategies"] if "error" not in one]
+
+
+def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
+    """pictures: those of `charts`, or none"""
+    data, work, rounds = report.data, report.data["work"], report.data["work"]["rounds"]
+    subject, baseline = _rivals(report)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
+    counted = f"Figures are those of the median of {rounds} rounds, by turns." if rounds > 1 else "Each was run once."
+    return Page(
+        data=data,
+        headline=_headline(subject, baseline),
+        figures=_figures(report, subject, baseline),
+        picture=pictures.get("timeline"),
+        table=strategy_table(data["strategies"], subject),
+        facts=(
+            f"{work['requests']:,} requests ({work['source']}), {work['prompt_tokens']:,} prompt and "
+            f"{work['output_tokens']:,} output tokens, {work['slots']:,} slots, median of {rounds}"
+        ),
+        method=(
+            f"{counted} Strategies have the same model and kernels, and padding is computed like other tokens, so that "
+            "only the strategy differs."
+        ),
+        remarks=[
+            *([gain_sentence(data["gain"])] if "gain" in data else []),
+            *(f"{one['title']}: {one['error']}" for one in data["strategies"] if "error" in one),
+        ],
+        details=_details(report, pictures),
+        drawing=draw_timeline(side_by_side(report.runs), width),
+    )
+
+
+def _rivals(report: Report) -> tuple[Result, Result | None]:
+    """The subject of the page, and what it is compared with.
+
+    The subject is replicas if there are any, or continuous batching, or the last of our own ways. Its rival is static
+    batches, or the first of the others; that of replicas is one engine.
+    """
+    done = {one["strategy"]: one for one in done_of(report)}
+    ours = [one for one in done.values() if one["title"] in report.runs] or list(done.values())[:1]
+    subject = done.get("replicas") or done.get("continuous") or ours[-1]
+    rival = "continuous" if "replicas" in done else "static"
+    others = [done[name] for name in (rival, "static", *done) if name in done and done[name] is not subject]
+    return subject, next(iter(others), None)
+
+
+def _in_words(result: Result) -> str:
+    title: str = result["title"]
+    return {"one by one": "one request at a time", "continuous": "continuous batching"}.get(title, title)
+
+
+def _headline(subject: Result, baseline: Result | None) -> str:
+    words = _in_words(subject)
+    words = words[:1].upper() + words[1:]
+    if baseline is None:
+        return f"{words}: {units.number(subject['output_tokens_per_s'])} output tokens a second"
+    speedup = baseline["elapsed_s"] / max(subject["elapsed_s"], 1e-9)
+    return f"{words}: {units.times(speedup)} the speed of {_in_words(baseline)}"
+
+
+def _figures(report: Report, subject: Result, baseline: Result | None) -> list[KeyFigure]:
+    """Three figures, each beside that of the baseline; peers have fewer, for nobody sees their steps."""
+    useful = {title: units.share(time_shares(record)["useful"]) for title, record in report.runs.items()}
+    figures: dict[str, Callable[[Result], str | None]] = {
+        "output tokens a second": lambda one: units.number(one["output_tokens_per_s"]),
+        "of the slots’ time is useful work": lambda one: useful.get(one["title"]),
+        "for all requests": lambda one: units.duration(one["elapsed_s"]),
+        "to the first token (median)": lambda one: units.duration(one["ttft_s"]["p50"]) if "ttft_s" in one else None,
+    }
+    del figures["for all requests" if subject["title"] in useful else "of the slots’ time is useful work"]
+    found = []
+    for label, figure in figures.items():
+        other = figure(baseline) if baseline is not None else None
+        note = f"{_in_words(baseline)}: {other}" if baseline is not None and other else ""
+        if (value := figure(subject)) is not None:
+            found.append(KeyFigure(value, label, note))
+    return found
+
+
+def strategy_table(results: Sequence[Result], subject: Result) -> Table:
+    """Speed and latency, one line a strategy or peer. Speedups are relative to the first of them."""
+    first_s = next((one["elapsed_s"] for one in results if "error" not in one), 0.0)
+    lines = []
+    for one in results:
+        line = {"strategy": one["title"]}
+        if "error" not in one:
+            place = one["first_difference"]
+            where = f", request {place['row']} from token {place['token']}" if place else ""
+            line |= {
+                "time": units.duration(one["elapsed_s"]),
+                "output tokens/s": units.number(one["output_tokens_per_s"]),
+                "speedup": units.times(first_s / max(one["elapsed_s"], 1e-9)),
+                "first token p50 / p99": units.pair(one.get("ttft_s")),
+                "per token p50 / p99": units.pair(one.get("tpot_s")),
+                "of roofline": units.share(one["floor_share"]),
+                "equal outputs": units.share(one["equal_rows_share"]) + where,
+            }
+        lines.append(line)
+    return Table.of(lines, strong=list(results).index(subject))
+
+
+WASTE = {
+    "strategy": "{title}",
+    "steps": "{steps:,}",
+    "tokens computed": "{tokens_computed:,}",
+    "a step": "{tokens_per_step:.1f}",
+    "padding": "{padded_token_share:.0%}",
+    "past the end": "{wasted_output_share:.0%}",
+    "idle slots": "{idle_slot_share:.0%}",
+    "preempted": "{preemptions:,}",
+    "cache peak": "{cache_use_peak:.1%}",
+    "memory peak": "{memory}",
+    "outside model": "{outside_model_share:.1%}",
+}
+REPLICA = {
+    "replica": "{name}",
+    "requests": "{rows:,}",
+    "output tokens": "{output_tokens:,}",
+    "steps": "{steps:,}",
+    "preempted": "{preemptions:,}",
+    "copies": "{copies:,}",
+    "deaths": "{deaths:,}",
+}
+PROMPT = {
+    "tokens a step": "{tokens_a_step:,}",
+    "prompt": "{prompt_tokens:,}",
+    "peak memory": "{memory}",
+    "first token": "{time}",
+}
+COST = {
+    "context": "{context_tokens:,}",
+    "with cache": "{with_cache}",
+    "without": "{without_cache}",
+    "speedup": "{speedup}",
+}
+"""The columns of tables, and their cells."""
+
+
+def _table(columns: Mapping[str, str], found: Iterable[Mapping[str, Any]]) -> Table:
+    return Table.of([{head: words.format_map(one) for head, words in columns.items()} for one in found])
+
+
+def waste_table(runs: Sequence[Result]) -> Table:
+    """The computed and the wasted tokens, one line a strategy."""
+    has_drafts = any(one["drafted_tokens"] for one in runs)
+
+    def acceptance(run: Result) -> str:
+        drafted, accepted = run["drafted_tokens"], run["accepted_tokens"]
+        return f"{accepted:,} of {drafted:,}, {accepted / drafted:.0%}" if drafted else ""
+
+    more = [{"memory": format_bytes(one["peak_memory_bytes"] or 0), "drafts": acceptance(one)} for one in runs]
+    columns = WASTE | ({"drafts accepted": "{drafts}"} if has_drafts else {})
+    return _table(columns, [{**one, **words} for one, words in zip(runs, more, strict=True)])
+
+
+def _details(report: Report, pictures: Mapping[str, Picture]) -> list[Detail]:
+    done, techniques, roofline = done_of(report), report.data.get("techniques", {}), report.data["roofline"]
+    memory = [
+        one | {"memory": format_bytes(one["peak_bytes"]), "time": units.duration(one["elapsed_s"])}
+        for one in techniques.get("prompt_memory", ())
+    ]
+    costs = [
+        one
+        | {name: units.duration(one[f"{name}_s"]) for name in ("with_cache", "without_cache")}
+        | {"speedup": units.times(one["without_cache_s"] / one["with_cache_s"])}
+        for one in techniques.get("token_costs", ())
+    ]
+    rounds = range(max(len(one["elapsed_s_of_rounds"]) for one in done))
+    by_round = Table(
+        ["strategy", *(f"round {n + 1}" for n in rounds)],
+        [[one["title"], *map(units.duration, one["elapsed_s_of_rounds"])] for one in done],
+    )
+    allows = (
+        f"The roofline allows {units.duration(roofline['floor_s'])}: this device copies "
+        f"{roofline['copy_bytes_per_s'] / 1e9:,.0f} GB/s and multiplies "
+        f"{roofline['matrix_flops_per_s'] / 1e12:,.2f} TFLOP/s."
+    )
+    return [
+        Detail("The roofline", [allows, *roofline["assumed"]]),
+        Detail(
+            "What the slots did",
+            [pictures.get("utilisation"), waste_table([one for one in done if one["title"] in report.runs])],
+        ),
+        Detail("Speed and latency", [pictures.get("speed")]),
+        Detail("One step of the engine", [pictures.get("step")]),
+        Detail("Drafts", [pictures.get("speculation")]),
+        Detail("Replicas", [_table(REPLICA, [one for result in done for one in result.get("replicas", ())])]),
+        Detail("Memory of a long prompt", [_table(PROMPT, memory)]),
+        Detail("Time of one more token", [_table(COST, costs)]),
+        Detail("Every round", [by_round if len(rounds) > 1 else None], is_printed=False),
+    ]

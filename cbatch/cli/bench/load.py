@@ -1,0 +1,307 @@
+"""Loads with one or several numbers of users, over rounds, the search for the most of them, and the report of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from cbatch.base.errors import ConfigError
+from cbatch.base.units import format_count
+from cbatch.cli.bench import units
+from cbatch.cli.bench.options import BenchOptions
+from cbatch.cli.bench.page import Charts, Detail, KeyFigure, Page, Picture, Report, Table
+from cbatch.cli.bench.roofline import describe
+from cbatch.cli.bench.strategies import OnProgress
+from cbatch.cli.bench.users import SLO, Clock, LoadResult, Scenario, run_load
+from cbatch.cli.common.console import notice
+from cbatch.cli.common.loading import open_engine
+from cbatch.engine.thread import EngineThread
+
+MAX_LAG_S = 0.1
+"""The longest delay of a question by the program itself that is not told."""
+
+MAX_PROBE_S = 20.0
+"""The longest probe of a search, in seconds."""
+
+DEFAULT_MAX_USERS = 1024
+
+WARMUP_S = 1.0
+
+Rounds = dict[int, list[LoadResult]]
+"""The results of every round, by number of users."""
+
+
+def medians(rounds: Rounds) -> dict[int, LoadResult]:
+    """Of each number of users, the run whose first tokens have the median p99; of two in the middle, the later one."""
+
+    def wait(result: LoadResult) -> float:
+        p99 = result.figures["ttft_s"]["p99"]
+        return math.inf if p99 is None else float(p99)
+
+    return {users: sorted(rounds[users], key=wait)[len(rounds[users]) // 2] for users in sorted(rounds)}
+
+
+class Capacity(NamedTuple):
+    """The most users for whom the objective was seen to hold, and whether these were the most to be tried."""
+
+    users: int
+    is_limit: bool = False
+
+
+def remarks(scenario: Scenario, rounds: Rounds, *, is_search: bool) -> list[str]:
+    """Sentences about a load that was not what was asked for."""
+    sentences = []
+    runs = [run.figures for same in rounds.values() for run in same]
+    worst = max(runs, key=lambda run: run["users_missing"])
+    if worst["users_missing"]:
+        asked = worst["users"] + worst["users_missing"]
+        words = f"Only {worst['users']:,} of {asked:,} users arrived, so these are not the figures of {asked:,} users."
+        sentences.append(words if is_search else f"{words} {advice(scenario)}")
+    if failed := [run["first_error"] for run in runs if run["first_error"]]:
+        sentences.append(f"Some answers failed: {failed[0]}")
+    if (lag := max(run["worst_lag_s"] for run in runs)) > MAX_LAG_S:
+        sentences.append(f"Questions were asked up to {lag:.2f} s late, so the load was less than intended.")
+    return sentences
+
+
+def advice(scenario: Scenario) -> str:
+    """The scenario with a rate at which all users arrive in its first half."""
+    rate = math.ceil(2 * scenario.users / max(scenario.duration_s, 0.001))
+    duration_s = math.ceil(2 * scenario.users / scenario.rate)
+    return f"--rate {rate} or --duration {duration_s}s brings them in time."
+
+
+def expected_arrivals(scenario: Scenario) -> str:
+    """A sentence if the users of a scenario will not all have come when it ends; else nothing."""
+    coming = scenario.rate * scenario.duration_s
+    if coming >= scenario.users:
+        return ""
+    return (
+        f"about {coming:,.0f} of {format_count(scenario.users, 'user')} will arrive in {scenario.duration_s:g} s at "
+        f"{scenario.rate:g} a second. {advice(scenario)}"
+    )
+
+
+def measure(options: BenchOptions, on_progress: OnProgress) -> Report:
+    """Runs the load, with one or several numbers of users, or searches for the most of them. Raises ConfigError.
+
+    Every round has prompts, pauses and times of arrival of its own; rounds of several numbers of users take turns.
+    """
+    slo, duration_s = SLO(options.slo_ttft, options.slo_tps), options.duration
+    if options.find_capacity:
+        duration_s = min(MAX_PROBE_S, duration_s)
+    with open_engine(options.engine, quiet=options.is_silent) as engine:
+        inputs, outputs = options.lengths
+        scenario = Scenario(
+            users=max(options.users, default=DEFAULT_MAX_USERS),
+            rate=options.rate,
+            duration_s=duration_s,
+            think_s=options.think,
+            inputs=inputs,
+            outputs=outputs,
+            vocabulary=engine.model.vocab_size,
+            context=engine.limits.sequence.longest,
+            turns=options.turns,
+            seed=options.seed,
+        )
+        is_one_load = not options.find_capacity and len(options.users) == 1
+        if is_one_load and not options.quiet and (warning := expected_arrivals(scenario)):
+            notice(warning)
+        # One user asks for a moment, so that the first run does not pay for what happens only once.
+        warm_up = scenario.probe(1, min(WARMUP_S, duration_s)).in_round(options.rounds)
+        run_load(engine.thread, warm_up, slo)
+        run = partial(run_rounds, engine.thread, slo=slo, rounds=options.rounds, on_progress=on_progress)
+        rounds: Rounds = {}
+        capacity = None
+
+        def probe(users: int) -> LoadResult:
+            rounds.update(run([scenario.probe(users, duration_s)]))
+            return medians(rounds)[users]
+
+        if options.find_capacity:
+            capacity = find_capacity(probe, most=scenario.users)
+        elif is_one_load:
+            rounds = run([scenario])
+        else:
+            rounds = run([scenario.probe(users, duration_s) for users in options.users])
+            capacity = most_served(medians(rounds))
+        about = describe(engine)
+    return report_of(about, options, scenario, rounds, capacity)
+
+
+def report_of(
+    about: Mapping[str, Any], options: BenchOptions, scenario: Scenario, rounds: Rounds, capacity: Capacity | None
+) -> Report:
+    """The figures of all rounds.  capacity: None for one load"""
+    runs = medians(rounds)
+    data = {**about, "load": next(iter(runs.values())).figures}
+    if capacity is not None:
+        points = [run.figures | {"users": users} for users, run in runs.items()]
+        data = {**about, "capacity_users": capacity.users, "capacity_is_limit": capacity.is_limit, "points": points}
+    data["work"] = {
+        "users": list(options.users),
+        "users_arrived": max(run.figures["users"] for run in runs.values()),
+        "rate": scenario.rate,
+        "duration_s": scenario.duration_s,
+        "think_s": scenario.think_s,
+        "turns": scenario.turns,
+        "input_len": options.input_len,
+        "output_len": options.output_len,
+        "slo_ttft_s": options.slo_ttft,
+        "slo_tps": options.slo_tps,
+        "rounds": options.rounds,
+        "seed": options.seed,
+    }
+    data["rounds"] = [
+        run.figures | {"users": users, "round": number}
+        for users, same in rounds.items()
+        for number, run in enumerate(same)
+    ]
+    return Report(data | {"remarks": remarks(scenario, rounds, is_search=capacity is not None)}, rounds)
+
+
+def run_rounds(
+    engine_thread: EngineThread,
+    scenarios: Sequence[Scenario],
+    slo: SLO,
+    rounds: int,
+    on_progress: OnProgress,
+    clock: Clock | None = None,
+) -> Rounds:
+    """Runs the scenarios by turns."""
+    results: Rounds = {one.users: [] for one in scenarios}
+    for number in range(rounds):
+        for one in scenarios:
+            of_rounds = f", round {number + 1} of {rounds}" if rounds > 1 else ""
+            on_progress(f"{format_count(one.users, 'user')} for {one.duration_s:g} s{of_rounds}")
+            results[one.users].append(run_load(engine_thread, one.in_round(number), slo, clock))
+    return results
+
+
+def most_served(probes: Mapping[int, LoadResult]) -> Capacity:
+    """The most of these users for whom, and for all fewer of whom, the objective holds."""
+    served = list(itertools.takewhile(lambda users: probes[users].holds, probes))
+    return Capacity(served[-1] if served else 0, len(served) == len(probes))
+
+
+def find_capacity(measure: Callable[[int], LoadResult], *, most: int = 4096, precision: float = 0.05) -> Capacity:
+    """The most users for whom the objective holds: doubled until it fails, then bisected.
+
+    measure:   runs with this many users; a run in which nothing can be judged fails
+    precision: how close to bisect, as a share of the number of users; to one user at the closest
+    Raises ConfigError if nothing can be judged with one user.
+    """
+
+    def holds(users: int) -> bool:
+        result = measure(users)
+        if users == 1 and result.figures["users_judged"] == 0:
+            raise ConfigError("No answer finished within a probe with one user; use a longer --duration.")
+        return result.holds
+
+    good, bad = 0, 1
+    while bad <= most and holds(bad):
+        good, bad = bad, min(2 * bad, most) if bad < most else most + 1
+    is_limit = good == most
+    while not is_limit and bad - good > max(1, precision * good):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return Capacity(good, is_limit)
+
+
+def charts(report: Report) -> Charts:
+    """A picture over the number of users after a search, over time otherwise. Says on stderr why there is none."""
+    from cbatch.cli.bench.pictures.curves import plot_load, plot_users
+
+    runs = medians(report.runs)
+    if "points" in report.data:
+        judged = {users: [run.figures for run in report.runs[users] if _is_judged(run.figures)] for users in runs}
+        if judged := {users: same for users, same in judged.items() if same}:
+            return {"load": partial(plot_load, judged, report.data["work"], report.data["capacity_users"])}
+    elif any(answer.ttft_s is not None for answer in next(iter(runs.values())).timed):
+        return {"users": partial(plot_users, next(iter(runs.values())), report.data["work"])}
+    notice("there is no picture, because no answer came that could be judged; use a longer --duration")
+    return {}
+
+
+def _is_judged(run: Mapping[str, Any]) -> bool:
+    """Whether there were users to judge, and times of first and further tokens."""
+    return run["users_served_share"] is not None and run["ttft_s"]["p50"] is not None and bool(run["tpot_s"]["p50"])
+
+
+def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
+    """pictures: that of `charts`, or none"""
+    data, work = report.data, report.data["work"]
+    runs = {users: run.figures for users, run in medians(report.runs).items()}
+    first, tps = units.round_duration(work["slo_ttft_s"]), units.plain(work["slo_tps"])
+    objective = f"a first token within {first} and {tps} tokens/s"
+    lasts, think = units.round_duration(work["duration_s"]), units.round_duration(work["think_s"])
+    strong = None
+    if "points" in data:
+        most = data["capacity_users"]
+        shown = runs.get(most, runs[min(runs)])
+        limit = "At least " if data["capacity_is_limit"] else ""
+        headline = f"{limit}{f'{most:,} users at once get' if most > 1 else '1 user at a time gets'} {objective}"
+        if most in runs:
+            strong = list(runs).index(most)
+        else:
+            headline = f"Not even {'one user gets' if 1 in runs else f'{min(runs):,} users get'} {objective}"
+        method = f"Each probe lasts {lasts}; users come in its first quarter."
+    else:
+        shown = data["load"]
+        runs, served = {shown["users"]: shown}, shown["users_served_share"]
+        found = f": {units.share(served)} of them get {objective}"
+        headline = format_count(shown["users"], "user")
+        headline += " came, and none of their answers could be judged" if served is None else found
+        method = f"{work['rate']:g} users come a second on average, for {lasts}."
+    every = [(users, run.figures) for users, same in sorted(report.runs.items()) for run in same]
+    ttft, tpot = shown["ttft_s"], shown["tpot_s"]
+    return Page(
+        data=data,
+        headline=headline,
+        figures=[
+            KeyFigure(
+                units.duration(ttft["p50"]), "to the first token (median)", f"99% within {units.duration(ttft['p99'])}"
+            ),
+            KeyFigure(
+                _speed(tpot["p50"]), "tokens a second for a user (median)", f"90% get {_speed(tpot['p90'])} or more"
+            ),
+            KeyFigure(
+                units.number(shown["output_tokens_per_s"]),
+                "tokens a second for all",
+                format_count(shown["users"], "user"),
+            ),
+        ],
+        picture=next(iter(pictures.values()), None),
+        table=load_table(runs.items(), strong),
+        facts=(
+            f"questions of {work['input_len']} and answers of {work['output_len']} tokens, "
+            f"{format_count(work['turns'], 'turn')}, {think} of thinking in the mean; the objective (SLO) is "
+            f"{objective} for each user"
+        ),
+        method=f"Users ask, read the answer, think and ask again. {method}",
+        remarks=data["remarks"],
+        details=[Detail("Every run", [load_table(every)], is_printed=False)],
+    )
+
+
+def _speed(seconds: float | None) -> str:
+    return units.number(1 / seconds if seconds else None)
+
+
+def load_table(runs: Iterable[tuple[int, Mapping[str, Any]]], strong: int | None = None) -> Table:
+    """How users were served, one line a run.  runs: with their numbers of users"""
+    lines = [
+        {
+            "users": f"{users:,}",
+            "within SLO": units.share(run["users_served_share"]),
+            "answers": f"{run['answers']:,}" + (f", {run['errors']} errors" if run["errors"] else ""),
+            "first token p50 / p99": units.pair(run["ttft_s"]),
+            "tokens/s of a user p50 / p10": f"{_speed(run['tpot_s']['p50'])} / {_speed(run['tpot_s']['p90'])}",
+            "tokens/s of all": units.number(run["output_tokens_per_s"]),
+        }
+        for users, run in runs
+    ]
+    return Table.of(lines, strong)
