@@ -57,10 +57,6 @@ class _Hand:
         return 2 * self.slots - len(self.rows)
 
     @property
-    def free_slots(self) -> int:
-        return self.slots - len(self.rows)
-
-    @property
     def max_suspects(self) -> int:
         """Rows that were there at a death and may be among its rows."""
         return max(self.slots // SLOTS_PER_SUSPECT, 1)
@@ -123,7 +119,15 @@ class Dispatcher:
         for row in rows:
             row.holders.remove(number)
             row.deaths += 1
-        self._give_back(row for row in rows if not row.holders)
+        for row in sorted(rows, key=lambda row: row.position, reverse=True):
+            if row.holders:
+                continue
+            if row.deaths >= MAX_DEATHS:
+                self._failed.appendleft(row)
+            elif row.deaths >= DEATHS_TO_RUN_ALONE:
+                self._alone.appendleft(row)
+            else:
+                self._suspects.appendleft(row)
 
     def take(self, number: int, now: float) -> Work:
         """The next task of the replica; the rows are in its hands now."""
@@ -171,15 +175,6 @@ class Dispatcher:
         """Whether the replica would take a row that may still be read."""
         return not self._input_has_ended and not self._queue and self._hands[number].room > 0
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._rows)
-
-    @property
-    def num_queued(self) -> int:
-        """Rows in nobody's hands."""
-        return len(self._queue) + len(self._suspects) + len(self._alone) + len(self._failed)
-
     def _choose(self, number: int, hand: _Hand) -> list[Row]:
         if self.runs_alone(number):
             return []
@@ -190,19 +185,16 @@ class Dispatcher:
             if self._draining in (None, number):
                 self._draining = number
                 return []
-        chosen = self._from_suspects(hand)
+        chosen: list[Row] = []
+        if self._suspects:
+            num_held = sum(self._rows[index].deaths > 0 for index in hand.rows)
+            most = max(min(hand.max_suspects - num_held, hand.room), 0)
+            chosen = [self._suspects.popleft() for _ in list(_within_bytes(islice(self._suspects, most)))]
         if self._queue:
             chosen += self._from_queue(number, hand, chosen)
         elif self._input_has_ended and not (hand.rows or chosen):
             chosen = self._copies(hand)
         return chosen
-
-    def _from_suspects(self, hand: _Hand) -> list[Row]:
-        if not self._suspects:
-            return []
-        num_held = sum(self._rows[index].deaths > 0 for index in hand.rows)
-        most = max(min(hand.max_suspects - num_held, hand.room), 0)
-        return [self._suspects.popleft() for _ in list(_within_bytes(islice(self._suspects, most)))]
 
     def _from_queue(self, number: int, hand: _Hand, before: list[Row]) -> list[Row]:
         """The first rows of the queue; those that begin like rows of other replicas only for slots that are free.
@@ -223,7 +215,7 @@ class Dispatcher:
         for row in others:
             if len(chosen) == most:
                 break
-            if len(chosen) < hand.free_slots or not self._affinity.is_elsewhere(row.beginnings, number):
+            if len(chosen) < hand.slots - len(hand.rows) or not self._affinity.is_elsewhere(row.beginnings, number):
                 self._affinity.note(row.beginnings, number)
                 chosen.append(row)
         chosen = list(_within_bytes([*before, *chosen]))[len(before) :]
@@ -238,7 +230,7 @@ class Dispatcher:
             return hand.room
         slots = sum(one.slots for one in self._hands.values())
         fair = -(-(2 * slots - room + len(self._queue)) * hand.slots // slots) - len(hand.rows)
-        return min(max(fair, int(hand.free_slots > 0)), hand.room)
+        return min(max(fair, int(len(hand.rows) < hand.slots)), hand.room)
 
     def _copies(self, hand: _Hand) -> list[Row]:
         """Rows that others have, for a replica with nothing to do.
@@ -248,15 +240,6 @@ class Dispatcher:
         """
         rows = (row for row in reversed(self._rows.values()) if len(row.holders) == 1 and not row.deaths)
         return list(_within_bytes(islice(rows, hand.slots)))
-
-    def _give_back(self, rows: Iterable[Row]) -> None:
-        for row in sorted(rows, key=lambda row: row.position, reverse=True):
-            if row.deaths >= MAX_DEATHS:
-                self._failed.appendleft(row)
-            elif row.deaths >= DEATHS_TO_RUN_ALONE:
-                self._alone.appendleft(row)
-            else:
-                self._suspects.appendleft(row)
 
 
 def _within_bytes(rows: Iterable[Row]) -> Iterator[Row]:

@@ -56,8 +56,7 @@ class LocalLauncher(ReplicaLauncher):
     def __init__(self, places: Sequence[Place], factory: str = FACTORY) -> None:
         """`factory`: `module:function` that makes what is called in the process, of an EngineConfig"""
         self.num_replicas = len(places)
-        self._places = places
-        self._factory = factory
+        self._places, self._factory = places, factory
         self._connections: list[Worker] = []
         self._is_closed = False
         # Linux kills a child at the end of the thread that has started it, so it is a thread that stays.
@@ -76,30 +75,26 @@ class LocalLauncher(ReplicaLauncher):
 
     def close(self) -> None:
         """Kills all processes, and returns when they are gone. None can be started any more."""
+
+        def kill_all() -> None:
+            self._is_closed = True
+            for connection in self._connections:
+                connection.send_kill()
+            for connection in self._connections:
+                connection.kill()
+
         with suppress(RuntimeError):  # it is closed
-            self._starter.submit(self._kill_all).result()
+            self._starter.submit(kill_all).result()
         self._starter.shutdown()
 
     def _start(self, number: int, config: EngineConfig) -> Worker:
         if self._is_closed:
             raise WorkerDied("its launcher was closed")
         place = self._places[number]
-        connection = Worker(
-            self._factory,
-            place.applied_to(config),
-            name=self.name(number),
-            cores=place.cores,
-            environment=place.environment,
-        )
+        given, name = place.applied_to(config), self.name(number)
+        connection = Worker(self._factory, given, name=name, cores=place.cores, environment=place.environment)
         self._connections = [one for one in self._connections if one.is_running()] + [connection]
         return connection
-
-    def _kill_all(self) -> None:
-        self._is_closed = True
-        for connection in self._connections:
-            connection.send_kill()
-        for connection in self._connections:
-            connection.kill()
 
 
 def find_places(config: EngineConfig, num_replicas: int | None) -> list[Place]:

@@ -95,10 +95,12 @@ class RayLauncher(ReplicaLauncher):
         try:
             if self._is_own:
                 _connect(address)
-            self._resources = dict(resources) if resources else _default_resources()
-            fitting = _num_fitting(self._resources)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            self._resources = dict(resources) if resources else _default_resources(nodes)
+            self._needs = ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
+            fitting = _num_fitting(nodes, self._resources)
             if fitting < 1:
-                raise ConfigError(f"No node of the Ray cluster has what a replica needs: {_listed(self._resources)}.")
+                raise ConfigError(f"No node of the Ray cluster has what a replica needs: {self._needs}.")
             self.num_replicas = num_replicas or fitting
             if self.num_replicas > fitting:
                 _log.warning(
@@ -120,7 +122,7 @@ class RayLauncher(ReplicaLauncher):
             actor = options.remote(self._factory, config, max(int(num_cpus), 1))
         except RayError as error:
             raise WorkerDied(_first_sentence(error)) from error
-        return RayConnection(actor, self.name(number), _listed(self._resources))
+        return RayConnection(actor, self.name(number), self._needs)
 
     def close(self) -> None:
         """Leaves the cluster, which ends all actors of this process."""
@@ -137,9 +139,7 @@ class RayConnection:
     """One life of an actor."""
 
     def __init__(self, actor: Any, name: str, needs: str) -> None:
-        self._actor = actor
-        self._name = name
-        self._needs = needs
+        self._actor, self._name, self._needs = actor, name, needs
         self._is_ready = False
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
@@ -151,12 +151,14 @@ class RayConnection:
             value, error = ray.get(self._actor.call.remote(method, arguments), timeout=_left(deadline))
         except GetTimeoutError:
             raise WorkerDied(f"it has not answered for {timeout_s:,.0f} s") from None
-        except RayTaskError as failure:
-            raise WorkerDied(_first_sentence(failure.cause)) from failure
         except RayActorError as failure:
-            raise WorkerDied(_reason_of_death(failure)) from failure
+            # Ray's sentence on a dead actor, without its list of names and numbers.
+            lines = [line for line in str(failure).splitlines() if line.strip() and not re.match(r"\s+\w+: ", line)]
+            reason = " ".join(line.strip() for line in lines[:2]).rstrip(".")[:300] or type(failure).__name__
+            raise WorkerDied(reason) from failure
         except (RayError, OSError) as failure:
-            raise WorkerDied(_first_sentence(failure)) from failure
+            cause = failure.cause if isinstance(failure, RayTaskError) else failure
+            raise WorkerDied(_first_sentence(cause)) from failure
         if error is not None:
             raise error
         return value
@@ -212,26 +214,20 @@ def _connect(address: str) -> None:
         raise ConfigError(f"Cannot connect to the Ray cluster {address}: {_first_sentence(error)}.") from error
 
 
-def _default_resources() -> dict[str, float]:
+def _default_resources(nodes: list[dict[str, float]]) -> dict[str, float]:
     """One GPU if the cluster has any, else the CPUs of its smallest node that has some."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(node.get("GPU") for node in nodes):
         return {"num_gpus": 1}
     return {"num_cpus": min((node["CPU"] for node in nodes if node.get("CPU")), default=1)}
 
 
-def _num_fitting(resources: Mapping[str, float]) -> int:
+def _num_fitting(nodes: list[dict[str, float]], resources: Mapping[str, float]) -> int:
     """Number of replicas that the cluster's nodes have resources for, if nobody else uses them."""
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}
     needed = {names.get(name, name): amount for name, amount in resources.items() if amount > 0}
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not needed:
         return len(nodes)
     return sum(int(min(node.get(name, 0) / amount for name, amount in needed.items())) for node in nodes)
-
-
-def _listed(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
 
 
 def _left(deadline: float) -> float | None:
@@ -241,9 +237,3 @@ def _left(deadline: float) -> float | None:
 def _first_sentence(error: BaseException) -> str:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line.rstrip(".:")
-
-
-def _reason_of_death(error: RayActorError) -> str:
-    """Ray's sentence on a dead actor, without its list of names and numbers."""
-    lines = [line for line in str(error).splitlines() if line.strip() and not re.match(r"\s+\w+: ", line)]
-    return " ".join(line.strip() for line in lines[:2]).rstrip(".")[:300] or type(error).__name__

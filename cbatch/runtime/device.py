@@ -9,8 +9,6 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +64,7 @@ def nvidia_driver() -> str | None:
 def why_no_cuda() -> Absence:
     """Why torch finds neither an NVIDIA nor an AMD GPU."""
     driver, build = nvidia_driver(), f"torch {torch.__version__}"
+    named = f"NVIDIA driver {driver}" if driver else "an NVIDIA driver of unknown version"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     is_hidden = visible is not None and visible.strip() in _NONE
     if torch.version.hip is not None and (DEVICES / "kfd").exists():
@@ -78,17 +77,15 @@ def why_no_cuda() -> Absence:
     if torch.version.cuda is None:
         install = INSTALL_CUDA_12 if 0 < _branch(driver) < OLDEST_DRIVER[13] else INSTALL
         fix = f"install a build with CUDA: {install}"
-        return Absence(
-            f"{build} is a build without CUDA, and this machine has {_named(driver)}; {fix}",
-            is_hidden or not has_devices,
-        )
+        reason = f"{build} is a build without CUDA, and this machine has {named}; {fix}"
+        return Absence(reason, is_hidden or not has_devices)
     if not has_devices:
         fix = "if this is a container, start it with --gpus all"
-        return Absence(f"this machine has {_named(driver)}, but no GPU is in /dev; {fix}", is_hidden)
-    return Absence(_why_not_started(build, driver, visible), is_hidden)
+        return Absence(f"this machine has {named}, but no GPU is in /dev; {fix}", is_hidden)
+    return Absence(_why_not_started(build, driver, named, visible), is_hidden)
 
 
-def _why_not_started(build: str, driver: str, visible: str | None) -> str:
+def _why_not_started(build: str, driver: str, named: str, visible: str | None) -> str:
     major, branch, error = int(str(torch.version.cuda).partition(".")[0]), _branch(driver), "it finds no device"
     try:  # `is_available` only warns of it, and only once in a process
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -99,22 +96,18 @@ def _why_not_started(build: str, driver: str, visible: str | None) -> str:
         is_for_12 = major > 12 and branch >= OLDEST_DRIVER[12]
         also = f", or install a build for CUDA 12: {INSTALL_CUDA_12}" if is_for_12 else ""
         return (
-            f"{build} needs an NVIDIA driver of version {oldest} or newer, and this machine has {_named(driver)}; "
+            f"{build} needs an NVIDIA driver of version {oldest} or newer, and this machine has {named}; "
             f"update the driver{also}"
         )
     if visible is not None and "No CUDA GPUs" in error:
         return f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs of this machine; unset it"
     hint = next((hint for part, hint in _HINTS.items() if part in error), "nvidia-smi may say more")
-    return f"{build} cannot start CUDA on {_named(driver)} ({error}); {hint}"
+    return f"{build} cannot start CUDA on {named} ({error}); {hint}"
 
 
 def _branch(driver: str) -> int:
     """The first number of a driver's version; 0 if it is unknown."""
     return int(driver.partition(".")[0] or 0)
-
-
-def _named(driver: str) -> str:
-    return f"NVIDIA driver {driver}" if driver else "an NVIDIA driver of unknown version"
 
 
 _log = logging.getLogger("cbatch")
@@ -219,7 +212,7 @@ def _best_device() -> torch.device:
 
 
 def _absence(kind: str) -> Absence | None:
-    with _without_warnings():
+    with warnings.catch_warnings(action="ignore"):  # of many lines; what they say is said here
         if torch.get_device_module(kind).is_available():
             return None
         if kind == "cuda":
@@ -228,14 +221,14 @@ def _absence(kind: str) -> Absence | None:
 
 
 def _count(kind: str) -> int:
-    with _without_warnings():
+    with warnings.catch_warnings(action="ignore"):
         return int(torch.get_device_module(kind).device_count())
 
 
 def _device_problem(device: torch.device) -> str | None:
     if device.index >= (count := _count(device.type)):
         return f"torch finds only {device.type}:0" + (f" to {device.type}:{count - 1}" if count > 1 else "")
-    with _without_warnings():
+    with warnings.catch_warnings(action="ignore"):
         try:
             if is_nvidia(device) and not _has_code(device, torch.cuda.get_arch_list()):
                 return (
@@ -292,14 +285,6 @@ def _describe(device: torch.device) -> str:
         return f"{name}, {properties.total_memory / 2**30:.0f} GiB"
     except Exception as error:  # a device that fails is what somebody wants to see here
         return f"fails ({in_short(error)})"
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Hides torch's warnings about devices, which take many lines; what they say is said here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class DeviceProbe:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cbatch.base.errors import ConfigError, EngineError
 
@@ -74,7 +74,7 @@ class StepTracer:
         self.error = ""
         self._last = warmup + steps
         self._profiler: torch.profiler.profile | None = None
-        self._has_lock = self._is_recording = self._on_device = False
+        self._on_device = False
         try:
             self._target = Path(os.path.realpath(path))
             self._temporary = self._target.with_name(f".cbatch-trace-{os.getpid()}-{id(self):x}")
@@ -96,15 +96,11 @@ class StepTracer:
             from torch.autograd import profiler
             from torch.profiler import ProfilerActivity, profile
 
-            self._has_lock = _profiler_is_taken.acquire(blocking=False)
-            if not self._has_lock or getattr(profiler, "_is_profiler_enabled", False):
+            made = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])])
+            if getattr(profiler, "_is_profiler_enabled", False) or not _profiler_is_taken.acquire(blocking=False):
                 raise EngineError("torch's profiler is already in use")
-            activities = [ProfilerActivity.CPU]
-            if on_device:
-                activities.append(ProfilerActivity.CUDA)
-            self._on_device = on_device
-            self._profiler = profile(activities=activities)
-            self._profiler.prepare_trace()
+            self._profiler, self._on_device = made, on_device
+            made.prepare_trace()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -114,7 +110,6 @@ class StepTracer:
                 from torch.profiler import record_function
 
                 self._profiler.start_trace()
-                self._is_recording = True
                 record_spans(record_function)
         try:
             with span(STEP):
@@ -126,9 +121,9 @@ class StepTracer:
 
     def finish(self) -> None:
         """Ends a recording and writes it, if that has not been done; on the thread of the steps."""
-        profiler, was_recording = self._profiler, self._is_recording
-        if profiler is not None:
+        if (profiler := self._profiler) is not None:
             with self._attempt():
+                was_recording = self.num_steps > self.warmup
                 if not was_recording:
                     profiler.start_trace()  # a prepared profiler can only stop after it was started
                 profiler.stop_trace()
@@ -150,11 +145,10 @@ class StepTracer:
             self._temporary.with_name(f"{self._temporary.name}.tmp").unlink(missing_ok=True)  # the profiler's
 
     def _release_profiler(self) -> None:
-        self._profiler, self._is_recording = None, False
-        if self._has_lock:
+        if self._profiler is not None:
+            self._profiler = None
             record_spans(None)
             _profiler_is_taken.release()
-            self._has_lock = False
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -167,11 +161,8 @@ class StepTracer:
             self.error = f"Cannot write the trace {self.path}: {reason or repr(error)}."
 
 
-class Interval(NamedTuple):
-    """From `begin` to `end`, in µs."""
-
-    begin: float
-    end: float
+Interval = tuple[float, float]
+"""Begin and end, in µs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,20 +202,19 @@ def read_summary(path: Path, *, on_device: bool) -> TraceSummary:
     """
     with path.open(encoding="utf-8") as stream:
         events: list[tuple[str, Interval] | None] = json.load(stream, object_hook=_kept)
-    found: dict[str, list[Interval]] = {name: [] for name in (STEP, FORWARD, WAIT, _DEVICE)}
+    found: dict[str, list[Interval]] = {}
     for name, interval in filter(None, events):
-        if name in found:
-            found[name].append(interval)
-    work = found[_DEVICE if on_device else FORWARD]
-    whole = work if on_device and work else found[STEP]
-    first = min((interval.begin for interval in whole), default=0.0)
-    last = max((interval.end for interval in whole), default=0.0)
-    waits = [Interval(max(begin, first), min(end, last)) for begin, end in found[WAIT]]
+        found.setdefault(name, []).append(interval)
+    steps, work = found.get(STEP, []), found.get(_DEVICE if on_device else FORWARD, [])
+    whole = work if on_device and work else steps
+    first = min((begin for begin, _ in whole), default=0.0)
+    last = max((end for _, end in whole), default=0.0)
+    waits = [(max(begin, first), min(end, last)) for begin, end in found.get(WAIT, [])]
     busy = union_length(work)
     waited = union_length([*work, *waits]) - busy
     length = last - first - waited
     return TraceSummary(
-        num_steps=len(found[STEP]),
+        num_steps=len(steps),
         seconds=length / 1e6,
         waited_s=waited / 1e6,
         idle_share=1 - busy / length if work and length > 0 else None,
@@ -251,4 +241,4 @@ def _kept(fields: dict[str, Any]) -> Any:
     name = _CATEGORIES.get(fields.get("cat", "")) if fields.get("ph") == "X" else None
     if name is None:
         return None
-    return name or fields["name"], Interval(fields["ts"], fields["ts"] + fields["dur"])
+    return name or fields["name"], (fields["ts"], fields["ts"] + fields["dur"])

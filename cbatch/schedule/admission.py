@@ -1,9 +1,7 @@
 """When a waiting request is admitted: there are blocks for it now, and probably until all requests have ended.
 
-Nobody knows how long an output gets. Admitting requests until the cache is full now means preempting them later and
-computing them twice. Reserving all that they may ask for leaves most of the cache empty. So the lengths of recent
-outputs are taken as likely. From them follows the most blocks that all running requests will hold at any later time, as
-some of them end while others grow.
+The lengths of recent outputs are taken as likely. From them follows the most blocks that all running requests will hold
+at any later time, as some of them end while others grow.
 (The future peak: "Past-Future Scheduler", Gong et al., ASPLOS '25, https://arxiv.org/abs/2507.10150.)
 """
 
@@ -102,13 +100,9 @@ class AdmissionPolicy:
     def __init__(self, pool: BlockPool, limits: SequenceLimits) -> None:
         self._pool = pool
         self._limits = limits
-        self._lengths = OutputLengths()
+        self.lengths = OutputLengths()
         self._growing: dict[float, list[Growth]] = {}
         """The running requests, shortest growth first, for each share of `GROWTH_SHARES` used in this step."""
-
-    def observe_length(self, length: int) -> None:
-        """Records the number of tokens of a finished output."""
-        self._lengths.add(length)
 
     def running_changed(self) -> None:
         """The running requests have changed: a step begins, or a request was preempted."""
@@ -174,7 +168,7 @@ class AdmissionPolicy:
 
     def _projected_growth(self, sequence: TokenSequence, share: float) -> Growth:
         left = sequence.request.max_new_tokens - sequence.num_generated
-        likely = self._lengths.remaining(sequence.num_generated, sequence.request.max_new_tokens)
+        likely = self.lengths.remaining(sequence.num_generated, sequence.request.max_new_tokens)
         own = self._pool.blocks_for(sequence.num_tokens) - sequence.num_cached // self._pool.block_size
         return Growth(min(math.ceil(share * likely), left), own)
 

@@ -347,15 +347,12 @@ class DraftPolicy:
                 chances.append((chance, number))
         chances.sort(key=itemgetter(0), reverse=True)
         count, saved = self._cost.num_worth(tokens, [chance for chance, _ in chances[:budget]], self._weight)
-        self._weigh(saved, tokens)
-        return [number for _, number in chances[:count]]
-
-    def _weigh(self, saved: float, tokens: int) -> None:
-        """Weighs what drafts will save of a step against the time that this look has taken."""
+        # What drafts will save of a step, against the time that this look has taken.
         taken = time.perf_counter() - self._began_at - FREE_SHARE * self._cost.seconds(tokens)
         self._is_dear = taken > 0
         self._balance += BALANCE_RATE * (saved - max(taken, 0) - self._balance)
         self._pause, self._paused = min(2 * self._pause + 1, LONGEST_PAUSE) if self._balance < 0 else 0, 0
+        return [number for _, number in chances[:count]]
 
     def observe(self, chunk: ScheduledChunk, accepted: int) -> None:
         """Learns how many tokens of a draft were accepted."""

@@ -7,8 +7,7 @@ them is cached. A recurrent state goes back to before the draft, and accepted to
 (`recurrent_states`).
 
 Drafts take what a step has left: tokens that no prompt wants, blocks that are free while nothing waits, and rows of
-logits up to `max_seqs`, for which memory was measured, or a few more. How many tokens are drafted is a question of cost
-(`DraftPolicy`); no output depends on it.
+logits up to `max_seqs`, for which memory was measured, or a few more.
 """
 
 from __future__ import annotations

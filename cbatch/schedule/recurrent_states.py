@@ -1,13 +1,11 @@
 """Scheduling for models with recurrent layers: slots, snapshots, and where prompts are cut.
 
-Snapshots are made where others are likely to go on: at the last block boundary of a prompt, where a chat's fork and the
-other outputs of a prompt begin; at the latest block boundary of an output, where a chat's next turn begins; and at the
-end of what a prompt has in common with cached blocks or with the requests that wait behind it. A request waits while an
-older one is computing a longer beginning of it than any snapshot has.
+Snapshots are made where others are likely to go on: at the last block boundary of a prompt, at the latest one of an
+output, and at the end of what a prompt has in common with cached blocks or with the requests behind it. A request waits
+while an older one is computing a longer beginning of it than any snapshot has.
 
 Prompts are cut at multiples of the length in which the layers work (`chunk_multiple`), counted from the beginning of
-the sequence, so that what a request computes does not depend on how much of a step was left to it. A snapshot may cut
-them elsewhere.
+the sequence, so that what a request computes does not depend on how much of a step was left to it.
 
 A step with a draft makes a snapshot of the state before the draft. If some of the draft is wrong, the request goes on
 in the slot of that snapshot, and computes the accepted tokens again with its next one.
@@ -171,7 +169,8 @@ class RecurrentStates:
             if not self.slots.publish(snapshot, content if content in self._pool.cached_contents else UNKNOWN):
                 state.snapshots.remove(snapshot)
             elif snapshot.tokens > sequence.num_prompt:
-                if state.latest is not None and self.slots.replace(state.latest):
+                if state.latest is not None and state.latest.used_in < 0:  # it was of no use for others
+                    self.slots.drop(state.latest)
                     state.snapshots.remove(state.latest)
                 state.latest = snapshot
 
@@ -223,9 +222,8 @@ class RecurrentStates:
 
 def _will_share_more(other: TokenSequence, sequence: TokenSequence, tokens: int) -> bool:
     """Whether an older running request is about to make a snapshot with which `request` begins, after `tokens`."""
-    if other.state is None or other.cache_kind != sequence.cache_kind:
+    if other.state is None or other.cache_kind != sequence.cache_kind or priority_key(other) > priority_key(sequence):
         return False
-    return priority_key(other) < priority_key(sequence) and any(
-        tokens < end < len(sequence.token_ids) and sequence.token_ids[:end] == other.token_ids[:end]
-        for end in other.state.planned
-    )
+    known = len(sequence.token_ids)
+    ends = (end for end in other.state.planned if tokens < end < known)
+    return any(sequence.token_ids[:end] == other.token_ids[:end] for end in ends)

@@ -1,15 +1,13 @@
 """Decides how many tokens of which requests the next step computes.
 
-There is no prefill phase and no decode phase. Every request has tokens that are not in the KV cache yet. Each step has
-a budget of tokens and hands it out in one order over running and waiting requests: priority first, then decoding before
-prefill. A long prompt takes what is left of the budget, step by step (chunked prefill), or of a smaller limit
-(`step_time`), and shares that with the prompts after it (`prefill_budget`). Finished requests leave immediately, and
-waiting requests may be admitted at any step.
+Every request has tokens that are not in the KV cache yet, and each step hands out a budget of tokens in one order over
+running and waiting requests: priority first, then decoding before prefill. A long prompt takes what is left of the
+budget, step by step, or of a smaller limit (`step_time`), and shares that with the prompts after it (`prefill_budget`).
 (Iteration-level scheduling: Orca, OSDI '22; chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
 
-Prompts that begin alike are computed once. A block counts as cached as soon as the step that fills it is scheduled,
-because each layer writes the keys and values of all tokens of a step before any of them is attended to. So a request
-can be admitted in the same step as the one whose blocks it shares.
+A block counts as cached as soon as the step that fills it is scheduled, because each layer writes the keys and values
+of all tokens of a step before any of them is attended to. So a request can be admitted in the same step as the one
+whose blocks it shares.
 
 Steps may overlap: a step can be scheduled before the tokens of the previous one are known. So a step counts as computed
 when it is scheduled; steps run in the order in which they were scheduled, and a request's next token has its place (a
@@ -17,10 +15,8 @@ placeholder) before it is known. That such a token ends its request is noticed o
 computed for the request is dropped. Its blocks may have a new owner by then, which writes to them in a later step.
 
 When blocks run out, a running request preempts the youngest request of the lowest priority, which may be itself; a
-waiting request preempts only lower priorities. A preempted request loses its blocks, keeps its tokens, and is computed
-again later. So the oldest request of the highest priority is never preempted and always advances. Preemption is rare,
-because waiting requests are admitted once the projected peak of the KV cache fits (`admission`). Requests of the same
-priority preempt a request at most three times.
+waiting request preempts only lower priorities. A preempted request keeps its tokens, and is computed again later. So
+the oldest request of the highest priority is never preempted and always advances.
 """
 
 from __future__ import annotations
@@ -244,7 +240,7 @@ class Scheduler:
             self.states.settle_draft(chunk, len(events) - 1)
         if events[-1].finish_reason is not None:
             if events[-1].token_id is not None:
-                self._admission.observe_length(sequence.num_generated)
+                self._admission.lengths.add(sequence.num_generated)
             self.cancel(sequence)
         else:
             self._cache_full_blocks(sequence, known)

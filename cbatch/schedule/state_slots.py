@@ -1,8 +1,8 @@
 """The slots of recurrent state: which are free, and which hold snapshots that requests with the same beginning take.
 
-A running request has a slot, which holds its state after all of its computed tokens. States cannot be shared or cut as
-blocks can: a request goes on from a prefix only if there is a copy of the state at its end. Such snapshots are taken at
-the ends of blocks. Slots that no request needs hold them; the least recently used one goes first.
+A running request has a slot, which holds its state after all of its computed tokens. A request goes on from a prefix
+only if there is a copy of the state at its end. Such snapshots are taken at the ends of blocks, in slots that no
+request needs; the least recently used one goes first.
 """
 
 from __future__ import annotations
@@ -151,12 +151,6 @@ class StateSlots:
         else:
             return
         (self._free if self._can_go(snapshot) else self._free_later).append(snapshot.slot)
-
-    def replace(self, old: Snapshot) -> bool:
-        """Drops a snapshot of which a longer one was made, and returns True, unless it was of use for a request."""
-        if old.used_in < 0:
-            self.drop(old)
-        return old.used_in < 0
 
     def forget(self, content: int) -> None:
         """Drops the snapshot of a block that is no longer cached."""

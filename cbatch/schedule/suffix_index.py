@@ -51,17 +51,18 @@ class SuffixIndex:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def append(self, token: int) -> None:
-        """Adds one token at the end of the text."""
-        self.extend((token,))
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens at the end of the text. Many at once take half as long as one by one."""
         first, first_to, others = self._first, self._first_to, self._others
         link, length, end = self._link, self._length, self._end
         last, at_end, new = self._last, len(self.tokens), len(end)
         self.tokens += tokens
-        self._add_states(range(at_end + 1, len(self.tokens) + 1))
+        ends = range(at_end + 1, len(self.tokens) + 1)  # one state for each prefix
+        first += [NONE] * len(ends)
+        first_to += [NONE] * len(ends)
+        link += [0] * len(ends)
+        length += ends
+        end += ends
         for token in tokens:
             end[link[last] if last else 0] = at_end
             at_end += 1
@@ -85,14 +86,6 @@ class SuffixIndex:
             last = new
             new += 1
         self._last = last
-
-    def _add_states(self, ends: Sequence[int]) -> None:
-        """One state for each prefix of the text that ends in one of these places; their links are still to be set."""
-        self._first += [NONE] * len(ends)
-        self._first_to += [NONE] * len(ends)
-        self._link += [0] * len(ends)
-        self._length += ends
-        self._end += ends
 
     def _following(self, state: int, token: int) -> int:
         if self._first[state] == token:

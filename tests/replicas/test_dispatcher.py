@@ -153,8 +153,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         if hasattr(self, "dispatcher"):
-            assert self.dispatcher.num_unfinished == len(self.deaths), "lost or doubled"
-            assert self.dispatcher.num_queued == len(self.waiting)
+            assert len(self.dispatcher._rows) == len(self.deaths), "lost or doubled"
             for number, hand in self.hands.items():
                 assert self.dispatcher.num_held(number) == len(hand)
 

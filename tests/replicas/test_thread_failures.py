@@ -46,7 +46,6 @@ PLACES: list[tuple[type, str]] = [
     (Dispatcher, "leave"),
     (Dispatcher, "take"),
     (Dispatcher, "_choose"),
-    (Dispatcher, "_give_back"),
     (Dispatcher, "finish"),
     (Dispatcher, "num_held"),
     (KeyMaking, "run"),

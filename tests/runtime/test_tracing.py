@@ -31,7 +31,7 @@ from cbatch.cli.main import run_command
 from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.thread import EngineThread
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.tracing import Interval, StepTracer, read_summary, span, union_length
+from cbatch.runtime.tracing import StepTracer, read_summary, span, union_length
 from tests.support.fork_server import ForkServer
 from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network
@@ -212,7 +212,7 @@ def test_a_gpu_whose_work_is_not_in_the_trace(tmp_path: Path) -> None:
 def test_covered_time(pairs: list[tuple[int, int]]) -> None:
     """Guards the union of intervals, nested, equal, touching and empty ones, against counting units."""
     units = {unit for begin, length in pairs for unit in range(begin, begin + length)}
-    assert union_length(Interval(begin, begin + length) for begin, length in pairs) == len(units)
+    assert union_length((begin, begin + length) for begin, length in pairs) == len(units)
 
 
 def test_a_trace_cut_off_is_an_error(tmp_path: Path) -> None:

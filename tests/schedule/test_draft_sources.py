@@ -117,7 +117,7 @@ def test_own_match_is_the_longest_suffix_that_occurs_before() -> None:
         index, text = SuffixIndex(), []
         for _ in range(80):
             text.append(rng.randrange(rng.choice([2, 3, 9])))
-            index.append(text[-1])
+            index.extend([text[-1]])
             longest = next(n for n in range(len(text) - 1, -1, -1) if n == 0 or len(ends_of(text[-n:], text)) > 1)
             match = index.own_match()
             assert match.length == longest
@@ -137,7 +137,7 @@ def test_many_tokens_at_once_are_indexed_as_one_by_one() -> None:
             at += len(part)
             whole.extend(part)
             for token in part:
-                single.append(token)
+                single.extend([token])
             assert whole.tokens == single.tokens == text[:at]
             assert whole.own_match().length == single.own_match().length
             assert whole.after(whole.own_match(), 4) == single.after(single.own_match(), 4)
@@ -155,7 +155,7 @@ def test_matches_of_another_text_are_the_longest() -> None:
         index, match, text = SuffixIndex(), Match(), []
         for _ in range(120):
             for _ in range(rng.randrange(3)):
-                index.append(rng.randrange(symbols))
+                index.extend([rng.randrange(symbols)])
             text.append(rng.randrange(symbols))
             match = index.advanced(match, text[-1])
             # What was appended since a shorter match cannot make it longer: a match only grows at its end.
@@ -166,7 +166,7 @@ def test_matches_of_another_text_are_the_longest() -> None:
     still = SuffixIndex()
     tokens = [random.Random(1).randrange(3) for _ in range(300)]
     for token in tokens:
-        still.append(token)
+        still.extend([token])
     match, text = Match(), []
     for _ in range(200):
         text.append(rng.randrange(3))

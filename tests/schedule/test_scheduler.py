@@ -273,7 +273,7 @@ def test_requests_are_admitted_by_recent_output_lengths() -> None:
     for length in (2, 400):
         scheduler = make_scheduler(blocks=100, block_size=4, seqs=32, budget=512)
         for _ in range(50):
-            scheduler._admission.observe_length(length)
+            scheduler._admission.lengths.add(length)
         add(scheduler, *(make_request(n, 4, 300) for n in range(32)))
         admitted[length] = len(step(scheduler))
     assert admitted[2] == 32 and 3 < admitted[400] < 8

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -29,10 +30,9 @@ def _parse_address(text: str) -> str:
 
 
 def _parse_resources(text: str) -> dict[str, float]:
-    try:
+    resources = None
+    with suppress(ValueError, RecursionError):
         resources = json.loads(text)
-    except (ValueError, RecursionError):
-        resources = None
     if not isinstance(resources, dict) or not all(
         type(amount) in (int, float) and 0 <= amount < math.inf for amount in resources.values()
     ):

@@ -110,30 +110,26 @@ def check_file(name: str, stored: StoredRows, unit: str, source: RowInput | None
     report.errors = sum(journal.failed[number] for number in numbers)
     report.without_check = sum(not journal.has_check(number) for number in numbers)
     rows = (journal.indices[number] for number in numbers)
-    if source is not None:
-        report.superfluous = []
-        _compare(rows, (line.index for line in checked_lines(source.lines())), report.missing, report.superfluous)
-    else:
+    if source is None:
         previous = -1
         for index in rows:
             _add(report.missing, previous + 1, index - 1)
             previous = index
-    return report
-
-
-def _compare(rows: Iterator[int], lines: Iterator[int], missing: Ranges, superfluous: Ranges) -> None:
-    row = next(rows, None)
-    for line in lines:
-        while row is not None and row < line:
+        return report
+    report.superfluous = superfluous = list[list[int]]()
+    row = next(rows, None)  # both ascend
+    for line in checked_lines(source.lines()):
+        while row is not None and row < line.index:
             _add(superfluous, row, row)
             row = next(rows, None)
-        if row == line:
+        if row == line.index:
             row = next(rows, None)
         else:
-            _add(missing, line, line)
+            _add(report.missing, line.index, line.index)
     while row is not None:
         _add(superfluous, row, row)
         row = next(rows, None)
+    return report
 
 
 def _add(ranges: Ranges, first: int, last: int) -> None:

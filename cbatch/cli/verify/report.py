@@ -6,8 +6,11 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import islice
+from operator import getitem
 from typing import Any, Literal, NamedTuple
 
 from cbatch.base.units import format_count
@@ -67,7 +70,11 @@ def first_difference(stored: Mapping[str, Any], made: Mapping[str, Any]) -> Diff
     in_file, now = (f"{text[: 2 * CROP]}…" if len(text) > 2 * CROP else text for text in map(_shown, (one, other)))
     if isinstance(one, str) and isinstance(other, str):
         unit, offset = "character", _common_length(one, other)
-        in_file, now = (_shown(_around(text, offset)) for text in (one, other))
+        start, stop = max(offset - CROP, 0), offset + CROP
+        in_file, now = (
+            _shown(("…" if start else "") + text[start:stop] + ("…" if stop < len(text) else ""))
+            for text in (one, other)
+        )
         token = _first_token(stored, made, path)
     elif len(path) > 1 and path[-2] == "token_ids":
         unit, offset = "token", int(path[-1])
@@ -97,12 +104,9 @@ def _first_path(one: Any, other: Any) -> Path | None:
 
 
 def _at(value: Any, path: Path) -> Any:
-    for step in path:
-        try:
-            value = value[step]
-        except (KeyError, IndexError):
-            return None
-    return value
+    with suppress(KeyError, IndexError):
+        return reduce(getitem, path, value)
+    return None
 
 
 def _first_token(stored: Mapping[str, Any], made: Mapping[str, Any], path: Path) -> int | None:
@@ -121,11 +125,6 @@ def _common_length(one: Any, other: Any) -> int:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _around(text: str, offset: int) -> str:
-    start, stop = max(offset - CROP, 0), offset + CROP
-    return ("…" if start else "") + text[start:stop] + ("…" if stop < len(text) else "")
 
 
 MAX_SHOWN = 20
@@ -152,10 +151,6 @@ class VerifiedRow:
     stored: StoredRow
     differences: dict[str, Difference | None] = field(default_factory=dict)
     made: dict[str, bytes] = field(default_factory=dict)
-
-    @property
-    def differs(self) -> bool:
-        return any(found is not None for found in self.differences.values())
 
     @property
     def depends_on_company(self) -> bool:
@@ -185,10 +180,6 @@ class Report:
     misfits: Counter[str] = field(default_factory=Counter)
     first_misfit: dict[str, StoredRow] = field(default_factory=dict)
 
-    def add_misfit(self, row: StoredRow, reason: str) -> None:
-        self.misfits[reason] += 1
-        self.first_misfit.setdefault(reason, row)
-
     def compare(self, company: str, stored: StoredRow, made: Mapping[str, Any]) -> None:
         """Takes a row that was made again, in some company."""
         row = self.rows.setdefault(stored.index, VerifiedRow(stored))
@@ -198,7 +189,7 @@ class Report:
 
     @property
     def different(self) -> list[VerifiedRow]:
-        return [row for _, row in sorted(self.rows.items()) if row.differs]
+        return [row for _, row in sorted(self.rows.items()) if any(row.differences.values())]
 
     @property
     def exit_code(self) -> Literal[0, 1, 2]:

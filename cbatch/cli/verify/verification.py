@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.driver import BatchDriver
@@ -42,7 +43,8 @@ def verify_rows(
     """
     rows, report = _sampled(options, stored)
     row_options = options.run.row_options()
-    lines = _fitting(driver, row_options, _lines_of(source, rows), rows, report)
+    wanted = (line for line in checked_lines(source.lines()) if line.index in rows)
+    lines = _fitting(driver, row_options, list(islice(wanted, len(rows))), rows, report)
     alone, together = (Pipeline(driver.open(row_options, window=window), RowWriter()) for window in (1, None))
     mixed = random.Random(options.sample_seed).sample(lines, len(lines))  # rows get other neighbours
     done = 0
@@ -82,17 +84,6 @@ def _sampled(options: VerifyOptions, stored: StoredRows) -> tuple[dict[int, Stor
     return rows, report
 
 
-def _lines_of(source: RowInput, wanted: Collection[int]) -> list[Line]:
-    """The lines of the input with these indices. Reads no further than it has to."""
-    found: list[Line] = []
-    for line in checked_lines(source.lines()) if wanted else ():
-        if line.index in wanted:
-            found.append(line)
-        if len(found) == len(wanted):
-            break
-    return found
-
-
 def _fitting(
     driver: BatchDriver, options: RowOptions, lines: list[Line], rows: dict[int, StoredRow], report: Report
 ) -> list[Line]:
@@ -103,5 +94,7 @@ def _fitting(
         if key == row.key:
             fitting.append(line)
         else:
-            report.add_misfit(row, explain_difference(key, row.key))
+            reason = explain_difference(key, row.key)
+            report.misfits[reason] += 1
+            report.first_misfit.setdefault(reason, row)
     return fitting
