@@ -154,17 +154,6 @@ def test_signals_to_all_are_for_the_parent(replica: Worker) -> None:
     assert os.getpgid(replica.pid) == os.getsid(replica.pid) == replica.pid
 
 
-def test_lives_leave_no_descriptors_and_threads() -> None:
-    """A replica may be started a thousand times in a night."""
-    start().kill()
-    own = psutil.Process()
-    descriptors, threads = own.num_fds(), own.num_threads()
-    for _ in range(5):
-        start().kill()
-    # Those of earlier tests may end meanwhile.
-    wait_until(lambda: own.num_fds() <= descriptors and own.num_threads() <= threads)
-
-
 def test_messages_come_line_by_line_with_the_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -297,17 +297,6 @@ def test_a_free_slot_goes_before_affinity() -> None:
     assert len(rows_of(dispatcher, 1)) == 8  # once it has served one, it has the beginning too
 
 
-def test_a_dead_replica_has_no_cache() -> None:
-    """Guards rows against waiting for a prefix cache that is gone."""
-    dispatcher = started(1, 1)
-    add(dispatcher, 6, prompt="a" * 600)
-    assert rows_of(dispatcher, 0) == [0, 1]
-    dispatcher.leave(0)
-    dispatcher.join(0, 1)
-    add(dispatcher, 1, prompt="b" * 600, start=6)
-    assert rows_of(dispatcher, 1) == [0, 2]
-
-
 def test_beginnings_of_a_line() -> None:
     """Guards the affinity against ids in front of the prompt, and short prompts against any."""
     texts = ["x" * 600 + "1", "x" * 600 + "2", "y" * 600]

@@ -106,16 +106,6 @@ def test_only_cores_that_this_process_may_use(machine: Callable[..., None], monk
     assert shares(find_places(CPU, 2)) == [((), "1"), ((), "1")]
 
 
-def test_machine_that_says_nothing_of_its_cores(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS has neither /sys nor affinities."""
-    machine()
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.delattr(os, "sched_setaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert shares(find_places(EngineConfig(), 2)) == [((), "4"), ((), "4")]
-    assert len(find_places(EngineConfig(), None)) == 1
-
-
 def test_replicas_take_the_memory_of_one_engine(machine: Callable[..., None]) -> None:
     """A share of what is free at the moment would be another one in each replica, and so would its limits."""
     machine(["0", "1"])
@@ -196,16 +186,6 @@ def test_devices_that_cannot_be_used(
     see_gpus(monkeypatch, tmp_path, WorkerDied("exit code 1: ImportError: x"))
     with pytest.raises(ConfigError, match=r"could not be listed: exit code 1: ImportError: x\."):
         find_places(EngineConfig(), 2)
-
-
-def test_variable_says_what_auto_is(
-    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    machine(["0", "1"])
-    asked = see_gpus(monkeypatch, tmp_path, devices(3))
-    monkeypatch.setenv("CBATCH_DEVICE", "cpu")
-    assert [place.device for place in find_places(EngineConfig(), None)] == ["cpu"]
-    assert asked == []
 
 
 def test_probe_says_which_devices_there_are() -> None:

@@ -14,13 +14,11 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.outputs import Sample, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
-from cbatch.engine import stepping_engine
 from cbatch.engine.stats import StepRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cpu import CpuModel
 from cbatch.model.loader import LoadedModel
 from cbatch.sample import output
-from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
 from cbatch.schedule.draft_sources import Proposal
 from cbatch.schedule.drafts import Drafts
 from cbatch.schedule.output import ScheduledChunk, SchedulerOutput
@@ -75,31 +73,6 @@ def test_the_decision_changes_no_output(settings: dict[str, Any], ahead: bool, m
         stats = engine.stats()
         assert stats.num_accepted_tokens > 40, "the second round finds the outputs of the first"
         assert stats.num_drafted_tokens > stats.num_accepted_tokens
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_reasoning_before_a_form_is_drafted(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards constrained requests that begin with reasoning: drafts of it, and beyond its end into the form."""
-
-    def thinking(grammar: CompiledGrammar, stop_ids: frozenset[int], ends_thinking: object) -> GrammarState:
-        return GrammarState(grammar, stop_ids, lambda ids: len(ids) >= 9)
-
-    plain = expected()  # before the patch, since it is kept for other tests
-    monkeypatch.setattr(stepping_engine, "GrammarState", thinking)
-    wanted = run(make(ahead=False, max_seqs=1, prefix_cache=False))
-    assert wanted != plain
-    decide_at_random(monkeypatch)
-    engine, extended, found = make(ahead=ahead, speculate="auto"), Drafts._extended, [0, 0]
-
-    def note(self: Drafts, chunk: ScheduledChunk, draft: list[int]) -> ScheduledChunk:
-        if chunk.sequence.grammar_state is not None and chunk.sequence.num_generated < 9:
-            found[chunk.sequence.num_generated + len(draft) > 9] += 1
-        return extended(self, chunk, draft)
-
-    monkeypatch.setattr(Drafts, "_extended", note)
-    assert run(engine) == wanted
-    assert run(engine) == wanted
-    assert all(found), "drafts within the reasoning, and past its end"
 
 
 def accept_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,17 +51,6 @@ def step(scheduler: Scheduler) -> dict[int, int]:
     return planned
 
 
-def test_pool_refuses_double_free_and_overallocation() -> None:
-    """Guards against a bookkeeping error passing in silence."""
-    pool = BlockPool(2, 4)
-    blocks = pool.allocate(2)
-    with pytest.raises(AssertionError, match="asked for"):
-        pool.allocate(1)
-    pool.free(blocks)
-    with pytest.raises(AssertionError, match="freed twice"):
-        pool.free(blocks[:1])
-
-
 def test_pool_finds_cached_content_and_evicts_the_oldest() -> None:
     """Guards the prefix cache: tokens and what is before them decide; the least recently used block goes first."""
     pool = BlockPool(5, 2)
@@ -201,20 +190,6 @@ def test_a_long_prompt_advances_by_half_of_each_step() -> None:
     assert scheduler.running[1].num_computed == start + 48 * 4
 
 
-def test_the_rest_of_a_prompt_decides_not_its_length() -> None:
-    """Guards a long conversation whose history is in the prefix cache: its turn is short."""
-    scheduler = Scheduler(BlockPool(200, 4), StepLimits(4, 16), 1000)
-    history = list(range(200))
-    turn = TokenSequence(0, list(history), Request(max_new_tokens=1))
-    add(scheduler, turn)
-    steps_to_finish(scheduler, turn)
-    add(scheduler, make_request(1, 120, 1))
-    step(scheduler)
-    again = TokenSequence(2, [*history, 7, 7, 7, 7], Request(max_new_tokens=1))
-    add(scheduler, again)
-    assert step(scheduler) == {2: 4, 1: 12}
-
-
 def test_what_can_never_fit_is_refused() -> None:
     """Guards against a request that waits for ever, in the context and in the cache."""
     scheduler = make_scheduler(blocks=8, block_size=4)
@@ -242,17 +217,6 @@ def test_peers_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest.
     assert max(most_preempted(seed) for seed in range(5)) == MAX_PREEMPTIONS
     monkeypatch.setattr(AdmissionPolicy, "_fits_worst_case", lambda *_: True)
     assert max(most_preempted(seed) for seed in range(5)) > MAX_PREEMPTIONS
-
-
-def test_a_request_that_was_preempted_often_is_not_preempted_again() -> None:
-    """Guards the bound itself: the request waits until no request before it can take its blocks."""
-    scheduler = make_scheduler(blocks=10, block_size=4, seqs=4, budget=64)
-    old, often = make_request(0, 4, 24), make_request(1, 4, 17)
-    often.num_peer_preemptions = MAX_PREEMPTIONS
-    add(scheduler, old, often)
-    assert step(scheduler) == {0: 4}, "7 blocks for the one and 5 for the other are not there"
-    often.request.max_new_tokens = 8
-    assert step(scheduler) == {0: 1, 1: 4}
 
 
 def test_preemption_by_higher_priorities_makes_no_request_cautious() -> None:

@@ -160,56 +160,13 @@ def check_scheduled(scheduler: Scheduler, scheduled: SchedulerOutput, before: St
         priority_key(sequence) < priority_key(first) for sequence in admitted & before.excused
     ):
         require(first in planned, "the oldest of the highest priority does not advance")
-    is_spent = _check_prefill_limit(scheduler, scheduled, before)
-    if scheduler.states.slots is not None:
-        _check_cuts(scheduler, scheduled)
-    elif scheduled.num_tokens < scheduler.max_batch_tokens and not is_spent:
+    is_limited = scheduler.states.slots is not None or scheduler.prefill_limit is not None
+    if scheduled.num_tokens < scheduler.max_batch_tokens and not is_limited:
         whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
         require(whole == set(scheduler.running), "budget is left, and a request did not get all it needs")
-    if scheduler.states.slots is None:
-        _check_oldest_prompts(scheduled, before)
     for sequence in before.decoding:
         if sequence.is_running and sequence not in planned:
             _check_passed_over(scheduler, scheduled, sequence)
-
-
-def _check_cuts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
-    """Prompts of a model with recurrent layers are cut at multiples, or where a snapshot is made."""
-    multiple = scheduler.states.chunk_multiple
-    if scheduler.max_batch_tokens - scheduler.max_seqs < multiple:
-        return
-    for chunk in scheduled.chunks:
-        is_snapshot = chunk.state is not None and chunk.state.snapshot is not None
-        require(chunk.is_last or is_snapshot or chunk.stop % multiple == 0, f"a prompt that is cut at {chunk.stop}")
-
-
-def _check_prefill_limit(scheduler: Scheduler, scheduled: SchedulerOutput, before: StateBefore) -> bool:
-    """Whether prompts use the whole limit. It applies to those that are not more urgent than a decoding request."""
-    limit, decoding = scheduler.prefill_limit, set(before.decoding)
-    rows = [chunk.sequence.priority for chunk in scheduled.chunks if chunk.sequence in decoding]
-    prompts = [chunk for chunk in scheduled.chunks if chunk.sequence not in decoding]
-    if limit is None or not rows:
-        return False
-    if scheduler.states.slots is not None:
-        limit = max(limit, scheduler.states.chunk_multiple)
-    total = sum(chunk.num_tokens for chunk in prompts)
-    limited = any(chunk.sequence.priority >= min(rows) for chunk in prompts)
-    require(not limited or total <= limit, f"{total} tokens of prompts beside decoding requests, {limit} are allowed")
-    return total >= limit
-
-
-def _check_oldest_prompts(scheduled: SchedulerOutput, before: StateBefore) -> None:
-    """The oldest running prompt of a priority gets all it needs, or as much as all younger ones in sum."""
-    prompts = before.running.difference(before.decoding)
-    counts = {chunk.sequence: chunk.num_tokens for chunk in scheduled.chunks if chunk.sequence not in before.decoding}
-    whole = {chunk.sequence for chunk in scheduled.chunks if chunk.is_last}
-    for oldest in prompts & counts.keys() - whole:
-        rivals = [r for r in {*prompts, *counts} if r.priority == oldest.priority]
-        if not any(r.id < oldest.id and r in prompts for r in rivals):
-            younger = sum(counts.get(r, 0) for r in rivals if r.id > oldest.id)
-            require(
-                counts[oldest] >= younger, f"prompt {oldest.id} got {counts[oldest]} tokens, younger ones {younger}"
-            )
 
 
 def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, sequence: TokenSequence) -> None:
@@ -225,18 +182,14 @@ def _check_passed_over(scheduler: Scheduler, scheduled: SchedulerOutput, sequenc
 def check_between_steps(scheduler: Scheduler, live: Collection[TokenSequence]) -> None:
     """Every live request is in one place, every block is free or held, and blocks to be written have one owner."""
     scheduler.check_integrity()
-    pool, running, waiting, finishing = scheduler.pool, scheduler.running, scheduler.waiting, scheduler.finishing
+    running, waiting, finishing = scheduler.running, scheduler.waiting, scheduler.finishing
     require(len(running) + len(waiting) + len(finishing) == len(live), "a request is in two places, or in none")
     require({*running, *waiting, *finishing} == set(live), "a request is lost, or is there and should not be")
     require(all(sequence.is_finishing for sequence in finishing), "a finishing request needs more tokens")
-    require(len(running) <= scheduler.max_seqs, "more requests run than there are slots")
     held = Counter(block for sequence in running for block in sequence.blocks)
-    references = {block: count for block in range(pool.num_blocks) if (count := pool.ref_count(block))}
-    require(references == held, "references differ from who holds the blocks")
-    require(pool.num_free + len(held) == pool.num_blocks, "free and held blocks are not all blocks")
     for sequence in running:
         require(0 < sequence.num_computed < sequence.num_tokens, "nothing computed, or nothing left to compute")
-        for block in sequence.blocks[sequence.num_computed // pool.block_size :]:
+        for block in sequence.blocks[sequence.num_computed // scheduler.pool.block_size :]:
             require(held[block] == 1, f"block {block} will be written and has two owners")
 
 
@@ -410,15 +363,11 @@ class SchedulerSimulation:
 
     def grow(self) -> bool:
         """Doubles the size of steps, up to the original one; True if that is reached."""
-        done = self.scheduler.grow()
-        sizes = self.sizes
+        done, sizes = self.scheduler.grow(), self.sizes
         seqs = min(sizes.max_seqs, sizes.max_batch_tokens, sizes.state_slots or sizes.max_seqs)
-        limits = sizes.max_batch_tokens, seqs
-        require(
-            done == ((self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == limits),
-            "grow returns the wrong value",
-        )
-        require(self.scheduler.max_batch_tokens <= limits[0], "a step that grew larger than it was")
+        is_reached = (self.scheduler.max_batch_tokens, self.scheduler.max_seqs) == (sizes.max_batch_tokens, seqs)
+        require(done == is_reached, "grow returns the wrong value")
+        require(self.scheduler.max_batch_tokens <= sizes.max_batch_tokens, "a step that grew larger than it was")
         self.check()
         return done
 

@@ -103,30 +103,6 @@ def test_no_check_takes_for_ever(checker_of: Callable[..., Checker], check: str)
         assert checker.error_of('"aab"' if "json" in check else "aab") is None
 
 
-def test_closing_ends_a_check_that_runs(checker_of: Callable[..., Checker]) -> None:
-    """Guards the end of a run against a check that is still busy."""
-    checker, found = checker_of("regex=(a+)+b"), []
-    assert checker.error_of("ab") is None
-    thread = threading.Thread(target=lambda: found.append(checker.error_of("a" * 60)))
-    thread.start()
-    time.sleep(0.1)
-    checker.close()
-    thread.join(20)
-    assert "ended without a result" in found[0]
-
-
-def test_a_check_ends_with_its_run() -> None:
-    """Guards the machine against a pattern that goes on for ever after its run was killed: its own clock ends it."""
-    validation = Validation.of(["regex=(a+)+b"], timeout_s=0.5)
-    assert validation is not None
-    checker = Checker(validation, threading.Event())
-    checker.error_of("ab")
-    worker = checker.sandbox.worker
-    assert worker is not None
-    worker.send("error_of", 0, "a" * 60, timeout_s=20)
-    assert worker._process.wait(20) != 0, "nobody has killed it"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
