@@ -53,6 +53,7 @@ from cbatch.validation.validation import CheckLike, Validation, as_checks
 
 OnePrompt = PromptLike
 ManyPrompts = Sequence[PromptLike]
+OneText = str | Sequence[int]
 
 Params = ParamsLike | Sequence[ParamsLike | None] | None
 """Sampling parameters for all prompts, one for each, or None for the model's own defaults."""
@@ -97,8 +98,12 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
+class _ChatCallOptions(ChatOptions, total=False):
+    seed: int | None
+    progress: bool
+
+
 def _of_core(name: str, setter: Callable[[Engine, Any], None] | None = None) -> Any:
-    """An attribute that an engine has of the one below."""
     return property(attrgetter(f"core.{name}"), setter)
 
 
@@ -174,24 +179,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     @overload
     def chat(
-        self,
-        conversations: str | Conversation,
-        params: Params = None,
-        *,
-        seed: int | None = 0,
-        progress: bool = False,
-        **options: Unpack[ChatOptions],
+        self, conversations: str | Conversation, params: Params = None, **options: Unpack[_ChatCallOptions]
     ) -> Completion: ...
 
     @overload
     def chat(
-        self,
-        conversations: Sequence[Conversation],
-        params: Params = None,
-        *,
-        seed: int | None = 0,
-        progress: bool = False,
-        **options: Unpack[ChatOptions],
+        self, conversations: Sequence[Conversation], params: Params = None, **options: Unpack[_ChatCallOptions]
     ) -> list[Completion]: ...
 
     def chat(
@@ -261,19 +254,14 @@ class Engine(AbstractContextManager["Engine"]):
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self,
-        texts: str | Sequence[int],
-        continuations: str | Sequence[int] | None = None,
-        *,
-        top: int = 0,
-        lora: str = "",
+        self, texts: OneText, continuations: OneText | None = None, *, top: int = 0, lora: str = ""
     ) -> Score: ...
 
     @overload
     def score(
         self,
-        texts: str | Sequence[int] | Sequence[str | Sequence[int]],
-        continuations: Sequence[str | Sequence[int]] | None = None,
+        texts: OneText | Sequence[OneText],
+        continuations: Sequence[OneText] | None = None,
         *,
         top: int = 0,
         lora: str = "",
@@ -476,35 +464,28 @@ class Engine(AbstractContextManager["Engine"]):
         processor = self.core.input_processor(RequestDefaults(params=shared, seed=run_seed))
         for index, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
             row = read_prompt(prompt, index, fields or {})
-            complete = None
-            if asked is not params:  # they differ from prompt to prompt
-                if isinstance(asked, Mapping):
-                    set_defaults(row, asked)
-                else:
-                    complete = asked
+            complete = asked if asked is not params and not isinstance(asked, Mapping) else None
+            if asked is not params and isinstance(asked, Mapping):  # they differ from prompt to prompt
+                set_defaults(row, asked)
             yield processor.process(row, partial(_data_of, prompt), complete)
 
     def _complete(
         self, requests: Iterable[Request | Completion], count: int, *, progress: bool = False
     ) -> list[Completion]:
-        """Runs requests to their end, while the caller waits."""
         thread = self.thread
         thread.check_may_wait()
         finished: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        results: list[Completion | OutputProcessor] = []
         bar = tqdm(total=count, unit=" prompts") if progress else None  # it starts a thread even if it is disabled
         with closing(RequestGroup(thread)) as group, nullcontext() if bar is None else bar:
-            for request in requests:
-                if isinstance(request, Request):
-                    results.append(group.submit(request, finished.put, only_last=True))
-                else:
-                    results.append(request)
-            for result in results:
-                if isinstance(result, OutputProcessor):
+            ended = [
+                group.submit(one, finished.put, only_last=True) if isinstance(one, Request) else one for one in requests
+            ]
+            for one in ended:
+                if isinstance(one, OutputProcessor):
                     group.next_of(finished)
                 if bar is not None:
                     bar.update()
-        return _completions(results)
+        return _completions(ended)
 
 
 LLM = Engine

@@ -104,7 +104,6 @@ def keep_compiled(
 
 @cache
 def _code_cache() -> Any:
-    """The class of caches that differ from numba's as `keep_compiled` says."""
     from numba.core.caching import FunctionCache
 
     class CodeCache(FunctionCache):  # type: ignore[misc]
@@ -224,7 +223,6 @@ _LONGEST_WAIT_S = 180.0
 
 
 def _locked(path: str) -> int:
-    """Waits for the lock of a file, and returns what holds it; -1 if the system has no such locks, or it takes long."""
     try:
         import fcntl
 

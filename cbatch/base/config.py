@@ -23,7 +23,6 @@ FLOAT_TYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def _parse_target(text: str) -> float | str | None:
-    """Milliseconds, `auto`, or `none`, which becomes None."""
     if text in ("auto", "none"):
         return None if text == "none" else text
     try:
@@ -36,7 +35,6 @@ def _parse_target(text: str) -> float | str | None:
 
 
 def _parse_speculate(text: str) -> int | str:
-    """A number of tokens, `auto`, or `off`."""
     if text in ("auto", "off"):
         return text
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
@@ -45,7 +43,6 @@ def _parse_speculate(text: str) -> int | str:
 
 
 def _parse_max_memory(text: str) -> dict[str, Any]:
-    """A JSON object of amounts of memory by devices."""
     limits = parse_json(text)
     if not isinstance(limits, dict):
         raise ValueError(f'{text} is not a JSON object such as {{"cpu": "30GiB"}}.')
@@ -213,7 +210,6 @@ class EngineConfig:
 
 
 def _check_max_memory(limits: Any) -> None:
-    """Raises ConfigError for limits that are not those of devices."""
     if limits is None:
         return
     if not isinstance(limits, Mapping):

@@ -94,7 +94,7 @@ def check_hub_model(source: str, revision: str | None) -> None:
     It is for programs that can say so early, before they import what loads a model.
     """
     check_source(source)
-    if not _is_path(source) and (hub_file(source) is not None or cached_snapshot(source, revision) is None):
+    if not _is_path(source) and _cached(source, revision) is None:
         reachable_source(source, revision)
 
 
@@ -108,27 +108,29 @@ def reachable_source(source: str, revision: str | None) -> str:
         return source
     from huggingface_hub import constants
 
-    if (file := hub_file(source)) is not None:
-        if not _is_cached_file(file, revision):
-            if constants.is_offline_mode():
-                raise ModelNotFound(f"{source} is not in the local cache and HF_HUB_OFFLINE is set.")
-            _ask_hub(file.repository, revision, constants.ENDPOINT, is_cached=False)
-        return source
-    folder = cached_snapshot(source, revision)
-    if folder is not None and _COMMIT.fullmatch(revision or ""):
-        return str(folder)  # a commit does not change
+    file, cached = hub_file(source), _cached(source, revision)
+    if cached is not None and (file is not None or _COMMIT.fullmatch(revision or "")):  # a commit does not change
+        return cached
     try:
         if constants.is_offline_mode():
             raise ModelNotFound(
                 f"{source} is not in the local cache and HF_HUB_OFFLINE is set; check the name, or unset "
                 "HF_HUB_OFFLINE to download it."
             )
-        _ask_hub(source, revision, constants.ENDPOINT, is_cached=folder is not None)
+        _ask_hub(file.repository if file else source, revision, constants.ENDPOINT, is_cached=cached is not None)
     except ModelNotFound:
-        if folder is None:
+        if cached is None:
             raise
-        return str(folder)
+        return cached
     return source
+
+
+def _cached(source: str, revision: str | None) -> str | None:
+    """Where the local cache has all files of a model of the hub, as a source; None if it does not."""
+    if (file := hub_file(source)) is not None:
+        return source if all(_cached_file(file.repository, name, revision) for name in split_names(file.name)) else None
+    folder = cached_snapshot(source, revision)
+    return str(folder) if folder is not None else None
 
 
 def cached_snapshot(source: str, revision: str | None) -> Path | None:
@@ -136,32 +138,21 @@ def cached_snapshot(source: str, revision: str | None) -> Path | None:
 
     Raises ModelNotFound if `source` cannot be a hub id.
     """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(source, "config.json", revision=revision)
-    except HFValidationError as error:
-        raise ModelNotFound(f"There is no model folder {source}, and a hub id cannot have this name.") from error
-    if not isinstance(config, str):
+    if (config := _cached_file(source, "config.json", revision)) is None:
         return None
-    folder = Path(config).parent
-    weights = weight_files(folder)
-    return folder if weights and all(path.is_file() for path in weights) else None
+    weights = weight_files(config.parent)
+    return config.parent if weights and all(path.is_file() for path in weights) else None
 
 
-def _is_cached_file(file: HubFile, revision: str | None) -> bool:
-    """Whether all parts of a file of the hub are in the local cache."""
+def _cached_file(repository: str, name: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return all(
-            isinstance(try_to_load_from_cache(file.repository, name, revision=revision), str)
-            for name in split_names(file.name)
-        )
+        path = try_to_load_from_cache(repository, name, revision=revision)
     except HFValidationError as error:
-        raise ModelNotFound(f"A hub id cannot have the name {file.repository}.") from error
+        raise ModelNotFound(f"There is no model folder {repository}, and a hub id cannot have this name.") from error
+    return Path(path) if isinstance(path, str) else None
 
 
 def looks_like_path(source: str) -> bool:
@@ -176,7 +167,6 @@ def _is_path(source: str) -> bool:
 
 
 def _ask_hub(source: str, revision: str | None, endpoint: str, *, is_cached: bool) -> None:
-    """Raises ModelNotFound if the hub cannot be reached, or has no such model."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -234,7 +224,6 @@ def can_connect(endpoint: str, timeout_s: float) -> bool:
 
 
 def _address(endpoint: str) -> tuple[str, int]:
-    """Host and port of an endpoint or its proxy. Raises ValueError if there is no host."""
     url = urlsplit(endpoint)
     proxies = getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")

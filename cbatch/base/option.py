@@ -85,33 +85,25 @@ class OptionField:
 _READ: dict[Any, dict[str, OptionField]] = {}
 
 
-def options_of(record: type) -> dict[str, OptionField]:
+def options_of(record: Any) -> dict[str, OptionField]:
     """The options of a record by the names of its fields, in their order."""
-    if record not in _READ:
-        _READ[record] = _options_of(record)
-    return _READ[record]
-
-
-def _options_of(record: Any) -> dict[str, OptionField]:
+    if record in _READ:
+        return _READ[record]
     hints = get_type_hints(record)
     found = {}
     for field in dataclasses.fields(record):
-        if _KEY in field.metadata:
+        if (about := field.metadata.get(_KEY)) is not None:
             make: Any = field.default_factory
             default = field.default if make is dataclasses.MISSING else make()
-            about: Option = field.metadata[_KEY]
-            kinds, choices, is_optional, is_list = _read(hints[field.name])
-            choices, is_list = about.choices or choices, is_list or about.many
-            found[field.name] = OptionField(field.name, default, kinds, choices, is_optional, is_list, about)
-    return found
+            found[field.name] = _option_field(field.name, default, hints[field.name], about)
+    return _READ.setdefault(record, found)
 
 
-def _read(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...], bool, bool]:
-    """The kinds, the choices, whether None may stand there, and whether it is a list."""
+def _option_field(name: str, default: Any, hint: Any, about: Option) -> OptionField:
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds: list[type] = []
     choices: list[str] = []
-    is_list = False
+    is_list = about.many
     for part in parts:
         origin = get_origin(part)
         if origin is Literal:
@@ -121,7 +113,9 @@ def _read(hint: Any) -> tuple[tuple[type, ...], tuple[str, ...], bool, bool]:
             kinds.append(get_args(part)[0])
         elif part is not type(None):
             kinds.append(origin or part)
-    return tuple(kinds), tuple(choices), type(None) in parts, is_list
+    return OptionField(
+        name, default, tuple(kinds), about.choices or tuple(choices), type(None) in parts, is_list, about
+    )
 
 
 def documented(record: type[Record]) -> type[Record]:

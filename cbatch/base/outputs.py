@@ -76,6 +76,7 @@ class TokenEvent(NamedTuple):
 class ToolCall:
     """A function that the model asks for.
 
+    name:      of the function
     arguments: a JSON object, as text
     id:        names the call, so that the function's result can refer to it
     """

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeGuard, TypeVar
 
 from cbatch.base.errors import RequestError
@@ -87,7 +87,6 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it is a sequence of values, and not one of characters or bytes."""
     if isinstance(value, (list, tuple)):
         return True
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
@@ -104,59 +103,43 @@ def _optional(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _whole(low: int, high: int | None = None) -> Accepted:
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+def _if(is_right: Callable[[Any], bool], wanted: str) -> Check:
+    """A check that takes a value as it is. `wanted`: what an error says instead"""
 
-    def check(name: str, value: object) -> int:
-        if not _is_int(value) or value < low or (high is not None and value > high):
+    def check(name: str, value: Any) -> Any:
+        if not is_right(value):
             raise _invalid(name, wanted, value)
         return value
 
+    return check
+
+
+def _whole(low: int, high: int | None = None) -> Accepted:
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    check = _if(lambda value: _is_int(value) and low <= value and (high is None or value <= high), wanted)
     return check, f"integer from {low}" if high is None else f"{low} to {high}"
 
 
 def _number(low: float, high: float, *, above: bool = False) -> Accepted:
     """`above`: whether `low` itself is too low"""
-    wanted = f"a number {'above' if above else 'of at least'} {low:g} and at most {high:g}"
-
-    def check(name: str, value: object) -> float:
-        is_number = _is_int(value) or isinstance(value, float)
-        if not is_number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
-            raise _invalid(name, wanted, value)
-        return float(value)  # type: ignore[arg-type]
-
-    return check, f"above {low:g}, at most {high:g}" if above else f"{low:g} to {high:g}"
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _invalid(name, "true or false", value)
-    return value
+    check = _if(
+        lambda value: (
+            (_is_int(value) or isinstance(value, float)) and low <= value <= high and not (above and value == low)
+        ),
+        f"a number {'above' if above else 'of at least'} {low:g} and at most {high:g}",
+    )
+    shown = f"above {low:g}, at most {high:g}" if above else f"{low:g} to {high:g}"
+    return lambda name, value: float(check(name, value)), shown
 
 
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise _invalid(name, "a non-empty string", value)
-    return value
-
-
-def _adapter(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _invalid(name, "the name of an adapter", value)
-    return value
-
-
-def _top_k(name: str, value: object) -> int:
-    return max(int(_whole(-1, 2**31 - 1)[0](name, value)), 0)
+_flag = _if(lambda value: isinstance(value, bool), "true or false")
+_text = _if(lambda value: isinstance(value, str) and value != "", "a non-empty string")
+_adapter = _if(lambda value: isinstance(value, str), "the name of an adapter")
 
 
 def _num_logprobs(name: str, value: object) -> int | None:
     """False is OpenAI's way to ask for none."""
     return None if value is None or value is False else int(_LOGPROBS[0](name, value))
-
-
-def _ids(name: str, value: object) -> tuple[int, ...]:
-    return _tuple_of(name, value, int)
 
 
 def _few_texts(name: str, value: object) -> tuple[str, ...]:
@@ -193,7 +176,6 @@ def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _allowed(name: str, value: object) -> tuple[int, ...]:
-    """Token ids, each once and ordered."""
     if not (token_ids := _tuple_of(name, value, int)):
         raise _invalid(name, "a list of at least one token id", value)
     return tuple(sorted(set(token_ids)))
@@ -206,7 +188,6 @@ def _is_bias(token: object, bias: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _constraint_of_format(text: str) -> Constraint | None:
-    """The constraint of an OpenAI response_format; None for plain text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -277,7 +258,7 @@ _COMMON: Any = {"is_option": True}
 _RUN: Any = {"is_option": True, "only_in_run": True}
 _FLAG = _flag, "true or false"
 _TEXTS = _few_texts, f"string or list, at most {MAX_STRINGS:,}"
-_IDS = _ids, "token id or list"
+_IDS = partial(_tuple_of, kind=int), "token id or list"
 _LOGPROBS = _whole(0, 20)
 _K = _num_logprobs, _LOGPROBS[1]
 
@@ -324,7 +305,7 @@ class SamplingParams:
     )
     top_k: int = _param(
         0,
-        (_top_k, "integer"),
+        (lambda name, value: max(_whole(-1, 2**31 - 1)[0](name, value), 0), "integer"),
         "Sample from the K likeliest tokens.",
         "0 or -1: from all.",
         filters="kernels",

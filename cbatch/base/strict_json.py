@@ -6,8 +6,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from itertools import chain
+from typing import Any
 
 from cbatch.base.errors import RequestError
 
@@ -79,7 +79,6 @@ def json_type(value: Any) -> str:
 
 
 def _check_size(text: str) -> None:
-    """Raises TooManyValues for text of which too many objects would be made, before they are."""
     if len(text) <= MAX_CONTAINERS:
         return
     limits = (
@@ -90,24 +89,17 @@ def _check_size(text: str) -> None:
     if all(sum(map(text.count, marks)) <= most for marks, most, _ in limits):
         return  # nearly always, even if strings count
     found: Counter[str] = Counter()
-    for start, stop in _outside_of_strings(text):
+    start = 0
+    for string in chain(_STRING.finditer(text), [None]):  # counts what stands between strings
+        stop = string.start() if string else len(text)
         for marks, most, what in limits:
             found[what] += sum(text.count(mark, start, stop) for mark in marks)
             if found[what] > most:
                 raise TooManyValues(f"more than {most:,} {what}, the most that it may have")
-
-
-def _outside_of_strings(text: str) -> Iterator[tuple[int, int]]:
-    """Where each part of JSON text between its strings starts and stops."""
-    start = 0
-    for string in _STRING.finditer(text):
-        yield start, string.start()
-        start = string.end()
-    yield start, len(text)
+        start = string.end() if string else stop
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects, counted without recursion."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, list | dict)]:
         depth += 1
@@ -115,15 +107,12 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
-
-
 def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is too large")
+        is_constant = text[-1].isalpha()
+        raise ValueError(f"{text} is not a JSON value" if is_constant else f"the number {text[:40]} is too large")
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite_float)
+_DECODER = json.JSONDecoder(parse_constant=_finite_float, parse_float=_finite_float)

@@ -29,7 +29,7 @@ from cbatch.model.hf.self_check import checked_model
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import LoadedModel, check_adapters, load_model
 from cbatch.model.lora_files import read_adapters
-from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter
+from cbatch.requests.input_processor import InputProcessor, ModelInfo, check_adapter, encoded_ids
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.runtime.device import is_accelerator, pins_memory
 from cbatch.runtime.memory import release_memory
@@ -37,7 +37,7 @@ from cbatch.runtime.transfer import synchronize
 from cbatch.sample.processors import counts_for
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import CompiledGrammar, GrammarState
-from cbatch.sample.structured.tool_choice import request_constraint
+from cbatch.sample.structured.lark import request_constraint
 from cbatch.schedule.block_pool import BlockPool
 from cbatch.schedule.limits import EngineLimits, StepLimits
 from cbatch.schedule.scheduler import Scheduler
@@ -55,7 +55,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
 
     `add`, `cancel`, `step` and `flush` belong to one thread, the first that calls one of them, and refuse any other;
     `Engine` serves any number of threads. Close an engine that you have made, by `close` or a `with` block. `scheduler`
-    and `runner` are its parts, to look into, not to call.
+    and `runner` are its parts, to look into, not to call; `config`, `loaded`, `tokenizer`, `device` and `on_step` are
+    as those of an `Engine`.
 
     Raises ModelError if the model cannot be loaded or is not supported, and ConfigError for options that cannot be met.
     """
@@ -207,23 +208,22 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         context: int | None = None,
     ) -> list[int]:
         """See `Engine.encode`. A prompt of far more tokens than `context` is refused before all of them are made."""
-        if not isinstance(prompt, str | Mapping):
+        request = Request(template=template, answer=answer)
+        if isinstance(prompt, Mapping):
+            if "messages" not in prompt:
+                raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
+            request.messages, request.tools = prompt["messages"], prompt.get("tools", ())
+        elif not isinstance(prompt, str):
             if answer:
                 raise RequestError(
                     "invalid_row", "An answer cannot be begun after token ids; put its tokens behind them."
                 )
-            return list(prompt)
-        if (tokenizer := self.tokenizer) is None:
-            raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
-        if isinstance(prompt, Mapping):
-            if "messages" not in prompt:
-                raise RequestError("invalid_row", "A prompt that is a mapping must have messages.")
-            messages, tools = prompt["messages"], prompt.get("tools")
-        elif raw or not tokenizer.chat_template:
-            return tokenizer.encode(prompt + answer, context=context)
+            request.prompt_ids = list(prompt)
+        elif raw or self.tokenizer is None or not self.tokenizer.chat_template:
+            request.text = prompt + answer
         else:
-            messages, tools = [{"role": "user", "content": prompt}], None
-        return tokenizer.encode_chat(messages, tools=tools, template=template, answer=answer, context=context)
+            request.messages = [{"role": "user", "content": prompt}]
+        return list(encoded_ids(request, self.tokenizer, context))
 
     def add(self, prompt: Prompt, params: SamplingParams, *, seed: int = 0, priority: int = 0) -> int:
         """Queues a request for a prompt, as `add_request` does.

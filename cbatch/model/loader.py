@@ -53,8 +53,8 @@ from cbatch.model.lora_files import Adapter
 from cbatch.model.tensor_files import Tensors
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.memory import is_out_of_memory
+from cbatch.text.backend import TextTokenizer
 from cbatch.text.isolated import load_tokenizer
-from cbatch.text.template_renderer import template_check
 from cbatch.text.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -140,28 +140,26 @@ def _load(plan: LoadPlan) -> LoadedModel:
     _check_folder(plan.source)
     plan = replace(plan, source=reachable_source(plan.source, plan.revision))
     folder, settings, defaults = _checked_settings(plan)
-    text_tokenizer = load_tokenizer(plan.source, plan.revision)
-    tokenizer = ChatTokenizer(text_tokenizer) if text_tokenizer else None
+    tokenizer = _checked_tokenizer(load_tokenizer(plan.source, plan.revision))
     if device_map is not None:
         plan = replace(plan, device=device_map.device, device_map=None if fits(plan, device_map) else device_map)
     make_network: Callable[[], Any] = partial(load_network, plan)
     fast_model, placement, path = None, None, "transformers"
-    with template_check(tokenizer.chat_template if tokenizer else None):
-        if plan.fast and plan.device_map is None:
-            try:
-                fast_model, path = load_fast_model(plan), "fast"
-            except NoFastPath as error:
-                path = f"transformers: {error}"
-                if not is_accelerator(plan.device) and settings_of(read_model_config(folder)) is not None:
-                    make_network = partial(_or_say, make_network, str(error))
-        if fast_model is not None:
-            config = fast_model.config
-        else:
-            network = make_network()
-            make_network, config = lambda: network, network.config.get_text_config().to_dict()
-            if plan.device_map is not None:
-                placement = placement_of(network)
-                _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
+    if plan.fast and plan.device_map is None:
+        try:
+            fast_model, path = load_fast_model(plan), "fast"
+        except NoFastPath as error:
+            path = f"transformers: {error}"
+            if not is_accelerator(plan.device) and settings_of(read_model_config(folder)) is not None:
+                make_network = partial(_or_say, make_network, str(error))
+    if fast_model is not None:
+        config = fast_model.config
+    else:
+        network = make_network()
+        make_network, config = lambda: network, network.config.get_text_config().to_dict()
+        if plan.device_map is not None:
+            placement = placement_of(network)
+            _log.warning("%s", f"The model is spread: {placement}. {placement.cost}".strip())
     return LoadedModel(
         name=name,
         make_network=make_network,
@@ -178,6 +176,13 @@ def _load(plan: LoadPlan) -> LoadedModel:
     )
 
 
+def _checked_tokenizer(tokenizer: TextTokenizer | None) -> ChatTokenizer | None:
+    made = ChatTokenizer(tokenizer) if tokenizer is not None else None
+    if made is not None:
+        made.try_template()
+    return made
+
+
 def _load_gguf(plan: LoadPlan) -> LoadedModel:
     source = plan.source
     if not plan.fast or plan.device_map is not None:
@@ -190,9 +195,8 @@ def _load_gguf(plan: LoadPlan) -> LoadedModel:
     except OSError as error:
         raise ModelError(f"Cannot load {source}: {first_sentence(error)}") from error
     checkpoint = GgufModel(paths)
-    with template_check(checkpoint.chat_template):
-        tokenizer = ChatTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
-        model = checkpoint.load(plan)
+    tokenizer = _checked_tokenizer(checkpoint.tokenizer)
+    model = checkpoint.load(plan)
 
     def make_network() -> Any:
         raise EngineError(f"{source} is a GGUF file, which transformers does not load here.")

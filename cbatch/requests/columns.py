@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Fields = Mapping[str, Any]
 
+OF_THE_MOMENT = ("cached_tokens", "ttft_s", "elapsed_s", "from_cache")
+"""Fields that no two runs have alike: those of `timings`, of which the last is only there if it is true."""
+
 
 def _token_ids(choice: Choice) -> Fields:
     return {"token_ids": list(choice.token_ids)}
@@ -35,12 +38,9 @@ def _prompt_text(request: Request, tokenizer: ChatTokenizer | None) -> Fields:
 def _timings(completion: Completion) -> Fields:
     timing = completion.timing
     first, taken = timing.first_token_at, timing.taken_at
-    shown = {
-        "cached_tokens": completion.usage.cached_tokens,
-        "ttft_s": rounded_s(first - taken) if first is not None else None,
-        "elapsed_s": rounded_s(timing.finished_at - taken),
-    }
-    return shown | ({"from_cache": True} if completion.from_cache else {})
+    ttft_s = rounded_s(first - taken) if first is not None else None
+    values = (completion.usage.cached_tokens, ttft_s, rounded_s(timing.finished_at - taken), completion.from_cache)
+    return {name: value for name, value in zip(OF_THE_MOMENT, values, strict=True) if value is not False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,6 @@ COLUMNS: Mapping[str, Column] = {
 KEYED = [name for name, column in COLUMNS.items() if column.is_in_key]
 OPTIONS = ", ".join(f"--{name.replace('_', '-')}" for name in KEYED)
 """Those that count in keys, and what people call them."""
-
-OF_THE_MOMENT = frozenset(["cached_tokens", "ttft_s", "elapsed_s", "from_cache"])
-"""Fields that no two runs have alike: those of columns that are in no key."""
 
 
 def in_key(asked: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ NEVER = -9999.0
 class TokenLogprob(NamedTuple):
     """A token and its log-probability, from the model's own distribution, before temperature and filters.
 
-    token:    its text; parts of characters are U+FFFD
+    token, token_id: its text, where parts of characters are U+FFFD, and its id
     logprob:  natural logarithm; None for the first token of a prompt, which nothing comes before
     data:     its bytes; None if the model has no tokenizer
     top:      the most likely tokens in its place, most likely first
@@ -51,7 +51,11 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request: of its prompt, of all its outputs, and those of the prompt that were cached."""
+    """Numbers of tokens of a request.
+
+    prompt_tokens:     of its prompt; of these, `cached_tokens` were in the prefix cache
+    completion_tokens: of all its outputs, end tokens included; `total_tokens` are both together
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -81,6 +85,7 @@ class Usage:
 class Choice:
     """One output of a request.
 
+    index:         number of the output, from 0
     text:          without reasoning and tool calls; empty if the model has no tokenizer
     reasoning:     what the model wrote between its think tags; None if there was nothing
     tool_calls:    functions that the model asks for
@@ -120,7 +125,8 @@ class Completion(Mapping[str, Any]):
     `json.dumps`. Change a row from `to_dict` and not what the mapping holds. Completions with the same row are equal.
 
     choices:         the outputs, one unless `n` asks for more; one that is empty if there is an error. The completion
-                     has the fields of the first, such as `text`, too
+                     has `text`, `reasoning`, `tool_calls`, `finish_reason`, `stop_reason`, `token_ids` and `logprobs`
+                     of the first
     usage:           numbers of tokens
     error:           why the request failed, or None
     prompt_logprobs: of each token of the prompt, if asked for
@@ -177,18 +183,13 @@ class Completion(Mapping[str, Any]):
 
         A row has token ids only if --token-ids asked for them, and none beside log-probabilities (-1 stands for them).
         """
-        body, is_openai = fields, "custom_id" in fields
-        if is_openai and fields["error"] is None:
-            body = fields["response"]["body"]
-        request = Request(
-            index=fields["index"],
-            id=fields.get("custom_id" if is_openai else "id"),
-            extra=fields.get("extra", {}),
-            key=fields["key"],
-        )
+        is_openai, extra = "custom_id" in fields, fields.get("extra", {})
+        name = fields.get("custom_id" if is_openai else "id")
+        request = Request(index=fields["index"], id=name, extra=extra, key=fields["key"])
         if (error := fields.get("error")) is not None:
             made = cls(request, error=RequestError(error["code"], error["message"]))
         else:
+            body = fields["response"]["body"] if is_openai else fields
             usage, scores = body["usage"], body.get("prompt_logprobs")
             made = cls(
                 request,
@@ -248,8 +249,7 @@ class Completion(Mapping[str, Any]):
 
     @cached_property
     def _mapping(self) -> dict[str, Any]:
-        """The row that the mapping shows: `dict(completion)` looks up each of its fields."""
-        return self.to_dict()
+        return self.to_dict()  # once: `dict(completion)` looks up each of its fields
 
     def __getitem__(self, name: str) -> Any:
         return self._mapping[name]
@@ -266,18 +266,17 @@ class Completion(Mapping[str, Any]):
     def __repr__(self) -> str:
         if self.error is not None:
             return f"Completion(error={self.error.code!r}, message={_shorten(str(self.error))!r})"
-        parts = [f"text={_shorten(self.text)!r}"]
-        if self.reasoning is not None:
-            parts.append(f"reasoning={_shorten(self.reasoning)!r}")
-        if self.tool_calls:
-            parts.append(f"tool_calls={[_shorten(str(call)) for call in self.tool_calls]}")
-        parts.append(f"finish_reason={self.finish_reason!r}")
-        if len(self.choices) > 1:
-            parts.append(f"choices={len(self.choices)}")
-        return f"Completion({', '.join(parts)}, tokens={self.usage.prompt_tokens}+{self.usage.completion_tokens})"
+        parts = {
+            "text": repr(_shorten(self.text)),
+            "reasoning": self.reasoning is not None and repr(_shorten(self.reasoning)),
+            "tool_calls": self.tool_calls and [_shorten(str(call)) for call in self.tool_calls],
+            "finish_reason": repr(self.finish_reason),
+            "choices": len(self.choices) > 1 and len(self.choices),
+            "tokens": f"{self.usage.prompt_tokens}+{self.usage.completion_tokens}",
+        }
+        return f"Completion({', '.join(f'{name}={value}' for name, value in parts.items() if value)})"
 
     def _repr_html_(self) -> str:
-        """The table for a notebook: one row for each choice."""
         if self.error is not None:
             return f"<p><b>{html.escape(self.error.code)}</b>: {html.escape(str(self.error))}</p>"
         rows = "".join(
@@ -290,13 +289,8 @@ class Completion(Mapping[str, Any]):
     def _plain_row(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"index": self.index, "id": self.id}
         if self.error is not None:
-            return fields | {"error": _error_fields(self.error), "key": self.key}
-        choices = [
-            self._choice_fields(choice)
-            | columns.fields("of_output", self._columns, choice)
-            | ({"logprobs": {"content": _tokens(choice.logprobs)}} if choice.logprobs is not None else {})
-            for choice in self.choices
-        ]
+            return fields | {"error": {"code": self.error.code, "message": str(self.error)}, "key": self.key}
+        choices = list(map(self._choice_fields, self.choices))
         fields |= choices[0]
         if len(choices) > 1:
             fields["choices"] = [{"index": number, **choice} for number, choice in enumerate(choices)]
@@ -324,7 +318,7 @@ class Completion(Mapping[str, Any]):
                 body["prompt_logprobs"] = self._scores()
             body |= self.request_columns
         else:
-            error = _error_fields(self.error)
+            error = {"code": self.error.code, "message": str(self.error)}
             status, kind = (500, "server_error") if self.error.code in SERVER_ERRORS else (400, "invalid_request_error")
             body = {"error": {"message": str(self.error), "type": kind, "param": None, "code": self.error.code}}
         return {
@@ -337,36 +331,34 @@ class Completion(Mapping[str, Any]):
         }
 
     def _openai_choice(self, choice: Choice, *, is_chat: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = self._choice_fields(choice)
         reason, logprobs = choice.finish_reason, self._openai_logprobs(choice, is_chat=is_chat)
         if reason == "tool_calls" and self._names_tool:
             reason = "stop"  # the API says so of a function that was named by tool_choice
         shown: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": logprobs}
         if is_chat:
-            message = {"role": "assistant", "content": fields["text"], "refusal": None}
+            content = choice.text if self._has_text else None
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if choice.tool_calls:
-                message |= {"content": fields["text"] or None, "tool_calls": fields["tool_calls"]}
+                message |= {"content": content or None, "tool_calls": [call.to_dict() for call in choice.tool_calls]}
             if choice.reasoning is not None:
                 message["reasoning"] = choice.reasoning
             shown["message"] = message
         else:
-            shown["text"] = fields["text"] or ""
+            shown["text"] = choice.text if self._has_text else ""
         return shown | columns.fields("of_output", self._columns, choice)
 
     def _choice_fields(self, choice: Choice) -> dict[str, Any]:
-        """The text of one output, and how it ended."""
-        fields: dict[str, Any] = {"text": choice.text if self._has_text else None}
-        fields["finish_reason"] = choice.finish_reason
-        if choice.reasoning is not None:
-            fields["reasoning"] = choice.reasoning
-        if choice.tool_calls:
-            fields["tool_calls"] = [call.to_dict() for call in choice.tool_calls]
-        if choice.stop_reason is not None:
-            fields["stop_reason"] = choice.stop_reason
-        return fields
+        fields: dict[str, Any] = {
+            "text": choice.text if self._has_text else None,
+            "finish_reason": choice.finish_reason,
+            **({"reasoning": choice.reasoning} if choice.reasoning is not None else {}),
+            **({"tool_calls": [call.to_dict() for call in choice.tool_calls]} if choice.tool_calls else {}),
+            **({"stop_reason": choice.stop_reason} if choice.stop_reason is not None else {}),
+            **columns.fields("of_output", self._columns, choice),
+        }
+        return fields | ({"logprobs": {"content": _tokens(choice.logprobs)}} if choice.logprobs is not None else {})
 
     def _scores(self) -> dict[str, Any]:
-        """The log-probabilities of the prompt's tokens, and their sum."""
         scores = self.prompt_logprobs or ()
         total = math.fsum(max(one.logprob, NEVER) for one in scores if one.logprob is not None)
         return {"sum": round(total, 5), "content": _tokens(scores)}
@@ -422,7 +414,6 @@ class Score:
 
 
 def _choice_of(fields: Mapping[str, Any]) -> Choice:
-    """An output from the fields of a row, or from a choice of OpenAI's bodies."""
     message = fields.get("message", fields)
     calls = [(call["function"], call["id"]) for call in message.get("tool_calls", ())]
     logprobs = fields.get("logprobs")
@@ -451,12 +442,7 @@ def _logprobs_of(content: Sequence[Mapping[str, Any]]) -> list[TokenLogprob]:
     ]
 
 
-def _error_fields(error: RequestError) -> dict[str, str]:
-    return {"code": error.code, "message": str(error)}
-
-
 def _tokens(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Tokens and their log-probabilities in the form of OpenAI's chat completions."""
     return [one.to_dict() | {"top_logprobs": [top.to_dict() for top in one.top]} for one in logprobs]
 
 
@@ -477,7 +463,6 @@ def _shorten(text: str) -> str:
 
 
 def _html_of(choice: Choice) -> str:
-    """A choice's text with its line breaks; reasoning in italics before it, calls after it."""
     parts = [f"<i>{html.escape(choice.reasoning)}</i>"] if choice.reasoning is not None else []
     parts += [html.escape(choice.text)] if choice.text else []
     parts += [f"<code>{html.escape(str(call))}</code>" for call in choice.tool_calls]

@@ -49,13 +49,16 @@ class InputProcessor:
         self._model, self._defaults, self._tokenizer = model, defaults, model.tokenizer
         self._has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
         params = defaults.params
-        given, template = ({}, {}) if isinstance(params, SamplingParams) else own_params(params)
-        self._params = params if isinstance(params, SamplingParams) else model.default_params.merged(given)
+        template: dict[str, Any] = {}
+        if isinstance(params, SamplingParams):
+            self._params = self._openai_params = params
+        else:
+            given, template = own_params(params)
+            self._params = self._openai_params = model.default_params.merged(given)
+            if "max_tokens" not in given:  # OpenAI's API has no default of its own
+                self._openai_params = replace(self._params, max_tokens=None)
         if self._params.constraint is not None:  # now, instead of an error for each request
             require_package("llguidance")
-        sets_max_tokens = isinstance(params, SamplingParams) or "max_tokens" in given
-        # OpenAI's API has no default of its own.
-        self._openai_params = self._params if sets_max_tokens else replace(self._params, max_tokens=None)
         self._template = _with_fields(defaults.template, template)
 
     @property
@@ -100,7 +103,7 @@ class InputProcessor:
             limit, limits = None, self._model.limits
             if limits.cache_is_small:  # then the cache may cut off the output earlier than the context
                 with suppress(RequestError):  # `encode` will say it
-                    row.prompt_ids = self._prompt_ids(row)
+                    row.prompt_ids = encoded_ids(row, self._tokenizer, self._model.limits.context)
                     limit = limits.limit_of_cache(len(row.prompt_ids), effective.max_tokens)
             row.key = self._keys.for_row(row, sampling, row.seed, "token_ids" in row.columns, limit)
         return row
@@ -109,7 +112,7 @@ class InputProcessor:
         """Sets a request's token ids and compiles its constraint. Raises RequestError as `request` does."""
         with _locating(request, "the prompt cannot be encoded"):
             tokenizer, params = self._tokenizer, request.params
-            prompt_ids = request.prompt_ids = self._prompt_ids(request)
+            prompt_ids = request.prompt_ids = encoded_ids(request, self._tokenizer, self._model.limits.context)
             self._model.limits.max_new_tokens(len(prompt_ids), at_least=0)  # else many too long ones would wait for it
             request.grammar = self._model.compile(params, request.tools, request.choice)
             if params.bad_words and tokenizer is not None:
@@ -140,16 +143,11 @@ class InputProcessor:
         data: gives the bytes that the row was read from
         """
         try:
-            self.request(row, params)
+            return self.encode(self.request(row, params))
         except RequestError as error:
-            return self.refused(row, error, data())
-        try:
-            return self.encode(row)
-        except RequestError as error:
-            return Completion(row, error=error)
+            return Completion(row, error=error) if row.key else self.refused(row, error, data())
 
     def _add_system(self, row: Request) -> None:
-        """Adds a system message, if the row or the defaults give one and there is none."""
         messages = row.messages
         if messages is None:
             if row.system or row.given_template:
@@ -179,17 +177,22 @@ class InputProcessor:
             return "and this model has none"
         return "and --raw skips it" if self._defaults.raw else "which this prompt does not go through"
 
-    def _prompt_ids(self, request: Request) -> Sequence[int]:
-        if request.prompt_ids or (request.text is None and request.messages is None):
-            return request.prompt_ids
-        if self._tokenizer is None:
-            raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
-        context = self._model.limits.context
-        if request.messages is None:
-            return self._tokenizer.encode(request.text or "", context=context)
-        return self._tokenizer.encode_chat(
-            request.messages, tools=request.tools, template=request.template, answer=request.answer, context=context
-        )
+
+def encoded_ids(request: Request, tokenizer: ChatTokenizer | None, context: int | None = None) -> Sequence[int]:
+    """The token ids of a request's prompt. Raises RequestError if it cannot be encoded.
+
+    context: a prompt of far more tokens is refused before all of them are made
+    """
+    if request.prompt_ids or (request.text is None and request.messages is None):
+        return request.prompt_ids
+    if tokenizer is None:
+        raise RequestError("invalid_row", "This model has no tokenizer; give prompt_token_ids.")
+    if request.messages is None:
+        return tokenizer.encode(request.text or "", context=context)
+    tools, template = request.tools, request.template
+    return tokenizer.encode_chat(
+        request.messages, tools=tools, template=template, answer=request.answer, context=context
+    )
 
 
 @contextmanager
@@ -208,16 +211,11 @@ def _locating(row: Request, problem: str) -> Iterator[None]:
 
 
 def _with_fields(options: TemplateOptions, fields: Mapping[str, Any]) -> TemplateOptions:
-    """Options with some replaced by the fields of a request. Raises RequestError for a wrong type."""
     if not fields:
         return options
-    kwargs = fields.get("chat_template_kwargs", {})
-    return replace(
-        options,
-        kwargs={**options.kwargs, **kwargs} if isinstance(kwargs, Mapping) else kwargs,
-        add_generation_prompt=fields.get("add_generation_prompt", options.add_generation_prompt),
-        continue_final_message=fields.get("continue_final_message", options.continue_final_message),
-    )
+    changes = dict(fields)
+    kwargs = changes.pop("chat_template_kwargs", {})
+    return replace(options, kwargs={**options.kwargs, **kwargs} if isinstance(kwargs, Mapping) else kwargs, **changes)
 
 
 def check_adapter(name: str, known: Iterable[str]) -> None:

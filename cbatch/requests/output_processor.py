@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs, ToolCall
 from cbatch.base.request import Request
 from cbatch.requests import columns
 from cbatch.requests.completion import Choice, Completion, Timing, TokenLogprob, Usage
-from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, OutputDetokenizer
 from cbatch.text.output_parser import OutputParser, OutputStream
 from cbatch.text.tokenizer import ChatTokenizer
 
@@ -51,18 +51,62 @@ class StreamEvent:
 class Output:
     """One output of a request, as far as it has come.
 
-    detokenizer: makes its text
-    texts:       its text, in pieces, if the engine made it to find stop strings
-    stream:      takes the text apart as it comes; None until somebody reads the output as a stream
+    texts: its text, in pieces, if the engine made it to find stop strings
+    parts: takes its text apart as it comes; None until somebody reads the output as a stream
     """
 
-    detokenizer: OutputDetokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
-    stream: OutputStream | None = None
+    parts: _OutputParts | None = None
+
+
+class _NewParts(NamedTuple):
+    """The addition to an output: its text as the model wrote it, and what that adds to each part."""
+
+    raw: str
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class _OutputParts:
+    """Makes the text of an output from its tokens, and takes it apart."""
+
+    def __init__(self, request: Request, tokenizer: ChatTokenizer | None, stop_ids: Container[int]) -> None:
+        """stop_ids: tokens that end the output and are not part of its text"""
+        self._stop_ids = stop_ids
+        self._detokenizer = None
+        if tokenizer is not None and not request.params.stop:  # else the engine makes the text, to find stop strings
+            self._detokenizer = tokenizer.detokenizer(request.prompt_ids, request.params, request.tags)
+        self._echo = ""  # the prompt's text, if the output begins with it
+        if request.params.echo and tokenizer is not None:
+            skip = request.params.skip_special_tokens
+            self._echo = tokenizer.decode(request.prompt_ids, skip_special_tokens=skip)
+        self._stream = OutputStream(OutputParser())
+        if tokenizer is not None and request.tags:
+            is_thinking = request.opens_thinking
+            parser, tools, prefix = tokenizer.output_parser, request.tools, request.prefix
+            self._stream = OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix)
+
+    def take(self, token_ids: Sequence[int], raw: str, finish_reason: FinishReason | None) -> _NewParts:
+        """What further tokens add.
+
+        raw: their text, if the engine has made it
+        """
+        if self._detokenizer is not None:
+            if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids:
+                token_ids = token_ids[:-1]
+            raw = self._detokenizer.push_all(token_ids)
+            if finish_reason is not None and finish_reason != "error":
+                raw += self._detokenizer.flush()
+        new, echo, self._echo = self._stream.push(raw), self._echo, ""
+        if finish_reason is None:
+            return _NewParts(raw, echo + new.text, new.reasoning)
+        last, calls = self._stream.finish()
+        return _NewParts(raw, echo + new.text + last.text, new.reasoning + last.reasoning, calls)
 
 
 class OutputProcessor:
@@ -86,17 +130,12 @@ class OutputProcessor:
         """
         self.request = request
         self._tokenizer = tokenizer
-        make = None
-        if tokenizer is not None and not request.params.stop:  # else the engine makes the text, to find stop strings
-            context = list(request.prompt_ids[-NUM_CONTEXT_TOKENS:])
-            make = partial(tokenizer.detokenizer, context, request.params, request.tags)
-        ends = request.ends(eos_ids)
-        self.outputs = [Output(OutputDetokenizer(make, ends)) for _ in range(request.params.n)]
+        self._new_parts = partial(_OutputParts, request, tokenizer, request.ends(eos_ids))
+        self.outputs = [Output() for _ in range(request.params.n)]
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
         self._error: tuple[int, RequestError] | None = None
         self._cached_tokens = 0
         self._num_known = 0
-        self._echoed: str | None = None
         self._num_unfinished = self._num_unread = request.params.n
         self._taken_at = time.monotonic() if taken_at is None else taken_at
         self._first_token_at: float | None = None
@@ -152,37 +191,29 @@ class OutputProcessor:
         the completion, further events of the request are not read.
         """
         output = self.outputs[event.sample_index]
-        finish_reason, error = event.finish_reason, event.error
-        calls: tuple[ToolCall, ...] = ()
-        raw = text = reasoning = ""
+        finish_reason, error, new = event.finish_reason, event.error, _NewParts("", "", "")
         try:
-            raw = output.detokenizer.update(event)
-            if output.stream is None:
-                output.stream, text = self._new_stream(), self._echo()
-            new = output.stream.push(raw)
-            text, reasoning = text + new.text, new.reasoning
-            if finish_reason is not None and error is None:
-                new, calls = output.stream.finish()
-                text, reasoning = text + new.text, reasoning + new.reasoning
+            if error is None:
+                output.parts = output.parts or self._new_parts()
+                token_ids = [] if event.token_id is None else [event.token_id]
+                new = output.parts.take(token_ids, event.text, finish_reason)
         except BaseException as raised:
-            error = raised if isinstance(raised, RequestError) else None
-            error = error or RequestError("internal_error", f"The output cannot be read: {as_error(raised)!r}")
-            finish_reason = "error"
+            finish_reason, error = "error", _text_error(raised)
             self.fail(error, event.sample_index)
-        if calls and finish_reason == "stop":
+        if new.tool_calls and finish_reason == "stop":
             finish_reason = "tool_calls"
         if finish_reason is not None:
             self._num_unread = 0 if error is not None else self._num_unread - 1
         return StreamEvent(
             self.request.index,
             event.sample_index,
-            text,
-            reasoning,
+            new.text,
+            new.reasoning,
             event.token_id,
             finish_reason,
             error,
             self._logprob(event.logprobs) if event.logprobs is not None else None,
-            raw,
+            new.raw,
             self.completion() if self.is_read else None,
         )
 
@@ -190,13 +221,11 @@ class OutputProcessor:
         """The result, once all outputs have ended."""
         request = self.request
         choices: list[Choice] = []
-        for number, output in enumerate(self.outputs):
-            if self._error is not None:
-                break
+        while self._error is None and len(choices) < len(self.outputs):
             try:
-                choices.append(self._choice(number, output))
-            except RequestError as error:
-                self.fail(error, number)
+                choices.append(self._choice(len(choices)))
+            except BaseException as raised:
+                self.fail(_text_error(raised), len(choices))
         usage = Usage(len(request.prompt_ids), sum(len(one.token_ids) for one in self.outputs), self._cached_tokens)
         finished_at = time.monotonic() if self._finished_at is None else self._finished_at  # failed before its end
         timing = Timing(self._taken_at, self._first_token_at, finished_at)
@@ -217,46 +246,21 @@ class OutputProcessor:
         completion.request_columns = columns.fields("of_request", request.columns, request, self._tokenizer)
         return completion
 
-    def _choice(self, number: int, output: Output) -> Choice:
-        request = self.request
-        made = output.detokenizer.text_of(output.token_ids, output.finish_reason)
-        raw = "".join(output.texts) if made is None else made
-        stream = self._new_stream()
-        first = stream.push(raw)
-        last, calls = stream.finish()
-        calls = calls[: request.max_calls]
+    def _choice(self, number: int) -> Choice:
+        request, output = self.request, self.outputs[number]
+        whole = self._new_parts().take(output.token_ids, "".join(output.texts), output.finish_reason or "error")
+        calls = whole.tool_calls[: request.max_calls]
         has_calls = bool(calls) and output.finish_reason == "stop"
         return Choice(
             index=number,
-            text=self._echo() + first.text + last.text,
-            reasoning=first.reasoning + last.reasoning or None,
+            text=whole.text,
+            reasoning=whole.reasoning or None,
             tool_calls=tuple(replace(call, id=_call_id(request.key, number, at)) for at, call in enumerate(calls)),
             finish_reason="tool_calls" if has_calls else output.finish_reason or "error",
             stop_reason=output.stop_reason,
             token_ids=output.token_ids,
             logprobs=[self._logprob(one) for one in output.logprobs] if request.params.logprobs is not None else None,
         )
-
-    def _new_stream(self) -> OutputStream:
-        request = self.request
-        if self._tokenizer is None or not request.tags:
-            return OutputStream(OutputParser())
-        return OutputStream(
-            self._tokenizer.output_parser,
-            is_thinking=request.opens_thinking,
-            tools=request.tools,
-            prefix=request.prefix,
-        )
-
-    def _echo(self) -> str:
-        """The prompt's text, if the output begins with it."""
-        request = self.request
-        if not request.params.echo or self._tokenizer is None:
-            return ""
-        if self._echoed is None:
-            skip = request.params.skip_special_tokens
-            self._echoed = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=skip)
-        return self._echoed
 
     def _logprob(self, one: TokenLogprobs) -> TokenLogprob:
         top = tuple(self._token(token_id, logprob) for token_id, logprob in one.top)
@@ -268,6 +272,12 @@ class OutputProcessor:
         data = self._tokenizer.token_bytes(token_id)
         is_hidden = self.request.params.skip_special_tokens and token_id in self._tokenizer.special_ids
         return TokenLogprob(data.decode("utf-8", "replace"), token_id, logprob, data, in_text=not is_hidden)
+
+
+def _text_error(raised: BaseException) -> RequestError:
+    if isinstance(raised, RequestError):
+        return raised
+    return RequestError("internal_error", f"The output cannot be turned into text: {as_error(raised)!r}")
 
 
 def _call_id(key: str, sample_index: int, number: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import PARAM_NAMES
@@ -70,148 +70,128 @@ _MEANT = {
 """Names that are no parameter anywhere here, without underscores, and what is meant by them."""
 
 
-class Refusal(NamedTuple):
-    """A parameter of others that has no meaning here.
-
-    why:       a sentence that says what it is and what to do instead
-    nothing:   values that ask for nothing, beside null
-    may_pass:  tells from the value and all fields whether it asks for nothing
-    """
-
-    why: str
-    nothing: tuple[Any, ...] = ()
-    may_pass: Callable[[Any, Mapping[str, Any]], bool] = lambda value, fields: False
-
-
 _JSON_OBJECT = {"response_format": {"type": "json_object"}}
 
-_RUNTIME = (
-    "it configures ollama's runtime; the engine has options of its own (cbatch run --help; in Python EngineConfig)"
-)
-_TOKEN_IDS = "a run adds token ids by --token-ids; in Python they are Completion.token_ids"
-_CUT = "a prompt is never cut; shorten it before"
-_ADAPTERS = "lora names one of the adapters that --lora NAME=PATH (in Python lora={name: path}) has loaded"
-_REPEATS = "use repetition_penalty or frequency_penalty"
-_CUTOFF = "there is no sampling by cutoffs; use top_p or min_p"
-_BEAMS = "there is no beam search; n gives several outputs"
-_MIROSTAT = "there is no mirostat sampling; use top_p or min_p"
-_MEDIA = "models take text only"
+_REASONS: dict[str, dict[str, list[Any]]] = {
+    "all outputs are returned; n says how many": {"best_of": [1]},
+    "text is only generated at the end; put the suffix into the prompt": {"suffix": [""]},
+    "it was replaced by tools": {"functions": [[]]},
+    "it was replaced by tool_choice": {"function_call": ["none", "auto"]},
+    "models take text only": {
+        "modalities": [["text"]], "audio": [], "images": [[]], "multi_modal_data": [{}], "multi_modal_uuids": [{}],
+        "return_mm_kwargs": [True, False], "media_io_kwargs": [{}], "mm_processor_kwargs": [{}],
+    },
+    "say in the messages how long an answer should be": {"verbosity": ["medium"]},
+    "there is no search of the web": {"web_search_options": []},
+    "nothing is moderated": {"moderation": []},
+    "give them as system, or as a system message": {"instructions": []},
+    "give messages or a prompt": {"input": []},
+    "a batch gives whole answers; from Python, engine.stream streams": {"stream": [False]},
+    "a prompt is never cut; shorten it before": {
+        "truncation": ["disabled"], "truncate_prompt_tokens": [], "truncation_side": ["left", "right"],
+        "truncate": [False],
+    },
+    "there is no beam search; n gives several outputs": {
+        "use_beam_search": [False], "early_stopping": [False], "beam_width": [1], "length_penalty": [1],
+        "num_beams": [1], "num_beam_groups": [1], "diversity_penalty": [0],
+    },
+    "text ends before a stop string; stop_reason says which it was": {"include_stop_str_in_output": [False]},
+    "text is as the tokenizer decodes it": {"spaces_between_special_tokens": [True]},
+    "results always have text; a run adds token ids by --token-ids; in Python they are Completion.token_ids": {
+        "detokenize": [True],
+    },
+    "a run adds token ids by --token-ids; in Python they are Completion.token_ids": {
+        "return_token_ids": [False], "return_tokens_as_token_ids": [False],
+    },
+    "a prompt is text or token ids": {"prompt_embeds": []},
+    "lora names one of the adapters that --lora NAME=PATH (in Python lora={name: path}) has loaded": {
+        "lora_request": [],
+    },
+    "there are no prompt adapters; lora names a LoRA adapter": {"prompt_adapter_request": []},
+    "there are logit_bias, bad_words and allowed_token_ids instead": {"logits_processors": [[]]},
+    "logprobs gives the likeliest tokens; choice scores between a few texts": {"logprob_token_ids": [[]]},
+    "prompt_logprobs gives the likeliest tokens": {"prompt_logprob_token_ids": [[]]},
+    "prompt_logprobs covers the whole prompt": {"prompt_logprob_start": [0]},
+    "log-probabilities have one form, OpenAI's": {"flat_logprobs": [False]},
+    "offsets of tokens are not reported": {"return_token_offsets": [False]},
+    "echo begins the text with the prompt": {"return_prompt_text": [False]},
+    "the routing of experts is not reported": {"routed_experts_prompt_start": [0]},
+    "reasoning has no limit of its own; max_tokens bounds it with the answer": {"thinking_token_budget": [-1]},
+    "reasoning stands in a field of its own; leave that out when you read it": {"include_reasoning": [True]},
+    "repetition does not end an output; use frequency_penalty or max_tokens": {"repetition_detection": []},
+    "outputs have no watermark": {"watermarking": [False], "watermarking_config": []},
+    "tokens are sampled; prompt_logprobs scores given ones": {"trace_decode_token_ids": [[]]},
+    "--no-prefix-cache (in Python prefix_cache=False) turns the cache off for all requests": {
+        "skip_reading_prefix_cache": [False],
+    },
+    "nobody else's prompts are in the cache; --no-prefix-cache (in Python prefix_cache=False) turns it off": {
+        "cache_salt": [],
+    },
+    "a request stays on one engine": {"kv_transfer_params": [{}], "ec_transfer_params": [{}]},
+    "it is for plugins of vLLM": {"extra_args": [{}], "vllm_xargs": [{}]},
+    "engine.stream gives what is new, engine.generate all of it": {"output_kind": []},
+    "use grammar, or tools with tool_choice": {"structural_tag": []},
+    "the blanks between parts of JSON are fixed; use grammar to choose them": {"guided_whitespace_pattern": []},
+    "a template never comes from a row; the model's own is used": {"chat_template": [], "template": [""]},
+    "chat templates get no documents; write them into a message": {"documents": [[]]},
+    "special tokens come from the chat template or the tokenizer; prompt_token_ids says them exactly": {
+        "add_special_tokens": [],
+    },
+    "the model stays loaded until the run or the program ends": {"keep_alive": []},
+    "a context is never shifted: an output ends where it is full": {"shift": [False], "num_keep": [0]},
+    "give the earlier turns as messages": {"context": [[]]},
+    "the context is the model's own; --kv-cache-memory (in Python kv_cache_memory) sizes the cache": {"num_ctx": []},
+    "repetition_penalty counts all tokens of prompt and output": {"repeat_last_n": [-1]},
+    "penalties count line breaks like all tokens": {"penalize_newline": [True]},
+    "there is no mirostat sampling; use top_p or min_p": {"mirostat": [0], "mirostat_tau": [], "mirostat_eta": []},
+    "there is no typical sampling; use top_p or min_p": {"typical_p": [1]},
+    "there is no tail-free sampling; use top_p or min_p": {"tfs_z": [1]},
+    "it configures ollama's runtime; the engine has options of its own (cbatch run --help; in Python EngineConfig)": {
+        "num_batch": [], "num_gpu": [], "main_gpu": [], "num_thread": [], "numa": [], "low_vram": [], "f16_kv": [],
+        "use_mmap": [], "use_mlock": [], "draft_num_predict": [], "vocab_only": [False],
+    },
+    "logprobs and prompt_logprobs report probabilities": {"logits_all": [False]},
+    "there are no embeddings": {"embedding_only": [False]},
+    "a temperature above 0 samples, and 0 does not: give temperature": {"do_sample": []},
+    "max_tokens bounds the output, without the prompt": {"max_length": []},
+    "min_tokens counts the output, without the prompt": {"min_length": [0]},
+    "an output has no time limit; max_tokens bounds it": {"max_time": []},
+    "there is no contrastive search": {"penalty_alpha": [0]},
+    "layers are not contrasted": {"dola_layers": []},
+    "there is no guidance by a second prompt": {"guidance_scale": [1]},
+    "there is no sampling by cutoffs; use top_p or min_p": {"epsilon_cutoff": [0], "eta_cutoff": [0]},
+    "use repetition_penalty or frequency_penalty": {
+        "no_repeat_ngram_size": [0], "encoder_no_repeat_ngram_size": [0], "encoder_repetition_penalty": [1],
+    },
+    "use max_tokens, or logit_bias for the end token": {"exponential_decay_length_penalty": []},
+    "stop_token_ids adds end tokens; ignore_eos ignores the model's own": {"eos_token_id": []},
+    "end the prompt with that token": {"forced_bos_token_id": []},
+    "an output that is cut off has no end token": {"forced_eos_token_id": []},
+    "use logit_bias or bad_words": {"suppress_tokens": [[]]},
+    "use logit_bias or bad_words, for the whole output": {"begin_suppress_tokens": [[]]},
+    "bad_words takes them as texts": {"bad_words_ids": [[]]},
+    "use regex or grammar": {"force_words_ids": [[]]},
+    "logit_bias takes single tokens, and bad_words texts": {"sequence_bias": [{}, []]},
+    "a prompt is used as it is tokenized": {"token_healing": [False]},
+}  # fmt: skip
+"""Parameters of others that have no meaning here, by what their error says: “NAME is not available: REASON”.
 
-REFUSED: dict[str, Refusal] = {
-    # OpenAI
-    "best_of": Refusal("all outputs are returned; n says how many", (1,), lambda v, fields: v == fields.get("n")),
-    "suffix": Refusal("text is only generated at the end; put the suffix into the prompt", ("",)),
-    "functions": Refusal("it was replaced by tools", ([],)),
-    "function_call": Refusal("it was replaced by tool_choice", ("none", "auto")),
-    "modalities": Refusal(_MEDIA, (["text"],)),
-    "audio": Refusal(_MEDIA),
-    "verbosity": Refusal("say in the messages how long an answer should be", ("medium",)),
-    "web_search_options": Refusal("there is no search of the web"),
-    "moderation": Refusal("nothing is moderated"),
-    "instructions": Refusal("give them as system, or as a system message"),
-    "input": Refusal("give messages or a prompt"),
-    "truncation": Refusal(_CUT, ("disabled",)),
-    "stream": Refusal("a batch gives whole answers; from Python, engine.stream streams", (False,)),
-    # vLLM
-    **dict.fromkeys(["use_beam_search", "early_stopping"], Refusal(_BEAMS, (False,))),
-    **dict.fromkeys(["beam_width", "length_penalty", "num_beams", "num_beam_groups"], Refusal(_BEAMS, (1,))),
-    "include_stop_str_in_output": Refusal("text ends before a stop string; stop_reason says which it was", (False,)),
-    "spaces_between_special_tokens": Refusal("text is as the tokenizer decodes it", (True,)),
-    "detokenize": Refusal(f"results always have text; {_TOKEN_IDS}", (True,)),
-    "truncate_prompt_tokens": Refusal(_CUT),
-    "prompt_embeds": Refusal("a prompt is text or token ids"),
-    "multi_modal_data": Refusal(_MEDIA, ({},)),
-    "multi_modal_uuids": Refusal(_MEDIA, ({},)),
-    "lora_request": Refusal(_ADAPTERS),
-    "prompt_adapter_request": Refusal("there are no prompt adapters; lora names a LoRA adapter"),
-    "truncation_side": Refusal(_CUT, ("left", "right")),
-    "logits_processors": Refusal("there are logit_bias, bad_words and allowed_token_ids instead", ([],)),
-    "logprob_token_ids": Refusal("logprobs gives the likeliest tokens; choice scores between a few texts", ([],)),
-    "prompt_logprob_token_ids": Refusal("prompt_logprobs gives the likeliest tokens", ([],)),
-    "prompt_logprob_start": Refusal("prompt_logprobs covers the whole prompt", (0,)),
-    "flat_logprobs": Refusal("log-probabilities have one form, OpenAI's", (False,)),
-    **dict.fromkeys(["return_token_ids", "return_tokens_as_token_ids"], Refusal(_TOKEN_IDS, (False,))),
-    "return_token_offsets": Refusal("offsets of tokens are not reported", (False,)),
-    "return_prompt_text": Refusal("echo begins the text with the prompt", (False,)),
-    "return_mm_kwargs": Refusal(_MEDIA, (True, False)),
-    "media_io_kwargs": Refusal(_MEDIA, ({},)),
-    "mm_processor_kwargs": Refusal(_MEDIA, ({},)),
-    "routed_experts_prompt_start": Refusal("the routing of experts is not reported", (0,)),
-    "thinking_token_budget": Refusal("reasoning has no limit of its own; max_tokens bounds it with the answer", (-1,)),
-    "include_reasoning": Refusal("reasoning stands in a field of its own; leave that out when you read it", (True,)),
-    "repetition_detection": Refusal("repetition does not end an output; use frequency_penalty or max_tokens"),
-    "watermarking": Refusal("outputs have no watermark", (False,)),
-    "trace_decode_token_ids": Refusal("tokens are sampled; prompt_logprobs scores given ones", ([],)),
-    "skip_reading_prefix_cache": Refusal(
-        "--no-prefix-cache (in Python prefix_cache=False) turns the cache off for all requests", (False,)
+Beside each stand the values that ask for nothing, apart from null.
+"""
+
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names}
+NOTHING = {name: values for names in _REASONS.values() for name, values in names.items()}
+
+_MAY_PASS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "best_of": lambda value, fields: value == fields.get("n"),
+    "add_special_tokens": lambda value, fields: value is ("messages" not in fields),
+    "mirostat_tau": lambda value, fields: not fields.get("mirostat"),
+    "mirostat_eta": lambda value, fields: not fields.get("mirostat"),
+    "do_sample": lambda value, fields: (
+        isinstance(heat := fields.get("temperature"), int | float) and value is (heat > 0)
     ),
-    "cache_salt": Refusal(
-        "nobody else's prompts are in the cache; --no-prefix-cache (in Python prefix_cache=False) turns it off"
-    ),
-    **dict.fromkeys(["kv_transfer_params", "ec_transfer_params"], Refusal("a request stays on one engine", ({},))),
-    **dict.fromkeys(["extra_args", "vllm_xargs"], Refusal("it is for plugins of vLLM", ({},))),
-    "output_kind": Refusal("engine.stream gives what is new, engine.generate all of it"),
-    "structural_tag": Refusal("use grammar, or tools with tool_choice"),
-    "guided_whitespace_pattern": Refusal("the blanks between parts of JSON are fixed; use grammar to choose them"),
-    "chat_template": Refusal("a template never comes from a row; the model's own is used"),
-    "documents": Refusal("chat templates get no documents; write them into a message", ([],)),
-    "add_special_tokens": Refusal(
-        "special tokens come from the chat template or the tokenizer; prompt_token_ids says them exactly",
-        (),
-        lambda value, fields: value is ("messages" not in fields),
-    ),
-    # ollama
-    "template": Refusal("a template never comes from a row; the model's own is used", ("",)),
-    "keep_alive": Refusal("the model stays loaded until the run or the program ends"),
-    "truncate": Refusal(_CUT, (False,)),
-    "shift": Refusal("a context is never shifted: an output ends where it is full", (False,)),
-    "context": Refusal("give the earlier turns as messages", ([],)),
-    "images": Refusal(_MEDIA, ([],)),
-    "num_ctx": Refusal("the context is the model's own; --kv-cache-memory (in Python kv_cache_memory) sizes the cache"),
-    "num_keep": Refusal("a context is never shifted: an output ends where it is full", (0,)),
-    "repeat_last_n": Refusal("repetition_penalty counts all tokens of prompt and output", (-1,)),
-    "penalize_newline": Refusal("penalties count line breaks like all tokens", (True,)),
-    "mirostat": Refusal(_MIROSTAT, (0,)),
-    "mirostat_tau": Refusal(_MIROSTAT, (), lambda value, fields: not fields.get("mirostat")),
-    "mirostat_eta": Refusal(_MIROSTAT, (), lambda value, fields: not fields.get("mirostat")),
-    "typical_p": Refusal("there is no typical sampling; use top_p or min_p", (1,)),
-    "tfs_z": Refusal("there is no tail-free sampling; use top_p or min_p", (1,)),
-    **dict.fromkeys(
-        "num_batch num_gpu main_gpu num_thread numa low_vram f16_kv use_mmap use_mlock draft_num_predict".split(),
-        Refusal(_RUNTIME),
-    ),
-    "logits_all": Refusal("logprobs and prompt_logprobs report probabilities", (False,)),
-    "vocab_only": Refusal(_RUNTIME, (False,)),
-    "embedding_only": Refusal("there are no embeddings", (False,)),
-    # transformers
-    "do_sample": Refusal(
-        "a temperature above 0 samples, and 0 does not: give temperature",
-        (),
-        lambda value, fields: isinstance(heat := fields.get("temperature"), int | float) and value is (heat > 0),
-    ),
-    "max_length": Refusal("max_tokens bounds the output, without the prompt"),
-    "min_length": Refusal("min_tokens counts the output, without the prompt", (0,)),
-    "max_time": Refusal("an output has no time limit; max_tokens bounds it"),
-    "diversity_penalty": Refusal(_BEAMS, (0,)),
-    "penalty_alpha": Refusal("there is no contrastive search", (0,)),
-    "dola_layers": Refusal("layers are not contrasted"),
-    "guidance_scale": Refusal("there is no guidance by a second prompt", (1,)),
-    **dict.fromkeys(["epsilon_cutoff", "eta_cutoff"], Refusal(_CUTOFF, (0,))),
-    **dict.fromkeys(["no_repeat_ngram_size", "encoder_no_repeat_ngram_size"], Refusal(_REPEATS, (0,))),
-    "encoder_repetition_penalty": Refusal(_REPEATS, (1,)),
-    "exponential_decay_length_penalty": Refusal("use max_tokens, or logit_bias for the end token"),
-    "eos_token_id": Refusal("stop_token_ids adds end tokens; ignore_eos ignores the model's own"),
-    "forced_bos_token_id": Refusal("end the prompt with that token"),
-    "forced_eos_token_id": Refusal("an output that is cut off has no end token"),
-    "suppress_tokens": Refusal("use logit_bias or bad_words", ([],)),
-    "begin_suppress_tokens": Refusal("use logit_bias or bad_words, for the whole output", ([],)),
-    "bad_words_ids": Refusal("bad_words takes them as texts", ([],)),
-    "force_words_ids": Refusal("use regex or grammar", ([],)),
-    "sequence_bias": Refusal("logit_bias takes single tokens, and bad_words texts", ({}, [])),
-    "token_healing": Refusal("a prompt is used as it is tokenized", (False,)),
-    "watermarking_config": Refusal("outputs have no watermark"),
 }
-"""All messages read “NAME is not available: WHY.”"""
+"""Whether a value asks for nothing beside all other fields."""
 
 
 def _json_schema(name: str, value: Any) -> dict[str, Any]:
@@ -302,33 +282,29 @@ UNDERSTOOD = frozenset([*PARAM_NAMES, *ALIASES, *READERS, *TEMPLATE_FIELDS, "top
 _OPTION_NAMES = frozenset([*PARAM_NAMES, *ALIASES, *REFUSED, "num_predict"])
 _CLEAR_OPTIONS = frozenset(name for name in _OPTION_NAMES if "_" in name) | {"temperature"}
 
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
+
+
 COLUMN_NAMES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys("truncate shift stream watermarking numa".split(), lambda v: isinstance(v, bool)),
+    **dict.fromkeys(["suffix", "reasoning_effort"], lambda v: isinstance(v, str)),
+    **dict.fromkeys(["moderation", "extra_args"], lambda v: isinstance(v, dict)),
+    **dict.fromkeys(["documents", "functions"], partial(_is_list_of, dict)),
+    **dict.fromkeys(["images", "modalities"], partial(_is_list_of, str)),
+    **dict.fromkeys(["instructions", "input"], lambda v: False),
+    "context": partial(_is_list_of, int),
     "format": lambda v: v == "json" or (isinstance(v, dict) and not _SCHEMA_KEYS.isdisjoint(v)),
     "options": lambda v: (
         isinstance(v, dict) and bool(v) and (not _CLEAR_OPTIONS.isdisjoint(v) or _OPTION_NAMES.issuperset(v))
     ),
     "think": lambda v: isinstance(v, bool) or (isinstance(v, str) and v in EFFORTS),
-    "reasoning_effort": lambda v: isinstance(v, str),
     "reasoning": lambda v: isinstance(v, dict) and not _REASONING_KEYS.isdisjoint(v),
-    "instructions": lambda v: False,
-    "input": lambda v: False,
     "truncation": lambda v: v in ("auto", "disabled"),
-    "truncate": lambda v: isinstance(v, bool),
-    "shift": lambda v: isinstance(v, bool),
     "template": lambda v: isinstance(v, str) and "{{" in v,
-    "context": lambda v: _is_list_of(v, int),
-    "images": lambda v: _is_list_of(v, str),
-    "documents": lambda v: _is_list_of(v, dict),
-    "functions": lambda v: _is_list_of(v, dict),
     "audio": lambda v: isinstance(v, dict) and "voice" in v,
-    "modalities": lambda v: _is_list_of(v, str),
-    "suffix": lambda v: isinstance(v, str),
-    "stream": lambda v: isinstance(v, bool),
     "verbosity": lambda v: v in ("low", "medium", "high"),
-    "moderation": lambda v: isinstance(v, dict),
-    "watermarking": lambda v: isinstance(v, bool),
-    "extra_args": lambda v: isinstance(v, dict),
-    "numa": lambda v: isinstance(v, bool),
 }
 """Everyday words. In a row of cbatch's own form, such a key is a column unless its value has the parameter's form."""
 
@@ -349,10 +325,11 @@ def translate(fields: Mapping[str, Any], *, carries_refused: bool = False) -> di
     """
     made: dict[str, Any] = {}
     for name, value in fields.items():
-        if (refusal := REFUSED.get(name)) is not None:
-            asks = value is not None and value not in refusal.nothing and not refusal.may_pass(value, fields)
+        if name in REFUSED:
+            may_pass = name in _MAY_PASS and _MAY_PASS[name](value, fields)
+            asks = value is not None and value not in NOTHING[name] and not may_pass
             if asks and not carries_refused:
-                raise _wrong(f"{name} is not available: {refusal.why}")
+                raise _wrong(f"{name} is not available: {REFUSED[name]}")
         elif name in READERS or name in ALIASES:
             if value is not None:
                 read = READERS.get(name)
@@ -387,7 +364,6 @@ def check_known(names: Iterable[Any], known: Sequence[str]) -> None:
 
 
 def _advice(name: Any, known: Sequence[str]) -> str:
-    """Advice about a name that is no parameter, as the end of a sentence."""
     if name in TOOL_FIELDS:
         return ": it is a field of a row, or an argument of engine.chat."
     if name in ROW_FIELDS:
@@ -433,7 +409,6 @@ def _plain(name: str) -> str:
 
 
 def _add(made: dict[str, Any], name: str, given: Mapping[str, Any]) -> None:
-    """Adds what a parameter means. Raises RequestError if another name of it says something else."""
     for meant, value in given.items():
         if value is None:
             made.setdefault(meant, None)
@@ -462,10 +437,6 @@ def _logprobs(value: Any, top: Any) -> Any:
     if value not in (None, False) and top is not None and value != top:
         raise _wrong(f"logprobs is {_shown(value)} and top_logprobs {_shown(top)}; give one of them")
     return value
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
 
 
 def _shown(value: Any) -> str:

@@ -39,17 +39,17 @@ def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
 
 def list_conversations(conversations: Any) -> tuple[list[Any], bool]:
     """The conversations of a call as rows, and whether it has a single one. Raises RequestError for what is none."""
-    if isinstance(conversations, str):
-        return [_conversation(conversations)], True
-    values = _as_list(conversations)
+    values = [conversations] if isinstance(conversations, str) else _as_list(conversations)
     if values is None:
         raise _refuse(
             "A conversation is a list of messages such as [{'role': 'user', 'content': 'Hi'}], "
             f"not {type(conversations).__name__}{_hint(conversations)}."
         )
-    if values and (any(map(_is_message, values)) or all(isinstance(value, Mapping) for value in values)):
-        return [_conversation(values)], True
-    return [_conversation(value) for value in values], False
+    is_one = values and (any(map(_is_message, values)) or all(isinstance(value, Mapping) for value in values))
+    if is_one:
+        values = [values]
+    messages = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in values]
+    return [{"messages": one} for one in messages], bool(is_one) or isinstance(conversations, str)
 
 
 def list_params(params: Any, count: int) -> list[ParamsLike | None]:
@@ -62,11 +62,9 @@ def list_params(params: Any, count: int) -> list[ParamsLike | None]:
     for number, value in enumerate(values):
         if not isinstance(value, SamplingParams | Mapping | None):
             raise _refuse(f"params[{number}] must be SamplingParams, a mapping or None, not {type(value).__name__}.")
-        if isinstance(value, Mapping):
-            values[number] = plain(value)
     if len(values) != count:
         raise _refuse(f"There are {count:,} prompts and {len(values):,} sampling parameters; give one for each prompt.")
-    return values
+    return [plain(value) for value in values]
 
 
 def read_prompt(prompt: Any, index: int, fields: Mapping[str, Any]) -> Request:
@@ -104,12 +102,6 @@ def row_fields(prompt: Any) -> dict[str, Any]:
             f"a prompt must be a text, token ids or a row such as {{'messages': [...]}}, not {type(prompt).__name__}"
         )
     return {"messages" if values and isinstance(values[0], Mapping) else "prompt_token_ids": plain(values)}
-
-
-def _conversation(messages: Any) -> dict[str, Any]:
-    if isinstance(messages, str):
-        return {"messages": [{"role": "user", "content": messages}]}
-    return {"messages": messages}
 
 
 def _as_list(value: Any) -> list[Any] | None:

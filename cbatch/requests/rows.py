@@ -42,15 +42,7 @@ SPELLINGS = frozenset([*ALIASES, *UNDERSTOOD, *ROW_FIELDS]) - {*COLUMN_NAMES, "s
 ENVELOPE_FIELDS = ("custom_id", "method", "url", "body")
 """Fields of a request line of the OpenAI Batch API."""
 
-CHAT_FIELDS = (
-    *TOOL_FIELDS,
-    "top_logprobs",
-    *TEMPLATE_FIELDS,
-    "enable_thinking",
-    "think",
-    "reasoning_effort",
-    "reasoning",
-)
+CHAT_FIELDS = (*TOOL_FIELDS, *TEMPLATE_FIELDS, *"top_logprobs enable_thinking think reasoning_effort reasoning".split())
 PARAMS = frozenset([*UNDERSTOOD, *REFUSED])
 
 
@@ -79,12 +71,10 @@ def fill_row(row: Request, fields: dict[str, Any], *, allow_unknown: bool = Fals
     _set_tools(row, fields)
     if row.extra and not allow_unknown:
         # `Stop` may be an everyday word, if it holds no text.
-        may_be_misspelt = [
-            name
-            for name, value in row.extra.items()
-            if name not in REFUSED and (name.lower() != "stop" or isinstance(value, str | list))
-        ]
-        _check_spelling(row, may_be_misspelt, SPELLINGS)
+        words = {
+            name for name, value in row.extra.items() if name.lower() == "stop" and not isinstance(value, str | list)
+        }
+        _check_spelling(row, (name for name in row.extra if name not in REFUSED and name not in words), SPELLINGS)
     forms = [name for name in PROMPT_FIELDS if name in fields]
     if len(forms) != 1:
         found = f"both {' and '.join(forms)}" if forms else f"none of {', '.join(PROMPT_FIELDS)}"
@@ -112,7 +102,6 @@ def fill_with_columns(
 
 
 def _identity(row: Request, fields: Mapping[str, Any]) -> str | int | float | None:
-    """The row's `id`, which may be called `custom_id`. Raises RequestError."""
     given = {name: fields[name] for name in ID_FIELDS if fields.get(name) is not None}
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -124,18 +113,15 @@ def _identity(row: Request, fields: Mapping[str, Any]) -> str | int | float | No
 
 def _check_template_fields(row: Request) -> None:
     """Raises RequestError if the row says something to a chat template that its prompt does not go through."""
-    if not row.raw and not row.prompt_ids:
-        return
-    given = {"tools": row.tools, "system": row.system, **row.given_template}
-    for name, value in given.items():
-        if value:
-            verb = "need" if name == "tools" else "needs"
-            raise row.invalid(f"{name} {verb} the chat template, so give messages or a prompt that is not raw")
+    given = {"tools": row.tools, "system": row.system, **row.given_template} if row.raw or row.prompt_ids else {}
+    for name in filter(given.get, given):
+        verb = "need" if name == "tools" else "needs"
+        raise row.invalid(f"{name} {verb} the chat template, so give messages or a prompt that is not raw")
 
 
 def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bool) -> None:
     """Sets the row's fields from a request line. The API's bookkeeping (`user`, `metadata`) is ignored."""
-    url, body = fields.get("url"), fields.get("body")
+    url, body, is_chat = fields.get("url"), fields.get("body"), fields.get("url") == CHAT
     model = body.get("model") if isinstance(body, dict) else None
     row.call = ApiCall(url != TEXT, model if isinstance(model, str) else None)
     row.extra = {name: value for name, value in fields.items() if name not in ENVELOPE_FIELDS}
@@ -148,10 +134,6 @@ def _fill_api_request(row: Request, fields: dict[str, Any], *, allow_unknown: bo
         raise row.invalid(f"body must be an object, not {json_type(body)}")
     if doubled := [name for name in PROMPT_FIELDS if name in fields]:
         raise row.invalid(f"the row has both body and {doubled[0]}")
-    _fill_body(row, body, is_chat=url == CHAT, allow_unknown=allow_unknown)
-
-
-def _fill_body(row: Request, body: dict[str, Any], *, is_chat: bool, allow_unknown: bool) -> None:
     row.extra |= {name: value for name, value in body.items() if name not in API_FIELDS}
     _set_priority(row, body)
     wanted = "messages" if is_chat else "prompt"
@@ -183,10 +165,6 @@ def _fill_body(row: Request, body: dict[str, Any], *, is_chat: bool, allow_unkno
 
 
 def _set_params(row: Request, fields: Mapping[str, Any], *, carries_refused: bool = False) -> None:
-    """Sets sampling parameters and template fields by whatever names they have; null means not given.
-
-    carries_refused: leave out what is not available here, instead of refusing it
-    """
     try:
         made = translate(fields, carries_refused=carries_refused)
     except RequestError as error:
@@ -210,7 +188,6 @@ def set_defaults(row: Request, params: Mapping[str, Any]) -> None:
 
 
 def _set_tools(row: Request, fields: Mapping[str, Any]) -> None:
-    """Sets the tools that the model may call, unless `tool_choice` is `none`, and what it must call."""
     choice, asked = fields.get("tool_choice"), fields.get("tools")
     try:
         tools = check_tools(asked) if asked is not None else []
@@ -256,16 +233,19 @@ def _set_prompt(row: Request, value: Any) -> None:
     if value == "":
         raise row.invalid("prompt is empty")
     if not isinstance(value, str):
-        has_ids = isinstance(value, list) and value and all(type(token) is int for token in value)
-        hint = "; token ids go into prompt_token_ids" if has_ids else ""
+        hint = "; token ids go into prompt_token_ids" if _are_ids(value) else ""
         raise row.invalid(f"prompt must be a string, not {json_type(value)}{hint}")
     row.text = value
 
 
 def _set_token_ids(row: Request, value: Any) -> None:
-    if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
+    if not _are_ids(value):
         raise row.invalid("prompt_token_ids must be a list of at least one whole number")
     row.prompt_ids = value
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 def _set_priority(row: Request, fields: Mapping[str, Any]) -> None:
@@ -275,7 +255,6 @@ def _set_priority(row: Request, fields: Mapping[str, Any]) -> None:
 
 
 def _typed_field(row: Request, fields: Mapping[str, Any], name: str, wanted: type, default: Any) -> Any:
-    """The value of a field, or the default if it is absent or null. Raises RequestError if it has another type."""
     value = fields.get(name)
     if value is None:
         return default
@@ -286,18 +265,13 @@ def _typed_field(row: Request, fields: Mapping[str, Any], name: str, wanted: typ
 
 
 def _check_spelling(row: Request, names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses a column whose name resembles that of a parameter. Raises RequestError."""
     advice = " (--allow-unknown carries it along)" if row.where else ""
     for name in names:
         if (meant := intended_name(name, known)) is not None:
-            raise row.invalid(
-                f"unknown parameter {name!r}; did you mean {meant!r}?{advice}",
-                "unknown_parameter",
-            )
+            raise row.invalid(f"unknown parameter {name!r}; did you mean {meant!r}?{advice}", "unknown_parameter")
 
 
 def _content(row: Request, number: int, value: Any) -> str:
-    """The text of one message, with its text parts joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -2,7 +2,7 @@
 
 A row goes through this, in the order of transformers:
 
-1. `Processors`: bias, then repetition penalty, presence and frequency penalties, then bad words and early ends.
+1. `process_logits`: bias, then repetition penalty, presence and frequency penalties, then bad words and early ends.
 2. `RowMasks`: allowed tokens, and those that the constraint allows.
 3. `Sampler`: greedy rows take the largest logit. The others are divided by their temperature, pass LOGIT_FILTERS and
    then SHARE_FILTERS, and take the largest sum of logit and noise.
@@ -24,7 +24,7 @@ from cbatch.base.errors import RequestError
 from cbatch.base.outputs import Sample, TokenLogprobs
 from cbatch.runtime.batch import InFlightTokens, Logits
 from cbatch.runtime.transfer import HostCopy, to_device
-from cbatch.sample.processors import Processors
+from cbatch.sample.processors import process_logits
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import SampledTokens, Sampler, pack_sampling_params, rows_for_torch
 from cbatch.sample.structured.masks import Place, TokenMasks
@@ -80,7 +80,7 @@ class PendingSample:
             values, argmax, sampled = logits
             row_masks = None
             if masks is not None or any(sequence.changes_logits for sequence in sequences):
-                values = Processors.build(sequences, values.device).apply(values)
+                values = process_logits(values, sequences)
                 row_masks = RowMasks.build(sequences, masks, self._constrained_rows, values)
                 argmax = sampled = None
             if sampled is not None:
@@ -154,7 +154,6 @@ def _sampled_rows(scheduled: SchedulerOutput) -> tuple[list[TokenSequence], list
 
 
 def _constrained_rows(sequences: list[TokenSequence]) -> list[int]:
-    """Rows whose requests have a constraint and have not ended."""
     return [
         row for row, sequence in enumerate(sequences) if sequence.grammar_state is not None and not sequence.has_ended
     ]
@@ -165,7 +164,6 @@ def _pick(rows: Tensor, places: NDArray[np.int64]) -> Tensor:
 
 
 def _sampling_error(largest: float, sequence: TokenSequence) -> RequestError:
-    """Why no token can be sampled if the largest logit is not finite after processing."""
     params = sequence.params
     has_list = sequence.grammar_state is not None or params.allowed_token_ids is not None
     forbids = has_list or params.logit_bias or sequence.request.bad_words or sequence.min_tokens > 0
@@ -173,7 +171,6 @@ def _sampling_error(largest: float, sequence: TokenSequence) -> RequestError:
 
 
 def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs:
-    """Log-probabilities of the prompt tokens that follow those of the rows of logits [N, V]."""
     token_ids, counts = [], []
     for chunk in scheduled.to_score:
         places, sequence = chunk.to_score, chunk.sequence
@@ -183,7 +180,6 @@ def _begin_scores(scheduled: SchedulerOutput, logits: Tensor) -> PendingLogprobs
 
 
 def _begin_logprobs(sequences: list[TokenSequence], logits: Tensor, chosen: SampledTokens) -> PendingLogprobs | None:
-    """Log-probabilities of the sampled tokens for the requests that ask for them; None if none does."""
     rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
     if not rows:
         return None

@@ -256,7 +256,6 @@ def _redraw(
     positions: Sequence[int],
     masks: RowMasks | None = None,
 ) -> None:
-    """Samples the tokens of some rows of logits [R, V] by operations of torch."""
     (there,) = to_device([np.array(rows, np.int64)], logits.device)
     picked = logits[there].float()
     if masks is not None:

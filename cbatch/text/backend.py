@@ -1,12 +1,12 @@
-"""Tokenizers of the tokenizers library, in this process or in another one."""
+"""Tokenizers of the tokenizers library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from cbatch.base.errors import RequestError, as_error
@@ -14,64 +14,14 @@ from cbatch.base.errors import RequestError, as_error
 MAX_REASON_CHARACTERS = 200
 
 
-class Encoded(Protocol):
-    """A text as tokens.
+class EncodedText(NamedTuple):
+    """A text as tokens: their ids, and for each of them start and stop of the characters that it stands for."""
 
-    ids:     of the tokens
-    offsets: for each of them, start and stop of the characters that it stands for
-    """
-
-    @property
-    def ids(self) -> list[int]: ...
-
-    @property
-    def offsets(self) -> Sequence[tuple[int, int]]: ...
+    ids: list[int]
+    offsets: Sequence[tuple[int, int]]
 
 
-class AddedToken(NamedTuple):
-    """A token beside the vocabulary, which is recognized before a text is split."""
-
-    content: str
-    special: bool
-
-
-class TextStream(Protocol):
-    """The text of tokens as they come, in whole characters."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these further tokens add."""
-        ...
-
-    def flush(self) -> str:
-        """The text held back, at the end. An unfinished character becomes U+FFFD."""
-        ...
-
-
-class TokenizerBackend(Protocol):
-    """Each method raises RequestError (`tokenizer_error`) if the library breaks on what it is given."""
-
-    @property
-    def decoder(self) -> object:
-        """Something whose text names the parts of the decoder."""
-        ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def stream(self, context: Sequence[int]) -> TextStream:
-        """A text that begins after some tokens, which may decide its leading space."""
-        ...
-
-    def id_to_token(self, token_id: int) -> str | None: ...
-
-    def token_to_id(self, token: str) -> int | None: ...
-
-    def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
-
-    def to_str(self) -> str:
-        """The tokenizer in the form of `tokenizer.json`."""
-        ...
+Encoded = Encoding | EncodedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +68,20 @@ def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         raise TokenizerFailed(str(as_error(raised))) from raised
 
 
-class LocalBackend:
-    """A `TokenizerBackend` of this process, in which nothing is known to break the library."""
+class TokenizerBackend:
+    """A tokenizer in this process, in which nothing is known to break the library. A subclass asks another process.
+
+    Each method raises RequestError (`tokenizer_error`) if the library breaks on what it is given.
+    """
 
     def __init__(self, tokenizer: Tokenizer, encode: Callable[..., Encoded] | None = None) -> None:
         """`encode`: does more to a text than the tokenizer itself"""
         self.tokenizer = tokenizer
+        self.decoder: object = tokenizer.decoder
+        """Something whose text names the parts of the decoder."""
         self._encode = encode or self._encode_alone
-
-    @property
-    def decoder(self) -> Any:
-        return self.tokenizer.decoder
+        self.id_to_token: Callable[[int], str | None] = tokenizer.id_to_token
+        self.token_to_id: Callable[[str], int | None] = tokenizer.token_to_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
         encoded: Encoded = call(self._encode, text, add_special_tokens=add_special_tokens)
@@ -143,56 +96,53 @@ class LocalBackend:
         return str(call(self.tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(self, context: Sequence[int]) -> TextStream:
-        return LocalStream(self, context)
-
-    def id_to_token(self, token_id: int) -> str | None:
-        token: str | None = self.tokenizer.id_to_token(token_id)
-        return token
-
-    def token_to_id(self, token: str) -> int | None:
-        number: int | None = self.tokenizer.token_to_id(token)
-        return number
+        """A text that begins after some tokens, which may decide its leading space."""
+        return TextStream(self, context)
 
     def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]:
-        added = call(self.tokenizer.get_added_tokens_decoder)
-        return {number: AddedToken(token.content, token.special) for number, token in added.items()}
+        added: Mapping[int, AddedToken] = call(self.tokenizer.get_added_tokens_decoder)
+        return added
 
     def to_str(self) -> str:
+        """The tokenizer in the form of `tokenizer.json`."""
         return str(call(self.tokenizer.to_str))
 
 
-class LocalStream:
-    """A `TextStream` of this process."""
+class TextStream:
+    """The text of tokens as they come, in whole characters.
 
-    def __init__(self, backend: LocalBackend, context: Sequence[int]) -> None:
+    context:   the tokens of the latest piece of text, which may decide the beginning of the next one
+    undecoded: the tokens after it, whose text is held back
+    """
+
+    def __init__(self, backend: TokenizerBackend, context: Sequence[int]) -> None:
         self._backend = backend
         # A prompt that ends inside a character would lend its last bytes to the output.
-        if backend.decode(context, skip_special_tokens=False).endswith("\ufffd"):
-            context = []
-        self._stream = DecodeStream(ids=list(context), skip_special_tokens=False)
-        self._undecoded: list[int] = []
+        is_whole = not backend.decode(context, skip_special_tokens=False).endswith("\ufffd")
+        self.context = list(context) if is_whole else []
+        self.undecoded: list[int] = []
+        self._stream = DecodeStream(ids=list(self.context), skip_special_tokens=False)
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these further tokens add."""
         return "".join([self._push(token_id) for token_id in token_ids])
 
     def _push(self, token_id: int) -> str:
+        self.undecoded.append(token_id)
         try:
             chunk = self._stream.step(self._backend.tokenizer, token_id)
         except Exception:  # tokenizers raises plain Exception if invalid bytes rewrite earlier text
-            chunk = self._decode([*self._undecoded, token_id])
             self._stream = DecodeStream(skip_special_tokens=False)
+            self.context = []
+            return self.flush()
         except BaseException as raised:
             raise TokenizerFailed(str(as_error(raised))) from raised
         if chunk is None:
-            self._undecoded.append(token_id)
             return ""
-        self._undecoded.clear()
+        self.context, self.undecoded = self.undecoded, []
         return str(chunk)
 
     def flush(self) -> str:
-        text = self._decode(self._undecoded) if self._undecoded else ""
-        self._undecoded = []
-        return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=False)
+        """The text held back, at the end. An unfinished character becomes U+FFFD."""
+        ids, self.undecoded = self.undecoded, []
+        return self._backend.decode(ids, skip_special_tokens=False) if ids else ""

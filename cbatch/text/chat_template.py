@@ -37,7 +37,6 @@ def render_chat(
 ) -> str:
     """A conversation in the format that the model was trained on.
 
-    tools:                  functions that the model may call; None is passed to the template if there are none
     special_tokens:         by their names, such as `bos_token`
     today:                  the date that `strftime_now` formats
     variables:              further variables of the template, none of them one of the above
@@ -60,10 +59,8 @@ def render_chat(
         add_generation_prompt=add_generation_prompt,
         strftime_now=today.strftime,
     )
-    return _up_to_mark(rendered, final) if continue_final_message else rendered
-
-
-def _up_to_mark(rendered: str, final: str) -> str:
+    if not continue_final_message:
+        return rendered
     before, mark, after = rendered.rpartition(_END_MARK.rstrip())
     if not mark or final.strip() not in rendered:
         raise ValueError("it leaves out or changes the last message, so continue_final_message cannot be followed")

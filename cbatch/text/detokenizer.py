@@ -3,58 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
-from cbatch.base.errors import RequestError, as_error
-from cbatch.base.outputs import TokenEvent
 from cbatch.text.backend import TokenizerBackend
 
 NUM_CONTEXT_TOKENS = 8
 """Last tokens of the prompt that are decoded together with the output, since they decide its leading space."""
-
-
-class OutputDetokenizer:
-    """Makes the text of one output from its token events, on the thread that reads them.
-
-    The engine speaks token ids. It detokenizes a request itself only if it has to look for stop strings; the events
-    of such a request bring their text, which is passed on.
-    """
-
-    def __init__(self, make: Callable[[], IncrementalDetokenizer] | None = None, stop_ids: Container[int] = ()) -> None:
-        """
-        make:     begins the text; None if events bring it, or if the model has no tokenizer
-        stop_ids: tokens that end the output and are not part of its text
-        """
-        self._make = make
-        self._stop_ids = stop_ids
-        self._text: IncrementalDetokenizer | None = None
-
-    def update(self, event: TokenEvent) -> str:
-        """The text that the next event of the output adds. Raises RequestError if it cannot be made."""
-        if self._make is None or event.error is not None:
-            return event.text
-        return self._decode(self._make, [] if event.token_id is None else [event.token_id], event.finish_reason)
-
-    def text_of(self, token_ids: Sequence[int], finish_reason: str | None) -> str | None:
-        """The text of an output as a whole; None if events brought it. Raises RequestError if it cannot be made."""
-        if self._make is None:
-            return None
-        return OutputDetokenizer(self._make, self._stop_ids)._decode(self._make, token_ids, finish_reason)
-
-    def _decode(
-        self, make: Callable[[], IncrementalDetokenizer], token_ids: Sequence[int], finish_reason: str | None
-    ) -> str:
-        if finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids:
-            token_ids = token_ids[:-1]
-        try:
-            text = self._text = self._text or make()
-            ends = finish_reason is not None and finish_reason != "error"
-            return text.push_all(token_ids) + (text.flush() if ends else "")
-        except RequestError:
-            raise
-        except BaseException as raised:
-            error = as_error(raised)
-            raise RequestError("internal_error", f"The output cannot be turned into text: {error!r}") from raised
 
 
 class IncrementalDetokenizer:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from cbatch.base.errors import ModelError
-from cbatch.text.backend import LocalBackend, TextTokenizer
+from cbatch.text.backend import TextTokenizer, TokenizerBackend
 from cbatch.text.ordinary import GPT4O, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -80,14 +80,10 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
             backend = _sentence_pieces(metadata, tokens, types)
         else:
             raise ModelError(f"The GGUF file has a tokenizer of the kind {str(kind)[:40]!r}, which is not read.")
-        for number, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-            backend.add_tokens(
-                [
-                    AddedToken(token, normalized=False, special=special)
-                    for token, its in zip(tokens, types, strict=True)
-                    if its == number and token
-                ]
-            )
+        for number in (_CONTROL, _USER_DEFINED):
+            its = [token for token, kind_of_it in zip(tokens, types, strict=True) if kind_of_it == number and token]
+            special = number == _CONTROL
+            backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in its])
         bos = _adds_specials(backend, metadata, tokens, kind)
     except ModelError:
         raise
@@ -99,7 +95,7 @@ def tokenizer_of(metadata: Mapping[str, Any], vocab_size: int) -> TextTokenizer 
     }
     template = metadata.get("tokenizer.chat_template")
     _check(template is None or isinstance(template, str), "its chat template is not a text")
-    return TextTokenizer(LocalBackend(backend), bos, template, special_tokens)
+    return TextTokenizer(TokenizerBackend(backend), bos, template, special_tokens)
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -139,7 +135,6 @@ def _token(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> int 
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    """Byte-level BPE."""
     name = str(metadata.get("tokenizer.ggml.pre", "default"))
     split = _SPLITS.get(name)
     if split is None:
@@ -150,16 +145,12 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     backend = Tokenizer(BPE(_vocabulary(tokens), merges, ignore_merges=name in _IGNORES_MERGES))
     if name in _NORMALIZES:
         backend.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (_GPT2, _DIGITS))
-    if split == _GPT2:
-        backend.pre_tokenizer = byte_level
-    else:
-        first = (
-            pre_tokenizers.Digits(individual_digits=True)
-            if split == _DIGITS
-            else pre_tokenizers.Split(Regex(split), behavior="isolated", invert=False)
-        )
-        backend.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+    parts: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (_GPT2, _DIGITS))]
+    if split == _DIGITS:
+        parts.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif split != _GPT2:
+        parts.insert(0, pre_tokenizers.Split(Regex(split), behavior="isolated", invert=False))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -183,23 +174,15 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str], types: Sequ
     given = metadata.get("tokenizer.ggml.merges")
     merges = _merges(given) if given else _merges_of(vocabulary, tokens, types, scores or [])
     backend = Tokenizer(BPE(vocabulary, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
-    spaces = normalizers.Replace(" ", "▁")
-    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    if has_prefix:
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-    else:
-        backend.normalizer = spaces
+    prepend, strip = ([normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]) if has_prefix else ([], [])
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     """Of equal tokens the first one counts."""
-    numbers = range(len(tokens))
-    vocabulary = dict(zip(tokens, numbers, strict=True))
-    if len(vocabulary) < len(tokens):
-        vocabulary = dict(zip(reversed(tokens), reversed(numbers), strict=True))
-    return vocabulary
+    return dict(zip(reversed(tokens), reversed(range(len(tokens))), strict=True))
 
 
 def _merges(given: Iterable[Any]) -> list[tuple[str, str]]:
@@ -232,11 +215,9 @@ def _adds_specials(backend: Tokenizer, metadata: Mapping[str, Any], tokens: Sequ
     bos, eos = (_token(metadata, key, tokens) for key in ("bos", "eos"))
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") is True
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False) is True
-    pieces, used = ["$A"], []
-    if adds_bos and bos is not None:
-        pieces, used = [f"{tokens[bos]}:0", *pieces], [(tokens[bos], bos)]
-    if adds_eos and eos is not None:
-        pieces, used = [*pieces, f"{tokens[eos]}:0"], [*used, (tokens[eos], eos)]
-    if used:
-        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=list(dict(used).items()))
+    first = {tokens[bos]: bos} if adds_bos and bos is not None else {}
+    last = {tokens[eos]: eos} if adds_eos and eos is not None else {}
+    if first or last:
+        pieces = [*(f"{token}:0" for token in first), "$A", *(f"{token}:0" for token in last)]
+        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=[*(first | last).items()])
     return bos

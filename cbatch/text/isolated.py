@@ -6,13 +6,12 @@ That one bounds time and memory for each text, and may crash without harm.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from tokenizers import AddedToken
 
 from cbatch.base.errors import ModelError, RequestError
 from cbatch.base.model_files import model_folder
@@ -21,13 +20,11 @@ from cbatch.isolate.child import Limits
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerFailed
 from cbatch.text.backend import (
-    AddedToken,
-    Encoded,
-    LocalBackend,
+    EncodedText,
     TextStream,
     TextTokenizer,
+    TokenizerBackend,
     TokenizerFailed,
-    call,
     printable,
 )
 from cbatch.text.loading import load_here
@@ -39,19 +36,6 @@ million characters.
 """
 
 MAX_ANSWER_BYTES = 1 << 30
-MAX_STREAMS = 1024
-
-FORGOTTEN = None
-"""The answer of a stream that the process does not have, or not as far."""
-
-PARTS = {
-    "normalizer": "its normalizer does not work",
-    "pre_tokenizer": "its pre_tokenizer does not work",
-    "model": "it cannot encode texts",
-    "post_processor": "it cannot add special tokens to texts",
-    "decoder": "its decoder does not work",
-}
-"""In the order in which a text goes through them, and what is said of one that fails."""
 
 _MAX_IDS, _LAST_ID = 300_000, 2**32 - 1
 _NUM_SEQUENCES, _SEQUENCE_LENGTH = 200, 12
@@ -85,23 +69,15 @@ def load_tokenizer(source: str, revision: str | None) -> TextTokenizer | None:
     _check_sizes(folder)
     if is_ordinary_file(folder / "tokenizer.json"):
         tokenizer = load_here(source, revision)
-        if is_ordinary(native(tokenizer).tokenizer):
+        if is_ordinary(tokenizer.backend.tokenizer):
             return tokenizer
     backend = WorkerBackend(source, revision)
     info = backend.info
     return TextTokenizer(backend, info["bos_id"], info["chat_template"], info["special_tokens"])
 
 
-def native(tokenizer: TextTokenizer) -> LocalBackend:
-    """The backend of a tokenizer of this process."""
-    assert isinstance(tokenizer.backend, LocalBackend)
-    return tokenizer.backend
-
-
 def _check_sizes(folder: Path) -> None:
-    """Raises ModelError for files that are larger than any of a model."""
-    limits = [(VOCABULARIES, MAX_VOCABULARY_BYTES), (SETTINGS, MAX_SETTINGS_BYTES)]
-    for patterns, limit in limits:
+    for patterns, limit in ((VOCABULARIES, MAX_VOCABULARY_BYTES), (SETTINGS, MAX_SETTINGS_BYTES)):
         for path in (path for pattern in patterns for path in folder.glob(pattern)):
             if path.is_file() and (size := path.stat().st_size) > limit:
                 raise ModelError(
@@ -109,15 +85,8 @@ def _check_sizes(folder: Path) -> None:
                 )
 
 
-class EncodedText(NamedTuple):
-    """See `Encoded`."""
-
-    ids: list[int]
-    offsets: Sequence[tuple[int, int]]
-
-
-class WorkerBackend:
-    """A `TokenizerBackend` in another process, which is started again when it has ended. Thread-safe.
+class WorkerBackend(TokenizerBackend):
+    """A tokenizer in another process, which is started again when it has ended. Thread-safe.
 
     info: what it says of the tokenizer: `bos_id`, `chat_template` and `special_tokens`
     """
@@ -128,27 +97,26 @@ class WorkerBackend:
         Raises ModelError, with one sentence, if it cannot be loaded or a part fails.
         """
         self._source = source
-        self._numbers = count()
         self.sandbox = Sandbox(f"{__name__}:TokenizerServer", source, revision, limits=LIMITS)
+        self.ask = partial(_ask, self.sandbox)
         self.info: dict[str, Any] = self._try("info", what="it cannot be loaded")
         if "error" in self.info:
             raise ModelError(self.info["error"])
-        for part, what in PARTS.items():
-            self._try("try_part", part, what=what)
-        self._added = {number: AddedToken(content, special) for number, content, special in self.info["added"]}
-        self.decoder = str(self.info["decoder"])
-        self.ask = partial(_ask, self.sandbox)
+        self._try("try_encoding", what="it cannot encode texts")
+        self._try("try_decoding", what="its decoder does not work")
+        self._added = {number: AddedToken(content, special=special) for number, content, special in self.info["added"]}
+        self.decoder = self.info["decoder"]
         self.id_to_token = lru_cache(1 << 16)(partial(self.ask, "id_to_token"))
         self.token_to_id = lru_cache(1 << 10)(partial(self.ask, "token_to_id"))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> EncodedText:
         return EncodedText(*self.ask("encoded", text, add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.ask("decode", list(ids), skip_special_tokens))
 
     def stream(self, context: Sequence[int]) -> TextStream:
-        return _WorkerStream(self, next(self._numbers), list(context))
+        return _WorkerStream(self, context)
 
     def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         return self._added
@@ -158,64 +126,45 @@ class WorkerBackend:
 
     def _try(self, method: str, *arguments: Any, what: str) -> Any:
         try:
-            return self.sandbox.call(method, *arguments, max_bytes=MAX_ANSWER_BYTES)
-        except OSError as error:
-            raise ModelError(f"The process for the tokenizer cannot be started: {error.strerror or error}.") from error
-        except WorkerFailed as failed:
+            return self.ask(method, *arguments)
+        except TokenizerFailed as failed:
             self.sandbox.close()
             raise ModelError(
-                f"The tokenizer of {self._source} cannot be used: {what} ({printable(str(failed))}); "
+                f"The tokenizer of {self._source} cannot be used: {what} ({printable(failed.reason)}); "
                 "take its files from the original model."
             ) from failed
+        except RequestError as error:
+            raise ModelError(str(error)) from error
 
 
 def _ask(sandbox: Sandbox, method: str, *arguments: Any) -> Any:
-    """Calls a method of `TokenizerServer`. Raises TokenizerFailed if it cannot."""
+    """Calls a method of `TokenizerServer`. Raises TokenizerFailed, and RequestError if no process can be started."""
     try:
         return sandbox.call(method, *arguments, max_bytes=MAX_ANSWER_BYTES)
     except WorkerFailed as failed:
         raise TokenizerFailed(str(failed)) from failed
-    except OSError as error:  # it was loaded before, so it is the machine
-        raise RequestError("internal_error", f"The model's tokenizer cannot be started: {error}.") from error
+    except OSError as error:
+        sentence = f"The process for the tokenizer cannot be started: {error.strerror or error}."
+        raise RequestError("internal_error", sentence) from error
 
 
-class _WorkerStream:
-    """A `TextStream` of another process. It knows all tokens, so that a new process can go on."""
+class _WorkerStream(TextStream):
+    """A stream whose text another process makes. That one keeps nothing of it, so that a new process can go on."""
 
-    def __init__(self, backend: WorkerBackend, number: int, context: list[int]) -> None:
-        self._backend, self._number, self._context = backend, number, context
-        self._tokens: list[int] = []
+    def __init__(self, backend: WorkerBackend, context: Sequence[int]) -> None:
+        self._backend, self._ask = backend, backend.ask
+        self.context, self.undecoded = list(context), []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        text = self._ask("push", len(self._tokens), list(token_ids))
-        self._tokens += token_ids
-        return text
-
-    def flush(self) -> str:
-        text = self._ask("flush", len(self._tokens))
-        self._tokens = []
-        return text
-
-    def _ask(self, method: str, *arguments: Any) -> str:
-        """The answer of a method for this stream, whose tokens a new process gets first."""
-        ask = partial(self._backend.ask, method, self._number, self._context, *arguments)
-        text = ask()
-        if text is FORGOTTEN and self._tokens:
-            self._backend.ask("push", self._number, self._context, 0, self._tokens)
-            text = ask()
-        return text or ""
+        text, self.context, self.undecoded = self._ask("push", self.context, self.undecoded, list(token_ids))
+        return str(text)
 
 
 class TokenizerServer:
-    """The server in the other process: a tokenizer, which the first call loads, and the texts in progress.
-
-    It also has the methods of the tokenizer's backend.
-    """
+    """The server in the other process: a tokenizer, which the first call loads, with the methods of its backend."""
 
     def __init__(self, source: str, revision: str | None) -> None:
         self._source, self._revision = source, revision
-        self._streams: OrderedDict[int, tuple[TextStream, int]] = OrderedDict()
-        """By number: a stream, and how many tokens it has."""
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
@@ -239,76 +188,50 @@ class TokenizerServer:
             "decoder": str(tokenizer.backend.decoder),
         }
 
-    def try_part(self, part: str) -> None:
-        try_part(part, native(self._tokenizer))
+    def try_encoding(self) -> None:
+        """Encodes texts with and without special tokens. Raises TokenizerFailed if a part panics."""
+        backend = self._tokenizer.backend
+        added = [token.content for token in backend.get_added_tokens_decoder().values()][:1000]
+        for text in (*_TEXTS, *(f"a{content} b" for content in added), " ".join(added)):
+            for special in (False, True):
+                _attempt(partial(backend.encode, text, add_special_tokens=special))
+
+    def try_decoding(self) -> None:
+        """Decodes every token alone, any tokens together, and tokens as they come. Raises TokenizerFailed."""
+        backend, choose = self._tokenizer.backend, random.Random(0)
+        size = min(backend.tokenizer.get_vocab_size(), _MAX_IDS)
+        for token_id in (*range(size), *backend.get_added_tokens_decoder(), _LAST_ID):
+            _attempt(partial(backend.decode, [token_id], skip_special_tokens=False))
+        for _ in range(_NUM_SEQUENCES):
+            ids = [choose.randrange(size) for _ in range(choose.randrange(_SEQUENCE_LENGTH))]
+            _attempt(partial(backend.decode, ids, skip_special_tokens=choose.random() < 0.5))
+            _attempt(partial(_stream, backend, ids))
+        for text in _TEXTS:
+            _attempt(partial(_stream, backend, text))
 
     def encoded(self, text: str, add_special_tokens: bool) -> list[Any]:
         encoded = self._tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
         return [encoded.ids, encoded.offsets]
 
-    def push(self, number: int, context: Sequence[int], before: int, token_ids: Sequence[int]) -> str | None:
-        """The text that tokens add to a stream with so many before them; FORGOTTEN if there is none like that."""
-        stream, length = self._streams.pop(number, (None, 0))
-        if length != before or (stream is None and before):
-            return FORGOTTEN
-        stream = stream or self._tokenizer.backend.stream(context)
-        text = stream.push(token_ids)
-        self._streams[number] = stream, before + len(token_ids)
-        if len(self._streams) > MAX_STREAMS:
-            self._streams.popitem(last=False)
-        return text
-
-    def flush(self, number: int, context: Sequence[int], before: int) -> str | None:
-        """The end of the text of a stream."""
-        stream, length = self._streams.pop(number, (None, 0))
-        return FORGOTTEN if stream is None or length != before else stream.flush()
+    def push(self, context: Sequence[int], undecoded: Sequence[int], token_ids: Sequence[int]) -> list[Any]:
+        """The text that tokens add to a stream, and its state after them."""
+        stream = self._tokenizer.backend.stream(context)
+        stream.push(undecoded)
+        return [stream.push(token_ids), stream.context, stream.undecoded]
 
 
-def try_part(part: str, backend: LocalBackend) -> None:
-    """Raises TokenizerFailed if a part panics. Its own errors are those of the texts that raise them."""
-    for attempt in _attempts(part, backend):
-        try:
-            attempt()
-        except TokenizerFailed:
-            raise
-        except Exception:
-            pass
+def _attempt(action: Callable[[], Any]) -> None:
+    """Raises TokenizerFailed for a panic. Errors of the library are those of the texts that raise them."""
+    try:
+        action()
+    except TokenizerFailed:
+        raise
+    except Exception:
+        pass
 
 
-def _attempts(part: str, backend: LocalBackend) -> Iterator[Callable[[], Any]]:
-    tokenizer = backend.tokenizer
-    if part == "decoder":
-        yield from _decoding(backend)
-        return
-    added = [token.content for token in backend.get_added_tokens_decoder().values()][:1000]
-    for text in (*_TEXTS, *(f"a{content} b" for content in added), " ".join(added)):
-        match part:
-            case "normalizer" if tokenizer.normalizer is not None:
-                yield partial(call, tokenizer.normalizer.normalize_str, text)
-            case "pre_tokenizer" if tokenizer.pre_tokenizer is not None:
-                yield partial(call, tokenizer.pre_tokenizer.pre_tokenize_str, text)
-            case "model" | "post_processor":
-                yield partial(backend.encode, text, add_special_tokens=part == "post_processor")
-
-
-def _decoding(backend: LocalBackend) -> Iterator[Callable[[], Any]]:
-    """Every token alone, any tokens together, and tokens as they come."""
-    size = min(backend.tokenizer.get_vocab_size(), _MAX_IDS)
-    for token_id in (*range(size), *backend.get_added_tokens_decoder(), _LAST_ID):
-        yield partial(backend.decode, [token_id], skip_special_tokens=False)
-    choose = random.Random(0)
-    for _ in range(_NUM_SEQUENCES):
-        ids = [choose.randrange(size) for _ in range(choose.randrange(_SEQUENCE_LENGTH))]
-        yield partial(backend.decode, ids, skip_special_tokens=choose.random() < 0.5)
-        yield partial(_stream, backend, ids)
-    for text in _TEXTS:
-        ids = []
-        with suppress(Exception):  # it has been found already
-            ids = backend.encode(text, add_special_tokens=True).ids
-        yield partial(_stream, backend, ids)
-
-
-def _stream(backend: LocalBackend, ids: Sequence[int]) -> None:
+def _stream(backend: TokenizerBackend, tokens: str | list[int]) -> None:
+    ids = backend.encode(tokens).ids if isinstance(tokens, str) else tokens
     stream = backend.stream(ids[:2])
     for token_id in ids[2:]:
         stream.push([token_id])

@@ -19,8 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
 from cbatch.base.errors import CbatchError, ModelError, as_error
-from cbatch.base.model_files import InvalidFile, read_json_object
-from cbatch.text.backend import Encoded, LocalBackend, TextTokenizer, printable
+from cbatch.base.model_files import read_json_object
+from cbatch.text.backend import Encoded, TextTokenizer, TokenizerBackend, printable
 from cbatch.text.ordinary import QWEN2
 
 VERBATIM_CLASSES = frozenset(("TokenizersBackend", "PreTrainedTokenizerFast"))
@@ -46,10 +46,6 @@ IGNORED_KEYS = frozenset(
 """Keys of `tokenizer_config.json` that change neither tokens nor templates if there is a `tokenizer.json`."""
 
 KNOWN_KEYS = IGNORED_KEYS.union(NAMED_TOKENS, LISTED_TOKENS, MUST_BE_OFF, ("added_tokens_decoder", "chat_template"))
-
-
-class InvalidTokenizer(InvalidFile):
-    """A `tokenizer.json` that the library cannot read."""
 
 
 def load_here(source: str, revision: str | None) -> TextTokenizer:
@@ -83,7 +79,7 @@ def of_transformers(fast: Any) -> TextTokenizer:
         encoded: Encoded = fast(text, add_special_tokens=add_special_tokens).encodings[0]
         return encoded
 
-    backend = LocalBackend(fast.backend_tokenizer, encode)
+    backend = TokenizerBackend(fast.backend_tokenizer, encode)
     return TextTokenizer(backend, fast.bos_token_id, fast.chat_template, fast.special_tokens_map)
 
 
@@ -91,36 +87,34 @@ def from_folder(folder: Path) -> TextTokenizer | None:
     """The tokenizer that transformers would make of a model folder.
 
     None if that is not certain, or if something is wrong with the settings; then transformers reports it.
-    Raises InvalidTokenizer if the library cannot read `tokenizer.json`.
+    Raises ModelError if the library cannot read `tokenizer.json`.
     """
+    backend: Tokenizer | None = None
+    is_read = False
     try:
         config, settings = (read_json_object(folder / name) for name in ("config.json", "tokenizer_config.json"))
         if not _is_known(folder, settings):
             return None
         template = _chat_template(folder, settings.get("chat_template"))
         special_tokens = {name: _content(settings[name]) for name in NAMED_TOKENS if settings.get(name) is not None}
-        try:
-            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception
-            raise InvalidTokenizer(f"Cannot load the tokenizer of {folder}: {printable(str(error))}.") from error
+        is_read = True
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         kind, name = config.get("model_type"), settings.get("tokenizer_class")
         is_verbatim = kind in VERBATIM_MODEL_TYPES and name in VERBATIM_CLASSES
         is_qwen2 = kind in QWEN2_MODEL_TYPES and name in QWEN2_CLASSES and _is_qwen2(settings, backend)
-        if not (is_verbatim or is_qwen2):
+        has_all = _has_all_special_tokens(settings, special_tokens.values(), backend)
+        if not (is_verbatim or is_qwen2) or not has_all:
             return None
-        if not _has_all_special_tokens(settings, special_tokens.values(), backend):
-            return None
-    except InvalidTokenizer:
-        raise
-    except Exception:  # the files may hold values of any type
+    except Exception as error:  # the files may hold values of any type, and the library raises plain Exception
+        if is_read and backend is None:
+            raise ModelError(f"Cannot load the tokenizer of {folder}: {printable(str(error))}.") from error
         return None
     bos = special_tokens.get("bos_token")
     bos_id = None if bos is None else backend.token_to_id(bos)
-    return TextTokenizer(LocalBackend(backend), bos_id, template, special_tokens)
+    return TextTokenizer(TokenizerBackend(backend), bos_id, template, special_tokens)
 
 
 def _content(token: Any) -> str:
-    """The text of a special token of `tokenizer_config.json`, which is text or an object with flags."""
     if isinstance(token, dict) and token.get("__type") == "AddedToken":
         token = token["content"]
     if not isinstance(token, str):
@@ -129,7 +123,6 @@ def _content(token: Any) -> str:
 
 
 def _is_known(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether this module knows all keys of the settings and all files of the folder."""
     if not KNOWN_KEYS.issuperset(settings) or any(settings.get(key) for key in MUST_BE_OFF):
         return False
     # These older files count if the tokens are not listed; a tekken.json would take precedence over tokenizer.json.

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,15 @@ def is_ordinary(tokenizer: Tokenizer) -> bool:
 def _skeleton(data: bytes) -> Any:
     """The file without its vocabulary, if that is the end of it; else all of it, if it is small."""
     end = data.find(b'"vocab"')
-    if 0 <= end <= MAX_PARSED_BYTES and not _is_risky(data, end):
-        try:
+    if 0 <= end <= MAX_PARSED_BYTES and not (
+        any(data.find(key, end) >= 0 for key in _RISKY_KEYS)
+        or (data.find(rb"\u00", end) >= 0 and _HIDDEN_LETTER.search(data, end) is not None)
+    ):
+        with suppress(ValueError):
             return json.loads(data[:end] + b'"vocab": {}}}')
-        except ValueError:
-            pass
     if len(data) > MAX_PARSED_BYTES:
         raise _Unknown
     return json.loads(data)
-
-
-def _is_risky(data: bytes, start: int) -> bool:
-    has_key = any(data.find(key, start) >= 0 for key in _RISKY_KEYS)
-    return has_key or (data.find(rb"\u00", start) >= 0 and _HIDDEN_LETTER.search(data, start) is not None)
 
 
 def _check(is_known: bool) -> None:
@@ -102,7 +99,6 @@ def _check_file(file: Any) -> None:
 
 
 def _check_parts(normalizer: Any, pre_tokenizer: Any, decoder: Any, post_processor: Any) -> None:
-    """Raises _Unknown, or any Exception, for parts that are not known to work."""
     _check(_growth(_flat(normalizer, "normalizers", _NORMALIZERS)) <= _MAX_GROWTH)
     _flat(pre_tokenizer, "pretokenizers", _PRE_TOKENIZERS)
     _check(_growth(_flat(decoder, "decoders", _DECODERS)) <= _MAX_GROWTH)
@@ -122,7 +118,6 @@ def _flat(part: Any, name: str, known: Mapping[str, Callable[[_Part], bool]]) ->
 
 
 def _growth(parts: Iterable[_Part]) -> int:
-    """How many times as long replacements can make a text."""
     return math.prod(max(len(part["content"]), 1) for part in parts if part["type"] == "Replace")
 
 

@@ -7,7 +7,8 @@ it is not run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,24 +113,16 @@ class OutputStream:
         prefix:             the beginning of the output, which was shown before, as `parse` gives it; the stream gives
                             only what the rest of the output adds
         """
-        self._is_thinking = is_thinking
         self._tools = tools or ()
         self._call_tag = parser.tool_call_tag if tools else None
         self._text = self._reasoning = ""  # for the next delta
-        self._start: list[str] = []  # what comes before it is decided whether the output begins with a think tag
-        self._word = ""  # the same without white space at its beginning
         self._answer: list[str] = []  # all text, with tool calls
         self._num_shown = 0  # characters of it that have been given
-        self._take_text = None if self._call_tag is None else self._find_call
-        self._call_finder = _TagFinder(self._call_tag or "", None)
-        self._stage: Callable[[str], None] | None = self._take_text
-        """Takes the next part of the output. None if it is text in any case."""
-        if parser.think_tags is not None:
-            self._opening, closing = parser.think_tags
-            self._closing_finder = _TagFinder(closing, "\n")
-            self._stage = self._find_opening
+        self._is_plain = False  # whether all that comes is text
+        self._parts = self._split(parser.think_tags, is_thinking)
         self._shown_before = ParsedDelta()  # what was held back of the prefix, and was shown nevertheless
         self._calls_before: tuple[ToolCall, ...] = ()
+        next(self._parts, None)
         if prefix:
             given, shown = self.push(prefix), parser.parse(prefix, is_thinking=is_thinking, tools=tools)
             text, reasoning = shown.text[len(given.text) :], (shown.reasoning or "")[len(given.reasoning) :]
@@ -137,17 +130,16 @@ class OutputStream:
 
     def push(self, delta: str) -> ParsedDelta:
         """Takes the next part of the output, and returns what can be shown now."""
-        if self._stage is None:
+        if self._is_plain:
             return ParsedDelta(delta)
-        self._stage(delta)
+        with suppress(StopIteration):
+            self._parts.send(delta)
         return self._new()
 
     def finish(self) -> tuple[ParsedDelta, tuple[ToolCall, ...]]:
         """The text held back, and the tool calls, once the output has ended."""
-        if self._stage == self._find_opening:
-            self._go_on_without_opening()
-        if self._stage == self._find_closing:
-            self._reasoning += self._closing_finder.rest()
+        for _ in self._parts:  # each turn gives it None
+            pass
         calls: tuple[ToolCall, ...] = ()
         if self._call_tag is not None:
             text, found = extract_tool_calls("".join(self._answer), self._call_tag, self._tools)
@@ -163,48 +155,55 @@ class OutputStream:
         self._text = self._reasoning = ""
         return ParsedDelta(text, reasoning)
 
-    def _go_on(self, stage: Callable[[str], None] | None, rest: str) -> None:
-        self._stage = stage
-        if stage is None:
-            self._text += rest
-        else:
-            stage(rest)
-
-    def _find_opening(self, delta: str) -> None:
-        self._start.append(delta)
-        self._word += delta if self._word else delta.lstrip()
-        if self._word.startswith(self._opening):
-            self._shown_before = ParsedDelta()  # the prefix ended within this tag or before it
-            self._go_on(self._begin_reasoning, self._word[len(self._opening) :])
-        elif not self._opening.startswith(self._word):
-            self._go_on_without_opening()
-
-    def _go_on_without_opening(self) -> None:
-        self._go_on(self._begin_reasoning if self._is_thinking else self._take_text, "".join(self._start))
-
-    def _begin_reasoning(self, delta: str) -> None:
-        if rest := delta.lstrip("\n"):
-            self._go_on(self._find_closing, rest)
-
-    def _find_closing(self, delta: str) -> None:
-        reasoning, rest = self._closing_finder.push(delta)
-        self._reasoning += reasoning
-        if rest is not None:
-            self._go_on(self._begin_text, rest)
-
-    def _begin_text(self, delta: str) -> None:
-        if rest := delta.lstrip("\n"):
-            self._go_on(self._take_text, rest)
-
-    def _find_call(self, delta: str) -> None:
-        self._answer.append(delta)
-        text, rest = self._call_finder.push(delta)
-        may_be_call = self._call_tag == LLAMA and self._num_shown == 0 and text.lstrip().startswith("{")
-        if not may_be_call:
+    def _split(self, think_tags: tuple[str, str] | None, is_thinking: bool) -> Generator[None, str | None]:
+        """Adds to `_text` and `_reasoning` what can be shown. Gets the output delta by delta, and None at the end."""
+        text = ""
+        if think_tags is not None:
+            (opening, closing), start, word = think_tags, list[str](), ""
+            while word != opening and opening.startswith(word) and (delta := (yield)) is not None:
+                start.append(delta)
+                word += delta if word else delta.lstrip()
+            text = "".join(start)
+            if word.startswith(opening):
+                self._shown_before = ParsedDelta()  # the prefix ended within this tag or before it
+                is_thinking, text = True, word[len(opening) :]
+            if is_thinking:
+                text, finder = (yield from _after_line_breaks(text)), _TagFinder(closing, "\n")
+                rest = None
+                while rest is None:
+                    reasoning, rest = finder.push(text)
+                    self._reasoning += reasoning
+                    if rest is None:
+                        if (delta := (yield)) is None:
+                            self._reasoning += finder.rest()
+                            return
+                        text = delta
+                text = yield from _after_line_breaks(rest)
+        if self._call_tag is None:
             self._text += text
-            self._num_shown += len(text)
-        if may_be_call or rest is not None:
-            self._stage = self._answer.append
+            self._is_plain = True
+            return
+        finder, shows = _TagFinder(self._call_tag, None), True
+        delta = text
+        while delta is not None:
+            self._answer.append(delta)
+            if shows:
+                new, rest = finder.push(delta)
+                may_be_call = self._call_tag == LLAMA and self._num_shown == 0 and new.lstrip().startswith("{")
+                if not may_be_call:
+                    self._text += new
+                    self._num_shown += len(new)
+                shows = not may_be_call and rest is None
+            delta = yield
+
+
+def _after_line_breaks(text: str) -> Generator[None, str | None, str]:
+    """The text without line breaks at its beginning; if it has nothing else, the next one. Empty at the end."""
+    while not (text := text.lstrip("\n")):
+        if (delta := (yield)) is None:
+            break
+        text = delta
+    return text
 
 
 class _TagFinder:

@@ -230,7 +230,6 @@ def _factor_of_call(factor: _Factor, node: nodes.Filter | nodes.Call) -> int:
 
 
 def _constants(arguments: Sequence[nodes.Expr]) -> list[Any]:
-    """The values of arguments that are short and written in the template."""
     parts = [part for one in arguments for part in (one.items if isinstance(one, nodes.Tuple) else [one])]
     values = [part.value for part in parts if isinstance(part, nodes.Const)]
     if len(values) < len(parts) or any(isinstance(value, str) and len(value) > 30 for value in values):
@@ -247,7 +246,6 @@ def _as_json(arguments: Sequence[nodes.Expr]) -> int:
 
 
 def _with_text(arguments: Sequence[nodes.Expr]) -> int:
-    """Replaces or joins by a text that is written in the template."""
     return 2 + max((len(value) for value in _constants(arguments) if isinstance(value, str)), default=0)
 
 

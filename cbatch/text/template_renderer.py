@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from typing import Any
 
 from cbatch.base.errors import ModelError
 from cbatch.isolate.child import TOO_LARGE, Limits
 from cbatch.isolate.sandbox import Sandbox
-from cbatch.isolate.worker import Worker, WorkerDied, WorkerFailed
+from cbatch.isolate.worker import WorkerDied, WorkerFailed
 from cbatch.text.chat_template import render_chat
 from cbatch.text.template_bounds import BOUNDS, MAX_GROWTH, Bounds, TooMuchWork, bounded
 
-LIMITS = Limits(memory=2 << 30, cpu_seconds=2)
+LIMITS = Limits(memory=2 << 30, cpu_seconds=5)
 """For one conversation. A real template takes a millisecond."""
-
-TRIAL_LIMITS, TRIAL_SECONDS = Limits(memory=1 << 30, cpu_seconds=10), 5.0
-"""For the conversations of a trial, and how long it is waited for after the weights are loaded."""
 
 MAX_WORK = 20_000_000_000
 """Characters that a template may go through at most in this process: a second or two, in the worst case."""
@@ -58,47 +55,29 @@ class TemplateRenderer:
             except TooMuchWork:
                 pass  # it may take long
         most = MAX_WRITTEN + MAX_WRITTEN_EACH * size
-        return self.render_elsewhere(template, most, messages=messages, variables=variables, **others)
-
-    def render_elsewhere(self, template: str, most: int = MAX_WRITTEN, **arguments: Any) -> str:
-        """The same in another process. most: characters that may come out"""
+        arguments = {"messages": messages, "variables": variables, **others}
         text: str = self.sandbox.call("render", template, most, arguments, max_bytes=6 * most + 1000)
         return text
 
+    def try_out(self, template: str) -> None:
+        """Tries a template in the other process, unless its work is known to be bounded.
 
-@contextmanager
-def template_check(template: str | None) -> Iterator[None]:
-    """Tries a template while the body of the `with` block loads the weights, unless its work is known to be bounded.
-
-    Raises ModelError if the template is too large, and from the block if it takes too long or too much memory. A
-    template that raises is an error of the request that makes it raise, and a process that cannot run at all says
-    nothing about the template.
-    """
-    if template is None:
-        yield
-        return
-    tags = template.count("{%") + template.count("{{")
-    if len(template) > MAX_CHARACTERS or tags > MAX_TAGS:
-        raise ModelError(
-            f"The model's chat template is too large: {len(template):,} characters with {tags:,} tags. At most "
-            f"{MAX_CHARACTERS:,} characters with {MAX_TAGS:,} tags are read."
-        )
-    if bounded(template) is not None:
-        yield
-        return
-    worker = Worker(f"{__name__}:_Templates", limits=TRIAL_LIMITS)
-    try:
-        worker.send("try_out", template, timeout_s=TRIAL_SECONDS)
-        yield
-        worker.receive(timeout_s=TRIAL_SECONDS)
-    except WorkerDied as death:
-        if death.is_late:
-            raise ModelError(f"The model's chat template does not end within {TRIAL_SECONDS:g} s.") from None
-    except WorkerFailed as failed:
-        if str(failed) == TOO_LARGE:
-            raise ModelError("The model's chat template takes too much memory.") from None
-    finally:
-        worker.kill()
+        Raises ModelError if it is too large, or takes too long or too much memory. A template that raises is an error
+        of the request that makes it raise, and a process that cannot run at all says nothing about the template.
+        """
+        tags = template.count("{%") + template.count("{{")
+        if len(template) > MAX_CHARACTERS or tags > MAX_TAGS:
+            raise ModelError(
+                f"The model's chat template is too large: {len(template):,} characters with {tags:,} tags. At most "
+                f"{MAX_CHARACTERS:,} characters with {MAX_TAGS:,} tags are read."
+            )
+        try:
+            with suppress(OSError):
+                if bounded(template) is None:
+                    self.sandbox.call("try_out", template)
+        except WorkerFailed as failed:
+            if (isinstance(failed, WorkerDied) and failed.is_late) or str(failed) == TOO_LARGE:
+                raise ModelError(f"The model's chat template cannot be used: {failed}.") from None
 
 
 class _Templates:

@@ -24,8 +24,6 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Mapping[str, Sequence[Message]]
 """Text, token ids, or a conversation: `{"messages": [{"role": "user", "content": "Hi"}]}`, optionally with `tools`."""
 
-_Objects = list[dict[str, Any]]
-
 CHARACTERS_PER_TOKEN, SPARE_CHARACTERS, SPARE_TOKENS = 6, 4096, 256
 """How much of a text is encoded first: enough that ordinary text has more tokens than the context."""
 
@@ -53,6 +51,11 @@ class ChatTokenizer:
         """The template's source; of several templates, the default one."""
         return self.templates.get("default") if isinstance(self.templates, dict) else self.templates
 
+    def try_template(self) -> None:
+        """Tries the chat template, so that one that never ends is found at the start. Raises ModelError."""
+        if self.chat_template:
+            self._renderer.try_out(self.chat_template)
+
     @property
     def template_source(self) -> str:
         """The source of all of the model's templates; empty if it has none."""
@@ -68,6 +71,11 @@ class ChatTokenizer:
         """Whether any of the model's templates mentions tools."""
         return "tools" in self.template_source
 
+    @property
+    def template_has_clock(self) -> bool:
+        """Whether the template may write the date into the prompt."""
+        return "strftime_now" in (self.chat_template or "")
+
     def encode(self, text: str, *, context: int | None = None) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it, but never twice.
 
@@ -77,11 +85,6 @@ class ChatTokenizer:
         """
         ids, bos = self._encode(text, context).ids, self._tokenizer.bos_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
-
-    @property
-    def template_has_clock(self) -> bool:
-        """Whether the template may write the date into the prompt."""
-        return "strftime_now" in (self.chat_template or "")
 
     def encode_chat(
         self,
@@ -113,12 +116,10 @@ class ChatTokenizer:
                 raise RequestError("invalid_row", "continue_final_message needs text content in the last message.")
             if answer:
                 raise RequestError("invalid_row", "The last message or an answer can be continued, but not both.")
-        functions = [dict(tool) for tool in tools or ()]
-        variables = dict(template.kwargs)
-        if not any(self._special_pattern.search(text) for text in _strings([plain, functions, variables, answer])):
-            text = self._render(plain, functions, variables, template) + answer
-            return self._encode(text, context, add_special_tokens=False).ids
-        return self._encode_with_text_specials(plain, functions, variables, template, answer, context)
+        parts = [plain, [dict(tool) for tool in tools or ()], dict(template.kwargs), answer]
+        if any(self._special_pattern.search(text) for text in _strings(parts)):
+            return self._encode_with_text_specials(parts, template, context)
+        return self._encode(self._render(parts, template), context, add_special_tokens=False).ids
 
     def detokenizer(
         self, prompt: Sequence[int], params: SamplingParams, tags: Sequence[str] = ()
@@ -182,13 +183,14 @@ class ChatTokenizer:
         spelt = [tuple(self.backend.encode(text, add_special_tokens=False).ids) for text in texts]
         return [list(ids) for ids in dict.fromkeys(spelt) if ids]
 
-    def _render(self, messages: _Objects, tools: _Objects, variables: dict[str, Any], options: TemplateOptions) -> str:
+    def _render(self, parts: list[Any], options: TemplateOptions) -> str:
+        messages, tools, variables, answer = parts
         template, special_tokens = self.templates, self._tokenizer.special_tokens
         if isinstance(template, dict):
             template = template["tool_use" if tools and "tool_use" in template else "default"]
         check_variables(variables, frozenset(special_tokens))
         try:
-            return self._renderer.render(
+            text = self._renderer.render(
                 template or "",
                 messages,
                 tools=tools,
@@ -198,36 +200,27 @@ class ChatTokenizer:
                 add_generation_prompt=options.begins_new_message,
                 continue_final_message=options.continue_final_message,
             )
+            return text + str(answer)
         except OSError as error:
             raise RequestError("internal_error", f"The chat template cannot be rendered: {error}.") from error
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RequestError("template_error", f"The chat template refused the messages: {error}") from error
 
-    def _encode_with_text_specials(
-        self,
-        messages: _Objects,
-        tools: _Objects,
-        variables: dict[str, Any],
-        options: TemplateOptions,
-        answer: str,
-        context: int | None,
-    ) -> list[int]:
+    def _encode_with_text_specials(self, parts: list[Any], options: TemplateOptions, context: int | None) -> list[int]:
         """Encodes messages, tools, variables or the beginning of an answer with special tokens written in them.
 
         A separator, a private-use character that occurs nowhere in them, is inserted after the first character of each
         special token, so that the tokenizer does not recognize it. The tokens of the separators are then left out.
         """
-        written = list(_strings([messages, tools, variables, answer]))
+        written = list(_strings(parts))
         characters = set().union(*written)
         separators = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in characters)
         separator = next((one for one in separators if not any(_escape(one) in text for text in written)), None)
         if separator is None:
             raise RequestError("invalid_row", "The messages hold every private-use character of Unicode.")
         hide = partial(self._special_pattern.sub, lambda match: match[0][0] + separator + match[0][1:])
-        hidden = [_map_strings(value, hide) for value in (messages, tools, variables)]
-        rendered = self._render(hidden[0], hidden[1], hidden[2], options) + hide(answer)
         # A template that prints an object as Python does, or as JSON in ASCII, prints the separator as an escape.
-        rendered = rendered.replace(_escape(separator), separator)
+        rendered = self._render(_map_strings(parts, hide), options).replace(_escape(separator), separator)
         encoding = self._encode(rendered, context, add_special_tokens=False)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [token for token, (start, stop) in pairs if rendered[start:stop] != separator]
@@ -247,7 +240,6 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with every string and every key changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

@@ -159,7 +159,6 @@ def _read_function(tools: Sequence[Mapping[str, Any]], text: str, at: int) -> tu
 
 
 def _properties(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """The JSON schemas of a function's parameters."""
     functions = [tool["function"] for tool in tools if tool["function"]["name"] == name]
     properties = (functions[0].get("parameters") or {}).get("properties") if functions else None
     return properties if isinstance(properties, dict) else {}
@@ -200,7 +199,6 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value at a position of a text, and the position where it ends. None if there is none."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):

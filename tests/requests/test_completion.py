@@ -146,13 +146,6 @@ def test_copies(make_copy: Callable[[Completion], Completion], completion: Compl
     assert error == (completion.error and (RequestError, ERROR.code, str(ERROR)))
 
 
-def test_a_look_makes_no_pickle_larger() -> None:
-    """Guards results that are sent to other processes after somebody has looked at them."""
-    completion = make(OWN_ROW, *SEVERAL)
-    size = len(pickle.dumps(completion))
-    assert dict(completion) and len(pickle.dumps(completion)) == size
-
-
 def comparable(tokens: Any) -> Any:
     """Tokens without their numbers, which rows do not have."""
     return tokens and [

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cbatch.base.config import EngineConfig
-from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, ToolChoice
 from cbatch.base.template_options import TemplateOptions
@@ -137,16 +136,3 @@ def test_an_answer_whose_reasoning_is_over_is_constrained_at_once(
     """Guards against a constraint that waits for the end of reasoning that the beginning of the answer has closed."""
     (completion,) = ask(engine, request(None, answer=answer, params={"regex": "\n\nHi"}))
     assert (completion.text, completion.reasoning, completion.finish_reason) == (text, None, "stop")
-
-
-@pytest.mark.parametrize(
-    "engine", [QWEN3, "{{ messages[0].content }}{{ tools }}"], ids=["Hermes", "unknown"], indirect=True
-)
-def test_what_cannot_be_forced_is_an_error_of_the_request(engine: SteppingEngine) -> None:
-    """Guards against an answer without the call that was asked for, and against two constraints at once."""
-    is_known = engine.tokenizer is not None and engine.tokenizer.output_parser.tool_call_tag is not None
-    sentence = "cannot be combined with another constraint" if is_known else "shows no format of tool calls"
-    params = {"regex": "a+"} if is_known else {}
-    with pytest.raises(RequestError, match=sentence) as caught:
-        engine.input_processor().encode(request(ANY, params=params))
-    assert caught.value.code == "invalid_row"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -65,116 +64,36 @@ def error_of(fields: dict[str, Any], chat_template: str | None = TEMPLATE, **def
     return str(made.error)
 
 
-GOLDEN = [
+GOLDEN: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "Hi", "max_tokens": 4}, "b01de0b22296692baf5fc463"),
     ({"id": "a", "prompt": "Hi", "max_new_tokens": 4, "temperature": 0.7, "seed": 5}, "953e95ad5e846a3cfd4f167f"),
     ({"id": 3, "prompt": "Hi", "raw": True, "max_completion_tokens": 2}, "9dae8879347352b82657e647"),
-    ({"id": "m", "messages": [USER], "stop": ["x"], "max_tokens": 2, "note": {"a": 1}}, "a80fb52cf24c055480d0ea89"),
-    (
-        {
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-            ],
-            "n": 2,
-            "max_tokens": 2,
-            "logprobs": 1,
-        },
-        "a08aceac78804486536ad752",
-    ),
+    ({"id": "m", "messages": [{"role": "user", "content": "Hi"}], "stop": ["x"], "max_tokens": 2, "note": {"a": 1}},
+     "a80fb52cf24c055480d0ea89"),
+    ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+     "n": 2, "max_tokens": 2, "logprobs": 1}, "a08aceac78804486536ad752"),
     ({"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "priority": 4}, "a5073fd0dde0586060599865"),
     ({"prompt": "Hi", "regex": "[ab]{3}", "max_tokens": 4}, "68e65d812296692baf5fc463"),
     ({"prompt": "Hi", "choice": ["a", "b"]}, "d084d7de2296692baf5fc463"),
     ({"prompt": "Hi", "response_format": {"type": "json_object"}, "max_tokens": 4}, "140271b22296692baf5fc463"),
-    (
-        {
-            "prompt": "Hi",
-            "options": ["A", "B"],
-            "format": "markdown",
-            "context": "c",
-            "model": "m",
-            "user": "u",
-            "metadata": {"k": 1},
-            "template": "t",
-            "think": "hm",
-            "documents": ["d"],
-            "max_tokens": 2,
-        },
-        "f5c9199960a355f3ed1ee754",
-    ),
+    ({"prompt": "Hi", "options": ["A", "B"], "format": "markdown", "context": "c", "model": "m", "user": "u",
+     "metadata": {"k": 1}, "template": "t", "think": "hm", "documents": ["d"], "max_tokens": 2},
+     "f5c9199960a355f3ed1ee754"),
     ({"prompt": "Hi", "tools": [], "tool_choice": "none", "max_tokens": 2}, "9c9010732296692baf5fc463"),
-    (
-        {
-            "prompt": "Hi",
-            "logit_bias": {"40": 5},
-            "max_tokens": 2,
-            "echo": True,
-            "top_k": 5,
-            "top_p": 0.5,
-            "temperature": 1,
-            "min_p": 0.1,
-            "presence_penalty": 1,
-            "frequency_penalty": 0.5,
-            "repetition_penalty": 1.2,
-        },
-        "4c991b0b2296692baf5fc463",
-    ),
-    (
-        {
-            "custom_id": "c-1",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {
-                "model": "gpt-4o-mini",
-                "messages": [{"role": "user", "content": "hi"}],
-                "max_tokens": 4,
-                "temperature": 1.0,
-                "user": "me",
-                "metadata": {"a": "b"},
-                "n": 1,
-                "parallel_tool_calls": True,
-                "modalities": ["text"],
-            },
-        },
-        "28260faf8be1e620272a4f31",
-    ),
-    (
-        {
-            "custom_id": "c-2",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": "two", "max_tokens": 2, "suffix": "", "best_of": 1, "echo": True, "logprobs": 1},
-            "note": 1,
-        },
-        "6d582c0d687ea1f2b95e916e",
-    ),
-    (
-        {
-            "custom_id": "c-3",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {
-                "messages": [{"role": "developer", "content": "hi"}],
-                "max_tokens": 3,
-                "logprobs": True,
-                "top_logprobs": 2,
-            },
-        },
-        "b17e72e6d02212c87a9e9c0c",
-    ),
-    (  # what asks for nothing was a column in earlier versions
-        {
-            "prompt": "Hi",
-            "best_of": 1,
-            "detokenize": True,
-            "use_beam_search": False,
-            "extra_args": {},
-            "mirostat": None,
-            "max_tokens": 2,
-        },
-        "341a06fd4685272c4583a099",
-    ),
-]
+    ({"prompt": "Hi", "logit_bias": {"40": 5}, "max_tokens": 2, "echo": True, "top_k": 5, "top_p": 0.5, "temperature":
+     1, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+     "4c991b0b2296692baf5fc463"),
+    ({"custom_id": "c-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-4o-mini", "messages":
+     [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 1.0, "user": "me", "metadata": {"a": "b"},
+     "n": 1, "parallel_tool_calls": True, "modalities": ["text"]}}, "28260faf8be1e620272a4f31"),
+    ({"custom_id": "c-2", "method": "POST", "url": "/v1/completions", "body": {"prompt": "two", "max_tokens": 2,
+     "suffix": "", "best_of": 1, "echo": True, "logprobs": 1}, "note": 1}, "6d582c0d687ea1f2b95e916e"),
+    ({"custom_id": "c-3", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "developer",
+     "content": "hi"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 2}}, "b17e72e6d02212c87a9e9c0c"),
+    # what asks for nothing was a column in earlier versions
+    ({"prompt": "Hi", "best_of": 1, "detokenize": True, "use_beam_search": False, "extra_args": {}, "mirostat": None,
+     "max_tokens": 2}, "341a06fd4685272c4583a099"),
+]  # fmt: skip
 """The lines of a file, and the last two parts of their keys as they were before rows could have template options."""
 
 
@@ -385,14 +304,3 @@ def test_the_key_of_a_refused_row_comes_from_its_bytes() -> None:
         "invalid_row",
     ]
     assert read[0].key == lines.key(Line(0, b'{ "messages": [{"content": "", "role": "r"}]}'))
-
-
-def test_threads_share_a_processor() -> None:
-    """Guards the caches inside: what one thread makes, all get."""
-    inputs = processor().inputs
-    rows = [{"prompt": f"row {number}", "stop": ["a"], "top_k": number % 3} for number in range(40)]
-    alone = [processor().inputs.process(read_prompt(row, at, {}), lambda: b"").key for at, row in enumerate(rows[:3])]
-    with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda at: inputs.process(read_prompt(rows[at], at, {}), lambda: b""), range(40)))
-    assert all(isinstance(one, Request) for one in made) and len({one.key for one in made}) == 40
-    assert [one.key for one in made[:3]] == alone

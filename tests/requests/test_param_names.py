@@ -173,7 +173,7 @@ def test_what_is_not_available_says_so(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_asks_for_nothing_is_accepted(name: str) -> None:
     """Guards files made for other programs, which spell out every default."""
-    for nothing in REFUSED[name].nothing:
+    for nothing in param_names.NOTHING[name]:
         assert own_params({name: nothing}) == ({}, {})
         row = parse({name: nothing})
         assert row.error is None and row.given == {} and row.extra == {name: nothing}
@@ -276,8 +276,8 @@ def test_fields_of_a_row_are_no_parameters(name: str) -> None:
 
 def test_options_are_named_for_python_too() -> None:
     """Guards advice that only the command line could follow."""
-    for name, refusal in REFUSED.items():
-        assert "--" not in refusal.why or "in Python" in refusal.why, name
+    for name, why in REFUSED.items():
+        assert "--" not in why or "in Python" in why, name
 
 
 def test_options_hold_sampling_parameters_only() -> None:
@@ -309,14 +309,6 @@ def test_long_names_cost_nothing() -> None:
     assert parse({"x" * 100_000 + str(number): 1 for number in range(3)}).error is None
     assert param_names._intended.cache_info().currsize == before
     assert max(map(len, param_names.UNDERSTOOD)) < param_names.MAX_NAME
-
-
-def test_names_without_a_likeness_are_refused_from_python() -> None:
-    """Guards params of Python, where nothing is a column, also against keys that are no text."""
-    for name in ("label", "", 3, None):
-        with pytest.raises(RequestError, match="There is no sampling parameter") as caught:
-            own_params({name: None})  # type: ignore[dict-item]
-        assert caught.value.code == "unknown_parameter" and "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

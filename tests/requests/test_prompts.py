@@ -16,7 +16,7 @@ import torch
 
 from cbatch import Completion, Engine, RequestError, SamplingParams
 from cbatch.base.request import Request
-from cbatch.requests.prompts import list_conversations, list_params, list_prompts, read_prompt
+from cbatch.requests.prompts import list_conversations, list_prompts, read_prompt
 
 USER = {"role": "user", "content": "Hi"}
 ROW = {"messages": [USER]}
@@ -326,14 +326,6 @@ def test_what_is_no_conversation_raises(conversations: Any, engine: Engine) -> N
         engine.chat(conversations)
 
 
-def test_params_for_all_or_for_each() -> None:
-    """Guards the pairing of parameters with prompts."""
-    one = SamplingParams(max_tokens=2)
-    assert list_params(None, 2) == [None, None] and list_params(one, 2) == [one, one]
-    assert list_params(FEW, 2) == [FEW, FEW] and list_params((one, FEW, None), 3) == [one, FEW, None]
-    assert list_params(Column(one), 1) == [one] and list_params([], 0) == []
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -404,16 +396,3 @@ def test_seeds(engine: Engine) -> None:
     assert [one.text for one in engine.generate(rows, warm, seed=None)] == texts(5, warm | {"seed": 7})[:2]
     named = [engine.generate([*others, {"prompt": "Hi", "id": "a"}], warm)[-1].text for others in ([], ["x", "y"])]
     assert named[0] == named[1], "the seed of a row with an id depends on its place"
-
-
-def test_priorities_of_rows(model_folder: Path) -> None:
-    """Guards `priority` in rows: those with a lower one run first, and it changes no text."""
-    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=1) as engine:
-        rows = [{"prompt": f"number {number}", "priority": priority} for number, priority in enumerate((0, 5, -5))]
-        params = {"max_tokens": 4, "ignore_eos": True}
-        ended = [event.index for event in engine.stream(["first", *rows], params) if event.finish_reason is not None]
-        assert ended.index(3) < ended.index(1) < ended.index(2)
-        plain = [{"prompt": row["prompt"]} for row in rows]
-        assert [one.text for one in engine.generate(rows, params)] == [
-            one.text for one in engine.generate(plain, params)
-        ]

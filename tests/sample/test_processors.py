@@ -14,7 +14,7 @@ from cbatch.base.outputs import Sample
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.sample.output import MIN_LOGPROB, PendingLogprobs
-from cbatch.sample.processors import Processors, counts_for
+from cbatch.sample.processors import counts_for, process_logits
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.structured.masks import TokenMasks
 from cbatch.sample.structured.token_bitmask import bitmask_of
@@ -41,7 +41,7 @@ def random_logits(rows: int) -> torch.Tensor:
 
 def apply(logits: torch.Tensor, sequences: list[TokenSequence]) -> torch.Tensor:
     before = logits.clone()
-    processed = Processors.build(sequences, CPU).apply(logits)
+    processed = process_logits(logits, sequences)
     if (masks := RowMasks.build(sequences, None, [], logits)) is not None:
         processed = masks.apply(processed)
     assert logits.numpy().tobytes() == before.numpy().tobytes(), "the raw logits are needed for log-probabilities"
@@ -104,17 +104,6 @@ def test_bad_words_are_those_of_transformers() -> None:
     assert [token for token in range(VOCABULARY) if processed[0, token] == -math.inf] == [5, 6, 7]
 
 
-@pytest.mark.parametrize("allowed", [[7], [3, 9, 49], list(range(VOCABULARY - 1)), list(range(VOCABULARY))], ids=len)
-def test_allowed_tokens_are_those_of_transformers(allowed: list[int]) -> None:
-    """Guards lists of one, of some and of all tokens, beside rows with another list and with none."""
-    sequences = [make_request(), make_request(allowed_token_ids=allowed), make_request(allowed_token_ids=[0])]
-    logits = random_logits(3)
-    processed = apply(logits, sequences)
-    processor = logits_process.PrefixConstrainedLogitsProcessor(lambda batch, ids: allowed, num_beams=1)
-    assert torch.equal(processed[1:2], processor(torch.tensor([[1]]), logits[1:2].clone()))
-    assert torch.equal(processed[0], logits[0]) and processed[2].isfinite().nonzero().tolist() == [[0]]
-
-
 def test_allowed_tokens_are_looked_up_once() -> None:
     """Guards the time of a step, since a list may be as long as the vocabulary."""
     sequence = make_request(allowed_token_ids=[4, 2, 4])
@@ -134,7 +123,7 @@ def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
     constraint = TokenMasks(torch.from_numpy(bitmask_of([3, 5, 9], VOCABULARY))[None], [None])
     masks = RowMasks.build([sequence], constraint, [0], logits)
     assert masks is not None
-    processed = masks.apply(Processors.build([sequence], CPU).apply(logits))
+    processed = masks.apply(process_logits(logits, [sequence]))
     assert processed[0].isfinite().nonzero().flatten().tolist() == [5] and processed[0, 5] == logits[0, 5]
 
 
@@ -164,8 +153,7 @@ def test_all_at_once_is_one_after_the_other() -> None:
 def test_rows_that_ask_for_nothing_cost_nothing() -> None:
     """Guards the common step: no copy of the logits, no tensors."""
     logits = random_logits(2)
-    processors = Processors.build([make_request(), make_request(temperature=1.0)], CPU)
-    assert processors == Processors(None, None, None) and processors.apply(logits) is logits
+    assert process_logits(logits, [make_request(), make_request(temperature=1.0)]) is logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

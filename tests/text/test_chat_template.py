@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.base.errors import RequestError
 from cbatch.base.template_options import TemplateOptions
-from cbatch.text.backend import LocalBackend, TextTokenizer
+from cbatch.text.backend import TextTokenizer, TokenizerBackend
 from cbatch.text.chat_template import render_chat
 from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
@@ -175,7 +175,7 @@ def test_a_template_is_told_the_date(make: Any) -> None:
 
 def plain(theirs: Any) -> TextTokenizer:
     return TextTokenizer(
-        LocalBackend(theirs.backend_tokenizer), theirs.bos_token_id, theirs.chat_template, theirs.special_tokens_map
+        TokenizerBackend(theirs.backend_tokenizer), theirs.bos_token_id, theirs.chat_template, theirs.special_tokens_map
     )
 
 

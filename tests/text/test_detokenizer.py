@@ -7,10 +7,8 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cbatch.base.errors import RequestError
-from cbatch.base.outputs import FinishReason, TokenEvent
-from cbatch.text.backend import LocalBackend
-from cbatch.text.detokenizer import IncrementalDetokenizer, OutputDetokenizer
+from cbatch.text.backend import TokenizerBackend
+from cbatch.text.detokenizer import IncrementalDetokenizer
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,7 @@ def tokenizer() -> Tokenizer:
 
 def stream_all(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    stream = IncrementalDetokenizer(LocalBackend(tokenizer), stop=stop, hidden=special)
+    stream = IncrementalDetokenizer(TokenizerBackend(tokenizer), stop=stop, hidden=special)
     deltas = []
     for token in ids:
         deltas.append(stream.push(token))
@@ -97,14 +95,14 @@ def test_a_prompt_that_ends_in_no_character_stays_out(tokenizer: Tokenizer, prom
     """Guards the output against text of the prompt, if that ends inside a character or in U+FFFD."""
     before = tokenizer.encode(prompt).ids
     for cut in (len(before), len(before) - 1):
-        stream = IncrementalDetokenizer(LocalBackend(tokenizer), before[:cut])
+        stream = IncrementalDetokenizer(TokenizerBackend(tokenizer), before[:cut])
         text = "".join(stream.push(token) for token in tokenizer.encode("answer").ids)
         assert text + stream.flush() == "answer"
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     """Guards min_tokens against a stop string that comes too early."""
-    stream = IncrementalDetokenizer(LocalBackend(tokenizer), stop=("b",))
+    stream = IncrementalDetokenizer(TokenizerBackend(tokenizer), stop=("b",))
     early = "".join(stream.push(token, may_stop=False) for token in tokenizer.encode("abc").ids)
     assert early == "abc" and stream.stop_reason is None
     assert stream.push(tokenizer.encode("b").ids[0]) == "" and stream.stop_reason == "b"
@@ -122,56 +120,6 @@ def test_a_tag_may_be_text_between_words() -> None:
     made.decoder = decoders.Metaspace()
     made.add_special_tokens(["</think>", "<|end|>"])
     ids = [0, made.token_to_id("</think>"), made.token_to_id("<|end|>"), 1]
-    stream = IncrementalDetokenizer(LocalBackend(made), hidden={made.token_to_id("<|end|>")})
+    stream = IncrementalDetokenizer(TokenizerBackend(made), hidden={made.token_to_id("<|end|>")})
     text = "".join(map(stream.push, ids)) + stream.flush()
     assert text == made.decode([ids[0], ids[1], ids[3]], skip_special_tokens=False) and text.endswith("</think> b")
-
-
-def events_of(ids: list[int], reason: FinishReason = "length") -> list[TokenEvent]:
-    """The events of an output of these tokens, as the engine gives them."""
-    reasons: list[FinishReason | None] = [None] * (len(ids) - 1)
-    return [TokenEvent(0, token, finish_reason=end) for token, end in zip(ids, [*reasons, reason], strict=True)]
-
-
-@pytest.mark.parametrize("text", [text for text in TEXTS if text])
-def test_events_become_the_deltas_that_a_stream_gives(tokenizer: Tokenizer, text: str) -> None:
-    """Guards texts that are made where events are read: nothing before that, event by event as at the end."""
-    ids = tokenizer.encode(text).ids
-    made: list[IncrementalDetokenizer] = []
-
-    def make() -> IncrementalDetokenizer:
-        made.append(IncrementalDetokenizer(LocalBackend(tokenizer)))
-        return made[-1]
-
-    *deltas, last, flushed = stream_all(tokenizer, ids)[0]
-    detokenizer = OutputDetokenizer(make)
-    assert not made
-    assert [detokenizer.update(event) for event in events_of(ids)] == [*deltas, last + flushed]
-    assert len(made) == 1 and detokenizer.text_of(ids, "length") == text
-    assert detokenizer.text_of(ids[:1], None) == deltas[0], "what is held back of an output that goes on"
-
-
-@pytest.mark.parametrize(("reason", "text"), [("stop", "ab"), ("length", "abc")])
-def test_an_end_token_is_no_text(tokenizer: Tokenizer, reason: FinishReason, text: str) -> None:
-    """Guards end tokens that are text elsewhere: they count as text only if something else ended the output."""
-    ids = tokenizer.encode("abc").ids
-    detokenizer = OutputDetokenizer(lambda: IncrementalDetokenizer(LocalBackend(tokenizer)), stop_ids={ids[-1]})
-    assert "".join(map(detokenizer.update, events_of(ids, reason))) == text
-    assert detokenizer.text_of(ids, reason) == text
-
-
-def test_a_text_that_cannot_be_made_says_so() -> None:
-    """Guards the reader of an output against exceptions that it does not expect."""
-    detokenizer = OutputDetokenizer(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
-    for make in (lambda: detokenizer.update(TokenEvent(0, 7)), lambda: detokenizer.text_of([7], None)):
-        with pytest.raises(RequestError, match="cannot be turned into text") as caught:
-            make()
-        assert caught.value.code == "internal_error"
-
-
-def test_what_has_its_text_is_passed_through() -> None:
-    """Guards stop strings, whose text the engine made, and a failed request, whose error must not become another."""
-    detokenizer = OutputDetokenizer()
-    assert detokenizer.update(TokenEvent(0, 7, "seven")) == "seven" and detokenizer.text_of([7], "stop") is None
-    failed = TokenEvent(0, None, finish_reason="error", error=RequestError("nan_logits", "No number."))
-    assert OutputDetokenizer(lambda: 1 // 0).update(failed) == ""  # type: ignore[arg-type,return-value]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, normalizers
 from cbatch.base.errors import ModelError
 from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text import isolated
-from cbatch.text.backend import LocalBackend
+from cbatch.text.backend import TokenizerBackend
 from cbatch.text.isolated import WorkerBackend, load_tokenizer
 from cbatch.text.ordinary import QWEN2, is_known_pattern, is_ordinary, is_ordinary_file
 from tests.support.evil_tokenizers import ORIGINAL, RARE, REFUSED, WORKS, split, write_folder
@@ -29,8 +29,8 @@ def worker() -> Iterator[WorkerBackend]:
 
 
 @pytest.fixture(scope="module")
-def local() -> LocalBackend:
-    return LocalBackend(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")))
+def local() -> TokenizerBackend:
+    return TokenizerBackend(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -55,7 +55,7 @@ def test_a_text_that_breaks_it_is_one_row(tmp_path: Path, runs: ForkServer) -> N
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_both_processes_give_the_same(text: str, worker: WorkerBackend, local: LocalBackend) -> None:
+def test_both_processes_give_the_same(text: str, worker: WorkerBackend, local: TokenizerBackend) -> None:
     """Guards what goes through the pipe: ids, offsets, text, and text as it comes."""
     for special in (True, False):
         theirs, ours = worker.encode(text, add_special_tokens=special), local.encode(text, add_special_tokens=special)
@@ -70,7 +70,7 @@ def test_both_processes_give_the_same(text: str, worker: WorkerBackend, local: L
     assert str(local.decoder) == worker.decoder and worker.to_str() == local.to_str()
 
 
-def test_a_text_goes_on_in_a_new_process(worker: WorkerBackend, local: LocalBackend) -> None:
+def test_a_text_goes_on_in_a_new_process(worker: WorkerBackend, local: TokenizerBackend) -> None:
     """Guards an answer whose row has nothing to do with the one that ended the process."""
     ids = local.encode("日本語 hello", add_special_tokens=False).ids
     stream, expected = worker.stream([]), local.stream([])

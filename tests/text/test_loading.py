@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from cbatch.base.errors import ModelError
 from cbatch.model.load_plan import DEMO_MODEL
-from cbatch.text.isolated import load_tokenizer, native
+from cbatch.text.isolated import load_tokenizer
 from cbatch.text.loading import (
     QWEN2_CLASSES,
     QWEN2_MODEL_TYPES,
@@ -121,7 +121,7 @@ def check_equal(folder: Path) -> None:
     assert ours is not None
     assert (ours.bos_id, ours.chat_template) == (theirs.bos_token_id, theirs.chat_template)
     assert ours.special_tokens == theirs.special_tokens_map
-    assert listed(native(ours).tokenizer) == listed(theirs.backend_tokenizer)
+    assert listed(ours.backend.tokenizer) == listed(theirs.backend_tokenizer)
     for text in TEXTS:
         for special in (True, False):
             expected = theirs(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -270,7 +270,7 @@ def test_transformers_stays_out() -> None:
     """Guards the second that importing transformers takes, from a command to a chat that is ready as tokens."""
     code = (
         "import sys; from cbatch.model.load_plan import DEMO_MODEL; "
-        "from cbatch.text.isolated import load_tokenizer, native; "
+        "from cbatch.text.isolated import load_tokenizer; "
         "ids = load_tokenizer(str(DEMO_MODEL), None).backend.encode('hi').ids; "
         "heavy = {'transformers', 'huggingface_hub', 'accelerate'} & set(sys.modules); "
         "sys.exit(f'loads {heavy}' if heavy or not ids else 0)"

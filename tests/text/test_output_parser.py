@@ -100,23 +100,6 @@ def test_special_tags_are_all_that_parse_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt_end", "opens"),
-    [
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<｜Assistant｜><think>", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("<|im_start|>assistant\n", False),
-        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("", False),
-    ],
-)
-def test_prompt_that_opens_thinking(prompt_end: str, opens: bool) -> None:
-    """Guards both ways in which a template steers thinking, and people who write the tag in a message."""
-    assert THINKING.opens_thinking(prompt_end) is opens
-    assert not OutputParser().opens_thinking(prompt_end)
-
-
-@pytest.mark.parametrize(
     ("text", "is_thinking", "reasoning", "rest"),
     [
         ("<think>\nhm\n</think>\n\nHi\n", False, "hm", "Hi\n"),
@@ -140,32 +123,6 @@ def test_prompt_that_opens_thinking(prompt_end: str, opens: bool) -> None:
 def test_reasoning(text: str, is_thinking: bool, reasoning: str | None, rest: str) -> None:
     """Guards what counts as reasoning: one block at the beginning, also one cut off, and nothing later."""
     assert THINKING.parse(text, is_thinking=is_thinking) == ParsedOutput(rest, reasoning, ())
-
-
-@pytest.mark.parametrize(
-    ("text", "is_thinking", "expected"),
-    [
-        ("", False, (None, "")),
-        ("\n", False, (None, "")),
-        ("<thi", False, (None, "")),
-        ("<thin ", False, (None, "<thin ")),
-        ("<think>\nhm\n", False, ("hm", "")),
-        ("hm\n</thin", True, ("hm", "")),
-        ("hm</thin ", True, ("hm</thin ", "")),
-        ("hm</think>\n", True, ("hm", "")),
-        ("hm</think>\nHi <th", True, ("hm", "Hi <th")),
-    ],
-)
-def test_a_stream_holds_back_what_may_be_a_tag(text: str, is_thinking: bool, expected: tuple[str | None, str]) -> None:
-    """Guards the screen against a tag that is there for a moment."""
-    shown = OutputStream(THINKING, is_thinking=is_thinking).push(text)
-    assert (shown.reasoning or None, shown.text) == expected
-
-
-def test_without_think_tags_text_is_text() -> None:
-    """Guards models that do not think: what looks like tags is theirs to write."""
-    text = "\n<think>a</think>b"
-    assert OutputParser().parse(text, is_thinking=True) == ParsedOutput(text, None, ())
 
 
 def test_hermes_calls() -> None:
@@ -313,22 +270,6 @@ def test_llama_call(before: str) -> None:
 def test_other_llama_output_stays_text(text: str) -> None:
     """Guards JSON that was asked for as an answer."""
     assert parse_calls(LLAMA32, text) == ParsedOutput(text, None, ())
-
-
-@pytest.mark.parametrize(
-    ("template", "call"), [(QWEN3, f"<tool_call>{call_text()}</tool_call>"), (LLAMA32, call_text())]
-)
-def test_without_tools_calls_are_text(template: str, call: str) -> None:
-    """Guards rows without tools, and models whose format of calls is not known."""
-    for tools in (None, []):
-        assert OutputParser.from_template(template).parse(call, tools=tools) == ParsedOutput(call, None, ())
-    assert OutputParser().parse(call, tools=[LOOK]) == ParsedOutput(call, None, ())
-
-
-def test_lone_surrogates_in_arguments_stay_escapes() -> None:
-    """Guards the output file: arguments must be text that UTF-8 can write."""
-    answer = parse_calls(QWEN3, '<tool_call>{"name": "look", "arguments": {"a": "\\ud800"}}</tool_call>')
-    assert answer.tool_calls == (ToolCall("look", '{"a": "\\ud800"}'),)
 
 
 FORMATS = [
@@ -537,13 +478,6 @@ def test_text_of_a_continued_output(
     last, calls = stream.finish()
     assert [*deltas, last] == [ParsedDelta(text) for text in shown]
     assert calls == (ToolCall("look", "{}"),) * num_calls
-
-
-def test_reasoning_goes_on_in_a_continued_output() -> None:
-    """Guards reasoning that was cut off, and the end of the line in front of its next part."""
-    stream = OutputStream(THINKING, prefix="<think>\nhm\n")
-    assert stream.push("so</thi") == ParsedDelta("", "\nso")
-    assert stream.push("nk>Hi") == ParsedDelta("Hi")
 
 
 @pytest.mark.parametrize(

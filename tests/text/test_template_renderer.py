@@ -12,7 +12,7 @@ from cbatch.isolate.worker import WorkerFailed
 from cbatch.text import template_renderer
 from cbatch.text.chat_template import render_chat
 from cbatch.text.template_bounds import bounded
-from cbatch.text.template_renderer import TemplateRenderer, template_check
+from cbatch.text.template_renderer import TemplateRenderer
 from tests.support.chat_templates import TEMPLATES
 from tests.text.test_chat_template import DAY, MESSAGES, SPECIAL, TOOL, VARIABLES
 
@@ -64,12 +64,13 @@ def test_arguments_of_filters_are_bounded_too(worker: TemplateRenderer) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_both_ways_give_the_same_text(worker: TemplateRenderer, name: str) -> None:
+def test_both_ways_give_the_same_text(worker: TemplateRenderer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards what goes through the pipe: tools, variables, the date and options."""
     given: dict[str, Any] = {"tools": [TOOL], "special_tokens": SPECIAL, "today": DAY, "variables": VARIABLES}
     expected = render_chat(TEMPLATES[name], MESSAGES[:2], **given)
     assert worker.render(TEMPLATES[name], MESSAGES[:2], **given) == expected
-    assert worker.render_elsewhere(TEMPLATES[name], messages=MESSAGES[:2], **given) == expected
+    monkeypatch.setattr(template_renderer, "bounded", lambda template: None)
+    assert worker.render(TEMPLATES[name], MESSAGES[:2], **given) == expected
 
 
 def test_a_refusal_keeps_its_words(worker: TemplateRenderer) -> None:
@@ -91,5 +92,23 @@ def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateRen
 @pytest.mark.parametrize("template", ["a" * 50_000_000, "{%if a%}{%endif%}" * 150_000], ids=["long", "many tags"])
 def test_an_enormous_template_is_refused_before_it_is_read(template: str) -> None:
     """Guards the start against templates that take minutes only to be parsed."""
-    with pytest.raises(ModelError, match="too large"), template_check(template):
-        pass
+    with pytest.raises(ModelError, match="too large"):
+        TemplateRenderer().try_out(template)
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+WITH_TOOLS = "{% if tools and messages[2].role == 'tool' and messages[1].tool_calls %}" + ENDLESS + "{% endif %}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}", WITH_TOOLS])
+def test_a_template_that_never_ends_is_refused_at_load(worker: TemplateRenderer, template: str) -> None:
+    """Guards the engine against a template that hangs, or eats all memory, with every first message."""
+    with pytest.raises(ModelError, match=r"chat template cannot be used: it (does not end|takes too much memory)"):
+        worker.try_out(template)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% unknown %}"])
+def test_other_templates_pass_their_trial(worker: TemplateRenderer, template: str) -> None:
+    """Guards against refusing a model for what only its rows can decide."""
+    worker.try_out(template)

@@ -17,7 +17,7 @@ from cbatch.base.units import format_count
 from cbatch.batch.journal import CHECK, StoredRow
 from cbatch.requests.columns import OF_THE_MOMENT
 
-IGNORED = OF_THE_MOMENT | {CHECK}
+IGNORED = {*OF_THE_MOMENT, CHECK}
 """Fields of --timings, which no two runs have alike, and what depends on them."""
 
 OF_AN_OUTPUT = frozenset("text finish_reason reasoning tool_calls stop_reason token_ids logprobs".split())

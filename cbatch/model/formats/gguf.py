@@ -60,12 +60,6 @@ class GgufModel:
         self.config["eos_token_id"] = end_ids(self._metadata)
         self.fingerprint = _fingerprint(file)
 
-    @property
-    def chat_template(self) -> str | None:
-        """The one that its tokenizer would have, which takes longer to make."""
-        template = self._metadata.get("tokenizer.chat_template")
-        return template if isinstance(template, str) else None
-
     @cached_property
     def tokenizer(self) -> TextTokenizer | None:
         """None if the file has none. Raises ModelError if it is damaged, or of a kind that is not read."""

@@ -21,9 +21,8 @@ from cbatch.extras import missing_package
 from cbatch.isolate.sandbox import Sandbox
 from cbatch.isolate.worker import WorkerFailed
 from cbatch.sample.structured.grammar import CompiledGrammar
-from cbatch.sample.structured.lark import check_source, constraint_error, to_lark
+from cbatch.sample.structured.lark import ToolCallGrammar, check_source, constraint_error, to_lark
 from cbatch.sample.structured.sandbox import LIMITS, TOO_COMPLEX, TRIAL_LIMITS, Vocabulary
-from cbatch.sample.structured.tool_choice import ToolCallGrammar
 from cbatch.text.tokenizer import ChatTokenizer
 
 CACHE_SIZE = 128
@@ -80,7 +79,6 @@ class ConstraintCompiler:
         return CompiledGrammar(matcher, self.vocab_size, self._model_tokenizer)
 
     def _checked_grammar(self, constraint: Constraint) -> str:
-        """The grammar of a constraint, after its trial. Raises RequestError if it cannot be used."""
         if constraint.kind != "tool_call":
             grammar = to_lark(constraint)
             self._check(constraint, grammar)
@@ -103,7 +101,6 @@ class ConstraintCompiler:
             raise constraint_error(constraint, wrong, part)
 
     def _load(self) -> None:
-        """Imports the library and passes it the vocabulary."""
         try:
             import llguidance
         except ImportError:

@@ -1,13 +1,23 @@
-"""Translates constraints into Lark grammars of llguidance."""
+"""Translates constraints into Lark grammars of llguidance.
+
+Among them are grammars that make a model call one of its tools: `tool_choice` `required`, or a function by name. The
+call has the form that the model's chat template shows, so that `OutputParser` reads it, and its arguments fit the JSON
+schema of the function.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from cbatch.base.errors import RequestError
-from cbatch.base.params import Constraint, Kind
+from cbatch.base.params import Constraint, Kind, SamplingParams
+from cbatch.base.request import ToolChoice
+from cbatch.text.tokenizer import ChatTokenizer
+from cbatch.text.tool_calls import HERMES, LLAMA, MISTRAL, TOOL_TAGS
 
 MAX_SOURCE = 1 << 20
 """Most characters of a schema, a pattern, a grammar or all choices together."""
@@ -31,6 +41,16 @@ _NAMES: dict[Kind, str] = {
 }
 
 
+MAX_TOOLS = 128
+"""Most tools that one output may choose from: OpenAI's own limit. Each schema is compiled on its own first."""
+
+_Form = Literal["hermes", "mistral_list", "mistral_named", "llama"]
+
+# A template of Mistral that puts the name of the function directly behind the tag, perhaps as a further expression.
+_NAME_FOLLOWS = re.compile(r"\[TOOL_CALLS\]['\"]?[\s+~{}-]*[\w.]*\bname\b")
+_NAME = re.compile(r"[\w.-]+")
+
+
 def check_source(constraint: Constraint) -> None:
     """Raises RequestError (`invalid_row`) for a source that is too long, or that is not text."""
     source = constraint.source
@@ -43,7 +63,7 @@ def check_source(constraint: Constraint) -> None:
 
 
 def to_lark(constraint: Constraint) -> str:
-    """The constraint as a grammar of llguidance; calls of tools have a grammar of their own (see `tool_choice`).
+    """The constraint as a grammar of llguidance; calls of tools have a grammar of their own (see `ToolCallGrammar`).
 
     Raises RequestError (`invalid_row`) if it is invalid.
     """
@@ -112,7 +132,6 @@ def _read_json(constraint: Constraint) -> Any:
 
 
 def _escape(text: str) -> str:
-    """A pattern that matches only this text."""
     return "".join(one if one.isalnum() or ord(one) > 0x2FFF else f"\\x{{{ord(one):X}}}" for one in text)
 
 
@@ -126,3 +145,143 @@ def _shorten(constraint: Constraint, what: str) -> str:
     if constraint.kind == "grammar" and place:  # the header is a line that the request does not have
         reason = f"line {int(place[1]) - 1}: {reason}"
     return reason[:200] + ("…" if len(reason) > 200 else "" if reason.endswith((".", "!", "?")) else ".")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallGrammar:
+    """The calls that a constraint of the kind `tool_call` asks for.
+
+    form:        how a call is written
+    separators:  tags between a name and its arguments, if nothing else stands there
+    is_repeated: whether further calls may follow, if the form has room for them
+    is_led:      whether line breaks may come first, as models write them after their reasoning
+    functions:   the name of each, and the JSON schema of its arguments
+    """
+
+    form: _Form
+    separators: Sequence[str]
+    is_repeated: bool
+    is_led: bool
+    functions: Sequence[tuple[str, dict[str, Any]]]
+
+    @classmethod
+    def from_constraint(cls, constraint: Constraint) -> ToolCallGrammar:
+        return cls(**json.loads(constraint.source))
+
+    def argument_grammars(self) -> Iterator[tuple[str, str]]:
+        """The name of each function, and a grammar of its arguments alone."""
+        for name, parameters in self.functions:
+            yield name, f"{HEADER}start: {json_rule(parameters)}"
+
+    def to_lark(self, special_id: Callable[[str], int | None]) -> str:
+        """The grammar of the calls.
+
+        special_id: the id of a tag that is a special token; None for one that is text
+        """
+
+        def tag(text: str) -> str:
+            token = special_id(text)
+            return json.dumps(text) if token is None else f"<[{token}]>"
+
+        rules = [f"start: {'LEAD? ' if self.is_led else ''}calls", *self._calls(tag)]
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self.functions))))
+        for number, (name, parameters) in enumerate(self.functions):
+            rules.append(f"call_{number}: {self._call(name, tag, f'arguments_{number}')}")
+            rules.append(f"arguments_{number}: {json_rule(parameters)}")
+        if self.is_led:
+            rules.append(r"LEAD: /\n{1,2}/")
+        return HEADER + "\n".join(rules)
+
+    def _calls(self, tag: Callable[[str], str]) -> list[str]:
+        if self.form == "llama":
+            return ["calls: call"]
+        if self.form == "mistral_list":
+            more = ' (", " call)*' if self.is_repeated else ""
+            return [f'calls: {tag(MISTRAL)} " "? "[" call{more} "]"']
+        if self.form == "mistral_named":
+            return [f"calls: one{'+' if self.is_repeated else ''}", f"one: {tag(MISTRAL)} call"]
+        opening, closing = TOOL_TAGS[HERMES]
+        more = r' ("\n"? one)*' if self.is_repeated else ""
+        return [f"calls: one{more}", rf'one: {tag(opening)} "\n"? call "\n"? {tag(closing)}']
+
+    def _call(self, name: str, tag: Callable[[str], str], arguments: str) -> str:
+        if self.form == "mistral_named":
+            call_id = " /[a-zA-Z0-9]{9}/"
+            between = [tag(text) + (call_id if text == "[CALL_ID]" else "") for text in self.separators]
+            return " ".join([json.dumps(name), *between, arguments])
+        key = "parameters" if self.form == "llama" else "arguments"
+        opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+        return f'{json.dumps(opening)} {arguments} "}}"'
+
+
+def request_constraint(
+    params: SamplingParams,
+    tokenizer: ChatTokenizer | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    choice: ToolChoice | None = None,
+) -> Constraint | None:
+    """The constraint on a request's output: that of its parameters, or a call of a tool.
+
+    Raises RequestError (`invalid_row`) as `tool_choice_constraint` does, and if the request has both.
+    """
+    if choice is None:
+        return params.constraint
+    if params.constraint is not None:
+        raise RequestError("invalid_row", "A forced call of a tool cannot be combined with another constraint.")
+    return tool_choice_constraint(tokenizer, tools, choice)
+
+
+def tool_choice_constraint(
+    tokenizer: ChatTokenizer | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
+) -> Constraint:
+    """The constraint of a forced call.
+
+    One call if the choice names a function, otherwise at least one, as far as the model's form has room for several.
+
+    tools: the request's tools, as `check_tools` takes them
+
+    Raises RequestError (`invalid_row`) if there is no such tool, for parameters that are not those of an object, and
+    for a model whose form of calls is not known.
+    """
+    functions = [tool["function"] for tool in tools]
+    if choice.name is not None:
+        functions = [function for function in functions if function["name"] == choice.name]
+    if not functions:
+        wanted = "no tools" if choice.name is None else f"no tool {choice.name!r}"
+        raise RequestError("invalid_row", f"tool_choice forces a call, but the request has {wanted}.")
+    if len(functions) > MAX_TOOLS:
+        what = f"A call can be forced from at most {MAX_TOOLS} tools, not {len(functions)}."
+        raise RequestError("invalid_row", what)
+    if tokenizer is None or (found := _call_form(tokenizer)) is None:
+        what = "this model's chat template shows no format of tool calls that can be enforced"
+        raise RequestError("invalid_row", f"tool_choice cannot force a call: {what}.")
+    form, separators = found
+    is_led = tokenizer.output_parser.think_tags is not None
+    described = [(function["name"], _parameters_of(function, form)) for function in functions]
+    grammar = ToolCallGrammar(form, separators, choice.name is None, is_led, described)
+    return Constraint("tool_call", json.dumps(asdict(grammar)))
+
+
+def _call_form(tokenizer: ChatTokenizer) -> tuple[_Form, list[str]] | None:
+    tag, source = tokenizer.output_parser.tool_call_tag, tokenizer.template_source
+    if tag == MISTRAL:
+        separators = [text for text in TOOL_TAGS[MISTRAL][1:] if text in source]
+        return ("mistral_named" if separators or _NAME_FOLLOWS.search(source) else "mistral_list"), separators
+    if tag == HERMES:
+        return "hermes", []
+    return ("llama", []) if tag == LLAMA else None
+
+
+def _parameters_of(function: Mapping[str, Any], form: _Form) -> dict[str, Any]:
+    name, parameters = function["name"], function.get("parameters")
+    if form == "mistral_named" and not _NAME.fullmatch(name):
+        raise RequestError("invalid_row", f"The model's format of tool calls has no room for the name {name!r}.")
+    if parameters is None:  # in OpenAI's API, a function without arguments
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    kinds = parameters.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise RequestError("invalid_row", f"The parameters of the tool {name!r} must be of the type object.")
+    if RESERVED_KEYWORD in parameters:
+        what = f"the keyword {RESERVED_KEYWORD} cannot be used here"
+        raise RequestError("invalid_row", f"The parameters of the tool {name!r} cannot be used: {what}.")
+    return {**parameters, "type": "object"}

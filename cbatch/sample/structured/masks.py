@@ -43,8 +43,6 @@ class Place(NamedTuple):
 
 
 class _MaskJob:
-    """The masks of one step, filled by several threads."""
-
     def __init__(self, places: Sequence[Place], pin: bool) -> None:
         self._places = places
         ends = list(accumulate((1 + len(place.draft) for place in places), initial=0))

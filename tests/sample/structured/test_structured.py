@@ -308,19 +308,6 @@ def test_a_vocabulary_wider_than_the_model(demo: ChatTokenizer) -> None:
     made.close()
 
 
-def test_an_output_that_is_begun_anew(compiler: ConstraintCompiler) -> None:
-    """Guards preemption and several samples: a second state takes the same tokens, and stands in the same place."""
-    first = start(compiler, "regex", ".{200}")
-    rng, tokens = random.Random(1), []
-    for _ in range(10):
-        tokens.append(rng.choice(allowed_tokens(first)))
-        first.accept(tokens[-1])
-    second = start(compiler, "regex", ".{200}")
-    for token in tokens:
-        second.accept(token)
-    assert allowed_tokens(second) == allowed_tokens(first)
-
-
 def test_a_token_that_is_not_allowed_fails_its_request_only(compiler: ConstraintCompiler) -> None:
     """Guards the other outputs of a grammar, and says what happened."""
     wrong, right = (start(compiler, "choice", ["yes", "no"]) for _ in range(2))
@@ -545,22 +532,6 @@ def test_the_missing_extra_is_said(demo: ChatTokenizer, monkeypatch: pytest.Monk
     with pytest.raises(RequestError, match=r"needs llguidance: pip install .*\[structured\]'\.$") as caught:
         ConstraintCompiler(demo, WIDTH).compile(Constraint("json_object"))
     assert caught.value.code == "invalid_row"
-
-
-def test_many_threads_share_one_grammar(compiler: ConstraintCompiler) -> None:
-    """Guards the locks: compiling and drawing in several threads at once gives what one thread gives."""
-    expected = [draw(start(compiler, "json_object"), random.Random(seed)) for seed in range(8)]
-    found: dict[int, bytes] = {}
-
-    def work(seed: int) -> None:
-        found[seed] = draw(start(compiler, "json_object"), random.Random(seed))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found.get(seed) for seed in range(8)] == expected
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

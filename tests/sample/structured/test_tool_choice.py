@@ -15,12 +15,12 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import ToolChoice
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import GrammarState
-from cbatch.sample.structured.token_bitmask import bitmask_size, to_bools
-from cbatch.sample.structured.tool_choice import (
+from cbatch.sample.structured.lark import (
     MAX_TOOLS,
     request_constraint,
     tool_choice_constraint,
 )
+from cbatch.sample.structured.token_bitmask import bitmask_size, to_bools
 from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import MISTRAL_NAMED, QWEN3
 from tests.support.tool_calls import CALL_TEMPLATES, SCHEMAS, TOOLS, make_chat_tokenizer, tool
@@ -173,18 +173,6 @@ def test_what_cannot_be_enforced_is_said(template: str, tools: list[dict[str, An
     with pytest.raises(RequestError, match=sentence) as caught:
         tool_choice_constraint(make_chat_tokenizer(template), tools, ANY)
     assert caught.value.code == "invalid_row"
-
-
-def test_a_function_that_is_no_tool_is_said() -> None:
-    """Guards a choice of a function that nobody declared."""
-    with pytest.raises(RequestError, match="the request has no tool 'gets'"):
-        tool_choice_constraint(make_chat_tokenizer(QWEN3), TOOLS, ToolChoice("gets"))
-
-
-def test_a_model_without_a_tokenizer_cannot_be_forced() -> None:
-    """Guards a folder without a tokenizer."""
-    with pytest.raises(RequestError, match="can be enforced"):
-        tool_choice_constraint(None, TOOLS, ANY)
 
 
 @pytest.mark.parametrize(

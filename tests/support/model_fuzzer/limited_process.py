@@ -55,7 +55,6 @@ def _prepare(child_seconds: float) -> None:
     hide_warnings()
     packed_file.LEAST_BYTES = 0
     isolated.LIMITS = isolated.LIMITS._replace(cpu_seconds=child_seconds)
-    template_renderer.TRIAL_SECONDS = child_seconds
     template_renderer.LIMITS = template_renderer.LIMITS._replace(cpu_seconds=child_seconds)
 
 
