@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ def share_of(check: KernelCheck, device: torch.device, rates: DeviceRates) -> fl
     if check.workload is None:
         return None
     work = check.workload()
-    seconds = best_time(work.run, device, time.perf_counter, 10 if device.type == "cuda" else 1)
+    seconds = best_time(work.run, device, 10 if device.type == "cuda" else 1)
     return max(work.flops / rates.flops_per_s, work.bytes_read / rates.bytes_per_s) / seconds
 
 

@@ -207,14 +207,6 @@ def test_goals_are_found() -> None:
     assert "not measured: x (measured by --load)" in str(GoalResult("x", None, "measured by --load"))
 
 
-def test_files_name_the_device() -> None:
-    """Guards the files of several devices and runs against each other."""
-    assert bench_gpu.slug("NVIDIA GeForce RTX 4090 (24 GB)") == "NVIDIA-GeForce-RTX-4090-24-GB"
-    ways = ([], ["--load"], ["--sweep"], ["--deterministic"], ["--only", "a,b"])
-    named = {bench_gpu.what_runs(bench_gpu.parse(options)) for options in ways}
-    assert named == {"plain", "load", "sweep", "deterministic", "a,b"}
-
-
 def test_a_machine_without_a_gpu_is_told_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from cbatch.cli.bench.workload import skewed_lengths
 from scripts.benchmarks import harness
-from scripts.benchmarks.harness import BENCHMARKS, Report, by_turns, in_columns, main, median_by_name, parse
+from scripts.benchmarks.harness import BENCHMARKS, Report, by_turns, main, median_by_name, parse
 from scripts.benchmarks.lengths import Lengths, mean_longest, read_lengths, skew_of_gain
 
 
@@ -68,23 +68,6 @@ def test_results_are_lines_or_json(
     assert main(["rows", "--json", str(tmp_path / "figures.json")]) == 0
     assert capsys.readouterr().out == "a line\n"
     assert json.loads((tmp_path / "figures.json").read_text()) == {"found": [{"speed": 1.5}]}
-
-
-def test_columns() -> None:
-    """Guards both forms of the table: the same cells, and aligned figures."""
-    lines = [["system", "speed", "note"], ["a", "1,000.0", "x"], ["long name", "7.5", ""]]
-    assert in_columns(lines, markdown=True, notes=True) == [
-        "| system    |   speed | note |",
-        "|-----------|--------:|----|",
-        "| a         | 1,000.0 | x |",
-        "| long name |     7.5 |  |",
-    ]
-    assert in_columns(lines, markdown=False, notes=True) == [
-        "system       speed  note",
-        "------------------------",
-        "a          1,000.0  x",
-        "long name      7.5",
-    ]
 
 
 def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,11 +77,3 @@ def test_the_cache_suffices() -> None:
     sizes = Sizes(rows=2, row_tokens=8, prompt_tokens=100, short_tokens=4, steady_steps=5, budget=32)
     steps = 9 * 5 + 2 * (116 // 4)
     assert sizes.blocks(16, 4) * 16 >= 2 * (8 + steps) + 116 + 7 * 16
-
-
-def test_a_machine_without_a_gpu_is_told_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards the sentence for a missing device."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["fairness", "--device", "cuda"]) == 2 and "no CUDA device" in capsys.readouterr().err

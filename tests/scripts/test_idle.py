@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from cbatch.runtime.tracing import TraceSummary, span
-from scripts.gpu.idle import HostEvent, Idle, StepEvents, event_maker, gap_share
+from scripts.gpu.idle import Idle, StepEvents, gap_share
 
 
 class Device:
@@ -103,11 +102,3 @@ def test_gaps_between_kernels_are_what_is_left() -> None:
     assert gap_share(idle, trace) == pytest.approx(1 - 0.02 - 0.9)
     assert gap_share(idle, TraceSummary(10, 0.2, 0.0, None, True)) is None
     assert gap_share(idle, TraceSummary(10, 0.2, 0.0, 0.55, False)) is None
-
-
-def test_a_cpu_has_events() -> None:
-    """Guards the script on a machine without a GPU."""
-    first, second = event_maker(torch.device("cpu"))(), HostEvent()
-    first.record()
-    second.record()
-    assert 0 <= first.elapsed_time(second) < 1000

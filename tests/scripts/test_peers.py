@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -21,16 +18,12 @@ from scripts.benchmarks.peers import grid, llama_cpp_peer
 from scripts.benchmarks.peers.cbatch_peer import make_engine
 from scripts.benchmarks.peers.process import PeerProcess, call, disturbance
 from scripts.benchmarks.peers.work import (
-    OUTPUT_LENGTHS,
-    PROMPT_LENGTHS,
     PeerJob,
     PeerWork,
     make_equal_work,
     make_model,
     make_once,
     make_work,
-    read_jobs,
-    write_jobs,
 )
 from scripts.benchmarks.peers.worker import PEERS, Worker
 from scripts.benchmarks.shapes import PEER_SHAPES
@@ -54,19 +47,6 @@ def test_the_work_is_the_same_everywhere() -> None:
     assert (work.prompt_tokens, work.output_tokens) == (3708, 2049)
 
 
-def test_lengths_are_log_uniform() -> None:
-    """Guards the distribution of lengths: within their range, each quarter of the logarithmic scale equally often."""
-    work = make_work(4000, 1, 512)
-    sizes = [len(prompt) for prompt in work.prompts]
-    for lengths, (low, high) in ((sizes, PROMPT_LENGTHS), (work.lengths, OUTPUT_LENGTHS)):
-        assert low <= min(lengths) and max(lengths) < high
-        places = [math.log(length + 0.5, high / low) - math.log(low, high / low) for length in lengths]
-        shares = np.histogram(places, bins=4, range=(0, 1))[0] / len(places)
-        assert shares == pytest.approx([0.25] * 4, abs=0.04)
-    tokens = {token for prompt in work.prompts for token in prompt}
-    assert min(tokens) >= 10 and max(tokens) == 511
-
-
 def test_prompts_that_begin_alike() -> None:
     """Guards the floor of shared prefixes, and warm-ups: those fill no prefix cache with tokens of the work."""
     work = make_equal_work(3, prompt=9, output=2, seed=1, vocabulary=512, common=6)
@@ -76,14 +56,6 @@ def test_prompts_that_begin_alike() -> None:
     warm = work.warm_up().prompts
     assert len({tuple(prompt[:6]) for prompt in warm}) == 1
     assert all(one != other for pair in zip(warm, work.prompts, strict=True) for one, other in zip(*pair, strict=True))
-
-
-def test_a_job_goes_through_a_file(tmp_path: Path) -> None:
-    """Guards the job that the processes of systems read."""
-    job = PeerJob("somewhere", "float32", 1, 2, 16, SMALL)
-    write_jobs(tmp_path / "jobs.json", [job, replace(job, weights="int4")])
-    assert read_jobs(tmp_path / "jobs.json") == [job, replace(job, weights="int4")]
-    assert job.most_tokens == 29 + 7
 
 
 def test_what_was_cut_off_is_made_anew(tmp_path: Path) -> None:

@@ -269,12 +269,17 @@ def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
     """pictures: those of `charts`, or none"""
     data, work, rounds = report.data, report.data["work"], report.data["work"]["rounds"]
     subject, baseline = _rivals(report)
+    if baseline is None:
+        headline = f"{_in_words(subject)}: {units.number(subject['output_tokens_per_s'])} output tokens a second"
+    else:
+        speedup = units.times(baseline["elapsed_s"] / max(subject["elapsed_s"], 1e-9))
+        headline = f"{_in_words(subject)}: {speedup} the speed of {_in_words(baseline)}"
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
     counted = f"Figures are those of the median of {rounds} rounds, by turns." if rounds > 1 else "Each was run once."
     return Page(
         data=data,
-        headline=_headline(subject, baseline),
+        headline=headline[:1].upper() + headline[1:],
         figures=_figures(report, subject, baseline),
         picture=pictures.get("timeline"),
         table=strategy_table(data["strategies"], subject),
@@ -312,15 +317,6 @@ def _rivals(report: Report) -> tuple[Result, Result | None]:
 def _in_words(result: Result) -> str:
     title: str = result["title"]
     return {"one by one": "one request at a time", "continuous": "continuous batching"}.get(title, title)
-
-
-def _headline(subject: Result, baseline: Result | None) -> str:
-    words = _in_words(subject)
-    words = words[:1].upper() + words[1:]
-    if baseline is None:
-        return f"{words}: {units.number(subject['output_tokens_per_s'])} output tokens a second"
-    speedup = baseline["elapsed_s"] / max(subject["elapsed_s"], 1e-9)
-    return f"{words}: {units.times(speedup)} the speed of {_in_words(baseline)}"
 
 
 def _figures(report: Report, subject: Result, baseline: Result | None) -> list[KeyFigure]:

@@ -23,12 +23,8 @@ from cbatch.engine.thread import EngineThread
 MAX_LAG_S = 0.1
 """The longest delay of a question by the program itself that is not told."""
 
-MAX_PROBE_S = 20.0
-"""The longest probe of a search, in seconds."""
-
-DEFAULT_MAX_USERS = 1024
-
-WARMUP_S = 1.0
+DEFAULT_MAX_USERS, MAX_PROBE_S, WARMUP_S = 1024, 20.0, 1.0
+"""Of a search: the most users, and the longest probe, in seconds; and those of the warm-up."""
 
 Rounds = dict[int, list[LoadResult]]
 """The results of every round, by number of users."""
@@ -257,22 +253,16 @@ def page_of(report: Report, pictures: Mapping[str, Picture]) -> Page:
         headline += " came, and none of their answers could be judged" if served is None else found
         method = f"{work['rate']:g} users come a second on average, for {lasts}."
     every = [(users, run.figures) for users, same in sorted(report.runs.items()) for run in same]
-    ttft, tpot = shown["ttft_s"], shown["tpot_s"]
+    half, most_wait = (units.duration(shown["ttft_s"][name]) for name in ("p50", "p99"))
+    speed, slow = (_speed(shown["tpot_s"][name]) for name in ("p50", "p90"))
+    rate, came = units.number(shown["output_tokens_per_s"]), format_count(shown["users"], "user")
     return Page(
         data=data,
         headline=headline,
         figures=[
-            KeyFigure(
-                units.duration(ttft["p50"]), "to the first token (median)", f"99% within {units.duration(ttft['p99'])}"
-            ),
-            KeyFigure(
-                _speed(tpot["p50"]), "tokens a second for a user (median)", f"90% get {_speed(tpot['p90'])} or more"
-            ),
-            KeyFigure(
-                units.number(shown["output_tokens_per_s"]),
-                "tokens a second for all",
-                format_count(shown["users"], "user"),
-            ),
+            KeyFigure(half, "to the first token (median)", f"99% within {most_wait}"),
+            KeyFigure(speed, "tokens a second for a user (median)", f"90% get {slow} or more"),
+            KeyFigure(rate, "tokens a second for all", came),
         ],
         picture=next(iter(pictures.values()), None),
         table=load_table(runs.items(), strong),

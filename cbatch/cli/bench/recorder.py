@@ -121,9 +121,9 @@ def example_score(chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[i
     chunks: start and length of each, without drafts
     tables: the blocks that each of them reads
 
-    Best are steps that mix prompts and single tokens, then those in which the blocks of half the requests or more do
-    not follow each other in memory, then those whose blocks are few enough to be read, then those that continue a
-    prompt which an earlier step began, then those with about seven chunks, and then those with few tokens.
+    Best are steps that mix prompts and single tokens, then those in which the blocks of half the requests do not follow
+    each other, then those with few enough to be read, then those that continue a prompt, then those with about seven
+    chunks, and then those with few tokens.
     """
     prompts = [start for start, tokens in chunks if tokens > 1]
     is_mixed = 0 < len(prompts) < len(chunks)

@@ -1,12 +1,8 @@
 """The machine, and the least time that its device needs for some work, from rates measured on it (the roofline model).
 
-Each step reads all weights; each output token reads the keys and values of its context; each token is multiplied with
-all weights. A run takes at least the longer of reading the weights and multiplying, plus reading the KV cache
+A run takes at least the longer of reading the weights and multiplying all tokens with them, plus reading the KV cache
 (https://doi.org/10.1145/1498765.1498785). The bound is lower than it need be, because it ignores that prompts read
-their context too, attention's own arithmetic, and everything that is not a matrix.
-
-On a CPU a run can look better than the bound: weights may stay in the CPU's caches, and the copy that measures the
-bandwidth also writes, while a run mostly reads.
+their context too, attention's own arithmetic, and everything that is not a matrix; docs/bench.md says more.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ ROUNDS = 5
 ROUNDS_S = 0.4
 """Seconds after which no further round of a measurement starts."""
 
-Clock = Callable[[], float]
+clock = time.perf_counter
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -76,7 +72,7 @@ class DeviceRates:
     flops_per_s: float
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter) -> DeviceRates:
+def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     """Measures each rate as the best of several rounds, with as many threads as a run. Takes up to 768 MiB briefly.
 
     All numbers are random, and the matrices lie as a model's do. With equal ones few bits change from one operation to
@@ -87,22 +83,22 @@ def measure_rates(device: torch.device, dtype: torch.dtype, clock: Clock = time.
     drawn = torch.randint(256, (min(COPY_BYTES, 2**20),), dtype=torch.uint8, device=device)
     source = drawn.repeat(COPY_BYTES // len(drawn))  # a CPU takes seconds to draw all
     target = torch.empty_like(source)
-    copy_s = best_time(lambda: target.copy_(source), device, clock, 20 if is_gpu else 1)
+    copy_s = best_time(lambda: target.copy_(source), device, 20 if is_gpu else 1)
     # Without instructions for bfloat16, products are computed in float32, by torch more slowly than those of float32.
     dtypes = {dtype} if is_gpu else {dtype, torch.float32}
-    return DeviceRates(2 * len(source) / copy_s, max(_matrix_rate(device, each, clock) for each in dtypes))
+    return DeviceRates(2 * len(source) / copy_s, max(_matrix_rate(device, each) for each in dtypes))
 
 
-def _matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock) -> float:
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     size, repeats = (8192, 40) if device.type != "cpu" else (1024, 1)
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     with torch.inference_mode():
-        return 2 * size**3 / best_time(lambda: torch.mm(left, right.t(), out=product), device, clock, repeats)
+        return 2 * size**3 / best_time(lambda: torch.mm(left, right.t(), out=product), device, repeats)
 
 
-def best_time(work: Callable[[], Any], device: torch.device, clock: Clock, repeats: int) -> float:
+def best_time(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """Seconds of `work` in the best round, after a warm-up. Repeats within a round hide a GPU's launch overhead."""
     times: list[float] = []
     for _ in range(1 + ROUNDS):
@@ -131,11 +127,10 @@ def cache_bytes(device: torch.device) -> int:
 class ModelCost:
     """The cost of a model's step.
 
-    weight_bytes:    bytes of the matrices that every step reads
-    parameters:      those that every token is multiplied with, without the output head
-    head_parameters: those of the output head, which only tokens with an output are multiplied with
-    layers:          for each attention layer, bytes of keys and values of a token, and its window in tokens (or None)
-    assumed:         sentences about what the model did not tell
+    weight_bytes: of the matrices that every step reads
+    parameters:   those that every token is multiplied with; those of the output head only for tokens with an output
+    layers:       for each attention layer, bytes of keys and values of a token, and its window in tokens (or None)
+    assumed:      sentences about what the model did not tell
     """
 
     weight_bytes: int
@@ -155,12 +150,7 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class RooflineBound:
-    """The least seconds of a run, and their parts.
-
-    weights_s: reading the weights, once for ROWS_PER_STEP output tokens
-    compute_s: multiplying all tokens with them, at the same time
-    cache_s:   reading the context of each output token
-    """
+    """The least seconds of a run: reading the weights, multiplying with them meanwhile, reading the KV cache."""
 
     weights_s: float
     compute_s: float

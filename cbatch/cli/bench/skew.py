@@ -1,9 +1,8 @@
 """The gain of continuous over static batches with as many slots, by its parts, and as lengths become more unequal.
 
-A static batch takes as many steps as its longest output has tokens. Continuous batching gives a slot that becomes free
-to the next request, so that it takes as many steps as the slots need to finish their lists of requests. If a step costs
-a fixed time and a time for each token, both above 0, the gain lies between the ratio of the steps and that of the
-tokens.
+A static batch takes as many steps as its longest output has tokens; continuous batching as many as the slots need if
+the first free one takes the next request. If a step costs a fixed time and a time for each token, the gain lies between
+the ratio of the steps and that of the tokens.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ def expected_gain(work: Workload, slots: int) -> dict[str, float]:
 def gain_of(static: RunRecord, continuous: RunRecord, work: Workload) -> dict[str, Any]:
     """The measured gain as a product of four factors, named as in `--json`; those below 1 eat some of it.
 
-    slots:     what slots would gain that never wait: steps of static batches, to those in which all slots are busy
-    padding:   what the time for padding adds
-    tail:      what slots cost that are empty, most of them at the end, when no request waits any more
-    step_time: what longer steps cost: prompts come in beside outputs, and every slot has work
+    They are of slots that never wait, of no padding, of slots that are empty at the end, and of longer steps.
     """
     full_steps = work.output_tokens / continuous.slots
     static_steps, steps = len(static.steps), len(continuous.steps)

@@ -8,7 +8,7 @@ import gc
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,24 +135,19 @@ INTERVAL = 0.002
 """Seconds between two samples of a process; shorter peaks are missed."""
 
 
-@dataclass(slots=True)
-class PeakMemory:
-    bytes: int = 0
-
-
 @contextlib.contextmanager
-def peak_memory(device: torch.device, *, releases: bool = True) -> Iterator[PeakMemory]:
-    """The most bytes taken beyond those at the start: of the GPU, or of this process on a CPU. Set when the block ends.
+def peak_memory(device: torch.device, *, releases: bool = True) -> Iterator[Counter[str]]:
+    """The most `bytes` taken beyond those at the start, when the block ends: of the GPU, or of the process on a CPU.
 
     releases: return free memory of the process to the system first, so that taking it again is seen
     """
-    found = PeakMemory()
+    found: Counter[str] = Counter(bytes=0)
     if device.type not in ("cpu", "mps"):  # an Apple GPU works in memory of the process
         module = torch.get_device_module(device)
         module.reset_peak_memory_stats(device)
         before = module.memory_allocated(device)
         yield found
-        found.bytes = module.max_memory_allocated(device) - before
+        found["bytes"] = module.max_memory_allocated(device) - before
         return
     if releases:
         release_free_memory()
@@ -161,7 +156,7 @@ def peak_memory(device: torch.device, *, releases: bool = True) -> Iterator[Peak
 
     def watch() -> None:
         while not stop.wait(INTERVAL):
-            found.bytes = max(found.bytes, process.memory_info().rss - before)
+            found["bytes"] = max(found["bytes"], process.memory_info().rss - before)
 
     thread = threading.Thread(target=watch, name="cbatch-memory", daemon=True)
     thread.start()
@@ -210,7 +205,7 @@ class Experiment:
                 recorder = RunRecorder(engine, self.work.output_lengths, self.slots)
                 strategy.run(recorder, self.work, self.slots)
                 record = recorder.finish()
-            record.peak_bytes = memory.bytes
+            record.peak_bytes = memory["bytes"]
         return record
 
     def warm_up(self, strategy: Strategy) -> None:
@@ -306,7 +301,7 @@ def _prompt_memory(experiment: Experiment, length: int, budget: int) -> dict[str
             except RequestError as error:
                 raise ConfigError(f"A prompt of {length:,} tokens could not be measured: {error}") from error
             elapsed = time.perf_counter() - start
-    return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory.bytes, "elapsed_s": elapsed}
+    return {"prompt_tokens": length, "tokens_a_step": budget, "peak_bytes": memory["bytes"], "elapsed_s": elapsed}
 
 
 def _token_costs(experiment: Experiment, context: int) -> list[dict[str, Any]]:

@@ -19,6 +19,9 @@ KIND_LABELS: dict[TokenKind, str] = {
 MAX_GAP = 1 / 500
 """Intervals of the same work with a gap below this share of the whole time are drawn as one."""
 
+MAX_LANES = 32
+"""Slots that a terminal shows of each record."""
+
 SYMBOLS = dict(zip(TOKEN_KINDS, "█━░·", strict=True))
 ENTRY, EDGE = "▐", "│"
 
@@ -108,12 +111,8 @@ def share_line(record: RunRecord) -> str:
     return ", ".join(f"{name} {percent}%" for name, percent in whole_percents(time_shares(record)).items())
 
 
-def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: int = 32) -> list[str]:
-    """Lines for a terminal: under each title a lane for each slot, all on the same time scale.
-
-    width:     columns of the terminal
-    max_lanes: most slots to draw of each record
-    """
+def draw_timeline(records: Mapping[str, RunRecord], width: int) -> list[str]:
+    """Lines for a terminal of this width: under each title a lane for each slot, all on the same time scale."""
     if not records:
         return []
     number_width = max(len(str(record.slots - 1)) for record in records.values())
@@ -124,11 +123,11 @@ def draw_timeline(records: Mapping[str, RunRecord], width: int, *, max_lanes: in
         lines += _wrapped([f"{title}: {record.elapsed_s:.2f} s", share_line(record)], "; ", width)
         symbols = _symbols(record, columns, end)
         last = math.ceil(record.elapsed_s / end * columns)
-        for slot in range(min(record.slots, max_lanes)):
+        for slot in range(min(record.slots, MAX_LANES)):
             lane = "".join(symbols.get((slot, n), " ") for n in range(last))
             lines.append(f"{slot:>{number_width}} {EDGE}{lane}{EDGE}")
-        if record.slots > max_lanes:
-            lines.append(f"{record.slots - max_lanes} of {record.slots} slots are not shown"[:width])
+        if record.slots > MAX_LANES:
+            lines.append(f"{record.slots - MAX_LANES} of {record.slots} slots are not shown"[:width])
     middle, right = f"{end / 2:.2f}" if columns >= 30 else "", f"{end:.2f} s"
     axis = ("0".ljust(columns // 2) + middle).ljust(columns - len(right)) + right
     legend = [*(f"{SYMBOLS[kind]} {label}" for kind, label in KIND_LABELS.items()), f"{ENTRY} a request enters"]

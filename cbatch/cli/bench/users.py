@@ -25,11 +25,8 @@ from cbatch.cli.bench.workload import LengthDistribution, plain_tokens
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine.thread import EngineThread
 
-SERVED_SHARE = 0.99
-"""Share of the users for whom the objective has to hold."""
-
-WARMUP_SHARE = 0.25
-"""Share of a probe in which its users arrive, and in which answers do not count yet."""
+SERVED_SHARE, WARMUP_SHARE = 0.99, 0.25
+"""Of the users those for whom the objective has to hold; of a probe in which users arrive and answers do not count."""
 
 
 class SLO(NamedTuple):

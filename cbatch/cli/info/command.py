@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -115,13 +114,10 @@ def _kernels_agree(engine: Engine) -> bool:
     for check in (first, *checks):
         count += not check.skipped
         wrong += not check.agrees
-        if check.skipped:
-            said = f"not checked: {safe(check.skipped)}"
-        elif check.failure:
-            said = f"NO      {safe(check.failure)}"
-        else:
-            agrees = "yes" if check.agrees else "NO"
-            said = f"{agrees:<6}  {check.error:>7.1e}  {check.tolerance:>7.1e}  {_speed(check, engine, rates)}"
+        agrees = "yes" if check.agrees else "NO"
+        said = f"{agrees:<6}  {check.error:>7.1e}  {check.tolerance:>7.1e}  {_speed(check, engine, rates)}"
+        if check.skipped or check.failure:
+            said = f"not checked: {safe(check.skipped)}" if check.skipped else f"NO      {safe(check.failure)}"
         emit(f"{safe(check.name):<{_WIDTH}}  {said}".rstrip())
     emit(f"\n{wrong} of {count} kernels differ from plain torch." if wrong else "\nAll kernels agree with plain torch.")
     return wrong == 0
@@ -133,8 +129,8 @@ def _speed(check: KernelCheck, engine: Engine, rates: DeviceRates) -> str:
 
     if check.workload is None:
         return ""
-    work, on_gpu = check.workload(), engine.device.type != "cpu"
-    seconds = best_time(work.run, engine.device, time.perf_counter, 10 if on_gpu else 1)
+    work = check.workload()
+    seconds = best_time(work.run, engine.device, 10 if engine.device.type != "cpu" else 1)
     if work.flops:
         rate = work.flops / seconds
         return f"{rate / rates.flops_per_s:>4.0%} of the product ({_flops_rate(rate)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -107,7 +106,7 @@ def measure_int8_rate() -> float:
 
     size = 1024
     left, right = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
-    seconds = best_time(lambda: torch._int_mm(left, right), torch.device("cpu"), time.perf_counter, repeats=1)
+    seconds = best_time(lambda: torch._int_mm(left, right), torch.device("cpu"), repeats=1)
     return 2 * size**3 / seconds
 
 

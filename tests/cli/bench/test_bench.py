@@ -372,25 +372,6 @@ def test_drafted_tokens_are_accounted_for(name: str) -> None:
     assert (figures["drafted_tokens"], figures["accepted_tokens"]) == (drafted, accepted)
 
 
-def test_tokens_of_one_step_have_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards times on a clock that moves one second whenever it is read, and the figures of the engine itself."""
-    ticks = count()
-    monkeypatch.setattr("cbatch.engine.loop.clock", lambda: float(next(ticks)))
-    engine = make_engine(repeating(), speculate=4)
-    monkeypatch.setattr(recorder, "clock", lambda: float(next(ticks)))
-    recording = RunRecorder(engine, [30], 1)
-    recording.add(0, DRAFTED.prompts[0], 30)
-    recording.run()
-    record = recording.finish()
-    steps, request, drafts = len(record.steps), record.requests[0], count_drafts(record.steps)
-    assert steps == 30 - drafts[1] < 30
-    assert (request.first, request.last) == (4, 4 * steps)  # the clock is read four times a step
-    work = Workload(DRAFTED.prompts[:1], [30], "")
-    assert run_figures(record, work)["tpot_s"]["p50"] == 4 * (steps - 1) / 29
-    stats = engine.stats()
-    assert drafts == (stats.num_drafted_tokens, stats.num_accepted_tokens)
-
-
 def test_the_time_of_a_token_is_that_of_a_step() -> None:
     """Guards `--ablate kv-cache`: it times steps of one token each, so its engines may not draft."""
     with strategies._engine(drafting(), 100, 100) as engine:

@@ -33,44 +33,35 @@ def html_of(kind: str) -> str:
     return page_of(kind).html(COMMAND, DATE)
 
 
-HEADLINES = {
-    "strategies": "Continuous batching: 1.3 × the speed of static batches",
-    "ablations": "Continuous batching: 1.3 × the speed of static batches",
-    "peers": "Continuous batching: 1.3 × the speed of static batches",
-    "replicas": "2 replicas: 2.0 × the speed of continuous batching",
-    "load": "5 users: 20% of them get a first token within 500 ms and 10 tokens/s",
-    "capacity": "5 users at once get a first token within 500 ms and 10 tokens/s",
-}
-FIGURES = {
-    "strategies": [
-        ("1.00", "static batches: 0.750"),
-        ("100%", "static batches: 69%"),
-        ("2.00 s", "static batches: 2.00 s"),
-    ],
-    "replicas": [
+STATIC = (
+    "Continuous batching: 1.3 × the speed of static batches",
+    [("1.00", "static batches: 0.750"), ("100%", "static batches: 69%"), ("2.00 s", "static batches: 2.00 s")],
+)
+REPLICAS = (
+    "2 replicas: 2.0 × the speed of continuous batching",
+    [
         ("2.00", "continuous batching: 1.00"),
         ("3.00 s", "continuous batching: 6.00 s"),
         ("1.50 s", "continuous batching: 2.00 s"),
     ],
-    "load": [("500 ms", "99% within 1.00 s"), ("18.0", "90% get 12.0 or more"), ("3.33", "5 users")],
+)
+SERVED = [("500 ms", "99% within 1.00 s"), ("18.0", "90% get 12.0 or more"), ("3.33", "5 users")]
+USERS = ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"]
+CONTINUOUS = ["continuous", "6.00 s", "1.00", "1.3 ×", "2.00 s / 5.92 s", "2.00 s / 2.00 s", "12%", "100%"]
+STRATEGIES = ["What the slots did", "Speed and latency", "One step of the engine", "Every round"]
+PEER = ["transformers-generate", "55.0 s", "0.109", "0.1 ×", "–", "–", "12%", "100%"]
+SLOW = ["without KV cache", "15.7 min", "0.006", "0.01 ×"]
+LOAD = "5 users: 20% of them get a first token within 500 ms and 10 tokens/s"
+SEARCH = "5 users at once get a first token within 500 ms and 10 tokens/s"
+REPORTS = {
+    "strategies": (*STATIC, CONTINUOUS, STRATEGIES),
+    "ablations": (*STATIC, SLOW, ["Memory of a long prompt", "Time of one more token"]),
+    "peers": (*STATIC, PEER, ["The roofline", "Machine and versions"]),
+    "replicas": (*REPLICAS, ["2 replicas", "3.00 s", "2.00", "2.7 ×"], ["Replicas"]),
+    "load": (LOAD, SERVED, USERS, ["Every run", "Machine and versions"]),
+    "capacity": (SEARCH, SERVED, USERS, ["Every run"]),
 }
-FIGURES |= {"ablations": FIGURES["strategies"], "peers": FIGURES["strategies"], "capacity": FIGURES["load"]}
-LINES = {
-    "strategies": ["continuous", "6.00 s", "1.00", "1.3 ×", "2.00 s / 5.92 s", "2.00 s / 2.00 s", "12%", "100%"],
-    "ablations": ["without KV cache", "15.7 min", "0.006", "0.01 ×"],
-    "peers": ["transformers-generate", "55.0 s", "0.109", "0.1 ×", "–", "–", "12%", "100%"],
-    "replicas": ["2 replicas", "3.00 s", "2.00", "2.7 ×"],
-    "load": ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"],
-    "capacity": ["5", "20%", "5", "500 ms / 1.00 s", "18.0 / 12.0", "3.33"],
-}
-TITLES = {
-    "strategies": ["What the slots did", "Speed and latency", "One step of the engine", "Every round"],
-    "ablations": ["Memory of a long prompt", "Time of one more token"],
-    "peers": ["The roofline", "Machine and versions"],
-    "replicas": ["Replicas"],
-    "load": ["Every run", "Machine and versions"],
-    "capacity": ["Every run"],
-}
+"""The headline, the three figures, a line of the table, and some titles of details."""
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "load", "capacity"])
@@ -79,14 +70,12 @@ def test_report_says_what_was_measured(kind: str, capsys: pytest.CaptureFixture[
 
     The terminal says the same.
     """
-    page = page_of(kind)
-    assert page.headline == HEADLINES[kind]
-    assert [(figure.value, figure.note) for figure in page.figures] == FIGURES[kind]
-    wanted = LINES[kind]
+    page, (headline, figures, wanted, titles) = page_of(kind), REPORTS[kind]
+    assert page.headline == headline
+    assert [(figure.value, figure.note) for figure in page.figures] == figures
     assert any(line[: len(wanted)] == wanted for line in page.table.lines), page.table
     assert all(len(line) == len(page.table.head) for line in page.table.lines)
-    titles = [detail.title for detail in page.all_details]
-    assert [title for title in titles if title in TITLES[kind]] == TITLES[kind]
+    assert [detail.title for detail in page.all_details if detail.title in titles] == titles
     assert page.picture is not None and all(detail.shown for detail in page.all_details)
     if kind != "load":
         assert page.table.strong is not None
