@@ -58,7 +58,7 @@ def test_refused_at_load(kind: str) -> None:
 class MixesTokens(torch.nn.Module):
     """A layer that mixes neighbouring tokens outside of attention, as token shift and short convolutions do."""
 
-    def __init__(self, inner: torch.nn.Module, strength: float = 0.1) -> None:
+    def __init__(self, inner: torch.nn.Module, strength: float) -> None:
         super().__init__()
         self.inner = inner
         self.strength = strength
@@ -69,30 +69,54 @@ class MixesTokens(torch.nn.Module):
         return out
 
 
-def test_self_check_sees_what_no_list_names() -> None:
-    """Guards against the next architecture: the check is of what a model does, not of what it is called."""
-    network = make_network("llama")
-    check_ragged(TransformersModel(network))
-    network.model.layers[1].mlp = MixesTokens(network.model.layers[1].mlp)
-    with pytest.raises(ModelError, match="mixes tokens outside attention"):
-        make_engine(network)
+def mix_tokens(network: Any, strength: float = 0.1) -> None:
+    network.model.layers[0].mlp = MixesTokens(network.model.layers[0].mlp, strength)
 
 
-def test_unknown_attention_options_are_refused() -> None:
-    """Guards against swallowing a keyword that would change the result."""
-    network = make_network("llama")
+def give_more(network: Any) -> None:
     layer = network.model.layers[0].self_attn
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: forward(*args, position_bias=torch.zeros(1), **kwargs)
-    with pytest.raises(ModelError, match="position_bias"):
-        make_engine(network)
 
 
-def test_a_window_that_only_the_mask_knows_is_refused() -> None:
-    """Guards against models that ask for a sliding window in their config and never pass it on."""
-    network = make_network("llama")
-    network.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(ModelError, match=r"layers \[0\] differ from its config"):
+def replace_mask(change: Any) -> Any:
+    def plant(network: Any) -> None:
+        layer = network.model.layers[1].self_attn
+        forward = layer.forward
+        layer.forward = lambda *args, attention_mask, **kwargs: forward(
+            *args, attention_mask=change(attention_mask), **kwargs
+        )
+
+    return plant
+
+
+FAULTS: dict[str, tuple[str, Any, str]] = {
+    "what no list names": ("llama", mix_tokens, "mixes tokens outside attention"),
+    "a keyword that may change the result": ("llama", give_more, "position_bias"),
+    "a window that only the config knows": (
+        "llama",
+        lambda network: setattr(network.config, "layer_types", ["sliding_attention", "full_attention"]),
+        r"layers \[0\] differ from its config",
+    ),
+    "a mask made of the one it was given": (
+        "llama", replace_mask(lambda mask: mask[:, :, 1:] | True), "attention masks of its own"
+    ),
+    "a mask of its own": ("llama", replace_mask(lambda mask: torch.zeros(1, 1, 4, 4)), "attention masks of its own"),
+    "fewer positions than its config says": (
+        "gpt2", lambda network: setattr(network.transformer, "wpe", torch.nn.Embedding(150, 48)), "self-check fails"
+    ),
+    "NaN": ("llama", lambda network: network.lm_head.weight.data[3].fill_(float("nan")), "differs from its own by nan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_would_be_wrong_is_refused(name: str) -> None:
+    """Guards against the next architecture: the checks are of what a model does, not of what it is called."""
+    family, plant, reason = FAULTS[name]
+    network = make_network(family)
+    check_ragged(TransformersModel(make_network(family)))
+    plant(network)
+    with pytest.raises(ModelError, match=reason):
         make_engine(network)
 
 
@@ -105,20 +129,6 @@ def test_a_window_that_only_the_call_knows_changes_nothing() -> None:
     layer.forward = lambda *args, **kwargs: forward(*args, sliding_window=4, **kwargs)
     outputs = generate(make_engine(network), make_prompts([20]), SamplingParams(max_tokens=8))
     assert [output.token_ids for output in outputs] == expected
-
-
-def test_a_mask_of_its_own_is_refused() -> None:
-    """Guards against dropping a mask that a model makes, or makes of the one it was given."""
-    for change in (lambda mask: mask[:, :, 1:] | True, lambda mask: torch.zeros(1, 1, 4, 4)):
-        network = make_network("llama")
-        layer = network.model.layers[1].self_attn
-        layer.forward = replaced_mask(layer.forward, change)
-        with pytest.raises(ModelError, match="attention masks of its own"):
-            make_engine(network)
-
-
-def replaced_mask(forward: Any, change: Any) -> Any:
-    return lambda *args, attention_mask, **kwargs: forward(*args, attention_mask=change(attention_mask), **kwargs)
 
 
 def chunked(chunk: int) -> Any:
@@ -196,14 +206,6 @@ def test_self_check_sees_positions_that_depend_on_the_batch(kind: str, monkeypat
         make_engine(make_family(family, **extra))
 
 
-def test_fewer_positions_than_its_config_says_are_refused() -> None:
-    """Guards against an index out of range in the middle of a night's work."""
-    network = make_network("gpt2")
-    network.transformer.wpe = torch.nn.Embedding(150, 48)
-    with pytest.raises(ModelError, match="self-check fails"):
-        make_engine(network)
-
-
 def test_a_model_that_attends_more_or_less_often_than_before_is_stopped() -> None:
     """Guards the caches of the calls, which only their order tells apart."""
     network = make_network("llama")
@@ -217,19 +219,11 @@ def test_a_model_that_attends_more_or_less_often_than_before_is_stopped() -> Non
             engine.step()
 
 
-def test_a_model_that_gives_nan_is_refused() -> None:
-    """Guards the self-check against taking NaN for a small difference."""
-    network = make_network("llama")
-    network.lm_head.weight.data[3] = float("nan")
-    with pytest.raises(ModelError, match="differs from its own by nan"):
-        make_engine(network)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_passes_the_self_check(dtype: torch.dtype) -> None:
     """Guards against refusing good models for rounding, and against a tolerance that lets everything pass."""
     make_engine(make_network("mixtral").to(dtype))
     faulty = make_network("llama").to(dtype)
-    faulty.model.layers[0].mlp = MixesTokens(faulty.model.layers[0].mlp, strength=0.5)
+    mix_tokens(faulty, strength=0.5)
     with pytest.raises(ModelError, match="mixes tokens outside attention"):
         make_engine(faulty)

@@ -343,17 +343,44 @@ def _gpt_oss_experts(name: str, array: Array) -> Iterator[Piece]:
         yield Piece(f"blk.{layer}.ffn_{part}_exps.{suffix}", turned[:, start::2], partial(back, start=start))
 
 
+_SETTERS = {
+    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_attention_heads": "head_count",
+    "num_nextn_predict_layers": "nextn_predict_layers", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale", "logit_scale": "logit_scale", "clip_qkv": "clamp_kqv",
+    "use_parallel_residual": "parallel_residual", "sliding_window": "sliding_window",
+    "conv_L_cache": "shortconv_l_cache", "linear_conv_kernel_dim": "ssm_conv_kernel",
+    "linear_key_head_dim": "ssm_state_size", "linear_num_key_heads": "ssm_group_count",
+    "linear_num_value_heads": "ssm_time_step_rank", "mamba_d_conv": "ssm_conv_kernel",
+    "mamba_d_state": "ssm_state_size", "mamba_n_groups": "ssm_group_count", "mamba_n_heads": "ssm_time_step_rank",
+    "num_experts": "expert_count", "num_local_experts": "expert_count", "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count", "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count",
+    "moe_topk": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length", "n_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count", "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step", "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}  # fmt: skip
+"""What the writer calls settings of a config."""
+
+_UNLESS_ZERO = ("sliding_window", "num_nextn_predict_layers", "num_local_experts", "num_experts")
+
+
 def add_settings(writer: Any, saved: SavedModel) -> None:
     """The metadata that llama.cpp's converter writes."""
     config = saved.config
     kind, heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
+    has_experts = any(config.get(key) for key, name in _SETTERS.items() if name == "expert_count")
+    for key, name in _SETTERS.items():
+        value = config.get(key)
+        is_said = isinstance(value, int | float) and (value or key not in _UNLESS_ZERO)
+        if is_said and (name != "expert_used_count" or has_experts):
+            getattr(writer, f"add_{name}")(value)
     writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
-    if config.get("num_nextn_predict_layers"):
-        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
-    writer.add_head_count(heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if (eps := config.get("rms_norm_eps", config.get("norm_eps"))) is not None:
@@ -370,19 +397,6 @@ def add_settings(writer: Any, saved: SavedModel) -> None:
     _add_rotation(writer, config, head_dim)
     _add_layers(writer, config)
     _add_experts(writer, config)
-    for key, add in (
-        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
-        ("final_logit_softcapping", writer.add_final_logit_softcapping),
-        ("attention_multiplier", writer.add_attention_scale),
-        ("embedding_multiplier", writer.add_embedding_scale),
-        ("residual_multiplier", writer.add_residual_scale),
-        ("logits_scaling", writer.add_logit_scale),
-        ("logit_scale", writer.add_logit_scale),
-        ("clip_qkv", writer.add_clamp_kqv),
-        ("use_parallel_residual", writer.add_parallel_residual),
-    ):
-        if config.get(key) is not None:
-            add(config[key])
 
 
 def _add_rotation(writer: Any, config: Mapping[str, Any], head_dim: int) -> None:
@@ -412,55 +426,23 @@ def _add_layers(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_head_count_kv([kv_heads * (one == "full_attention") for one in kinds])
     else:
         writer.add_head_count_kv(kv_heads or config["num_attention_heads"])
-    if config.get("sliding_window"):
-        writer.add_sliding_window(config["sliding_window"])
     if kind in ("gemma3_text", "olmo3", "exaone4"):
         writer.add_sliding_window_pattern([one == "sliding_attention" for one in kinds])
-    if "conv_L_cache" in config:
-        writer.add_shortconv_l_cache(config["conv_L_cache"])
     if "linear_num_key_heads" in config:
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(config["linear_key_head_dim"])
-        writer.add_ssm_group_count(config["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
         writer.add_full_attention_interval(kinds.index("full_attention") + 1)
     if "mamba_d_state" in config:
-        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-        writer.add_ssm_state_size(config["mamba_d_state"])
-        writer.add_ssm_group_count(config["mamba_n_groups"])
         writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
-        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
 
 
 def _add_experts(writer: Any, config: Mapping[str, Any]) -> None:
     kind = config["model_type"]
-    for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        if config.get(key):
-            writer.add_expert_count(config[key])
-            writer.add_expert_used_count(config.get("num_experts_per_tok") or config.get("moe_k") or config["moe_topk"])
-    for key, add in (
-        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
-        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
-        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
-        ("n_shared_experts", writer.add_expert_shared_count),
-        ("moe_num_shared_experts", writer.add_expert_shared_count),
-        ("first_k_dense_replace", writer.add_leading_dense_block_count),
-        ("num_dense_layers", writer.add_leading_dense_block_count),
-        ("moe_layer_start_index", writer.add_leading_dense_block_count),
-        ("moe_layer_interval", writer.add_interleave_moe_layer_step),
-        ("n_group", writer.add_expert_group_count),
-        ("topk_group", writer.add_expert_group_used_count),
-    ):
-        if isinstance(config.get(key), int):
-            add(config[key])
     if kind in ("glm4_moe", "dots1"):
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if kind == "gpt_oss":
+    if kind in ("gpt_oss", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if kind == "hunyuan_v1_moe":
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
         writer.add_expert_shared_count(1)
     if kind == "ernie4_5_moe":

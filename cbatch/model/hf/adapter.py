@@ -19,14 +19,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cbatch.attention.base import AttentionBackend, CapturableAttention
@@ -52,7 +51,13 @@ from cbatch.model.hf.facts import (
 )
 from cbatch.model.hf.indexed import INDEXED_LAYERS, serve_indexers
 from cbatch.model.hf.placement import accept_host_rows, input_device, parameters_once
-from cbatch.model.hf.recurrent import StateLayout, modules_with_conventions, recurring, serve_modules
+from cbatch.model.hf.recurrent import (
+    RecurrentStep,
+    StateLayout,
+    modules_with_conventions,
+    recurring,
+    serve_modules,
+)
 from cbatch.model.lora.device import ModuleAdapters
 from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import Logits, RaggedBatch
@@ -65,14 +70,30 @@ PROBE_NAME = "cbatch_probe"
 INDEXED_NAME = "cbatch_indexed"
 """Of models with an indexer, whose modules take masks apart before they reach the attention function."""
 
-_in_use: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
-"""Held while a network runs: another engine that is made of it changes its attention, to compare."""
-_served: WeakKeyDictionary[nn.Module, StateLayout] = WeakKeyDictionary()
-"""The states of networks whose recurrent layers are served already."""
-_indexed: WeakSet[nn.Module] = WeakSet()
-"""Networks whose indexers are served already."""
+
+@dataclass(eq=False)
+class _Shared:
+    """What engines share that are made of one network.
+
+    in_use: held while it runs: another engine changes its attention, to compare
+    states: of its recurrent layers, once they are served; None before
+    """
+
+    in_use: threading.Lock = field(default_factory=threading.Lock)
+    states: StateLayout | None = None
+    has_served_indexers: bool = False
+
+
+_networks: WeakKeyDictionary[nn.Module, _Shared] = WeakKeyDictionary()
 _claiming = threading.Lock()
-os.register_at_fork(after_in_child=_in_use.clear)  # the parent may hold them
+
+
+def _after_fork() -> None:
+    for shared in _networks.values():  # the parent may hold their locks
+        shared.in_use = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class TransformersModel:
@@ -94,7 +115,7 @@ class TransformersModel:
         AttentionMaskInterface.register(INDEXED_NAME, placeholder_mask)
         self._network = network
         with _claiming:
-            self._in_use = _in_use.setdefault(network, threading.Lock())
+            self._shared = _networks.setdefault(network, _Shared())
         self.name = type(network).__name__
         self.config = network.config.get_text_config()
         self.kind: str = self.config.model_type
@@ -118,15 +139,15 @@ class TransformersModel:
 
     @property
     def states(self) -> list[StateShape]:
-        return [] if self._recurrent is None else self._recurrent.shapes
+        return self._recurrent.shapes
 
     @property
     def state_devices(self) -> list[torch.device]:
-        return [] if self._recurrent is None else self._recurrent.devices
+        return self._recurrent.devices
 
     @property
     def chunk_multiple(self) -> int:
-        return 1 if self._recurrent is None else chunk_multiple(self.config, self._recurrent)
+        return chunk_multiple(self.config, self._recurrent)
 
     @property
     def has_index(self) -> bool:
@@ -135,7 +156,7 @@ class TransformersModel:
 
     def go_on_by_token(self) -> bool:
         """Gives its recurrent layers prompts that go on from a state token by token; False if that changes nothing."""
-        if self._recurrent is None or self._recurrent.by_token:
+        if not self.states or self._recurrent.by_token:
             return False
         self._recurrent.by_token = True
         return True
@@ -179,18 +200,18 @@ class TransformersModel:
         They are in the model's dtype, or in float32 if the sampling kernel cannot read that.
         """
         recurring_step: AbstractContextManager[None] = nullcontext()
-        if self._recurrent is not None and batch.states is not None:
-            recurring_step = recurring(self._recurrent, batch.states, batch.starts, batch.stops)
-        with self._checked(AttentionCalls(kv_cache, attention, batch, self.windows)), recurring_step:
+        if batch.states is not None:
+            recurring_step = recurring(RecurrentStep.of(self._recurrent, batch.states, batch.starts, batch.stops))
+        with self.checked(AttentionCalls(kv_cache, attention, batch, self.windows)), recurring_step:
             logits = self._call(batch)
         if self._is_emulated:
             logits = logits.float()
         return Logits(logits if samples_on(self.device) else logits.cpu())
 
     @contextmanager
-    def _checked(self, step: AttentionCalls) -> Iterator[None]:
+    def checked(self, step: AttentionCalls) -> Iterator[None]:
         """Raises ModelError if it calls attention more or less often than when it was loaded."""
-        with self._in_use, attending(step):
+        with self._shared.in_use, attending(step):
             yield
         if step.calls != len(self.windows):
             raise ModelError(
@@ -213,29 +234,21 @@ class TransformersModel:
             return logits
         return logits[batch.logit_rows]  # some families ignore logits_to_keep
 
-    def in_step(self, kv_cache: KVCache, attention: AttentionBackend, metadata: Any) -> AbstractContextManager[None]:
-        """While parts of the network run for a step. metadata: what `attention.prepare` returned for it"""
-        return self._checked(AttentionCalls(kv_cache, attention, None, self.windows, {self.device: metadata}))
+    def plain(self, token_ids: list[int], decoder: Any = None) -> Tensor:
+        """What the network gives for one sequence by its own forward, with its own attention.
 
-    def plain_logits(self, token_ids: list[int]) -> Tensor:
-        """Logits [T, vocabulary] of one sequence by the model's own forward, with its own attention."""
-        logits: Tensor = self._plain(self._network, token_ids).logits[0]
-        return logits
-
-    def plain_hidden_states(self, decoder: Any, token_ids: list[int]) -> Tensor:
-        """The output of the network's decoder for one sequence [T, hidden], likewise."""
-        hidden: Tensor = self._plain(decoder, token_ids)[0][0]
-        return hidden
-
-    def _plain(self, module: Any, token_ids: list[int]) -> Any:
+        Logits [T, vocabulary], or the hidden states [T, hidden] of its decoder.
+        """
         ids = torch.tensor([token_ids], device=self.device)
         with self._own_attention():
-            return module(input_ids=ids, use_cache=False)
+            output = (decoder or self._network)(input_ids=ids, use_cache=False)
+        found: Tensor = (output.logits if decoder is None else output[0])[0]
+        return found
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
         """While the network computes as it does in transformers."""
-        with self._in_use:
+        with self._shared.in_use:
             self._network.set_attn_implementation("eager")
             try:
                 yield
@@ -248,38 +261,36 @@ class TransformersModel:
             return ATTENTION_NAME
         self._attention_name = INDEXED_NAME
         with _claiming:
-            if self._network not in _indexed:
+            if not self._shared.has_served_indexers:
                 with self._own_attention(), torch.inference_mode():
                     serve_indexers(self._network, self.config, self.device)
-                _indexed.add(self._network)
+                self._shared.has_served_indexers = True
         return INDEXED_NAME
 
-    def _serve_recurrent_layers(self) -> StateLayout | None:
-        """The states of its recurrent layers; None if it has none."""
+    def _serve_recurrent_layers(self) -> StateLayout:
+        """The states of its recurrent layers."""
         is_recurrent = RECURRENT_LAYERS.intersection(getattr(self.config, "layer_types", None) or ())
         if not is_recurrent and not modules_with_conventions(self._network):
-            return None
+            return StateLayout()
         with _claiming:
-            if self._network not in _served:
+            if self._shared.states is None:
                 with self._own_attention(), torch.inference_mode():
-                    _served[self._network] = serve_modules(self._network, self.config, self.device)
-        return replace(_served[self._network])
+                    self._shared.states = serve_modules(self._network, self.config, self.device)
+        return replace(self._shared.states)
 
-    def _probe(
-        self, adapters: NDArray[np.int64] | None = None
-    ) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
+    def _probe(self, adapters: Any = None) -> tuple[list[LayerShape], list[int | None], list[torch.device]]:
         """The shape of what each attention call stores, its window, and where it computes."""
         probe = AttentionProbe()
         four, table = np.arange(4), np.arange(4, dtype=np.int32)[None]
         batch = RaggedBatch(
             four % self.vocab_size, four, four, four[-1:], table, [0], [4], self.device, adapters=adapters
         )
-        with self._in_use, torch.inference_mode(), attending(probe):
+        with self._shared.in_use, torch.inference_mode(), attending(probe):
             self._network.set_attn_implementation(PROBE_NAME)
             self._call(batch)
             self._network.set_attn_implementation(self._attention_name)
         layers = len(attention_kinds(self.config) or range(self.config.num_hidden_layers))
-        if self._recurrent is None and len(probe.shapes) < layers:
+        if not self.states and len(probe.shapes) < layers:
             raise ModelError(
                 f"{len(probe.shapes)} of its {layers} layers call attention that can be paged; "
                 "the others (recurrent, convolutional, or with attention of their own) would be silently wrong"
@@ -334,9 +345,9 @@ class CapturableNetwork:
             return None
         ids = list(range(_TRIAL_TOKENS))
         with torch.inference_mode():
-            expected = model.plain_logits(ids)
+            expected = model.plain(ids)
             try:
-                hidden = model.plain_hidden_states(decoder, ids)
+                hidden = model.plain(ids, decoder)
                 product = head(hidden)
             except Exception:  # whatever a decoder raises that is not called as its network calls it
                 return None
@@ -359,7 +370,8 @@ class CapturableNetwork:
         out: HiddenStates | None = None,
     ) -> HiddenStates:
         """See `CapturableModel`."""
-        with self.model.in_step(kv_cache, attention, metadata):
+        model = self.model
+        with model.checked(AttentionCalls(kv_cache, attention, None, model.windows, {self.device: metadata})):
             hidden = self.decoder(
                 input_ids=inputs.input_ids[None], position_ids=inputs.position_ids[None], use_cache=False
             )[0][0]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cbatch.attention.reference import Sequence
 from cbatch.base.errors import ModelError
 from cbatch.model.hf.attention_calls import AttentionCalls, AttentionProbe, current_pass
-from cbatch.model.hf.recurrent import modules_that_ask
+from cbatch.model.hf.recurrent import modules_that_ask, replace_forward, taken
 
 INDEXED_LAYERS = frozenset({"indexed_attention"})
 """Types of layers in which an indexer chooses."""
@@ -69,37 +69,21 @@ def serve_indexers(network: Any, config: Any, device: torch.device) -> None:
 
 def _serve(module: Any, parameter: str, number: int) -> None:
     """number: of the indexer among those of the network"""
-    original: Callable[..., Any] = module.forward
-    signature = inspect.signature(original)
-    if "attention_mask" not in signature.parameters:
+    if "attention_mask" not in inspect.signature(module.forward).parameters:
         raise ModelError("its sparse attention has an indexer that takes no mask")
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        current = current_pass()
-        if current is None:
-            return original(*args, **kwargs)
-        given = dict(signature.bind_partial(*args, **kwargs).arguments)
+    def run(current: Any, original: Callable[..., Any], given: dict[str, Any], tokens: int) -> Any:
         if isinstance(current, AttentionProbe):
             return original(**given | {parameter: _NotingIndex(current)})
-        tokens = next(value.shape[1] for value in given.values() if isinstance(value, Tensor))
         device = next(value.device for value in given.values() if isinstance(value, Tensor))
         metadata, chosen = current.metadata_on(device), []
         for sequence in metadata.sequences:
             view = IndexView(current, len(current.windows) + number, sequence, metadata.slots)
-            part = {name: _rows_of(value, sequence.rows, tokens) for name, value in given.items()}
+            part = {name: taken(value, sequence.rows, tokens) for name, value in given.items()}
             keys = torch.arange(sequence.stop, device=device)
             part |= {parameter: view, "attention_mask": (keys <= keys[sequence.start :, None])[None]}
             chosen.append(original(**part))
         most = max(one.shape[-1] for one in chosen)  # -1 where a token has fewer
         return torch.cat([nn.functional.pad(one, (0, most - one.shape[-1]), value=-1) for one in chosen], dim=1)
 
-    module.forward = forward
-
-
-def _rows_of(value: Any, rows: slice, tokens: int) -> Any:
-    """The part of an argument [1, tokens, ...] that belongs to a sequence."""
-    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, tokens):
-        return value[:, rows]
-    if isinstance(value, tuple | list):
-        return type(value)(_rows_of(one, rows, tokens) for one in value)
-    return value
+    replace_forward(module, current_pass, run)

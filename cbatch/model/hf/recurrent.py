@@ -55,12 +55,12 @@ class Piece(NamedTuple):
 class StateView:
     """The cache as a module sees it: the states in the slots of one piece. The names are those of transformers.
 
-    Each state is read when it is first asked for, and written by `store`.
+    Each state is read when it is first asked for, and written by `keep`.
     """
 
     def __init__(self, states: StateLayout, tensors: Sequence[Tensor] | None, piece: Piece) -> None:
         self._states = states
-        self._tensors = tensors or ()
+        self._tensors = tensors
         self._piece = piece
         self._held: dict[StateName, Tensor] = {}
 
@@ -105,6 +105,7 @@ class StateView:
             return None
         name = layer, kind, index
         if name not in self._held:
+            assert self._tensors is not None
             number = self._states.numbers[name]
             self._held[name] = self._tensors[number][self._piece.slots].to(self._states.shapes[number].dtype)
         return self._held[name]
@@ -113,14 +114,12 @@ class StateView:
         """Keeps a state [N, ...]."""
         self._held[layer, kind, index] = value
 
-    def learn(self) -> None:
-        """Adds the states that the module has left to those of the network."""
+    def keep(self) -> None:
+        """Writes what the module has left to the slots; if there are none yet, adds it to the states of the network."""
         for name, value in self._held.items():
-            self._states.add(name, value)
-
-    def store(self) -> None:
-        """Writes what the module has left to the slots."""
-        for name, value in self._held.items():
+            if self._tensors is None:
+                self._states.add(name, value)
+                continue
             tensor = self._tensors[self._states.numbers[name]]
             tensor[self._piece.slots] = value.to(tensor.dtype)
             copied = [(row, slot) for row, slot in enumerate(self._piece.copy_to) if slot >= 0]
@@ -163,20 +162,17 @@ class RecurrentStep(NamedTuple):
     tensors: Sequence[Tensor] | None
     pieces: list[Piece]
 
+    @classmethod
+    def of(cls, states: StateLayout, step: StepStates, starts: Sequence[int], stops: Sequence[int]) -> RecurrentStep:
+        return cls(states, step.pool.tensors, list(pieces_of(step, starts, stops, by_token=states.by_token)))
+
 
 _current: ContextVar[RecurrentStep | None] = ContextVar("cbatch_recurrent_step", default=None)
 
 
 @contextmanager
-def recurring(states: StateLayout, step: StepStates, starts: Sequence[int], stops: Sequence[int]) -> Iterator[None]:
+def recurring(step: RecurrentStep) -> Iterator[None]:
     """While a model runs a step, its recurrent modules go on from the slots."""
-    pieces = list(pieces_of(step, starts, stops, by_token=states.by_token))
-    with _running(RecurrentStep(states, step.pool.tensors, pieces)):
-        yield
-
-
-@contextmanager
-def _running(step: RecurrentStep) -> Iterator[None]:
     token = _current.set(step)
     try:
         yield
@@ -242,7 +238,7 @@ def _serve_special(network: Any, modules: list[tuple[nn.Module, Convention]], id
             module.forward = convention.adapt(module, number)
             _serve(module, "held", together=convention.together)
     states, everything = StateLayout(), Piece(slice(None), [0], False, True, [-1])
-    with _running(RecurrentStep(states, None, [everything])):
+    with recurring(RecurrentStep(states, None, [everything])):
         network(input_ids=ids, use_cache=False)
     return states
 
@@ -262,10 +258,7 @@ def _states_of(cache: Any) -> StateLayout:
     return states
 
 
-_METHODS = (
-    "get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state",
-    "get_linear_cache", "set_linear_cache",
-)  # fmt: skip
+_METHODS = [name for name in vars(StateView) if name.startswith(("get_", "set_", "update_"))]
 
 
 def modules_that_ask(network: Any, cache: Any, inputs: dict[str, Any], methods: Sequence[str]) -> dict[nn.Module, str]:
@@ -305,36 +298,45 @@ def modules_that_ask(network: Any, cache: Any, inputs: dict[str, Any], methods: 
     return found
 
 
+Run = Callable[[Any, Callable[..., Any], dict[str, Any], int], Any]
+"""Runs a module in a pass, given that, the module's own `forward`, its arguments, and the number of tokens."""
+
+
+def replace_forward(module: Any, current: Callable[[], Any], run: Run) -> None:
+    """Gives a module another `forward` for passes that `current` gives; elsewhere it computes as before."""
+    original: Callable[..., Any] = module.forward
+    signature = inspect.signature(original)
+    extra = next((each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD), "")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        step = current()
+        if step is None:
+            return original(*args, **kwargs)
+        given = dict(signature.bind_partial(*args, **kwargs).arguments)
+        given |= given.pop(extra, {})
+        return run(step, original, given, next(one.shape[1] for one in given.values() if isinstance(one, Tensor)))
+
+    module.cbatch_forward, module.forward = original, forward
+
+
 def _serve(module: Any, parameter: str, *, together: bool = True) -> None:
     """Makes a module run the pieces of a step by themselves.
 
     parameter: its `forward` takes the cache by that name
     together:  it can be given several sequences at once
     """
-    if hasattr(module, "cbatch_forward"):
-        return
-    original: Callable[..., Any] = module.forward
-    signature = inspect.signature(original)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        step = _current.get()
-        if step is None:
-            return original(*args, **kwargs)
-        bound = signature.bind_partial(*args, **kwargs)
-        given = dict(bound.arguments)
-        extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        given |= given.pop(extra, {}) if extra is not None else {}
-        tokens = next(value.shape[1] for value in given.values() if isinstance(value, Tensor))
+    def run(step: RecurrentStep, original: Callable[..., Any], given: dict[str, Any], tokens: int) -> Any:
         results = []
         for piece in step.pieces if together else _one_by_one(step.pieces):
             view = StateView(step.states, step.tensors, piece)
-            part = {name: _taken(value, piece, tokens) for name, value in given.items()}
+            part = {name: taken(value, piece.rows, tokens, piece.is_decode) for name, value in given.items()}
             results.append((piece, original(**part | {parameter: view})))
-            view.learn() if step.tensors is None else view.store()
+            view.keep()
         return _joined(results, tokens)
 
-    module.cbatch_forward = original
-    module.forward = forward
+    if not hasattr(module, "cbatch_forward"):
+        replace_forward(module, _current.get, run)
 
 
 def _one_by_one(pieces: Sequence[Piece]) -> Iterator[Piece]:
@@ -347,13 +349,12 @@ def _one_by_one(pieces: Sequence[Piece]) -> Iterator[Piece]:
             yield Piece(slice(row, row + 1), [slot], False, False, [copy_to])
 
 
-def _taken(value: Any, piece: Piece, tokens: int) -> Any:
-    """The part of an argument that belongs to a piece: [1, n, ...] of a chunk, [n, 1, ...] of n that decode."""
+def taken(value: Any, rows: slice | Tensor, tokens: int, is_decode: bool = False) -> Any:
+    """Some rows of an argument [1, tokens, ...]: [1, n, ...], or [n, 1, ...] of n sequences that decode."""
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, tokens):
-        taken = value[:, piece.rows]
-        return taken.transpose(0, 1) if piece.is_decode else taken
+        return value[:, rows].transpose(0, 1) if is_decode else value[:, rows]
     if isinstance(value, tuple | list):
-        return type(value)(_taken(one, piece, tokens) for one in value)
+        return type(value)(taken(one, rows, tokens, is_decode) for one in value)
     return value
 
 

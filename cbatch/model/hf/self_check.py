@@ -52,7 +52,7 @@ def check_ragged(model: TransformersModel) -> None:
     sequences = [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
     try:
         with torch.inference_mode():
-            alone = [model.plain_logits(ids)[-1].cpu() for ids in sequences]
+            alone = [model.plain(ids)[-1].cpu() for ids in sequences]
             batched = _paged_logits(model, sequences, _CHUNKS)
             beside_long = _paged_logits(model, sequences, _WHOLE, far=True)
             resumed = _paged_logits(model, sequences, _RESUMED, resumed=True) if model.states else batched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from cbatch.model.packed_file import WeightCache
 from tests.support.generation import generate
 from tests.support.gguf_files import ARCHITECTURES, byte_level_metadata, gguf_model, write_model
 from tests.support.model_checks import PROMPTS, is_greedy_output, reference_logits
-from tests.support.programs import PROMPT, error_of, logits_in_chunks, typical_error
+from tests.support.programs import PROMPT, SavedModel, error_of, logits_in_chunks, typical_error
 from tests.support.samples import sampled
 
 pytestmark = pytest.mark.kernels
@@ -139,20 +138,6 @@ def test_integers_of_matrices_are_their_numbers(kind: str, tmp_path: Path) -> No
     assert checked >= ({None, INT8} if kind == "qwen3" else {None, INT4_ZEROS})
 
 
-def test_mixed_formats_compute(tmp_path: Path) -> None:
-    """Guards programs whose matrices have all formats at once, experts and the embedding among them."""
-    path = tmp_path / "model.gguf"
-    for kind in ("qwen3", "gpt_oss"):
-        folder = tmp_path / kind
-        folder.mkdir()
-        network = write_model(folder / path.name, gguf_model(kind), mixed)
-        expected = reference_logits(network, [PROMPT])[0]
-        model = load(folder / path.name, activations="bf16")
-        assert {BFLOAT16, INT8, INT4_ZEROS} <= model.formats
-        error = typical_error(logits_in_chunks(model, CpuAttention()), expected)
-        assert error < (0.1 if kind == "qwen3" else 0.4)  # a token of GPT-OSS may get another expert
-
-
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.MXFP4, Kind.F32], ids=lambda kind: kind.name)
 def test_kernels_are_checked(kind: Kind, tmp_path: Path) -> None:
     """Guards `info --check`: transformers does not load such a file, so its numbers in plain torch are the judge."""
@@ -172,14 +157,31 @@ def test_embeddings_stay_small(tmp_path: Path) -> None:
     assert model.weight_bytes < 1.3 * sum(tensor.data.nbytes for tensor in GgufModel([path])._file.tensors.values())
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
-def test_quantize_rounds_anew(kind: Kind, tmp_path: Path) -> None:
-    """Guards `--quantize int4` on a file with other formats."""
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_0], ids=lambda kind: kind.name)
+def test_other_types_are_made_if_they_are_asked_for(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards `--quantize int4` on a file with other formats, and a user who gets eight times the memory of the file."""
     path = tmp_path / "model.gguf"
     write_model(path, gguf_model("llama"), kind)
     assert load(path, quantize=Quantization("int4")).formats == {INT4, INT8}
     with pytest.raises(ConfigError, match="with --dtype bfloat16 only"):
         load(path, "float32", quantize=Quantization("int4"))
+    load(path, "float32")
+    assert ("are kept in float32, and take" in caplog.text) == (kind == Kind.Q4_0)
+
+
+def write_with_tensor(path: Path, saved: SavedModel, name: str, numbers: Any) -> Any:
+    """A file with one tensor more."""
+    original = gguf.GGUFWriter.write_header_to_file
+
+    def add(writer: Any) -> None:
+        writer.add_tensor(name, numbers)
+        original(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", add)
+        return write_model(path, saved)
 
 
 def test_factors_of_frequencies(tmp_path: Path) -> None:
@@ -192,34 +194,18 @@ def test_factors_of_frequencies(tmp_path: Path) -> None:
     plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2).float() / 16)
     factors = (plain / network.model.rotary_emb.inv_freq).numpy()
     assert factors.max() == 8 and factors.min() == 1
-    path = tmp_path / "model.gguf"
-    original = gguf.GGUFWriter.write_header_to_file
-
-    def add(writer: Any) -> None:
-        writer.add_tensor("rope_freqs.weight", factors)
-        original(writer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "write_header_to_file", add)
-        write_model(path, scaled)
-    found = logits_in_chunks(load(path), CpuAttention())
+    write_with_tensor(tmp_path / "model.gguf", scaled, "rope_freqs.weight", factors)
+    found = logits_in_chunks(load(tmp_path / "model.gguf"), CpuAttention())
     assert error_of(found, reference_logits(network, [PROMPT])[0]) < 1e-4
     assert error_of(logits_in_chunks(load(tmp_path / "plain.gguf"), CpuAttention()), found) > 1e-2
 
 
 def test_layers_behind_the_model(tmp_path: Path) -> None:
     """Guards files with layers that predict several tokens at once: they are no layers of the model."""
-    path, saved = tmp_path / "model.gguf", gguf_model("glm4_moe")
+    saved = gguf_model("glm4_moe")
     saved = replace(saved, config=saved.config | {"num_nextn_predict_layers": 1})
-    original = gguf.GGUFWriter.write_header_to_file
-
-    def add(writer: Any) -> None:
-        writer.add_tensor("blk.2.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
-        original(writer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "write_header_to_file", add)
-        network = write_model(path, saved)
+    path, numbers = tmp_path / "model.gguf", np.zeros((64, 128), np.float32)
+    network = write_with_tensor(path, saved, "blk.2.nextn.eh_proj.weight", numbers)
     found = logits_in_chunks(load(path), CpuAttention())
     assert error_of(found, reference_logits(network, [PROMPT])[0]) < 1e-4
 
@@ -302,15 +288,6 @@ def test_refusals(tmp_path: Path) -> None:
         ModelError, match=r"architecture 'rwkv7' are not read, but those of .*gemma2, gemma3, .*qwen35, qwen35moe"
     ):
         load_model(LoadPlan(str(path)))
-
-
-def test_loading_says_how_much_memory_other_types_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards a user who asks for float32 and gets eight times the memory of the file."""
-    path = tmp_path / "model.gguf"
-    write_model(path, gguf_model("llama"), Kind.Q4_0)
-    with caplog.at_level(logging.WARNING):
-        load(path, "float32")
-    assert "are kept in float32, and take" in caplog.text
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +22,17 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import Quantization
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4, INT4_ZEROS, INT8, MXFP4
+from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
-from cbatch.model.formats import matrices
 from cbatch.model.formats import settings as reader_settings
 from cbatch.model.formats.methods import awq as awq_reader
 from cbatch.model.formats.methods.awq import AwqMatrix
 from cbatch.model.formats.methods.compressed_tensors import CompressedMatrix
 from cbatch.model.formats.methods.gptq import GptqMatrix
 from cbatch.model.formats.methods.mxfp4 import Mxfp4Matrix
+from cbatch.model.formats.quantized import QuantizedCheckpoint
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import NoFastPath, load_fast_model, load_model
-from cbatch.model.packed_file import WeightCache
 from cbatch.model.tensor_files import Tensors
 from tests.support.generation import generate
 from tests.support.model_checks import PROMPTS, reference_logits
@@ -257,33 +258,6 @@ def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
         load(tmp_path / "model")
 
 
-def test_packed_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the second start, which reads no matrix; other activations and other weights."""
-    written(CASES["awq, groups of 128"], tmp_path / "model")
-    cache = WeightCache(tmp_path / "cache")
-    first = logits_of(tmp_path / "model", "auto", weight_cache=cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(matrices.GroupedMatrix, "kept", None)
-        assert torch.equal(logits_of(tmp_path / "model", "auto", weight_cache=cache), first)
-    name = "model.layers.0.mlp.up_proj.qweight"
-    change_tensors(tmp_path / "model", lambda tensors: tensors[name].neg_())
-    assert not torch.equal(logits_of(tmp_path / "model", "auto", weight_cache=cache), first)
-
-
-def test_keys_know_the_weights(tmp_path: Path) -> None:
-    """Guards result keys: weights, activations and dtype count."""
-    for name, case in (("a", "awq, groups of 128"), ("b", "awq, groups of 128"), ("c", "awq, groups of 32")):
-        written(CASES[case], tmp_path / name)
-
-    def key(name: str, **config: Any) -> str:
-        settings = EngineConfig(model=str(tmp_path / name), kv_blocks=8, device="cpu", weight_cache=False, **config)
-        return SteppingEngine(settings).fingerprint
-
-    first = key("a")
-    assert first == key("b")
-    assert len({first, key("c"), key("a", activations="bf16"), key("a", dtype="float32")}) == 4
-
-
 LAST = "model.layers.1.mlp.down_proj"
 STACK = "model.layers.1.mlp.experts.down_proj"
 
@@ -295,6 +269,10 @@ def cut(end: str, axis: int = 0, name: str = LAST) -> Callable[[dict[str, Tensor
 
 def put(end: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.update({LAST + end: tensor})
+
+
+def norm(kind: torch.dtype) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update({"model.norm.weight": torch.zeros(256, dtype=kind)})
 
 
 def narrow_all(tensors: dict[str, Tensor]) -> None:
@@ -309,6 +287,9 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "another shape": ("awq", narrow_all, f"{LAST}.weight is [128, 256], and its config.json has [256, 256]"),
     "twice": ("awq", put(".weight", torch.ones(256, 256)), "down_proj.weight twice, once quantized"),
     "no numbers": ("awq", put(".qweight", torch.ones(0, 32, dtype=torch.int32)), "should be I32 in 2 dimensions"),
+    "integers as scales": ("awq", put(".scales", torch.ones(2, 256, dtype=torch.int16)), "scales is I16 [2, 256]"),
+    "float8 that is not quantized": ("awq", norm(torch.float8_e5m2), "is F8_E5M2 [256], which is not quantized"),
+    "complex numbers": ("awq", norm(torch.complex64), "norm.weight is C64 [256], which is not quantized"),
     "no order": ("gptq", cut(".g_idx"), "g_idx is I32 [128], and should be I32 or I64 [256]"),
     "a group that is not there": (
         "gptq", put(".g_idx", torch.full((256,), 2, dtype=torch.int32)), "g_idx names groups other than 0 to 1"
@@ -338,6 +319,13 @@ def test_damaged_files(name: str, tmp_path: Path) -> None:
         load_model(LoadPlan(str(tmp_path / "model")))
 
 
+def test_groups_beyond_any_row(tmp_path: Path) -> None:
+    """Guards the memory and the errors that a size of 10**30 made."""
+    write_folder(tmp_path / "model", tiny_model(), awq_settings(10**30), awq())
+    with pytest.raises(ModelError, match=r"should be F16 or BF16 or F32 \[1, 256\]"):
+        load(tmp_path / "model")
+
+
 UNREAD = [
     ({"quant_method": "aqlm"}, "weights of quant_method aqlm are not read"),
     ({"quant_method": None}, "weights of quant_method None are not read"),
@@ -362,18 +350,17 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("settings", "sentence"), UNREAD, ids=[sentence for _, sentence in UNREAD])
-def test_what_is_not_read(settings: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    """Guards methods and options that nobody here has understood: transformers gets them, and both reasons are told."""
-    write_folder(tmp_path / "model", tiny_model(), settings, awq())
-    with pytest.raises(NoFastPath, match=sentence):
-        load(tmp_path / "model")
+def test_what_is_not_read(settings: dict[str, Any], sentence: str) -> None:
+    """Guards methods and options that nobody here has understood: transformers gets them."""
+    with pytest.raises(UnsupportedConfig, match=sentence):
+        QuantizedCheckpoint(json.loads(json.dumps({"quantization_config": settings})))
 
 
-def test_what_nobody_reads_is_said_once(tmp_path: Path) -> None:
+def test_both_reasons_are_told(tmp_path: Path) -> None:
     """Guards the sentence for a checkpoint that transformers refuses, too."""
     write_folder(tmp_path / "model", tiny_model(), awq_settings(version="gemv"), awq())
     with pytest.raises(
-        ModelError, match="and without transformers awq weights with version = 'gemv' are not read"
+        ModelError, match="and without transformers awq weights with version = 'gemv' are not"
     ) as caught:
         load_model(LoadPlan(str(tmp_path / "model")))
     assert "\n" not in str(caught.value)
