@@ -8,8 +8,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,51 +96,51 @@ class AnswerCache:
 
     def get(self, key: bytes) -> bytes | None:
         """The answer with this key, if it is there and whole."""
-        with self._lock:
-            if self._database is None:
+        with self._guarded() as database:
+            if database is None:
                 return None
-            try:
-                row = self._database.execute("SELECT checksum, data FROM answers WHERE key = ?", (key,)).fetchone()
-                if row is None:
-                    return None
-                checksum, data = row
-                if not isinstance(data, bytes) or checksum != _checksum(key, data):
-                    self._database.execute(_DELETE, (key,))
-                    return None
-            except DATABASE_ERRORS as error:
-                self._give_up(error)
+            row = database.execute("SELECT checksum, data FROM answers WHERE key = ?", (key,)).fetchone()
+            if row is None:
                 return None
-            self._used.add(key)
-            return data
+            checksum, data = row
+            if isinstance(data, bytes) and checksum == _checksum(key, data):
+                self._used.add(key)
+                return data
+            database.execute(_DELETE, (key,))
+        return None
 
     def put(self, answers: Mapping[bytes, bytes]) -> None:
         """Adds answers, and removes the oldest ones if there is no room."""
-        with self._lock:
-            if self._database is None or not (answers or self._used):
+        with self._guarded() as database:
+            if database is None or not (answers or self._used):
                 return
             now = time.time_ns()
             rows = [(key, now, _checksum(key, data), data) for key, data in answers.items()]
-            try:
-                with self._database:
-                    self._database.execute("BEGIN IMMEDIATE")
-                    used = [(now, key) for key in self._used]
-                    self._database.executemany("UPDATE answers SET used = ? WHERE key = ?", used)
-                    self._used.clear()
-                    self._database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", rows)
-                    self._make_room()
-                if self._pages()[0] > self._max_bytes * VACUUM_SHARE:  # the size was set to less than it was
-                    self._database.executescript("PRAGMA incremental_vacuum")  # which `execute` would do in part
-            except DATABASE_ERRORS as error:
-                self._give_up(error)
+            with database:
+                database.execute("BEGIN IMMEDIATE")
+                database.executemany("UPDATE answers SET used = ? WHERE key = ?", [(now, key) for key in self._used])
+                self._used.clear()
+                database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", rows)
+                self._make_room(database)
+            if _pages(database)[0] > self._max_bytes * VACUUM_SHARE:  # the size was set to less than it was
+                database.executescript("PRAGMA incremental_vacuum")  # which `execute` would do in part
 
     def remove(self, key: bytes) -> None:
         """Removes an answer that is of no use."""
+        with self._guarded() as database:
+            if database is not None:
+                database.execute(_DELETE, (key,))
+
+    @contextmanager
+    def _guarded(self) -> Iterator[sqlite3.Connection | None]:
+        """The database for one thread; None if it is not used any more, as from its first error on."""
         with self._lock:
-            if self._database is not None:
-                try:
-                    self._database.execute(_DELETE, (key,))
-                except DATABASE_ERRORS as error:
-                    self._give_up(error)
+            try:
+                yield self._database
+            except DATABASE_ERRORS as error:
+                if not _is_busy(error):  # else the next write may find it free
+                    _log.warning("The cache %s is not used any more: %s.", self._path, error)
+                    self._close()
 
     def close(self) -> None:
         """Notes what was used, and closes the database; the cache gives and takes nothing any more."""
@@ -161,34 +161,17 @@ class AnswerCache:
                     raise
             time.sleep(0.01)  # another run makes it at this moment
 
-    def _make_room(self) -> None:
-        """Removes the oldest answers if there are too many."""
-        assert self._database is not None
-        if self._pages()[1] <= self._max_bytes:
+    def _make_room(self, database: sqlite3.Connection) -> None:
+        if _pages(database)[1] <= self._max_bytes:
             return
-        while self._pages()[1] > self._max_bytes * KEEP_SHARE:
-            (count,) = self._database.execute("SELECT count(*) FROM answers").fetchone()
+        while _pages(database)[1] > self._max_bytes * KEEP_SHARE:
+            (count,) = database.execute("SELECT count(*) FROM answers").fetchone()
             if not count:
                 break
-            self._database.execute(
+            database.execute(
                 "DELETE FROM answers WHERE rowid IN (SELECT rowid FROM answers ORDER BY used LIMIT ?)",
                 (max(count // 20, 1),),
             )
-
-    def _pages(self) -> tuple[int, int]:
-        """Bytes of the database's pages, and of those that hold something."""
-        assert self._database is not None
-        pages, free, size = (
-            self._database.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count", "page_size")
-        )
-        return pages * size, (pages - free) * size
-
-    def _give_up(self, error: Exception) -> None:
-        if _is_busy(error):  # the next write may find it free
-            return
-        _log.warning("The cache %s is not used any more: %s.", self._path, error)
-        self._close()
 
     def _close(self) -> None:
         if self._database is not None:
@@ -211,8 +194,15 @@ def _prepare(database: sqlite3.Connection) -> None:
         database.executescript(_TABLES)
 
 
+def _pages(database: sqlite3.Connection) -> tuple[int, int]:
+    """Bytes of the database's pages, and of those that hold something."""
+    pages, free, size = (
+        database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    return pages * size, (pages - free) * size
+
+
 def _is_busy(error: Exception) -> bool:
-    """Whether another process has locked the database."""
     return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cbatch.base.errors import EngineError, in_short
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.request import Request
-from cbatch.batch.cached_outputs import CachedOutputs
 from cbatch.batch.driver import (
     BYTES_PER_SCORE,
     BYTES_PER_TOKEN,
@@ -26,11 +25,11 @@ from cbatch.batch.driver import (
     default_window,
     weight_of,
 )
+from cbatch.batch.earlier_outputs import CachedOutputs, JournaledOutputs
 from cbatch.batch.feed import EngineFeed, OutputForecast, beginning_of, output_limit
-from cbatch.batch.journaled_outputs import JournaledOutputs
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line, RowOptions
-from cbatch.batch.rounds import RoundLoop, ToolLoop, TryLoop
+from cbatch.batch.rounds import Rounds
 from cbatch.batch.row import Row
 from cbatch.engine.stats import EngineStats
 from cbatch.engine.thread import EngineThread
@@ -67,32 +66,21 @@ class EngineDriver:
 
 
 class EndOfAnswer(NamedTuple):
-    """The request of a row has ended; or the row has, if it has a result.
+    """The request of a row has ended, or the row has, with a result.
 
-    is_lost:    because the engine failed or was closed, so that there is no answer
-    from_cache: the answer was not computed
+    how: `lost` if the engine failed or was closed, so that there is no answer; `cancelled` if there will be none
     """
 
     row: Row
+    how: Literal["computed", "cached", "lost", "cancelled", "result"]
     result: Completion | None = None
-    is_lost: bool = False
-    from_cache: bool = False
-
-
-class RowCancelled(NamedTuple):
-    """A row in flight that will get no result."""
-
-    row: Row
-
-
-class ThreadFailed(NamedTuple):
-    """A thread could not do its part, so that rows would be waited for in vain."""
-
-    error: BaseException
 
 
 class EngineStream(RowStream):
-    """Runs the rows of one input on an engine's thread, which calls back (`_take_event`) for each token."""
+    """Runs the rows of one input on an engine's thread, which calls back (`_take_event`) for each token.
+
+    Messages to the consumer are ends of answers, and exceptions of threads that could not do their part.
+    """
 
     def __init__(self, engine_thread: EngineThread, lines: LineProcessor, *, window: int) -> None:
         """
@@ -108,11 +96,8 @@ class EngineStream(RowStream):
         self._feed = EngineFeed(engine_thread, self._forecast, self._take_event, reorders=options.reorders)
         self._in_flight: dict[int, Row] = {}
         """By their positions."""
-        self._loops: list[RoundLoop] = []
-        if options.tools:
-            self._loops.append(ToolLoop(options.tools, options.max_tool_rounds, lines.inputs, self._go_on))
-        if options.validation is not None:
-            self._loops.append(TryLoop(options.validation, lines.inputs, self._go_on))
+        follows = bool(options.tools) or options.validation is not None
+        self._rounds = Rounds(options, lines.inputs, self._go_on) if follows else None
         self._cache = CachedOutputs(engine, options.cache) if options.cache is not None else None
         journal = options.token_journal
         self._token_journal = JournaledOutputs(engine, journal) if journal is not None else None
@@ -142,7 +127,7 @@ class EngineStream(RowStream):
         request = self._lines.process(row.line)
         if isinstance(request, Completion):
             request.timing = Timing(row.taken_at, finished_at=time.monotonic())
-            self._inbox.put(EndOfAnswer(row, request))
+            self._inbox.put(EndOfAnswer(row, "result", request))
             return weight
         self._submit(row, request)
         scores = 1 + request.params.prompt_logprobs if request.params.prompt_logprobs is not None else 0
@@ -154,11 +139,10 @@ class EngineStream(RowStream):
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Tells the consumer what goes wrong on another thread."""
         try:
             yield
         except BaseException as error:
-            self._inbox.put(ThreadFailed(error))
+            self._inbox.put(error)
             raise
 
     def _submit(self, row: Row, request: Request, *, goes_on: bool = False) -> None:
@@ -168,7 +152,7 @@ class EngineStream(RowStream):
         row.request, row.outputs = request, self._engine_thread.engine.output_processor(request, row.taken_at)
         if self._cache is not None:
             if self._cache.replay(row.outputs):
-                self._inbox.put(EndOfAnswer(row, from_cache=True))
+                self._inbox.put(EndOfAnswer(row, "cached"))
                 return
             if self._cache.defer(row):
                 return
@@ -193,11 +177,11 @@ class EngineStream(RowStream):
                 self._feed.output_ended(row.position)  # before anybody can go on with the row
             if row.outputs.is_finished:
                 is_lost = event.error is not None and self._engine_thread.has_ended
-                self._inbox.put(EndOfAnswer(row, is_lost=is_lost))
+                self._inbox.put(EndOfAnswer(row, "lost" if is_lost else "computed"))
 
     def _cancel(self, row: Row) -> None:
         self._feed.cancel(row)
-        self._inbox.put(RowCancelled(row))
+        self._inbox.put(EndOfAnswer(row, "cancelled"))
 
     # The consumer's thread.
 
@@ -215,63 +199,59 @@ class EngineStream(RowStream):
         computed: list[OutputProcessor] = []
         ended: list[Request] = []
         for message in messages:
-            if isinstance(message, EndOfAnswer):
-                row, is_computed = message.row, message.result is None and not message.from_cache
-                was_in_flight = self._in_flight.pop(row.position, None) is not None
-                if is_computed and not was_in_flight:
-                    continue  # it was cancelled before it ended
-                if is_computed:
-                    for output in row.outputs.outputs:
-                        if output.finish_reason in ("stop", "length"):
-                            self._forecast.observe(row.request, row.limit, len(output.token_ids))
-                    computed.append(row.outputs)
-                    ended.append(row.request)
-                self._take_answer(message, finished)
-            elif isinstance(message, RowCancelled) and self._in_flight.pop(message.row.position, None) is not None:
-                ended.append(message.row.request)
-                self._end_row(message.row)
-                self._window.release([message.row.position])
+            if not isinstance(message, EndOfAnswer):
+                continue
+            row, how, completion = message
+            was_in_flight = self._in_flight.pop(row.position, None) is not None
+            if how in ("computed", "lost", "cancelled"):
+                if not was_in_flight:
+                    continue  # it ended before it was cancelled, or the other way round
+                ended.append(row.request)
+            if how == "cancelled":
+                self._end_row(row)
+                self._window.release([row.position])
+                continue
+            if how in ("computed", "lost"):
+                for output in row.outputs.outputs:
+                    if output.finish_reason in ("stop", "length"):
+                        self._forecast.observe(row.request, row.limit, len(output.token_ids))
+                computed.append(row.outputs)
+            if how == "lost":
+                self._num_ended += 1
+                continue
+            if completion is None:
+                completion = row.outputs.completion()
+                if how == "cached":
+                    completion.reused = completion.usage
+                completion.usage, completion.reused = row.usage + completion.usage, row.reused + completion.reused
+                row.usage, row.reused = completion.usage, completion.reused
+                if self._rounds is not None and self._rounds.take(row, completion):
+                    continue
+            row.finish(completion)
+            self._end_row(row)
+            finished.append(row)
         if self._cache is not None and ended:
             self._cache.keep(computed)
             for row in [row for request in ended for row in self._cache.settle(request)]:
                 self._submit(row, row.request)
         return finished
 
-    def _take_answer(self, end: EndOfAnswer, finished: list[Row]) -> None:
-        """Goes on with a row, or ends it."""
-        row, completion = end.row, end.result
-        if end.is_lost:
-            self._num_ended += 1
-            return
-        if completion is None:
-            completion = row.outputs.completion()
-            if end.from_cache:
-                completion.reused = completion.usage
-            completion.usage, completion.reused = row.usage + completion.usage, row.reused + completion.reused
-            row.usage, row.reused = completion.usage, completion.reused
-            if any(loop.take(row, completion) for loop in self._loops):
-                return
-        row.finish(completion)
-        self._end_row(row)
-        finished.append(row)
-
     def _end_row(self, row: Row) -> None:
-        """The tokens of a row are needed no longer; the journal still has them when the row is written."""
         self._num_ended += 1
         if self._token_journal is not None:
             self._token_journal.forget(row)
 
     def _go_on(self, row: Row, following: Request | Completion) -> None:
-        """Goes on with a row, or ends it, after its tools have run or its answer was checked; on threads of those."""
+        """Goes on with a row, or ends it, on the threads of its rounds."""
         with self._reporting():
             if isinstance(following, Completion):
-                self._inbox.put(EndOfAnswer(row, following))
+                self._inbox.put(EndOfAnswer(row, "result", following))
             else:
                 self._submit(row, following, goes_on=True)
 
     def _has_failed(self, messages: list[Any]) -> bool:
-        if (failed := next((one for one in messages if isinstance(one, ThreadFailed)), None)) is not None:
-            raise EngineError(f"The run failed: {in_short(failed.error)}.") from failed.error
+        if (failed := next((one for one in messages if isinstance(one, BaseException)), None)) is not None:
+            raise EngineError(f"The run failed: {in_short(failed)}.") from failed
         return not messages and self._engine_thread.has_ended  # and the reader may wait for its source
 
     def _failure(self) -> EngineError:
@@ -287,10 +267,8 @@ class EngineStream(RowStream):
         self._is_over = True
         self._feed.close()
         self._window.close()
-        for loop in self._loops:
-            loop.close()
-        for kept in (self._token_journal, self._cache):
-            if kept is not None:
-                kept.close()
+        for part in (self._rounds, self._token_journal, self._cache):
+            if part is not None:
+                part.close()
         for row in list(self._in_flight.values()):
             self._engine_thread.cancel(row.request)

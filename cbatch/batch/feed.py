@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,11 +91,16 @@ class WorkOrder:
     """Requests that wait. Lower priorities go first, whatever else holds."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, _Queue] = {}
-        self._num_waiting = 0
+        self._queues: dict[int, OrderedDict[int, Row]] = {}
+        """By priority and position, in their order."""
+        self._alike: dict[tuple[int, int | None], OrderedDict[int, Row]] = {}
+        """The same of each priority and beginning."""
+        self._turn: tuple[int, int | None] = (0, None)
+        """The priority and beginning of those that follow each other now."""
+        self._in_turn = 0
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return sum(map(len, self._queues.values()))
 
     @property
     def first_priority(self) -> int:
@@ -103,82 +108,51 @@ class WorkOrder:
         return min(self._queues)
 
     def add(self, row: Row) -> None:
-        self._queues.setdefault(row.request.priority, _Queue()).add(row)
-        self._num_waiting += 1
+        for queue in self._queues_of(row):
+            queue[row.position] = row
 
     def take(self, max_turn: int) -> Row:
         """Removes the request that goes next.
 
         max_turn: most requests that begin alike and follow each other; 1 if beginnings are not to matter
         """
-        queue = self._queues[self.first_priority]
-        row = queue.next(max_turn)
-        self._remove(queue, row)
+        priority = self.first_priority
+        alike = self._alike.get(self._turn) if self._turn[0] == priority else None
+        if alike and self._in_turn < max_turn:
+            self._in_turn += 1
+            row = next(iter(alike.values()))
+        else:
+            row = next(iter(self._queues[priority].values()))
+            self._turn, self._in_turn = (priority, row.beginning), 1
+        self.remove(row)
         return row
 
     def remove(self, row: Row) -> bool:
         """Removes a request that is not to be computed; returns whether it was waiting."""
-        queue = self._queues.get(row.request.priority, _Queue())
-        if is_waiting := row in queue:
-            self._remove(queue, row)
-        return is_waiting
+        priority = row.request.priority
+        if priority not in self._queues or self._queues[priority].get(row.position) is not row:
+            return False
+        for queue in self._queues_of(row):
+            del queue[row.position]
+        if not self._queues[priority]:
+            del self._queues[priority]
+        if row.beginning is not None and not self._alike[priority, row.beginning]:
+            del self._alike[priority, row.beginning]
+        return True
 
     def sort(self, key: Callable[[Row], Any]) -> None:
         """Lets those that wait go by their keys, the largest first, and in their old order if these are equal."""
-        for priority, queue in self._queues.items():
-            self._queues[priority] = queue.sorted(key)
+        rows = [row for queue in self._queues.values() for row in queue.values()]
+        self._queues.clear()
+        self._alike.clear()
+        for row in sorted(rows, key=key, reverse=True):  # keeps the order of equal ones
+            self.add(row)
 
-    def _remove(self, queue: _Queue, row: Row) -> None:
-        queue.remove(row)
-        self._num_waiting -= 1
-        if not queue:
-            del self._queues[row.request.priority]
-
-
-class _Queue:
-    """The waiting requests of one priority, in their order; also those of each beginning on their own."""
-
-    def __init__(self) -> None:
-        self._all: OrderedDict[int, Row] = OrderedDict()
-        self._alike: dict[int, OrderedDict[int, Row]] = {}
-        self._turn: int | None = None
-        """The beginning of those that follow each other now."""
-        self._in_turn = 0
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __contains__(self, row: Row) -> bool:
-        return self._all.get(row.position) is row
-
-    def add(self, row: Row) -> None:
-        self._all[row.position] = row
+    def _queues_of(self, row: Row) -> Iterator[OrderedDict[int, Row]]:
+        priority = row.request.priority
+        yield self._queues.setdefault(priority, OrderedDict())
         if row.beginning is not None:
-            self._alike.setdefault(row.beginning, OrderedDict())[row.position] = row
-
-    def remove(self, row: Row) -> None:
-        del self._all[row.position]
-        if row.beginning is not None:
-            alike = self._alike[row.beginning]
-            del alike[row.position]
-            if not alike:
-                del self._alike[row.beginning]
-
-    def next(self, max_turn: int) -> Row:
-        alike = self._alike.get(self._turn) if self._turn is not None else None
-        if alike and self._in_turn < max_turn:
-            self._in_turn += 1
-            return next(iter(alike.values()))
-        first = next(iter(self._all.values()))
-        self._turn, self._in_turn = first.beginning, 1
-        return first
-
-    def sorted(self, key: Callable[[Row], Any]) -> _Queue:
-        """The same requests in another order."""
-        queue = _Queue()
-        for row in sorted(self._all.values(), key=key, reverse=True):  # keeps the order of equal ones
-            queue.add(row)
-        return queue
+            yield self._alike.setdefault((priority, row.beginning), OrderedDict())
 
 
 LEAD = 0.25
@@ -207,10 +181,8 @@ class EngineFeed:
         self._forecast, self._on_event, self._reorders = forecast, on_event, reorders
         self._order = WorkOrder()
         self._in_engine: dict[int, Row] = {}
-        self._unfinished: dict[int, int] = {}
-        self._num_outputs = 0
-        """Unfinished outputs of each request in the engine, and of all of them."""
-        self._priorities: Counter[int] = Counter()
+        self._outputs: Counter[int] = Counter()
+        """Unfinished outputs in the engine, by the priority of their request."""
         self._tokens = 0
         """That all requests here and in the engine will take in the cache."""
         self._has_ended = self._is_closed = self._is_filling = False
@@ -229,11 +201,8 @@ class EngineFeed:
     def output_ended(self, position: int) -> None:
         """An output of a row's request has ended in the engine. Others of it may go on."""
         with self._lock:
-            if position in self._in_engine:
-                self._num_outputs -= 1
-                self._unfinished[position] -= 1
-                if not self._unfinished[position]:
-                    self._forget(position)
+            if (row := self._in_engine.get(position)) is not None:
+                self._forget(row, 1)
                 self._fill()
 
     def cancel(self, row: Row) -> None:
@@ -242,8 +211,7 @@ class EngineFeed:
                 self._tokens -= row.tokens
             elif self._in_engine.get(row.position) is row:
                 self._engine_thread.cancel(row.request)
-                self._num_outputs -= self._unfinished[row.position]
-                self._forget(row.position)
+                self._forget(row, row.unfinished)
                 self._fill()
 
     def end_input(self) -> None:
@@ -289,7 +257,7 @@ class EngineFeed:
         most = slots + max(int(LEAD * slots), 1)
         try:
             while not self._is_closed and len(self._order):
-                if self._num_outputs >= most and self._order.first_priority >= max(self._priorities):
+                if self._outputs.total() >= most and self._order.first_priority >= max(self._outputs):
                     break
                 is_cache_short = self._tokens > self._scheduler.pool.capacity
                 self._submit(self._order.take(slots if self._reorders and is_cache_short else 1))
@@ -298,18 +266,18 @@ class EngineFeed:
 
     def _submit(self, row: Row) -> None:
         self._in_engine[row.position] = row
-        self._unfinished[row.position] = row.request.params.n
-        self._num_outputs += row.request.params.n
-        self._priorities[row.request.priority] += 1
+        row.unfinished = row.request.params.n
+        self._outputs[row.request.priority] += row.unfinished
         self._engine_thread.submit(row.request, partial(self._on_event, row))
         if self._is_closed:  # since the requests in flight may have been cancelled before this one was there
             self._engine_thread.cancel(row.request)
 
-    def _forget(self, position: int) -> None:
-        """A request is not in the engine any more."""
-        row = self._in_engine.pop(position)
-        del self._unfinished[position]
-        self._priorities[row.request.priority] -= 1
-        if not self._priorities[row.request.priority]:
-            del self._priorities[row.request.priority]
-        self._tokens -= row.tokens
+    def _forget(self, row: Row, num_outputs: int) -> None:
+        priority = row.request.priority
+        row.unfinished -= num_outputs
+        self._outputs[priority] -= num_outputs
+        if not self._outputs[priority]:
+            del self._outputs[priority]
+        if not row.unfinished:
+            del self._in_engine[row.position]
+            self._tokens -= row.tokens

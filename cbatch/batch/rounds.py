@@ -4,239 +4,174 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.outputs import ToolCall
 from cbatch.base.params import derive_seed
 from cbatch.base.request import Request
+from cbatch.batch.lines import RowOptions
 from cbatch.batch.row import Row
 from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.input_processor import InputProcessor
-from cbatch.tools.tool import Tool
 from cbatch.validation.validation import Checker, Validation
 
-Ask = Callable[[Row, Request | Completion], None]
-"""Goes on with a row: takes its next request, or its result."""
-
 NUM_CALLS = 8
-"""Calls of tools that run at the same time."""
+"""Rows whose tools run at the same time."""
 
 NUM_CHECKS = min(os.cpu_count() or 1, 4)
-"""Answers that are checked at the same time."""
+"""Answers that are checked at the same time, in a batch without tools."""
 
 CORRECTION = "That answer is not valid: {error}. Give the whole answer again, without this error."
 
+Dialog = Generator[Request, Completion, Completion]
+"""Yields the requests of a row, one after the other, takes the answers to them, and returns the row's result."""
 
-class RoundLoop(ABC):
-    """One for each batch. `take` belongs to the thread that reads results; `_next` runs on threads of their own.
 
-    After `close`, rows stay unfinished.
+class Rounds:
+    """Runs what models call, and validates answers, on threads of its own; one for each batch.
+
+    The thread that reads results calls `take` and `close`. After `close`, rows stay unfinished.
     """
 
-    _problem: str
-    """The beginning of the error of a row if `_next` breaks."""
-
-    def __init__(self, inputs: InputProcessor, ask: Ask, name: str, num_threads: int) -> None:
-        """name: of the threads, of which so many work at the same time"""
+    def __init__(
+        self, options: RowOptions, inputs: InputProcessor, ask: Callable[[Row, Request | Completion], None]
+    ) -> None:
+        """`ask`: goes on with a row: takes its next request, or its result"""
         self._inputs, self._ask = inputs, ask
+        self._tools = {tool.name: tool for tool in options.tools}
+        self._validation = options.validation
+        num_threads, name = (NUM_CALLS, "cbatch-tool") if self._tools else (NUM_CHECKS, "cbatch-validate")
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._is_closed = threading.Event()
+        self._dialogs: dict[int, Dialog] = {}
+        """By the position of the row."""
+        self._of_thread = threading.local()
+        self._checkers: list[Checker] = []
 
-    @abstractmethod
     def take(self, row: Row, completion: Completion) -> bool:
         """Takes an answer that may not be the end of its row, and returns True; others are left as the row's result."""
-
-    @abstractmethod
-    def _next(self, row: Row, completion: Completion) -> Request | Completion:
-        """The row's next request after an answer, or its result. A RequestError is a result, too."""
+        may_go_on = _calls_tools(row.request, completion) or (self._validation is not None and not completion.error)
+        if row.position not in self._dialogs:
+            if not may_go_on:
+                return False
+            dialog = self._dialogs[row.position] = self._dialog(row.request)
+            next(dialog)
+        if not self._is_closed.is_set():
+            self._threads.submit(self._go_on, row, completion)
+        return True
 
     def close(self) -> None:
         """Ends what runs."""
         self._is_closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for checker in list(self._checkers):
+            checker.close()
 
-    def _start(self, row: Row, completion: Completion) -> None:
-        if not self._is_closed.is_set():
-            self._threads.submit(self._run, row, completion)
-
-    def _run(self, row: Row, completion: Completion) -> None:
-        request = row.request
+    def _go_on(self, row: Row, completion: Completion) -> None:
         try:
-            following = self._next(row, completion)
+            following: Request | Completion = self._dialogs[row.position].send(completion)
+        except StopIteration as end:
+            following = end.value
         except BaseException as raised:  # a row that breaks something still ends
             if not isinstance(raised, RequestError):
-                raised = request.invalid(f"{self._problem}: {as_error(raised)!r}", "internal_error")
-            following = Completion(request, error=raised, timing=completion.timing)
+                reason = f"its tools cannot be run, or its answer cannot be checked: {as_error(raised)!r}"
+                raised = row.request.invalid(reason, "internal_error")
+            following = Completion(row.request, error=raised, timing=completion.timing)
+        if isinstance(following, Completion):
+            del self._dialogs[row.position]
         if not self._is_closed.is_set():
             self._ask(row, following)
 
+    def _dialog(self, request: Request) -> Dialog:
+        """Asks until an answer is good, if answers are validated, or the row may not try again."""
+        completion = yield from self._conversation(request)
+        if (validation := self._validation) is None:
+            return completion
+        own, number = request.first or request, request.tries + 1  # tries of earlier runs count
+        errors: list[str] = []
+        corrections: list[dict[str, Any]] = []
+        while completion.error is None and completion.finish_reason != "tool_calls":
+            wrong, error = self._first_error(completion)
+            if error is None:
+                completion.validation = {"valid": True, "tries": number, "errors": errors}
+                break
+            errors.append(error)
+            if validation.tells_error and own.messages is not None and own.template.begins_new_message:
+                corrections += map(dict, completion.tool_messages)
+                told = CORRECTION.format(error=error)
+                corrections += [{"role": "assistant", "content": wrong.text}, {"role": "user", "content": told}]
+            if (following := self._next_try(validation, own, number, corrections)) is None:
+                reason = f"no valid answer in {number} tries; {error}"
+                if number == 1:
+                    may_try = validation.max_tries > 1 and own.params.greedy
+                    same = "; at temperature 0, another try gives the same" if may_try else ""
+                    reason = f"the answer is not valid: {error}{same}"
+                completion.error = request.invalid(reason, "invalid_answer")
+                completion.validation = {"valid": False, "tries": number, "errors": errors, "text": wrong.text}
+                break
+            number += 1
+            completion = yield from self._conversation(following)
+        return completion
 
-@dataclass(slots=True)
-class _Conversation:
-    """A row whose model calls tools.
+    def _next_try(
+        self, validation: Validation, own: Request, number: int, corrections: list[dict[str, Any]]
+    ) -> Request | None:
+        """The request of the next try; None if there is none, or it could give nothing else than the one before."""
+        if number - own.tries >= validation.max_tries or (own.params.greedy and not corrections):
+            return None
+        try:
+            following = self._inputs.encode(nth_try(own, number + 1, corrections))
+            self._inputs.limits.max_new_tokens(len(following.prompt_ids))
+        except RequestError:  # such as a conversation that has become too long: the last answer stands
+            return None
+        return following
 
-    request:  what was asked first
-    messages: the calls and results so far, in OpenAI's form
-    """
+    def _first_error(self, completion: Completion) -> tuple[Choice, str | None]:
+        """The first output that is not good, and why; None if all are good."""
+        checker: Checker | None = getattr(self._of_thread, "checker", None)
+        if checker is None:
+            assert self._validation is not None
+            checker = self._of_thread.checker = Checker(self._validation, self._is_closed)
+            self._checkers.append(checker)
+        for choice in completion.choices:
+            if (error := checker.error_of(choice.text)) is not None:
+                return choice, error
+        return completion.choices[0], None
 
-    request: Request
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    num_rounds: int = 0
-
-
-class ToolLoop(RoundLoop):
-    """Runs what a model calls, and asks it again with the results, until it answers or has had its rounds."""
-
-    _problem = "its tools cannot be run"
-
-    def __init__(self, tools: Sequence[Tool], max_rounds: int, inputs: InputProcessor, ask: Ask) -> None:
-        """max_rounds: rounds of calls of one row, after which its model gets no tools"""
-        super().__init__(inputs, ask, "cbatch-tool", NUM_CALLS)
-        self._tools = {tool.name: tool for tool in tools}
-        self._max_rounds = max_rounds
-        self._conversations: dict[int, _Conversation] = {}
-        """By the position of the row."""
-
-    def take(self, row: Row, completion: Completion) -> bool:
-        talk = self._conversations.get(row.position)
-        goes_on = completion.finish_reason == "tool_calls" and len(completion.choices) == 1
-        if goes_on and row.request.tool_rounds > 0 and (talk is None or talk.num_rounds < self._max_rounds):
-            if talk is None:
-                self._conversations[row.position] = _Conversation(row.request)
-            self._start(row, completion)
-            return True
-        if talk is not None:
-            completion.tool_messages = talk.messages
-            del self._conversations[row.position]
-        return False
-
-    def _next(self, row: Row, completion: Completion) -> Request:
-        """The row's next request, with the results of all calls."""
-        talk = self._conversations[row.position]
-        said = {
-            "role": "assistant",
-            "content": completion.text,
-            "tool_calls": [call.to_dict() for call in completion.tool_calls],
-        }
-        talk.messages = [*talk.messages, said, *(self._result(call) for call in completion.tool_calls)]
-        talk.num_rounds += 1
-        asked, is_last = talk.request, talk.num_rounds == self._max_rounds
-        return self._inputs.encode(
-            asked.following(
-                messages=[*(asked.messages or ()), *talk.messages],
-                tools=() if is_last else asked.tools,
-                choice=None,
-                seed=derive_seed(asked.seed, "round", talk.num_rounds),
+    def _conversation(self, asked: Request) -> Dialog:
+        """Runs what the model calls, and asks it again with the results, until it answers or has had its rounds."""
+        completion = yield asked
+        messages: list[dict[str, Any]] = []
+        for number in range(1, asked.tool_rounds + 1):
+            if not _calls_tools(asked, completion):
+                break
+            calls = [call.to_dict() for call in completion.tool_calls]
+            messages.append({"role": "assistant", "content": completion.text, "tool_calls": calls})
+            messages += map(self._result, completion.tool_calls)
+            completion = yield self._inputs.encode(
+                asked.following(
+                    messages=[*(asked.messages or ()), *messages],
+                    tools=() if number == asked.tool_rounds else asked.tools,
+                    choice=None,
+                    seed=derive_seed(asked.seed, "round", number),
+                )
             )
-        )
+        if messages:
+            completion.tool_messages = messages
+        return completion
 
     def _result(self, call: ToolCall) -> dict[str, Any]:
-        """The message with the result of a call."""
         tool = self._tools.get(call.name)
         text = f"There is no tool {call.name}." if tool is None else tool.run(call.arguments, self._is_closed)
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
-@dataclass(slots=True)
-class _Tries:
-    """The tries of a row so far.
-
-    request:  the row's own, without tries
-    number:   of the latest try; tries of earlier runs count
-    messages: answers and what was wrong with them, as messages, if the model is told
-    """
-
-    request: Request
-    number: int
-    errors: list[str] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-
-class TryLoop(RoundLoop):
-    """Validates answers, and asks again for those that are not good, as often as a row may try.
-
-    Takes all answers but errors and calls of tools.
-    """
-
-    _problem = "the answer cannot be checked"
-
-    def __init__(self, validation: Validation, inputs: InputProcessor, ask: Ask) -> None:
-        super().__init__(inputs, ask, "cbatch-validate", NUM_CHECKS)
-        self._validation = validation
-        self._rows: dict[int, _Tries] = {}
-        """The tries of rows that had more than one, by their position."""
-        self._of_thread = threading.local()
-        self._checkers: list[Checker] = []
-
-    def take(self, row: Row, completion: Completion) -> bool:
-        if completion.error is None and completion.finish_reason != "tool_calls":
-            self._start(row, completion)
-            return True
-        self._rows.pop(row.position, None)
-        return False
-
-    def close(self) -> None:
-        super().close()
-        for checker in list(self._checkers):
-            checker.close()
-
-    def _next(self, row: Row, completion: Completion) -> Request | Completion:
-        """The row's next try after an answer, or its result."""
-        checker, request = self._checker(), row.request
-        wrong, error = completion.choices[0], None
-        for choice in completion.choices:
-            if (error := checker.error_of(choice.text)) is not None:
-                wrong = choice
-                break
-        tries = self._rows.pop(row.position, None) or _Tries(request.first or request, request.tries + 1)
-        if error is not None:
-            tries.errors.append(error)
-            if (following := self._next_try(tries, wrong, completion)) is not None:
-                self._rows[row.position] = tries
-                return following
-            may_try = self._validation.max_tries > 1 and tries.request.params.greedy
-            same = "; at temperature 0, another try gives the same" if may_try else ""
-            reason = f"no valid answer in {tries.number} tries; {error}"
-            if tries.number == 1:
-                reason = f"the answer is not valid: {error}{same}"
-            completion.error = request.invalid(reason, "invalid_answer")
-        completion.validation = {"valid": error is None, "tries": tries.number, "errors": tries.errors}
-        if error is not None:
-            completion.validation["text"] = wrong.text
-        return completion
-
-    def _next_try(self, tries: _Tries, wrong: Choice, completion: Completion) -> Request | None:
-        """The request of the next try; None if there is none, or it could give nothing else than the one before."""
-        request = tries.request
-        if tries.number - request.tries >= self._validation.max_tries:
-            return None
-        is_told = self._validation.tells_error and request.messages is not None and request.template.begins_new_message
-        if request.params.greedy and not is_told:
-            return None
-        if is_told:
-            correction = CORRECTION.format(error=tries.errors[-1])
-            tries.messages += map(dict, completion.tool_messages)
-            tries.messages += [{"role": "assistant", "content": wrong.text}, {"role": "user", "content": correction}]
-        try:
-            following = self._inputs.encode(nth_try(request, tries.number + 1, tries.messages))
-            self._inputs.limits.max_new_tokens(len(following.prompt_ids))
-        except RequestError:  # such as a conversation that has become too long: the last answer stands
-            return None
-        tries.number += 1
-        return following
-
-    def _checker(self) -> Checker:
-        """That of this thread."""
-        checker: Checker | None = getattr(self._of_thread, "checker", None)
-        if checker is None:
-            checker = self._of_thread.checker = Checker(self._validation, self._is_closed)
-            self._checkers.append(checker)
-        return checker
+def _calls_tools(request: Request, completion: Completion) -> bool:
+    return completion.finish_reason == "tool_calls" and len(completion.choices) == 1 and request.tool_rounds > 0
 
 
 def nth_try(request: Request, number: int, messages: list[dict[str, Any]]) -> Request:

@@ -91,6 +91,7 @@ class Row:
     request:       what the engine is asked now: first what the line asks, later what follows on the answers to that
     outputs:       what the engine has answered to it so far
     limit:         most tokens of each output; `tokens`: of the prompt and, probably, the outputs
+    unfinished:    number of outputs that the engine goes on with
     beginning:     what the prompt has in common with others that begin alike (see `feed.beginning_of`)
     usage, reused: of all answers so far; see `Completion`
 
@@ -111,6 +112,7 @@ class Row:
     request: Request = field(init=False)
     outputs: OutputProcessor = field(init=False)
     limit: int = field(init=False)
+    unfinished: int = 0
     tokens: int = field(init=False)
     beginning: int | None = field(init=False)
     usage: Usage = NO_TOKENS

@@ -11,9 +11,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +69,16 @@ def parse_record(line: bytes) -> TokenRecord:
     return TokenRecord(fields["line"], fields["row_key"], fields["request"], fields["output"], fields["start"], known)
 
 
+def _parsed(lines: Iterable[bytes]) -> Iterator[TokenRecord | None]:
+    """The records of these lines, None for damaged ones; without a last one that a kill has torn."""
+    for line in lines:
+        if line.endswith(b"\n"):
+            try:
+                yield parse_record(line)
+            except (ValueError, KeyError, TypeError):
+                yield None
+
+
 def _checksum(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=CHECK_BYTES).hexdigest().encode()
 
@@ -83,9 +95,6 @@ ENDING = ".tokens"
 DEFAULT_INTERVAL_S = 5.0
 SLACK_BYTES = 2**20
 """Bytes of finished rows that may stay in the file in any case."""
-
-Lines = Sequence[tuple[int, bytes]]
-"""Lines of the file, each with the index of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,35 +136,32 @@ class TokenJournal:
         Raises ConfigError if the file is of something else or cannot be used.
         """
         digest = hashlib.blake2b(model.encode(), digest_size=16).hexdigest()
-        self._path = path
+        self._path, self._writes = path, writes
         self._head = MAGIC + f"{VERSION} {digest}\n".encode()
-        self._writes = writes
         self._fd: int | None = None
-        self._size = self._live = 0
-        """Bytes of the file, and of the lines of rows that are not dropped."""
-        self._places: dict[int, list[tuple[int, int]]] = {}
-        """Offset and size of each line of the rows that are not dropped, by their index."""
+        self._sizes: Counter[int] = Counter()
+        """Bytes in the file of each row that is not dropped, by its index."""
+        self._live = 0
+        """Bytes of them all."""
         self.unfinished: dict[int, UnfinishedRow] = {}
         try:
             self._begin(resume=resume)
         except OSError as error:
             raise ConfigError(f"Cannot use {path}: {error.strerror}.") from error
 
-    def append(self, records: Sequence[TokenRecord]) -> None:
+    def append(self, records: Iterable[TokenRecord]) -> None:
         """Adds tokens, which are on disk then."""
-        if not self._writes or not records:
+        if not self._writes or not (records := list(records)):
             return
-        lines = [(record.line, format_record(record)) for record in records]
         try:
             if self._fd is None:
-                self._replace(lines)
+                self._replace(records)
                 return
-            _write(self._fd, b"".join(line for _, line in lines))
-            os.fsync(self._fd)
-            self._note(lines)
-            if self._size > 2 * self._live + SLACK_BYTES:
-                live = sorted((*place, index) for index, places in self._places.items() for place in places)
-                self._replace([(index, os.pread(self._fd, size, offset)) for offset, size, index in live])
+            self._write(self._fd, records)
+            if os.fstat(self._fd).st_size > 2 * self._live + SLACK_BYTES:
+                with self._path.open("rb") as file:
+                    records = [record for record in _parsed(islice(file, 1, None)) if record is not None]
+                self._replace([record for record in records if record.line in self._sizes])
         except OSError as error:
             _log.warning("Tokens are not written to %s any more: %s.", self._path, error.strerror)
             self.close()
@@ -163,7 +169,7 @@ class TokenJournal:
     def drop(self, index: int) -> None:
         """Forgets a row, which is finished."""
         self.unfinished.pop(index, None)
-        self._live -= sum(size for _, size in self._places.pop(index, ()))
+        self._live -= self._sizes.pop(index, 0)
 
     def close(self) -> None:
         """Ends the writing; the file stays."""
@@ -185,18 +191,16 @@ class TokenJournal:
         if resume:
             self._read()
         if self._writes and self.unfinished:  # without what was torn or damaged, so that what follows can be read
-            whole = (
+            self._replace(
                 TokenRecord(index, row.key, request, number, 0, known)
                 for index, row in self.unfinished.items()
                 for request, outputs in row.requests.items()
                 for number, known in outputs.items()
             )
-            self._replace([(record.line, format_record(record)) for record in whole])
         elif self._writes:
             remove_token_journal(self._path)
 
     def _read(self) -> None:
-        """Fills `unfinished`, and says what cannot be used."""
         damaged = 0
         with self._path.open("rb") as file:
             if (head := file.readline()) != self._head:
@@ -204,51 +208,51 @@ class TokenJournal:
                 what = "of another model or version of cbatch" if is_whole else "damaged at its beginning"
                 _log.warning("%s is %s: unfinished answers begin anew.", self._path, what)
                 return
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # a kill has torn the last one
-                try:
-                    self._take(parse_record(line))
-                except (ValueError, KeyError, TypeError):
-                    damaged += 1
+            for record in _parsed(file):
+                damaged += record is None or not self._take(record)
         if damaged:
             records = f"{damaged:,} records are" if damaged > 1 else "a record is"
             _log.warning("%s: %s damaged. What is missing is computed again.", self._path, records)
 
-    def _take(self, record: TokenRecord) -> None:
-        """Adds tokens to their output. Raises ValueError if tokens before them are missing."""
+    def _take(self, record: TokenRecord) -> bool:
+        """Adds tokens to their output, unless tokens before them are missing; returns whether it did."""
         row = self.unfinished.setdefault(record.line, UnfinishedRow(record.row_key))
         row.key = record.row_key
         outputs = row.requests.setdefault(record.request, {})
         known, new, start = outputs.get(record.output, KnownOutput()), record.tokens, record.start
-        if start > len(known.token_ids):
-            raise ValueError("tokens are missing before it")
-        outputs[record.output] = KnownOutput(
-            [*known.token_ids[:start], *new.token_ids], [*known.logprobs[:start], *new.logprobs]
-        )
+        if is_next := start <= len(known.token_ids):
+            outputs[record.output] = KnownOutput(
+                [*known.token_ids[:start], *new.token_ids], [*known.logprobs[:start], *new.logprobs]
+            )
+        return is_next
 
-    def _replace(self, lines: Lines) -> None:
-        """Puts a file with these lines in the place of the one that is there, if there is one."""
+    def _replace(self, records: Iterable[TokenRecord]) -> None:
+        """Puts a file with these records in the place of the one that is there, if there is one."""
         new = _new_path(self._path)
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            _write(fd, self._head + b"".join(line for _, line in lines))
-            os.fsync(fd)
+            self._sizes, self._live = Counter(), 0
+            self._write(fd, records, self._head)
             new.rename(self._path)
         except OSError:
             os.close(fd)
             raise
         if self._fd is not None:
             os.close(self._fd)
-        self._fd, self._size, self._live, self._places = fd, len(self._head), 0, {}
-        self._note(lines)
+        self._fd = fd
 
-    def _note(self, lines: Lines) -> None:
-        """Counts lines that were written at the end."""
-        for index, line in lines:
-            self._places.setdefault(index, []).append((self._size, len(line)))
-            self._size += len(line)
+    def _write(self, fd: int, records: Iterable[TokenRecord], head: bytes = b"") -> None:
+        """Appends records, which count as live from now on."""
+        data = bytearray(head)
+        for record in records:
+            line = format_record(record)
+            self._sizes[record.line] += len(line)
             self._live += len(line)
+            data += line
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
 
 
 def token_journal_of(output: Path) -> Path:
@@ -260,15 +264,9 @@ def is_token_journal(path: Path) -> bool:
     """Whether a file is there, and is one of these, perhaps with a damaged beginning."""
     try:
         with path.open("rb") as file:
-            if file.readline().startswith(MAGIC):
-                return True
-            for line in file:
-                with suppress(ValueError, KeyError, TypeError):
-                    parse_record(line)
-                    return True
+            return file.readline().startswith(MAGIC) or any(record is not None for record in _parsed(file))
     except OSError:
-        pass
-    return False
+        return False
 
 
 def remove_token_journal(path: Path) -> None:
@@ -280,11 +278,4 @@ def remove_token_journal(path: Path) -> None:
 
 
 def _new_path(path: Path) -> Path:
-    """Where a journal is written before it is put in its place."""
     return path.with_name(f".{path.name}.new")
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -184,18 +183,3 @@ def test_several_runs_use_it_at_once_and_are_killed(tmp_path: Path) -> None:
     with closing(AnswerCache(CacheConfig(str(tmp_path), "1MiB"))) as cache:
         found = [cache.get(key) == key * 200 for key in keys(40)]
         assert sum(found) > 20
-
-
-def test_threads_use_it_at_once(cache: AnswerCache) -> None:
-    """Guards the reader, the threads of tools and checks, and the consumer, which share one cache."""
-
-    def work(number: int) -> bool:
-        key = number.to_bytes(16, "little")
-        for _ in range(20):
-            cache.put({key: key})
-            if cache.get(key) != key:
-                return False
-        return True
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(work, range(8)))

