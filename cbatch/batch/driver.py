@@ -28,19 +28,15 @@ BYTES_PER_ROW, BYTES_PER_OBJECT, BYTES_PER_LIST, BYTES_PER_VALUE = 5000, 500, 10
 BYTES_PER_TOKEN, BYTES_PER_SCORE = 40, 200
 """Memory of a token of a prompt, and of a log-probability of one."""
 
-LEAST_PER_SLOT, MOST_PER_SLOT, MANY_ROWS = 4, 16, 2048
-"""Rows of a window for each request that runs at once: as many as the second, if they are no more than the last."""
-
 
 def default_window(max_seqs: int) -> int:
     """Rows that suffice to order the last ones by their work (see `EngineFeed`), and do not take much memory."""
-    return max(LEAST_PER_SLOT * max_seqs, min(MOST_PER_SLOT * max_seqs, MANY_ROWS))
+    return max(4 * max_seqs, min(16 * max_seqs, 2048))
 
 
 def weight_of(data: bytes | None) -> int:
     """About how many bytes of memory a line takes once it is read, without the tokens of its prompt."""
-    if data is None:
-        return BYTES_PER_ROW
+    data = data or b""
     return (
         BYTES_PER_ROW
         + (3 if data.isascii() else 5) * len(data)
@@ -53,8 +49,7 @@ def weight_of(data: bytes | None) -> int:
 class Window:
     """Bounds the rows that are in flight or held back, and the bytes of memory that they take.
 
-    The reader's thread acquires a place for each row, and the writer's thread releases it. A queue is all that they
-    share.
+    The reader's thread acquires a place for each row, and the writer's thread releases it; they share only a queue.
 
     waited_s: seconds in which the reader waited for a place
     """
@@ -66,10 +61,7 @@ class Window:
         self.waited_s = 0.0
 
     def acquire(self, position: int, size: int) -> bool:
-        """Waits until there is a place for one more row; a row larger than the window waits until it is alone.
-
-        position: names the row when its place is released
-        size:     bytes of memory that it will take
+        """Waits until there is a place for the row at a position, of a size in bytes. One that is too large goes alone.
 
         Returns False if the window was closed in the meantime.
         """
@@ -128,8 +120,7 @@ class WorkAhead(NamedTuple):
     is_last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfInput:
+class EndOfInput(NamedTuple):
     """The reader's last message: how many rows it took, and the error that ended the input early."""
 
     rows: int
@@ -146,6 +137,7 @@ class RowStream(ABC):
     A thread of its own, the reader, takes the lines; others compute the rows. All of them put messages into the inbox
     of the consumer, which iterates over `finished`. A window bounds the rows between reader and consumer.
 
+    signum:        of the signal that has interrupted it
     started_at:    when the first row was taken, in seconds of `time.monotonic`
     output_tokens: tokens generated so far
     poll_s:        how long `finished` waits for rows before it gives none
@@ -164,6 +156,7 @@ class RowStream(ABC):
         self._num_ended = self.output_tokens = 0
         """Rows of which nothing more will come."""
         self._is_over = self.has_given_all = False
+        self.signum: int | None = None
         self.started_at: float | None = None
         self.poll_s = POLL_SECONDS
 
@@ -172,7 +165,7 @@ class RowStream(ABC):
 
         kept: indices of lines to leave out
 
-        The consumer releases the rows it is done with. Leaving the iteration cancels what is in flight; `stop` ends it.
+        The consumer releases the rows it is done with. Leaving the iteration cancels what is in flight.
 
         Raises, after all rows that were finished: EngineError if the last row cannot be computed any more, and what
         the source raises.
@@ -208,8 +201,9 @@ class RowStream(ABC):
         """Makes room in the window for as many rows as there are positions."""
         self._window.release(positions)
 
-    def stop(self) -> None:
+    def interrupt(self, signum: int) -> None:
         """Ends `finished` once it has given the rows that are finished by now. May be called in a signal handler."""
+        self.signum = signum
         self._inbox.put(STOP_REQUESTED)
 
     def ahead(self) -> WorkAhead | None:
@@ -292,7 +286,6 @@ class RowStream(ABC):
         return messages
 
     def _messages_by_now(self) -> list[Any]:
-        """All messages that are there."""
         return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]  # nobody else takes any
 
 

@@ -49,7 +49,6 @@ def unit_of(form: InputForm) -> str:
 
 
 def _endings(name: str) -> tuple[str, Compression | None]:
-    """The ending of a name without the one of its compression, in lower case, and that compression."""
     stem, dot, ending = name.lower().rpartition(".")
     found = _COMPRESSIONS.get(ending) if dot else None
     return (stem.rpartition(".")[2] if found else ending), found
@@ -58,7 +57,8 @@ def _endings(name: str) -> tuple[str, Compression | None]:
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """First bytes of the formats. No text in UTF-8 begins with them."""
 
-CHUNK = 2**16
+CHUNK, HEAD_BYTES = 2**16, 4096
+"""Bytes that are read at once, and those that tell what a file is."""
 
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error)
 """Errors of reading a damaged file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator
@@ -68,8 +69,9 @@ class Journal:
     end:     offset after the last whole line; the rest of the file is a torn row
     torn:    bytes of a torn row at the end
     damaged: what is wrong with each line that is no row, or a row whose bytes have changed, by its number
-    doubled: numbers of the rows that a later one has replaced, and the index of each in `doubled_indices`
+    doubled: index of each row that a later one has replaced, by its number
     first_checked: number of the first row with a check; those before it are of an older version. None if none has one
+    fd:      of the file, if `row` is to read it
     """
 
     indices: array[int] = field(default_factory=lambda: array("q"))
@@ -80,9 +82,9 @@ class Journal:
     end: int = 0
     torn: int = 0
     damaged: dict[int, str] = field(default_factory=dict)
-    doubled: array[int] = field(default_factory=lambda: array("q"))
-    doubled_indices: array[int] = field(default_factory=lambda: array("q"))
+    doubled: dict[int, int] = field(default_factory=dict)
     first_checked: int | None = None
+    fd: int | None = None
 
     @classmethod
     def read(cls, file: IO[bytes], name: str) -> Journal:
@@ -102,25 +104,24 @@ class Journal:
         for number in journal.rows(input_order=True):  # all but the last row of each index are superseded
             index = journal.indices[number]
             if previous != SUPERSEDED and journal.indices[previous] == index:
-                journal.doubled.append(previous)
-                journal.doubled_indices.append(index)
+                journal.doubled[previous] = index
                 journal.indices[previous] = SUPERSEDED
             previous = number
         return journal
 
     def append(self, index: int, size: int) -> None:
         """Adds a row that was written at the end of the file."""
-        if self.first_checked is None:
-            self.first_checked = len(self.indices)
+        self.first_checked = len(self.indices) if self.first_checked is None else self.first_checked
         self._add(index, size)
 
     def has_check(self, number: int) -> bool:
         return self.first_checked is not None and number >= self.first_checked
 
-    def span(self, number: int) -> tuple[int, int]:
-        """Offsets in the file at which a row begins and ends."""
-        last = number + 1 == len(self.starts)
-        return self.starts[number], self.end if last else self.starts[number + 1]
+    def row(self, number: int) -> bytes:
+        """The bytes of a row."""
+        assert self.fd is not None
+        start, stop = self.starts[number], self.end if number + 1 == len(self.starts) else self.starts[number + 1]
+        return os.pread(self.fd, stop - start, start)
 
     def key(self, number: int) -> str:
         return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES].hex()
@@ -135,11 +136,9 @@ class Journal:
 
     def is_in_order(self, *, input_order: bool) -> bool:
         """Whether the file holds the rows that are not superseded, no others, all with checks, and in this order."""
-        return (
-            (self.first_checked == 0 or not self.indices)
-            and all(number == row for number, row in enumerate(self.rows(input_order=input_order)))
-            and SUPERSEDED not in self.indices
-        )
+        is_checked = self.first_checked == 0 or not self.indices
+        rows = enumerate(self.rows(input_order=input_order))
+        return is_checked and all(number == row for number, row in rows) and SUPERSEDED not in self.indices
 
     def damage(self) -> str:
         """Says how many lines are damaged, and what is wrong with the first one."""

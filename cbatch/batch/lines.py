@@ -45,7 +45,7 @@ class Line:
     @classmethod
     def of(cls, index: int, data: bytes) -> Line:
         """A line that is whole in memory, and may be too long."""
-        return cls(index, data) if len(data) <= MAX_LINE_BYTES else cls(index, None, _digest(data).digest())
+        return cls(index, data) if len(data) <= MAX_LINE_BYTES else cls(index, None, line_digest(data).digest())
 
     def text(self, where: str) -> str:
         """Raises RequestError, which says where the line is, if it is too long or not UTF-8."""
@@ -129,7 +129,7 @@ def checked_lines(lines: Iterable[Line]) -> Iterator[Line]:
 
 def _skip(stream: IO[bytes], data: bytes) -> bytes:
     """Reads the rest of a line that begins with `data`, and returns the hash of the whole line."""
-    digest = _digest()
+    digest = line_digest()
     while not data.endswith(b"\n") and (more := stream.readline(MAX_LINE_BYTES)):
         if len(more) > 2:
             digest.update(data)
@@ -140,7 +140,8 @@ def _skip(stream: IO[bytes], data: bytes) -> bytes:
     return digest.digest()
 
 
-def _digest(data: bytes = b"") -> hashlib.blake2b:
+def line_digest(data: bytes = b"") -> hashlib.blake2b:
+    """The hash of a line that is too long to be kept."""
     return hashlib.blake2b(data, digest_size=16)
 
 

@@ -12,13 +12,11 @@ from pathlib import Path
 from cbatch.base.errors import ConfigError, RunFailed
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.answer_cache import CacheConfig
-from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.journal import Journal
+from cbatch.batch.engine_driver import EngineDriver, EngineStream
 from cbatch.batch.lines import Line, LineSpool, RowOptions
-from cbatch.batch.python_rows import RowTemplate, lines_of
-from cbatch.batch.resume import ResumePlan
+from cbatch.batch.resume import Keyed, ResumePlan
 from cbatch.batch.row import Row
-from cbatch.batch.templates import JinjaTemplate, PromptTemplate
+from cbatch.batch.templates import JinjaTemplate, PromptTemplate, RowTemplate, lines_of
 from cbatch.batch.writer import FileWriter
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.completion import Completion
@@ -59,21 +57,6 @@ def map_rows(
     holds rows that are in the way; EngineError if the engine fails; RunFailed if writing fails; and what `rows` raises,
     after the results of all rows before it.
     """
-    _check_rows(rows)
-    _check_options(template, path, resume=resume, window=window)
-    if isinstance(template, os.PathLike):
-        template = JinjaTemplate(Path(template))
-    elif isinstance(template, str):
-        template = PromptTemplate(template)
-    options = RowOptions(defaults, has_columns=template is not None, validation=validation, cache=cache)
-    driver = EngineDriver(engine_thread)
-    row_map = RowMap(driver, options, ordered=ordered, window=4 * driver.limits.max_seqs if window is None else window)
-    lines = lines_of(rows, template)
-    return row_map.run(lines) if path is None else row_map.run_to_file(lines, Path(path), resume=resume)
-
-
-def _check_rows(rows: Iterable[object]) -> None:
-    """Raises ConfigError for what is no iterable of rows, or whose iteration would give something else."""
     kind = type(rows).__name__
     if isinstance(rows, str | bytes | Mapping):
         raise ConfigError(f"rows must be an iterable of rows, not one {kind}; put it into a list.")
@@ -81,10 +64,6 @@ def _check_rows(rows: Iterable[object]) -> None:
         raise ConfigError(f"Iterating over a {kind} gives its columns; give its rows, such as to_dict('records').")
     if not hasattr(rows, "__iter__") and not hasattr(rows, "__getitem__"):
         raise ConfigError(f"rows must be an iterable of rows, not {kind}.")
-
-
-def _check_options(template: object, path: object, *, resume: bool, window: object) -> None:
-    """Raises ConfigError for a value that cannot be meant."""
     if not isinstance(template, str | os.PathLike | None) and not callable(template):
         raise ConfigError(f"template must be a text, a path or a function of the row, not {type(template).__name__}.")
     if not isinstance(path, str | os.PathLike | None):
@@ -93,6 +72,16 @@ def _check_options(template: object, path: object, *, resume: bool, window: obje
         raise ConfigError("resume needs the path of the file that is to be continued.")
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(f"window must be a whole number of at least 1, or None, not {window!r}.")
+    if isinstance(template, os.PathLike):
+        template = JinjaTemplate(Path(template))
+    elif isinstance(template, str):
+        template = PromptTemplate(template)
+    options = RowOptions(defaults, has_columns=template is not None, validation=validation, cache=cache)
+    driver, lines = EngineDriver(engine_thread), lines_of(rows, template)
+    stream = driver.open(options, window=4 * driver.limits.max_seqs if window is None else window)
+    if path is None:
+        return _results(stream, lines, ordered=ordered)
+    return _results_in_file(stream, lines, Path(path), partial(driver.keyed, options), resume=resume, ordered=ordered)
 
 
 class MapWriter(FileWriter):
@@ -107,80 +96,62 @@ class MapWriter(FileWriter):
     )
 
 
-class RowMap:
-    """Gives the results of a stream's rows, in order or as they finish, and writes them before."""
+def _results_in_file(
+    stream: EngineStream, lines: Iterator[Line], path: Path, keyed: Keyed, *, resume: bool, ordered: bool
+) -> Generator[Completion]:
+    with MapWriter(path, input_order=True) as output:
+        if not (resume and output.has_content):
+            output.check_empty()
+            output.start()
+            yield from _results(stream, lines, output, ordered=ordered)
+            return
+        spool = LineSpool(lines)
+        plan = output.resume(output.journal(), spool, keyed)
+        spool.rewind()
+        yield from _results(stream, spool, output, plan, ordered=ordered)
 
-    def __init__(self, driver: EngineDriver, options: RowOptions, *, ordered: bool, window: int) -> None:
-        """Raises RequestError and ConfigError for options that are wrong."""
-        self._driver, self._options = driver, options
-        self._stream = driver.open(options, window=window)
-        self._ordered = ordered
-        self._next = 0
-        """Number of results that have been given."""
-        self._held: dict[int, Row] = {}
-        """Finished rows by their index."""
-        self._kept: Iterator[tuple[int, bytes]] = iter(())
-        self._kept_row: tuple[int, bytes] | None = None
-        """The next row that an earlier run has left."""
 
-    def run(
-        self, lines: Iterator[Line], output: FileWriter | None = None, plan: ResumePlan | None = None
-    ) -> Generator[Completion]:
-        """Yields all results. A row is in the output before its result is given."""
-        with closing(self._stream.finished(lines, plan or ResumePlan())) as finished:
-            try:
-                for rows in finished:
-                    self._take(rows, output)
-                    if output is not None and self._stream.has_given_all:  # before the consumer may leave
-                        output.finish(lambda: None)
-                    yield from self._ready()
-            except RunFailed:
-                raise
-            except BaseException:  # the consumer leaves: what is finished by now need not be computed again
-                self._take(self._stream.finished_by_now(), output)
-                raise
+def _results(
+    stream: EngineStream,
+    lines: Iterator[Line],
+    output: MapWriter | None = None,
+    plan: ResumePlan | None = None,
+    *,
+    ordered: bool,
+) -> Generator[Completion]:
+    """Yields all results, in order or as they finish. A row is in the output before its result is given."""
+    held: dict[int, Row] = {}
+    """Finished rows by their index."""
+    kept = output.kept_rows() if output is not None and plan is not None else iter(())
+    kept_row = next(kept, None)
+    """The next row that an earlier run has left."""
+    num_given = 0
 
-    def run_to_file(self, lines: Iterator[Line], path: Path, *, resume: bool) -> Generator[Completion]:
-        """The same with the journal of `cbatch run` in a file, which is in order at the end."""
-        with MapWriter(path, input_order=True) as output:
-            if not (resume and output.has_content):
-                output.check_empty()
-                output.start(Journal())
-                yield from self.run(lines, output)
-                return
-            spool = LineSpool(lines)
-            plan = output.resume(output.journal(), spool, partial(self._driver.keyed, self._options))
-            spool.rewind()
-            self._kept = output.kept_rows()
-            self._kept_row = next(self._kept, None)
-            yield from self.run(spool, output, plan)
-
-    def _take(self, rows: list[Row], output: FileWriter | None) -> None:
-        """Writes finished rows, and holds their results until it is their turn."""
+    def take(rows: list[Row]) -> None:
         if output is not None:
             output.write(rows)
-            output.tick()
-        self._held |= {row.index: row for row in rows}
+        held.update((row.index, row) for row in rows)
 
-    def _ready(self) -> Iterator[Completion]:
-        """The results whose turn has come. The window moves on when they are taken."""
-        while True:
-            index = self._next_index()
-            if self._kept_row is not None and self._kept_row[0] == index:
-                result = Completion.from_row(json.loads(self._kept_row[1]))
-                self._kept_row = next(self._kept, None)
-            elif index in self._held:
-                row = self._held.pop(index)
-                assert row.completion is not None
-                result = row.completion
-                self._stream.release([row.position])
-            else:
-                return
-            self._next += 1
-            yield result
-
-    def _next_index(self) -> int:
-        """Index of the row whose result comes next: in order, or of any that is there, kept ones first."""
-        if self._ordered:
-            return self._next
-        return self._kept_row[0] if self._kept_row is not None else next(iter(self._held), -1)
+    with closing(stream.finished(lines, plan or ResumePlan())) as finished:
+        try:
+            for rows in finished:
+                take(rows)
+                if output is not None and stream.has_given_all:  # before the consumer may leave
+                    output.finish(lambda: None)
+                while True:  # the window moves on when results are taken
+                    index = num_given if ordered else kept_row[0] if kept_row is not None else next(iter(held), -1)
+                    if kept_row is not None and kept_row[0] == index:
+                        result = Completion.from_row(json.loads(kept_row[1]))
+                        kept_row = next(kept, None)
+                    elif (row := held.pop(index, None)) is not None and row.completion is not None:
+                        result = row.completion
+                        stream.release([row.position])
+                    else:
+                        break
+                    num_given += 1
+                    yield result
+        except RunFailed:
+            raise
+        except BaseException:  # the consumer leaves: what is finished by now need not be computed again
+            take(stream.finished_by_now())
+            raise

@@ -37,7 +37,7 @@ def earlier_limits(rows: Iterable[bytes], max_tokens: int) -> list[int]:
 def with_key(row: bytes, key: str) -> bytes | None:
     """A row as a run with a higher limit would write it, whose key is this one. None if it has to be computed."""
     fields = json.loads(row)
-    if not _has_one_answer(fields) or any(one["finish_reason"] != "stop" for one in _outputs(fields)):
+    if {one["finish_reason"] for one in _outputs(fields)} != {"stop"}:
         return None
     fields.pop(CHECK, None)
     if row not in (format_result(fields), format_row(fields)):
@@ -53,8 +53,6 @@ def with_key(row: bytes, key: str) -> bytes | None:
 def known_tokens(row: bytes) -> tuple[tuple[int, ...], ...]:
     """The tokens of each output of a row, with which it can go on; empty if the row does not hold all of them."""
     fields = json.loads(row)
-    if not _has_one_answer(fields):
-        return ()
     outputs = _outputs(fields)
     if "prompt_logprobs" in _body(fields) or any(one.get("logprobs") is not None for one in outputs):
         return ()  # which stand there rounded
@@ -63,18 +61,8 @@ def known_tokens(row: bytes) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(one["token_ids"]) for one in outputs)
 
 
-def _has_one_answer(fields: Fields) -> bool:
-    """Whether a row is the answer to one request, in which nothing but the key depends on the key."""
-    if fields.get("error") is not None or fields.get("tool_messages"):
-        return False
-    if fields.get("validation", {"tries": 1})["tries"] != 1:
-        return False
-    return not any(one.get("tool_calls") or one.get("message", {}).get("tool_calls") for one in _outputs(fields))
-
-
 def _limit(fields: Fields) -> int | None:
-    """The number of tokens after which an output of a row was ended; None if none was, or it cannot be told."""
-    outputs = _outputs(fields) if _has_one_answer(fields) else []
+    outputs = _outputs(fields)
     ended = [one for one in outputs if one["finish_reason"] == "length"]
     if not ended:
         return None
@@ -91,19 +79,20 @@ def _body(fields: Fields) -> Fields:
 
 
 def _outputs(fields: Fields) -> list[Fields]:
+    """The outputs of a row; none unless it is the answer to one request, in which only the key depends on the key."""
+    if fields.get("error") is not None or fields.get("tool_messages"):
+        return []
+    if fields.get("validation", {"tries": 1})["tries"] != 1:
+        return []
     outputs: list[Fields] = _body(fields).get("choices", [fields])
-    return outputs
+    has_calls = any(one.get("tool_calls") or one.get("message", {}).get("tool_calls") for one in outputs)
+    return [] if has_calls else outputs
 
 
 Keyed = Callable[[Iterable[Line]], Iterator[tuple[Line, str]]]
 """Gives lines back in their order, each with the key of its row of output; see `BatchDriver.keyed`."""
 
 NO_LINE = "for lines that the input does not have"
-
-
-def _no_row(number: int) -> bytes:
-    """A table without its journal has no rows to go on with, so nobody asks for one."""
-    raise AssertionError(f"row {number} of a table")
 
 
 class Resuming(NamedTuple):
@@ -129,30 +118,27 @@ class ResumePlan:
     kept:         for each index, whether its row is kept
     rows, errors: number of kept rows, and of error rows among them
     misfits:      number of rows that do not fit this run, by the reason
-    damage:       what is said of lines that are damaged; empty if none is
     first_misfit: line number of the first row with each reason
     tries:        of rows that are run again because none of them was good, by their index
     rekeyed:      numbers of kept rows that have to be written again, with the key that is in the journal by now
     truncated:    numbers of rows that go on with their tokens, by their index
     restarted:    number of rows of a run with a lower limit that begin anew
-    read_row:     gives the row with a number
     """
 
+    journal: Journal = field(default_factory=Journal)
     kept: bytearray = field(default_factory=bytearray)
     rows: int = 0
     errors: int = 0
     misfits: Counter[str] = field(default_factory=Counter)
-    damage: str = ""
     first_misfit: dict[str, int] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
     rekeyed: array[int] = field(default_factory=lambda: array("q"))
     truncated: dict[int, int] = field(default_factory=dict)
     restarted: int = 0
-    read_row: Callable[[int], bytes] = _no_row
 
     @property
     def fits(self) -> bool:
-        return not self.misfits and not self.damage
+        return not self.misfits and not self.journal.damaged
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and index < len(self.kept) and bool(self.kept[index])
@@ -176,7 +162,7 @@ class ResumePlan:
             if line.index in self.tries:
                 yield replace(line, tries=self.tries[line.index])
             elif line.index in self.truncated:
-                yield replace(line, known=known_tokens(self.read_row(self.truncated[line.index])))
+                yield replace(line, known=known_tokens(self.journal.row(self.truncated[line.index])))
             else:
                 yield line
 
@@ -184,60 +170,45 @@ class ResumePlan:
         """Says what does not fit: changed lines first, then lines that are missing, then those that are damaged."""
         reasons = sorted(self.misfits, key=NO_LINE.__eq__)
         parts = [f"{self.misfits[one]:,} {one} (first: line {self.first_misfit[one]})" for one in reasons]
-        return "; ".join(filter(None, [*parts, self.damage]))
+        return "; ".join([*parts, self.journal.damage()] if self.journal.damaged else parts)
 
 
-def plan_resume(
-    journal: Journal,
-    lines: Iterator[Line],
-    keyed: Keyed,
-    how: Resuming = KEEP,
-    read_row: Callable[[int], bytes] = _no_row,
-) -> ResumePlan:
+def plan_resume(journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resuming = KEEP) -> ResumePlan:
     """Compares a journal with the input, and marks the rows that this run has to compute again as superseded.
 
     lines:      read up to the last one that has a row in the journal
     keyed:      gets the lines whose row may be kept
-    read_row:   gives the row with a number
     """
-    plan = ResumePlan(damage=journal.damage() if journal.damaged else "", read_row=read_row)
+    plan = ResumePlan(journal)
     limits: Sequence[int] = ()
     if how.max_tokens is not None:
-        limits = earlier_limits(map(read_row, journal.rows(input_order=True)), how.max_tokens)
+        limits = earlier_limits(map(journal.row, journal.rows(input_order=True)), how.max_tokens)
     compared: deque[int] = deque()
     """Rows whose lines `keyed` has taken and not yet given back: it may read ahead."""
-    keys = keyed(_lines_to_compare(journal, lines, plan, compared, limits, retry_errors=how.retry_errors))
+    keys = keyed(_lines_to_compare(plan, lines, compared, limits, retry_errors=how.retry_errors))
     for line, key in keys:
         number, earlier = compared.popleft(), [other for _, other in islice(keys, len(limits))]
         if key == journal.key(number):
             plan.keep(line.index, bool(journal.failed[number]))
-        elif journal.key(number) in earlier:
-            _take_over(journal, plan, number, key)
-        else:
+        elif journal.key(number) not in earlier:
             plan.add_misfit(f"made with {explain_difference(key, journal.key(number))}", line.index)
             journal.indices[number] = SUPERSEDED
+        elif with_key(row := journal.row(number), key) is not None:
+            journal.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] = bytes.fromhex(key)
+            plan.keep(line.index, is_error=False)
+            plan.rekeyed.append(number)
+        else:
+            journal.indices[number] = SUPERSEDED
+            if known_tokens(row):
+                plan.truncated[line.index] = number
+            else:
+                plan.restarted += 1
     return plan
 
 
-def _take_over(journal: Journal, plan: ResumePlan, number: int, key: str) -> None:
-    """Keeps a row of a run that had a lower limit, with this key; or lets it go on; or begins it anew."""
-    index, row = journal.indices[number], plan.read_row(number)
-    if with_key(row, key) is not None:
-        journal.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] = bytes.fromhex(key)
-        plan.keep(index, is_error=False)
-        plan.rekeyed.append(number)
-        return
-    journal.indices[number] = SUPERSEDED
-    if known_tokens(row):
-        plan.truncated[index] = number
-    else:
-        plan.restarted += 1
-
-
 def _lines_to_compare(
-    journal: Journal,
-    lines: Iterator[Line],
     plan: ResumePlan,
+    lines: Iterator[Line],
     compared: deque[int],
     limits: Sequence[int],
     *,
@@ -248,6 +219,7 @@ def _lines_to_compare(
     Marks rows that are not kept whatever their key is: among them error rows before a damaged line, because it may have
     replaced them.
     """
+    journal = plan.journal
     last_damaged = max(journal.damaged, default=-1)
     line = next(lines, None)
     for number in journal.rows(input_order=True):

@@ -1,13 +1,23 @@
-"""Prompts from the columns of a row: by a text with {column} in it, or by a Jinja template in the sandbox of chats."""
+"""Prompts from the columns of a row, by a text with {column} in it or a Jinja template; and rows from Python as lines.
+
+Lines of JSON, so that they are read, keyed and resumed exactly like the rows of a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import date, time
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.errors import ConfigError, RequestError
+from cbatch.batch.lines import Line
+from cbatch.requests.prompts import plain, row_fields
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -90,7 +100,6 @@ ColumnTemplate = PromptTemplate | JinjaTemplate
 
 
 def _printed(value: Any) -> Any:
-    """The value that Jinja is about to print. It would print a null as the word None."""
     if value is None:
         from jinja2 import TemplateError
 
@@ -109,3 +118,100 @@ def _needed(environment: ImmutableSandboxedEnvironment, text: str) -> list[str]:
         if node.name in _TESTED and isinstance(node.node, nodes.Name)
     }
     return sorted(find_undeclared_variables(tree) - tested - {ROW, *environment.globals})
+
+
+RowTemplate = ColumnTemplate | Callable[[Any], object]
+"""Makes the prompt of a row: a text with names of columns, or a function of the row."""
+
+
+def lines_of(rows: Iterable[object], template: RowTemplate | None = None) -> Iterator[Line]:
+    """The line of a JSONL file for each row. Never raises for a row: whatever is wrong with it is the line's `error`.
+
+    Without a template, a row is a text, token ids, a list of messages, or a dictionary as in a file. With one, it is
+    whatever the template takes, and its columns may have any names: the line is `{"columns": ..., "row": ...}`, with
+    the columns as data, and the row that the template has made.
+    """
+    return (_line_of(index, row, template) for index, row in enumerate(rows))
+
+
+def _line_of(index: int, row: object, template: RowTemplate | None) -> Line:
+    if template is None:
+        try:
+            return Line.of(index, json.dumps(row_fields(row)).encode())
+        except Exception as error:
+            return _failed(index, error, _identity(row))
+    columns = _identity(row)
+    try:
+        columns = as_data(row) if isinstance(row, Mapping) else {}
+        made = _templated(row, columns, template)
+        return Line.of(index, json.dumps({"columns": columns, "row": made}).encode())
+    except Exception as error:
+        return _failed(index, error, {"columns": columns, "row": {}}, {"columns": {}, "row": {}})
+
+
+def _templated(row: object, columns: Mapping[str, Any], template: RowTemplate) -> dict[str, Any]:
+    """The fields of the row that a template makes. Raises RequestError.
+
+    columns: those of `row` as data
+    """
+    if isinstance(template, ColumnTemplate):
+        if not isinstance(row, Mapping):
+            return {"prompt": template.render(row_fields(row))}
+        given = {str(name): value for name, value in row.items()}
+        missing = {name: None for name, value in columns.items() if value is None}  # such as NaN, which is no text
+        return {"prompt": plain(template.render(given | missing))}
+    try:
+        made = template(row)
+    except Exception as error:
+        raise RequestError("template_error", f"the template raised {error!r}") from error
+    return row_fields(made)
+
+
+def as_data(value: Any) -> Any:
+    """A value in the types of JSON: what is missing, infinite or not a number as null, other things as text."""
+    if isinstance(value, Mapping):
+        return {str(plain(name)): as_data(item) for name, item in value.items()}
+    if isinstance(value, date | time):
+        return None if _is_missing(value) else value.isoformat()
+    if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # numpy's `item` may be bare nanoseconds
+        if _is_missing(value):
+            return None
+        return str(value) if getattr(value, "ndim", 0) == 0 else [as_data(item) for item in value]
+    value = plain(value)
+    if isinstance(value, list | tuple):
+        return [as_data(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(as_data, value), key=repr)
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if _is_missing(value):
+        return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return plain(re.sub(" at 0x[0-9a-f]+", "", str(value)))  # an address would give each run another key
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether it is NaN, NaT, or the NA of pandas, whose comparisons have no truth value."""
+    try:
+        return bool(value != value)
+    except TypeError:
+        return True
+    except ValueError:  # several values
+        return False
+
+
+def _identity(row: object) -> dict[str, Any]:
+    identity = plain(row.get("id")) if isinstance(row, Mapping) else None
+    return {"id": identity} if isinstance(identity, str | int | float) else {}
+
+
+def _failed(index: int, error: Exception, *known: dict[str, Any]) -> Line:
+    """The line of a row that cannot be read, with the first of `known` that JSON can hold."""
+    if not isinstance(error, RequestError):
+        error = RequestError("invalid_row", f"the row cannot be written as JSON: {error}")
+    reason = RequestError(error.code, f"line {index + 1}: {error}")
+    for fields in known:
+        with suppress(ValueError):  # a number may have too many digits
+            return Line(index, json.dumps(fields).encode(), error=reason)
+    return Line(index, b"{}", error=reason)

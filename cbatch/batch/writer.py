@@ -7,15 +7,24 @@ import hashlib
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
-from cbatch.base.errors import ConfigError, ReaderGone, RunFailed
+from cbatch.base.errors import (
+    CbatchError,
+    ConfigError,
+    EngineError,
+    Interrupted,
+    ReaderGone,
+    RunFailed,
+    as_error,
+    in_short,
+)
+from cbatch.batch.driver import RowStream
 from cbatch.batch.journal import SUPERSEDED, Journal, with_check
-from cbatch.batch.lines import Line
+from cbatch.batch.lines import Line, checked_lines
 from cbatch.batch.resume import KEEP, Keyed, ResumePlan, Resuming, plan_resume, with_key
 from cbatch.batch.row import Row
 from cbatch.batch.token_journal import is_token_journal, remove_token_journal, token_journal_of
@@ -45,11 +54,11 @@ class RowWriter:
         """Raises ConfigError if the output holds rows of an earlier run."""
 
     def write(self, rows: Sequence[Row]) -> Iterable[int]:
-        """Takes finished rows. Returns the positions of those that are out of memory now."""
-        return [row.position for row in rows]
+        """Takes finished rows; called several times a second, also with none.
 
-    def tick(self) -> None:
-        """Syncs if it is time to; called several times a second."""
+        Returns the positions of those that are out of memory now.
+        """
+        return [row.position for row in rows]
 
     def flush_held(self) -> None:
         """Writes the rows that are held back; the rows they wait for will not come."""
@@ -134,13 +143,13 @@ class FileWriter(RowWriter):
         "--recompute-changed removes damaged lines and runs their rows again; --overwrite starts again; "
         "cbatch verify --offline lists them"
     )
-    _completes = "order"
-    """The work of `_complete` as words of an error: order the file."""
+    _completes, _place = "order", "the file"
+    """For messages: the work of `_complete`, and where finished rows are."""
 
     def __init__(self, path: Path, *, input_order: bool) -> None:
         """Raises ConfigError if the file cannot be written or put in order, or another run writes it."""
         require_file(path)
-        self._name = str(path)
+        self._name = self._final_name = str(path)
         self._path = path.resolve()
         encoded = os.fsencode(self._path.name)
         is_short = len(encoded) < 200  # else something added to it would make it too long
@@ -176,18 +185,25 @@ class FileWriter(RowWriter):
 
     @property
     def resume_hint(self) -> str:
-        if not self.has_content:
-            return self._hint_without_rows()
-        return f" Finished rows are in the file; {self.resume_with} continues from there."
+        if self._has_journal:
+            return f" Finished rows are in {self._place}; {self.resume_with} continues from there."
+        does = "goes on with what was begun" if is_token_journal(self.tokens_path) else "starts again"
+        return f" No row was finished; {self.resume_with} {does}."
 
     @property
     def has_content(self) -> bool:
+        return self._has_journal
+
+    @property
+    def _has_journal(self) -> bool:
         return os.fstat(self._fd).st_size > 0
 
     def check_empty(self) -> None:
         if self.has_content:
-            raise ConfigError(f"{self._name} exists and is not empty; {self.if_not_empty}.")
-        self._check_no_tokens()
+            name = self._name if self._has_journal else self._final_name
+            raise ConfigError(f"{name} exists and is not empty; {self.if_not_empty}.")
+        if is_token_journal(self.tokens_path):
+            raise ConfigError(f"{self.tokens_path} has unfinished answers of an earlier run; {self.if_not_empty}.")
 
     def journal(self) -> Journal:
         """Reads what an earlier run left in the file. Raises ConfigError if no run has written it."""
@@ -195,9 +211,10 @@ class FileWriter(RowWriter):
             file.seek(0)
             return Journal.read(file, self._name)
 
-    def start(self, journal: Journal) -> None:
+    def start(self, journal: Journal | None = None) -> None:
         """Truncates the file after the journal's last whole row; the journal's rows count as written."""
-        self._journal = journal
+        self._journal = journal = journal or Journal()
+        journal.fd = self._fd
         os.ftruncate(self._fd, journal.end)
         os.fsync(self._fd)
         sync_folder(self._path.parent)
@@ -213,7 +230,8 @@ class FileWriter(RowWriter):
         """
         if journal.damaged and not how.recompute_changed:
             raise ConfigError(f"{self._name} has {journal.damage()}. The file is left as it is. {self.if_damaged}.")
-        plan = plan_resume(journal, lines, keyed, how, partial(self._read, journal))
+        journal.fd = self._fd
+        plan = plan_resume(journal, lines, keyed, how)
         if not plan.fits and not how.recompute_changed:
             raise ConfigError(
                 f"{self._name} holds rows that do not fit this run: {plan}. The file is left as it is. "
@@ -221,7 +239,7 @@ class FileWriter(RowWriter):
             )
         self.start(journal)
         for number in plan.rekeyed:  # are written again with the keys that are in the journal by now
-            index, data = journal.indices[number], with_key(self._read(journal, number), journal.key(number))
+            index, data = journal.indices[number], with_key(journal.row(number), journal.key(number))
             assert data is not None
             journal.indices[number] = SUPERSEDED
             self._append([(index, data)])
@@ -230,19 +248,17 @@ class FileWriter(RowWriter):
     def kept_rows(self) -> Iterator[tuple[int, bytes]]:
         """The rows that `resume` has kept, as (index of the line, bytes of the row) in the order of the input."""
         for number in self._journal.rows(input_order=True):
-            yield self._journal.indices[number], self._read(self._journal, number)
+            yield self._journal.indices[number], self._journal.row(number)
 
     def write(self, rows: Sequence[Row]) -> Iterable[int]:
         self._append([(row.index, row.data) for row in rows])
+        if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
+            self._sync()
         return [row.position for row in rows]
 
     def drop_tokens(self) -> None:
         """Removes the tokens of rows that an earlier run has not finished."""
         remove_token_journal(self.tokens_path)
-
-    def tick(self) -> None:
-        if self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= SYNC_SECONDS:
-            self._sync()
 
     def finish(self, raise_if_interrupted: Callable[[], None]) -> None:
         self._sync()
@@ -270,7 +286,6 @@ class FileWriter(RowWriter):
             os.close(self._fd)
 
     def _append(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        """Writes rows, each with its index, in one write."""
         if not rows:
             return
         view = memoryview(b"".join(data for _, data in rows))
@@ -282,14 +297,6 @@ class FileWriter(RowWriter):
         for index, data in rows:
             self._journal.append(index, len(data))
         self._unsynced_since = self._unsynced_since or time.monotonic()
-
-    def _hint_without_rows(self) -> str:
-        does = "goes on with what was begun" if is_token_journal(self.tokens_path) else "starts again"
-        return f" No row was finished; {self.resume_with} {does}."
-
-    def _check_no_tokens(self) -> None:
-        if is_token_journal(self.tokens_path):
-            raise ConfigError(f"{self.tokens_path} has unfinished answers of an earlier run; {self.if_not_empty}.")
 
     def _is_at_path(self, status: os.stat_result) -> bool:
         """Whether the open file, which has this status, is the one that has its name."""
@@ -308,21 +315,15 @@ class FileWriter(RowWriter):
             raise self._failed("write", error) from error
 
     def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
-        """Puts the rows in their order, after all of them are written and on disk."""
         if not self._journal.is_in_order(input_order=self._input_order):
             with self._replacing(self._path, os.fstat(self._fd)) as target:
                 target.writelines(self._ordered_rows(raise_if_interrupted))
 
     def _ordered_rows(self, raise_if_interrupted: Callable[[], None]) -> Iterator[bytes]:
-        """The current rows in the order of the output."""
         for number in self._journal.rows(input_order=self._input_order):
             raise_if_interrupted()
-            row = self._read(self._journal, number)
+            row = self._journal.row(number)
             yield row if self._journal.has_check(number) else with_check(row)
-
-    def _read(self, journal: Journal, number: int) -> bytes:
-        start, stop = journal.span(number)
-        return os.pread(self._fd, stop - start, start)
 
     @contextmanager
     def _replacing(self, path: Path, like: os.stat_result) -> Iterator[IO[bytes]]:
@@ -337,6 +338,63 @@ class FileWriter(RowWriter):
 
     def _failed(self, verb: str, error: OSError) -> RunFailed:
         return RunFailed(f"Cannot {verb} {self._name}: {error.strerror}.{self.resume_hint}")
+
+
+def run_stream(
+    stream: RowStream,
+    output: RowWriter,
+    lines: Iterable[Line],
+    on_rows: Callable[[Sequence[Row]], None],
+    *,
+    kept: Container[int] = (),
+    max_errors: int | None = None,
+) -> None:
+    """Runs until every line has a row of output. However it ends, finished rows are written.
+
+    on_rows:    called with rows that were written and, now and then, with none
+    kept:       indices of lines that have a row of output already
+    max_errors: number of error rows that ends the run
+
+    Raises EngineError if the engine fails, RunFailed if the input or the output fails or there are `max_errors` error
+    rows, ReaderGone if nobody reads the output any more, and Interrupted after `stream.interrupt`.
+    """
+    num_errors = 0
+
+    def raise_if_interrupted() -> None:
+        if stream.signum is not None:
+            output.flush_held()
+            raise Interrupted(stream.signum, output.resume_hint)
+
+    with closing(_finished(stream, output, checked_lines(lines), kept)) as finished:
+        for rows in finished:
+            if max_errors is not None:
+                written = [row for row in rows if row.has_failed][: max_errors - num_errors]
+                rows = [row for row in rows if not row.has_failed or row in written]
+            stream.release(output.write(rows))
+            on_rows(rows)
+            num_errors += sum(row.has_failed for row in rows)
+            if max_errors is not None and num_errors >= max_errors:
+                output.flush_held()
+                raise RunFailed(f"Stopped at error {max_errors:,}, as --max-errors says.{output.resume_hint}")
+    raise_if_interrupted()
+    output.finish(raise_if_interrupted)
+
+
+def _finished(
+    stream: RowStream, output: RowWriter, lines: Iterable[Line], kept: Container[int]
+) -> Generator[list[Row]]:
+    """The stream's finished rows. If it fails, what was held back is written first."""
+    try:
+        yield from stream.finished(lines, kept)
+    except GeneratorExit:
+        raise
+    except BaseException as raised:
+        kind: type[CbatchError] = RunFailed
+        reason = f"The run failed: {in_short(as_error(raised))}."  # a bug, or a library that panics
+        if isinstance(raised, EngineError | RunFailed):
+            kind, reason = type(raised), str(raised)
+        output.flush_held()
+        raise kind(reason + output.resume_hint) from raised
 
 
 def require_file(path: Path) -> None:

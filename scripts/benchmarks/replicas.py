@@ -26,11 +26,9 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from cbatch.base.config import EngineConfig
-from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, RowOptions, read_lines
-from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row import RowOutcome
-from cbatch.batch.writer import FileWriter
+from cbatch.batch.writer import FileWriter, run_stream
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine.stats import total_stats
 from cbatch.replicas.connection import MAX_REPLY_ROWS, ReplicaInfo, Reply
@@ -123,13 +121,12 @@ def measure(replicas: int, rows_per_s: int, seconds: float, limit_rows: int = 10
             FileWriter(Path(folder, "out.jsonl"), input_order=True) as output,
             source.open("rb") as stream,
         ):
-            output.start(Journal())
+            output.start()
             rows = driver.open(RowOptions())
             stats.attach(driver, rows)
-            pipeline = Pipeline(rows, output)
             tune_process()
             cpu, begun = time.process_time(), time.perf_counter()
-            pipeline.run(read_lines(stream), stats.count)
+            run_stream(rows, output, read_lines(stream), stats.count)
             cpu, elapsed = time.process_time() - cpu, time.perf_counter() - begun
             deaths = sum(one.deaths for one in driver.each())
     assert stats.rows == count and not stats.errors and not deaths, "rows were lost"

@@ -21,10 +21,8 @@ import torch
 
 from cbatch import Engine, EngineConfig
 from cbatch.batch.engine_driver import EngineDriver
-from cbatch.batch.journal import Journal
 from cbatch.batch.lines import RowOptions, read_lines
-from cbatch.batch.pipeline import Pipeline
-from cbatch.batch.writer import FileWriter
+from cbatch.batch.writer import FileWriter, run_stream
 from cbatch.cli.run.stats import RunStats
 from cbatch.runtime.cpu import tune_process
 from scripts.benchmarks.harness import ROOT, Report
@@ -47,11 +45,10 @@ def measure(folder: Path, rows: int, max_seqs: int) -> dict[str, float]:
     rows_of = driver.open(RowOptions())
     stats.attach(driver, rows_of)
     with FileWriter(folder / "out.jsonl", input_order=True) as output, source.open("rb") as stream:
-        output.start(Journal())
-        pipeline = Pipeline(rows_of, output)
+        output.start()
         tune_process()
         started = time.perf_counter()
-        pipeline.run(read_lines(stream), stats.count)
+        run_stream(rows_of, output, read_lines(stream), stats.count)
         elapsed = time.perf_counter() - started
     engine.close()
     assert stats.rows == rows and not stats.errors, "rows were lost"

@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import io
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from cbatch.api import Engine
-from cbatch.base.config import EngineConfig
-from cbatch.base.errors import RequestError
 from cbatch.base.request import RequestDefaults
 from cbatch.base.template_options import TemplateOptions
-from cbatch.batch.driver import BatchDriver
-from cbatch.batch.engine_driver import EngineDriver
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.resume import Resuming, plan_resume
-from cbatch.batch.row import RowOutcome, format_row
+from cbatch.batch.row import format_row
 from cbatch.engine.stats import EngineStats, total_stats
 
 OPTIONS = RowOptions(
     RequestDefaults(params={"max_tokens": 2}, template=TemplateOptions(kwargs={"think": False}), columns=("timings",))
 )
-
-
-def test_rows_and_keys_of_one_engine(model_folder: Path) -> None:
-    """Guards the driver of one engine: each line's row of output, its key, and what a run counts."""
-    lines = [Line(0, b'{"prompt": "a", "ignore_eos": true}'), Line(2, b"{bad"), Line(5, b'{"prompt": "c"}')]
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as engine:
-        driver: BatchDriver = EngineDriver(engine.thread)
-        keys = {line.index: key for line, key in driver.keyed(OPTIONS, lines)}
-        source = driver.open(OPTIONS)
-        rows = {row.index: row for found in source.finished(lines, kept=[5]) for row in found}
-        assert driver.stats().num_tokens == 2 and driver.stats().num_steps > 0 and not driver.each()
-    assert rows.keys() == {0, 2}
-    assert all(f'"key": "{keys[index]}"'.encode() in row.data for index, row in rows.items())
-    good, bad = rows[0].outcome, rows[2].outcome
-    assert (good.error_code, good.completion_tokens) == (None, 2) and good.prompt_tokens > 0
-    assert good.ttft_s is not None and good.tpot_s is not None and b'"ttft_s"' in rows[0].data
-    assert bad.error_code == "invalid_json" and bad.error_message.startswith("line 3")
 
 
 def test_keys_may_be_made_ahead() -> None:
@@ -81,27 +57,13 @@ def test_sums_over_engines() -> None:
     assert total_stats([]).num_steps == 0 == total_stats([]).cache_used
 
 
-def test_what_replicas_are_sent_can_be_sent() -> None:
-    """Guards the messages to other processes: they arrive as they were."""
-    sent = (
-        OPTIONS,
-        Line(3, b"x"),
-        RowOutcome("invalid_row", "m", 1, 2, 3, 0.5, 0.1),
-        EngineConfig(max_seqs=2),
-        total_stats([]),
-    )
-    assert pickle.loads(pickle.dumps(sent)) == sent
-    error = pickle.loads(pickle.dumps(RequestError("invalid_row", "m")))
-    assert (error.code, str(error)) == ("invalid_row", "m")
-
-
 def test_driving_a_batch_imports_no_model_library() -> None:
     """Guards the process that drives replicas: it starts in a moment, and needs no torch."""
     code = """if True:
         import sys
         import cbatch.cli.run.batch_run, cbatch.cli.run.command, cbatch.cli.run.files
         from cbatch.cli.run.options import RunOptions
-        import cbatch.batch.pipeline, cbatch.batch.tables.table_writer
+        import cbatch.batch.tables.table_writer
         RunOptions().row_options()
         print([name for name in ("torch", "numpy", "transformers", "tokenizers", "jinja2") if name in sys.modules])
     """

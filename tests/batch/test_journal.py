@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cbatch.base.errors import ConfigError
 from cbatch.batch.journal import Journal, fits_check, with_check
 from cbatch.batch.row import format_result, format_row
 
@@ -74,14 +73,6 @@ def test_damaged_lines_are_told(damaged: bytes, lines: dict[int, str], rows: lis
     assert journal.is_in_order(input_order=True) == (4 in journal.damaged), "the end of the file is cut off"
 
 
-def test_whole_rows_in_any_number_and_order_are_kept() -> None:
-    """Guards rows that were doubled, removed and moved as a whole: the last one of an index counts."""
-    assert kept(read(WHOLE)) == [0, 1, 2, 3] and read(WHOLE).is_in_order(input_order=True)
-    journal = read(ROWS[3], ROWS[0], ROWS[3])
-    assert kept(journal) == [0, 3] and not journal.damaged and not journal.is_in_order(input_order=True)
-    assert (list(journal.doubled), list(journal.doubled_indices)) == ([0], [3])
-
-
 @pytest.mark.parametrize("end", [ROWS[1][:1], ROWS[1][:40], ROWS[1][:-1], ROWS[1][:40] + bytes(20)])
 def test_a_torn_row_at_the_end_is_no_damage(end: bytes) -> None:
     """Guards a run that was killed, or a power loss: what is left of the last row is cut off without a question."""
@@ -98,11 +89,3 @@ def test_rows_of_older_versions_are_taken_in_front() -> None:
     strange = format_row(fields_of(0, chcck="00000000"))
     assert [*read(strange, OLDER[1]).damaged] == [0]
     assert [*read(OLDER[0], OLDER[1][:-9] + b"\n", OLDER[2]).damaged] == [1]
-
-
-def test_a_file_of_others_is_none() -> None:
-    """Guards files that a run would replace: at least one line must have been a row of output once."""
-    assert [*read(ROWS[0].replace(b"answer", b"anewer")).damaged] == [0]
-    for content in (b"\n", b"notes\n", b'{"index": 0, "id": null}\n', b'{"key": "' + b"0" * 32 + b'"}\n'):
-        with pytest.raises(ConfigError, match=r"is not a file of output rows: line 1 is not"):
-            read(content)

@@ -8,8 +8,6 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
@@ -17,9 +15,7 @@ from cbatch.base.request import Request
 from cbatch.batch import lines
 from cbatch.batch.driver import Window, default_window, weight_of
 from cbatch.batch.line_processor import parse_line
-from cbatch.batch.lines import Line, LineSpool, RowOptions, read_lines
-from cbatch.batch.row import format_row
-from cbatch.requests import rows
+from cbatch.batch.lines import Line, RowOptions, read_lines
 
 
 def test_lines_are_physical_and_blank_ones_skipped() -> None:
@@ -32,17 +28,6 @@ def test_lines_are_physical_and_blank_ones_skipped() -> None:
     ]
 
 
-def test_a_line_that_is_too_long_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards memory against one endless line, and the lines after it."""
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
-    found = list(read_lines(io.BytesIO(b"x" * 57 + b'\n{"a": 1}\n' + b"y" * 30)))
-    assert [line.data for line in found] == [None, b'{"a": 1}', None]
-    assert found[0].digest != found[2].digest
-    error = parse_line(found[0]).error
-    assert error is not None and error.code == "line_too_long"
-    assert [line.data for line in read_lines(io.BytesIO(b"0123456789\r\nabc\n"))] == [b"0123456789", b"abc"]
-
-
 def test_the_hash_of_a_long_line_is_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the key of a line that is too long: its line end, which may still be missing, changes nothing."""
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 10)
@@ -50,23 +35,6 @@ def test_the_hash_of_a_long_line_is_of_its_text(monkeypatch: pytest.MonkeyPatch)
         digests = {next(read_lines(io.BytesIO(text + end))).digest for end in (b"", b"\n", b"\r\n")}
         assert len(digests) == 1
     assert len({next(read_lines(io.BytesIO(b"x" * n))).digest for n in range(13, 50)}) == 37
-
-
-def test_lines_without_a_stream_can_be_taken_twice() -> None:
-    """Guards resuming a source that only comes once: all that a line has comes again, then the rest."""
-    lines = [
-        Line(0, b"\xff{"),
-        Line(1, None, b"digest"),
-        Line(2, b"{}", error=RequestError("code", "why")),
-        Line(3, b""),
-    ]
-    spool = LineSpool(iter(lines))
-    assert [next(spool).index for _ in range(3)] == [0, 1, 2]
-    spool.rewind()
-    for line, again in zip(lines, spool, strict=True):
-        assert (again.index, again.data, again.source) == (line.index, line.data, line.source)
-        assert repr(again.error) == repr(line.error)
-    assert len({line.source for line in [*lines, Line(2, b"{}"), Line(2, b"{}", error=RequestError("code", "x"))]}) == 6
 
 
 def parse(text: str | bytes, **options: bool) -> Request:
@@ -196,25 +164,6 @@ def test_error_rows_carry_all_columns(wrong: str) -> None:
         assert row.error is not None and row.extra["note"] == 1
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-rows = st.dictionaries(st.sampled_from([*sorted(rows.KNOWN), "note"]), json_values, max_size=5)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=60) | json_values.map(json.dumps).map(str.encode) | rows.map(json.dumps).map(str.encode))
-def test_any_line_has_one_outcome(data: bytes) -> None:
-    """Guards against a traceback: whatever the line, it is a row with one prompt, or a row with an error."""
-    row = parse(data)
-    forms = [form for form in (row.messages, row.text, row.prompt_ids) if form]
-    assert row.error is not None or len(forms) == 1
-    fields: dict[str, Any] = {"id": row.id, "extra": row.extra, "error": str(row.error)}
-    assert json.loads(format_row(fields)) is not None
-
-
 def test_strings_of_brackets_and_commas_are_no_values() -> None:
     """Guards long prompts of code, whose signs are no lists, objects and values; also behind escaped quotes."""
     prompt = '{[,:"\\' * 600_000
@@ -235,18 +184,6 @@ def test_a_row_of_too_many_values_is_refused_before_it_is_parsed() -> None:
 def test_the_default_window() -> None:
     """Guards the order of the last rows, which needs many of them, and the memory of engines with many slots."""
     assert [default_window(slots) for slots in (1, 32, 128, 256, 1000)] == [16, 512, 2048, 2048, 4000]
-
-
-def test_the_window_bounds_bytes_as_well_as_rows() -> None:
-    """Guards memory against a window full of large rows; a row larger than the window goes alone."""
-    window = Window(3, size=100)
-    window.acquire(0, 500)
-    window.release([0])
-    window.acquire(1, 60)
-    window.release([1])
-    window.acquire(2, 60)
-    window.acquire(3, 40)
-    assert window.waited_s < 1 and window._bytes_left == 0 and window._rows_left == 1
 
 
 def test_a_row_that_takes_less_than_it_could_makes_room() -> None:

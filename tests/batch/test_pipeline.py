@@ -23,8 +23,7 @@ from cbatch.base.request import RequestDefaults
 from cbatch.batch import lines as lines_module
 from cbatch.batch.engine_driver import EngineDriver, EngineStream
 from cbatch.batch.lines import RowOptions, read_lines
-from cbatch.batch.pipeline import Pipeline
-from cbatch.batch.writer import StreamWriter
+from cbatch.batch.writer import StreamWriter, run_stream
 from cbatch.cli.main import run_command
 from cbatch.cli.run.stats import RunStats
 from scripts.benchmarks.rows import measure_apart
@@ -44,7 +43,7 @@ def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
     driver = EngineDriver(engine.thread)
     rows = driver.open(options, window=window)
     stats.attach(driver, rows)
-    Pipeline(rows, output).run(read_lines(io.BytesIO(data)), stats.count)
+    run_stream(rows, output, read_lines(io.BytesIO(data)), stats.count)
     assert engine.failure is None and engine.core.scheduler.pool.num_used == 0
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
@@ -135,7 +134,7 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
     """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
     monkeypatch.setattr(EngineStream, "max_messages", 4)
     stream = io.BytesIO()
-    pipeline: Pipeline
+    rows_of: EngineStream
 
     class Slow(StreamWriter):
         """Its first write takes until all rows are finished, and then comes the signal."""
@@ -144,13 +143,13 @@ def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatc
             if not stream.tell() and rows:
                 while any(thread.name == "cbatch-reader" for thread in threading.enumerate()):
                     time.sleep(0.001)
-                pipeline.interrupt(2)
+                rows_of.interrupt(2)
             return super().write(rows)
 
     output, stats = Slow(stream, input_order=True), RunStats()
-    pipeline = Pipeline(EngineDriver(engine.thread).open(RowOptions(), window=100), output)
+    rows_of = EngineDriver(engine.thread).open(RowOptions(), window=100)
     with pytest.raises(Interrupted):
-        pipeline.run(read_lines(io.BytesIO(b"{bad\n" * 40)), stats.count)
+        run_stream(rows_of, output, read_lines(io.BytesIO(b"{bad\n" * 40)), stats.count)
     assert len(stream.getvalue().splitlines()) == 40
 
 

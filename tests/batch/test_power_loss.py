@@ -139,7 +139,6 @@ def run(path: Path, until: int = len(FINISHED)) -> int:
         for position, index in enumerate(FINISHED[:until]):
             if index not in kept:
                 output.write([Row(position, index, row_of(index))])
-            output.tick()
         if until == len(FINISHED):
             output.finish(lambda: None)
     return kept.rows
@@ -174,16 +173,14 @@ def test_rows_are_synced_at_least_once_a_second(tmp_path: Path, monkeypatch: pyt
     watch(recorder, monkeypatch)
     monkeypatch.setattr(writer_module.time, "monotonic", lambda: now[0])
     with FileWriter(tmp_path / "out.jsonl", input_order=True) as output:
-        output.start(Journal())
+        output.start()
         output.write([Row(0, 0, row_of(0))])
-        output.tick()
         assert recorder.states[-1].synced == b""
         now[0] += 0.4
         output.write([Row(1, 1, row_of(1))])
-        output.tick()
         assert recorder.states[-1].synced == b""
         now[0] += 0.2
-        output.tick()
+        output.write([])
         assert recorder.states[-1].synced == row_of(0) + row_of(1)
 
 

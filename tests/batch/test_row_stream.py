@@ -137,7 +137,7 @@ def test_stop_gives_what_is_finished_and_no_more(engine_thread: EngineThread) ->
         for requests in finished:
             found += [request.completion.index for request in requests]
             if len(found) >= 40:
-                stream.stop()
+                stream.interrupt(2)
     assert found == list(range(40))
 
 

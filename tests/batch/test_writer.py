@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.journal import Journal
 from cbatch.batch.row import Row
 from cbatch.batch.writer import FileWriter, StreamWriter
 
 
 def fresh(path: Path, *, input_order: bool = True) -> FileWriter:
     output = FileWriter(path, input_order=input_order)
-    output.start(Journal())
+    output.start()
     return output
 
 
@@ -55,17 +54,6 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
         output.write([Row(0, 1, b"b\n"), Row(1, 0, b"a\n")])
         output.finish(lambda: None)
     assert link.is_symlink() and target.read_bytes() == b"a\nb\n"
-
-
-def test_content_is_not_overwritten_unless_told(tmp_path: Path) -> None:
-    """Guards earlier results: nothing in the file changes before a run starts."""
-    path = tmp_path / "out.jsonl"
-    path.write_text("x")
-    with FileWriter(path, input_order=True) as output, pytest.raises(ConfigError, match="not empty"):
-        output.check_empty()
-    assert path.read_text() == "x"
-    with fresh(path):
-        assert path.read_text() == ""
 
 
 def test_a_run_that_never_began_leaves_no_file(tmp_path: Path) -> None:

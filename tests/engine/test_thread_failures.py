@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ from cbatch.base.errors import EngineError
 from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import Line
-from cbatch.batch.pipeline import Pipeline
-from cbatch.batch.rounds import RoundLoop
+from cbatch.batch.lines import Line, RowOptions
+from cbatch.batch.rounds import Rounds
 from cbatch.batch.row import Row
+from cbatch.batch.writer import RowWriter, run_stream
 from cbatch.cli.main import LazyGroup, run_command
 from cbatch.engine import streams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
-from cbatch.requests.completion import Completion
+from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.requests.output_processor import OutputProcessor
+from cbatch.validation.validation import Validation
 from tests.support.faults import TIMEOUT_S, Fault, Panic, in_time
 from tests.support.queued_requests import queued
 
@@ -63,24 +64,15 @@ def test_a_run_ends_whatever_a_thread_raises(
     Fault(monkeypatch, owner, name, error, always=always)
     written: list[int] = []
 
-    class Output:
-        resume_hint = ""
-
-        def write(self, rows: list[Any]) -> list[int]:
+    class Output(RowWriter):
+        def write(self, rows: Sequence[Row]) -> Iterable[int]:
             written.extend(row.index for row in rows)
-            return [row.position for row in rows]
-
-        def tick(self) -> None: ...
-
-        def flush_held(self) -> None: ...
-
-        def finish(self, check: Callable[[], None]) -> None: ...
+            return super().write(rows)
 
     defaults = RequestDefaults(params={"max_tokens": 2, "ignore_eos": True})
     stream = EngineStream(engine.thread, LineProcessor(engine.core.input_processor(defaults)), window=4)
-    pipeline = Pipeline(stream, Output())  # type: ignore[arg-type]
     lines = [Line(index, b'{"prompt": "a"}') for index in range(6)]
-    ended = in_time(lambda: pipeline.run(lines, lambda rows: None))
+    ended = in_time(lambda: run_stream(stream, Output(), lines, lambda rows: None))
     assert ended is None or (isinstance(ended, EngineError | Exception) and "boom" in str(ended))
     assert ended is not None or sorted(written) == list(range(6))
 
@@ -114,22 +106,18 @@ def test_a_round_that_breaks_ends_its_row(error: BaseException) -> None:
     asked: list[Any] = []
     done = threading.Event()
 
-    class Broken(RoundLoop):
-        _problem = "it cannot go on"
-
-        def take(self, row: Row, completion: Any) -> bool:
-            return False
-
-        def _next(self, row: Row, completion: Any) -> Any:
+    class Broken(Rounds):
+        def _dialog(self, request: Request) -> Iterator[Any]:  # type: ignore[override]
+            yield request
             raise error
 
     def ask(*arguments: Any) -> None:
         asked.append(arguments[1])
         done.set()
 
-    loop = Broken(None, ask, "test", 1)  # type: ignore[arg-type]
+    loop = Broken(RowOptions(validation=Validation.of([bool])), None, ask)  # type: ignore[arg-type]
     row = queued(0, Request(prompt_ids=[1], where="line 1"))
-    loop._start(row, Completion(row.request))
+    assert loop.take(row, Completion(row.request, choices=[Choice(text="a")]))
     assert done.wait(TIMEOUT_S) and asked[0].error.code == "internal_error" and "boom" in str(asked[0].error)
     loop.close()
 

@@ -306,7 +306,7 @@ def test_stop_gives_what_is_finished_within_two_seconds(hangs: bool) -> None:
             found += rows
             if len(found) > 20 and not stopped_at:
                 stopped_at = time.monotonic()
-                stream.stop()
+                stream.interrupt(2)
         computed = sum(connection.stats.num_steps for connection in launcher.connections)
     assert time.monotonic() - stopped_at < 1.9
     assert len(found) == len({row.index for row in found}) and computed - len(found) <= (4 if hangs else 0)

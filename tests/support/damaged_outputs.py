@@ -237,7 +237,7 @@ class DamageTest:
                 output,
                 stats,
                 progress=lambda *state: show_progress(*state, quiet=True),
-                while_running=lambda pipeline: nullcontext(),
+                while_running=lambda interrupt: nullcontext(),
             )
         return stats
 

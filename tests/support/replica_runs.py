@@ -18,11 +18,9 @@ from pathlib import Path
 from cbatch.base.config import EngineConfig
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.driver import BatchDriver
-from cbatch.batch.journal import Journal
 from cbatch.batch.lines import RowOptions, read_lines
-from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row import Row
-from cbatch.batch.writer import FileWriter
+from cbatch.batch.writer import FileWriter, run_stream
 from cbatch.isolate.worker import Worker
 from cbatch.replicas.local import LocalLauncher, find_places
 from cbatch.replicas.stream import FAILED
@@ -92,7 +90,7 @@ def run_to_file(
     resume: bool = False,
     stop_at: float = math.inf,
 ) -> None:
-    """Runs a batch into a file in the order of the input. Raises as `Pipeline.run` does.
+    """Runs a batch into a file in the order of the input. Raises as `run_stream` does.
 
     stop_at: number of rows after which the run is interrupted
     """
@@ -103,15 +101,15 @@ def run_to_file(
             kept = writer.resume(writer.journal(), read_lines(lines), lambda some: driver.keyed(OPTIONS, some))
             lines.seek(0)
         else:
-            writer.start(Journal())
-        pipeline = Pipeline(driver.open(OPTIONS), writer)
+            writer.start()
+        stream = driver.open(OPTIONS)
 
         def on_rows(rows: Sequence[Row]) -> None:
             counter.rows += len(rows)
             if counter.rows >= stop_at:
-                pipeline.interrupt(signal.SIGINT)
+                stream.interrupt(signal.SIGINT)
 
-        pipeline.run(read_lines(lines), on_rows, kept=kept)
+        run_stream(stream, writer, read_lines(lines), on_rows, kept=kept)
 
 
 @dataclass

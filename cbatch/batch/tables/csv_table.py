@@ -13,7 +13,7 @@ from typing import IO
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.units import format_count
-from cbatch.batch.forms import Compression, OutputForm, compressed
+from cbatch.batch.forms import HEAD_BYTES, Compression, OutputForm, compressed, first_bytes
 from cbatch.batch.lines import BOM, MAX_LINE_BYTES
 from cbatch.batch.tables.columns import Column, Rows, TableRow, as_text, values_of
 
@@ -32,13 +32,24 @@ class CsvTable:
 
         Raises ConfigError if the names of the columns cannot be read.
         """
-        self._lines = _Lines(stream)
-        first = self._first_line(name)
+        first = first_bytes(stream, HEAD_BYTES).removeprefix(BOM).partition(b"\n")[0]
+        if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise ConfigError(f"{name} is no UTF-8 (perhaps UTF-16): iconv -f UTF-16 -t UTF-8 converts it.")
+        if not first.strip():
+            raise ConfigError(f"{name} must begin with a line that names its columns.")
         if delimiter is None:
-            delimiter = ";" if ";" in first and "," not in first else ","
-        self._lines.put_back.append(first)
+            delimiter = ";" if b";" in first and b"," not in first else ","
+        self._lines = _Lines(stream)
         self._reader = csv.reader(self._lines, delimiter=delimiter, strict=True)
-        self.names = self._header(name)
+        try:
+            self.names = next(self._reader)
+        except (csv.Error, _RecordTooLong) as error:
+            raise ConfigError(
+                f"The names of the columns of {name} cannot be read: {str(error) or 'too long'}."
+            ) from error
+        if self._lines.encoding_error is not None:
+            raise ConfigError(f"The names of the columns of {name} are not valid UTF-8.")
+        check_names(self.names, name)
 
     def rows(self) -> Iterator[TableRow]:
         index = 0
@@ -60,31 +71,6 @@ class CsvTable:
                 yield self._row(index, values, error)
                 index += 1
 
-    def _first_line(self, name: str) -> str:
-        self._lines.begin()
-        try:
-            first = next(self._lines, "")
-        except _RecordTooLong:
-            raise ConfigError(f"{name} has no names of columns: its first line is too long.") from None
-        if "\ufffd" in first[:2] and self._lines.encoding_error is not None:
-            raise ConfigError(f"{name} is no UTF-8 (perhaps UTF-16): iconv -f UTF-16 -t UTF-8 converts it.")
-        if not first.strip():
-            raise ConfigError(f"{name} must begin with a line that names its columns.")
-        return first
-
-    def _header(self, name: str) -> list[str]:
-        self._lines.begin()
-        try:
-            names = next(self._reader)
-        except (csv.Error, _RecordTooLong) as error:
-            raise ConfigError(
-                f"The names of the columns of {name} cannot be read: {str(error) or 'too long'}."
-            ) from error
-        if self._lines.encoding_error is not None:
-            raise ConfigError(f"The names of the columns of {name} are not valid UTF-8.")
-        check_names(names, name)
-        return names
-
     def _row(self, index: int, values: list[str], error: RequestError | None) -> TableRow:
         where = f"row {index + 1} (line {self._lines.begun_at})"
         if error is None and self._lines.encoding_error is not None:
@@ -100,9 +86,8 @@ class CsvTable:
     def _reason(self, error: csv.Error) -> str:
         if "unexpected end" in str(error):
             return f"a quote is opened and not closed until the end of the file, line {self._lines.number}"
-        if "new-line character" in str(error):
-            return "a carriage return stands in a value that is not quoted"
-        return str(error)
+        is_return = "new-line character" in str(error)
+        return "a carriage return stands in a value that is not quoted" if is_return else str(error)
 
 
 def check_names(names: list[str], table: str) -> None:
@@ -122,24 +107,19 @@ class _Lines(Iterator[str]):
     number:         lines read so far
     begun_at:       number of the first line of the record
     encoding_error: why the record is not valid UTF-8, or None
-    put_back:       lines that come next, the last one first
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
-        self.put_back: list[str] = []
         self._size = self.number = 0
         self.begun_at = 1
         self.encoding_error: str | None = None
 
     def begin(self) -> None:
         """A record begins with the next line."""
-        if not self.put_back:
-            self._size, self.begun_at, self.encoding_error = 0, self.number + 1, None
+        self._size, self.begun_at, self.encoding_error = 0, self.number + 1, None
 
     def __next__(self) -> str:
-        if self.put_back:
-            return self.put_back.pop()
         data = self._stream.readline(MAX_LINE_BYTES + 2)
         if not data:
             raise StopIteration

@@ -11,9 +11,9 @@ from typing import IO, Any
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.forms import CHUNK, import_pyarrow
-from cbatch.batch.python_rows import as_data
 from cbatch.batch.tables.columns import Column, Kinds, Rows, TableRow, as_text, values_of
 from cbatch.batch.tables.csv_table import check_names
+from cbatch.batch.templates import as_data
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**24
 """Most rows that are read at once, and about how many bytes of them."""
@@ -67,7 +67,6 @@ def is_written_as_text(kind: Any) -> bool:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column in the types of JSON."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -117,8 +116,6 @@ def write_parquet(file: IO[bytes], columns: list[Column], rows: Rows, types: Map
 
 
 class _DoesNotFit(Exception):
-    """A value does not fit the type that its column had in the input."""
-
     def __init__(self, column: str) -> None:
         self.column = column
 
@@ -169,7 +166,6 @@ def _array(values: Any, column: Column, kind: Any, *, is_restored: bool) -> Any:
 
 
 def _inferred(kinds: Kinds) -> Any:
-    """The type of a column that has held these kinds of values."""
     import pyarrow
 
     if kinds in (Kinds.FLOAT, Kinds.FLOAT | Kinds.INT):
@@ -178,7 +174,6 @@ def _inferred(kinds: Kinds) -> Any:
 
 
 def _is_native(kind: Any) -> bool:
-    """Whether pyarrow makes this type of values as JSON has them."""
     from pyarrow import types
 
     if types.is_struct(kind):

@@ -13,7 +13,17 @@ from typing import IO, Any
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.strict_json import parse_json_object, parse_json_value
-from cbatch.batch.forms import READ_ERRORS, TABLES, WHOLE, InputForm, Shard, decompressed, first_bytes, unit_of
+from cbatch.batch.forms import (
+    HEAD_BYTES,
+    READ_ERRORS,
+    TABLES,
+    WHOLE,
+    InputForm,
+    Shard,
+    decompressed,
+    first_bytes,
+    unit_of,
+)
 from cbatch.batch.lines import BOM, Line, LineSpool, read_lines
 from cbatch.batch.tables.columns import TableRow, as_text, carried_columns, earlier_error, is_result
 from cbatch.batch.tables.csv_table import CsvTable
@@ -107,8 +117,6 @@ def _value(text: str) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-HEAD_BYTES = 4096
-
 _MISTAKES = {
     b"PAR1": "it is a Parquet file: --format parquet reads it",
     b"PK\x03\x04": "it is a zip archive or a workbook: unpack it, or save the workbook as CSV",
@@ -145,24 +153,18 @@ class RowInput:
         self.stream, self.name = stream, name
         self._form, self._template, self._shard, self._is_sure = form, template, shard, is_sure
         self._start = stream.tell() if stream.seekable() else None
-        self._table: CsvTable | ParquetTable | None = None
-        if form in TABLES:
-            self._table = self._open_table()
-            if (problem := missing_columns(self._table.names, template)) is not None:
-                raise ConfigError(f"{name} {problem}.")
-        elif self._start is not None:
-            try:
-                self._open_text()
-            except READ_ERRORS as error:
-                raise ConfigError(f"{name} cannot be read: {error}.") from error
-        self.types: dict[str, Any] = self._table.types if isinstance(self._table, ParquetTable) else {}
-        self._num_rows = self._table.num_rows if isinstance(self._table, ParquetTable) else None
+        table = self._table = self._open_table() if form in TABLES or self._start is not None else None
+        if table is not None and (problem := missing_columns(table.names, template)) is not None:
+            raise ConfigError(f"{name} {problem}.")
+        self.types: dict[str, Any] = table.types if isinstance(table, ParquetTable) else {}
+        self._num_rows = table.num_rows if isinstance(table, ParquetTable) else None
 
     def lines(self) -> Iterator[Line]:
         """The lines from the beginning; only once, unless the stream can be read again (see `read_twice`)."""
         if self._form not in TABLES:
             return self._text_lines()
         table, self._table = self._table or self._open_table(), None
+        assert table is not None
         is_text = isinstance(table, CsvTable)
         return (line_of(row, self._template, is_text=is_text) for row in table.rows() if row.index in self._shard)
 
@@ -197,51 +199,45 @@ class RowInput:
         return self._shard.size(max(lines - has_quotes, 0))
 
     def _text_lines(self) -> Iterator[Line]:
-        """A pipe is not waited for before the first line is asked for."""
-        unit, is_text = unit_of(self._form), self._form == "text"
-        for line in self._open_text():
+        opened, unit, is_text = self._open(), unit_of(self._form), self._form == "text"
+        assert isinstance(opened, Iterator)
+        for line in opened:
             if line.index not in self._shard:
                 continue
             if self._template is not None:
                 line = line_of(row_of_line(line, unit, is_text=is_text), self._template)
             yield line
 
-    def _open_table(self) -> CsvTable | ParquetTable:
-        self._rewind()
+    def _open_table(self) -> CsvTable | ParquetTable | None:
+        """The table, or None for a form without a head, whose beginning is looked at. Raises ConfigError."""
+        try:
+            opened = self._open()
+        except READ_ERRORS as error:
+            raise ConfigError(f"{self.name} cannot be read: {error}.") from error
+        return None if isinstance(opened, Iterator) else opened
+
+    def _open(self) -> CsvTable | ParquetTable | Iterator[Line]:
+        """The input from its beginning. Raises ValueError if its first bytes are those of another form."""
+        if self._start is not None:
+            self.stream.seek(self._start)
         if self._form == "parquet":
             return ParquetTable(self.stream, self.name)
         stream = decompressed(self.stream)
-        try:
-            self._check_form(first_bytes(stream, HEAD_BYTES))
-            return CsvTable(stream, self.name, "\t" if self._form == "tsv" else None)
-        except READ_ERRORS as error:
-            raise ConfigError(f"{self.name} cannot be read: {error}.") from error
-
-    def _open_text(self) -> Iterator[Line]:
-        """The lines of a form without a head. Raises ValueError if it is another form."""
-        self._rewind()
-        stream = decompressed(self.stream)
         head = first_bytes(stream, HEAD_BYTES)
-        if self._form != "text":
-            self._check_form(head)
-        starts = head.removeprefix(BOM).lstrip()[:1]
+        text = head.removeprefix(BOM)
+        for start, problem in _MISTAKES.items() if self._form != "text" else ():
+            if head.startswith(start):
+                raise ValueError(problem)
+        if self._form == "jsonl" and _ARRAY.match(text):
+            raise ValueError("it is a JSON array: --format json reads one")
+        if self._form in TABLES:
+            return CsvTable(stream, self.name, "\t" if self._form == "tsv" else None)
+        starts = text.lstrip()[:1]
         if self._form == "json" and (self._is_sure or starts != b"{"):
             if starts not in (b"[", b""):
                 raise ValueError(NO_ARRAY)
             return read_array(stream)
         return read_lines(stream)
-
-    def _check_form(self, head: bytes) -> None:
-        """Raises ValueError if the first bytes are those of another form."""
-        for start, problem in _MISTAKES.items():
-            if head.startswith(start):
-                raise ValueError(problem)
-        if self._form == "jsonl" and _ARRAY.match(head.removeprefix(BOM)):
-            raise ValueError("it is a JSON array: --format json reads one")
-
-    def _rewind(self) -> None:
-        if self._start is not None:
-            self.stream.seek(self._start)
 
     def close(self) -> None:
         self.stream.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -76,40 +75,31 @@ class TableWriter(FileWriter):
         """
         check_output(form, compression)
         require_file(path)
-        self._table_name, self._table_path = str(path), path.resolve()
+        self._table_path = path.resolve()
         self._form, self._compression, self._types = form, compression, types or {}
         self._is_complete = False
         super().__init__(journal_of(self._table_path), input_order=input_order)
-        self._name = str(self._path if path.is_symlink() else journal_of(path))
+        self._name = self._place = str(self._path if path.is_symlink() else journal_of(path))
+        self._final_name = str(path)
         self.tokens_path = token_journal_of(self._table_path)
-
-    @property
-    def resume_hint(self) -> str:
-        if not self._has_journal:
-            return self._hint_without_rows()
-        return f" Finished rows are in {self._name}; {self.resume_with} continues from there."
 
     @property
     def has_content(self) -> bool:
         return self._has_journal or (self._table_path.is_file() and self._table_path.stat().st_size > 0)
 
-    def check_empty(self) -> None:
-        if self.has_content:
-            name = self._name if self._has_journal else self._table_name
-            raise ConfigError(f"{name} exists and is not empty; {self.if_not_empty}.")
-        self._check_no_tokens()
-
     def journal(self) -> Journal:
         """Reads the journal; or the keys of the table, if the journal was removed because all rows are good."""
-        return super().journal() if self._has_journal else read_keys(self._table_path, self._table_name, self._form)
+        return super().journal() if self._has_journal else read_keys(self._table_path, self._final_name, self._form)
 
     def resume(self, journal: Journal, lines: Iterator[Line], keyed: Keyed, how: Resuming = KEEP) -> ResumePlan:
         """The same for a finished table whose journal was removed, if all its rows fit: nothing can be added to it."""
         if self._has_journal:
             return super().resume(journal, lines, keyed, how)
         plan = plan_resume(journal, lines, keyed, how._replace(max_tokens=None))
-        if not plan.fits:
-            problem = f"It has {plan.damage}" if plan.damage else f"It holds rows that do not fit this run: {plan}"
+        if journal.damaged:
+            problem = f"It has {journal.damage()}"
+        elif not plan.fits:
+            problem = f"It holds rows that do not fit this run: {plan}"
         elif plan.rows < len(journal.indices):
             problem = "It holds error rows"
         elif next(lines, None) is not None:
@@ -118,7 +108,7 @@ class TableWriter(FileWriter):
             self._is_complete = True
             return plan
         raise ConfigError(
-            f"{self._table_name} is finished, and its journal, which a run could continue, is gone. {problem}. "
+            f"{self._final_name} is finished, and its journal, which a run could continue, is gone. {problem}. "
             "The file is left as it is; --overwrite starts again."
         )
 
@@ -129,7 +119,6 @@ class TableWriter(FileWriter):
             super().finish(raise_if_interrupted)
 
     def _complete(self, raise_if_interrupted: Callable[[], None]) -> None:
-        """Makes the table of the journal."""
         rows = partial(self._ordered_rows, raise_if_interrupted)
         layout = TableLayout()
         for row in rows():
@@ -145,10 +134,6 @@ class TableWriter(FileWriter):
             self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
         else:
             self._path.unlink()
-
-    @property
-    def _has_journal(self) -> bool:
-        return os.fstat(self._fd).st_size > 0
 
 
 def check_output(form: OutputForm, compression: Compression | None) -> None:

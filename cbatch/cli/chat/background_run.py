@@ -30,7 +30,6 @@ from cbatch.cli.run.options import RunOptions
 if TYPE_CHECKING:
     from cbatch.api import Engine
     from cbatch.batch.driver import BatchDriver
-    from cbatch.batch.pipeline import Pipeline
     from cbatch.replicas.connection import ReplicaLauncher
     from cbatch.replicas.driver import ReplicaDriver
     from cbatch.replicas.local import Place
@@ -112,7 +111,7 @@ class BackgroundRun:
         """`engines`: what computes the batches; None: the chat's own engine alone."""
         self._engines = engines or BatchEngines(EngineConfig())
         self._thread: threading.Thread | None = None
-        self._pipeline: Pipeline | None = None
+        self._interrupt: Callable[[int], None] | None = None
         self._is_stopping = False
         self.progress: list[str] = []
         """How far the batch is, for the status bar, the most important part first; empty if there is none."""
@@ -142,8 +141,8 @@ class BackgroundRun:
     def stop(self) -> None:
         """Interrupts the batch; --resume continues it later."""
         self._is_stopping = True
-        if (pipeline := self._pipeline) is not None:
-            pipeline.interrupt(signal.SIGINT)
+        if (interrupt := self._interrupt) is not None:
+            interrupt(signal.SIGINT)
 
     def close(self) -> None:
         """Stops the batch, waits a while for it to end, and ends the replicas."""
@@ -180,14 +179,14 @@ class BackgroundRun:
             self.progress = []
 
     @contextmanager
-    def _running(self, pipeline: Pipeline) -> Iterator[None]:
-        self._pipeline = pipeline
+    def _running(self, interrupt: Callable[[int], None]) -> Iterator[None]:
+        self._interrupt = interrupt
         if self._is_stopping:
-            pipeline.interrupt(signal.SIGINT)
+            interrupt(signal.SIGINT)
         try:
             yield
         finally:
-            self._pipeline = None
+            self._interrupt = None
 
     @contextmanager
     def _display(self, total: int | None, state: ProgressState, details: Details) -> Iterator[Callable[[], None]]:

@@ -11,20 +11,20 @@ from functools import partial
 from cbatch.base.errors import ConfigError, ReaderGone
 from cbatch.base.units import format_count
 from cbatch.batch.driver import BatchDriver
-from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, RowOptions
-from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.resume import ResumePlan, Resuming
 from cbatch.batch.row import Row
 from cbatch.batch.tables.row_input import RowInput
-from cbatch.batch.writer import FileWriter, RowWriter
+from cbatch.batch.writer import FileWriter, RowWriter, run_stream
 from cbatch.cli.common.console import Details, ProgressState, no_details, notice
 from cbatch.cli.run.options import RunOptions
-from cbatch.cli.run.progress import RunProgress
-from cbatch.cli.run.stats import RunStats
+from cbatch.cli.run.stats import RunProgress, RunStats
 
 ShowProgress = Callable[[int | None, ProgressState, Details], AbstractContextManager[Callable[[], None]]]
 """Opens a display of progress, with the number of rows if it is known; see `show_progress`."""
+
+WhileRunning = Callable[[Callable[[int], None]], AbstractContextManager[object]]
+"""A context for the time in which a run may be interrupted. Gets what interrupts it, by a number of a signal."""
 
 
 def run_batch(
@@ -35,12 +35,9 @@ def run_batch(
     stats: RunStats,
     *,
     progress: ShowProgress,
-    while_running: Callable[[Pipeline], AbstractContextManager[object]],
+    while_running: WhileRunning,
 ) -> None:
-    """Runs every row of `source`, and prints a summary on stderr. Raises as `Pipeline.run` does.
-
-    while_running: a context for the time in which the run may be interrupted
-    """
+    """Runs every row of `source`, and prints a summary on stderr. Raises as `run_stream` does."""
     total = None if options.quiet else source.count()
     row_options = _row_options(options, output, driver)
     stream = driver.open(row_options, window=options.window)  # raises before the output changes
@@ -51,7 +48,6 @@ def run_batch(
         stats.rows_kept, stats.errors_kept = plan.rows, plan.errors
     else:
         lines = source.lines()
-    pipeline = Pipeline(stream, output)
     details = partial(replica_lines, stats, driver) if options.verbose else no_details
     display = progress(total, RunProgress(stats, driver, stream, total).state, details)
 
@@ -64,8 +60,8 @@ def run_batch(
         tick()
 
     try:
-        with while_running(pipeline), display as tick:
-            pipeline.run(plan.with_history(lines), on_rows, kept=plan, max_errors=options.max_errors)
+        with while_running(stream.interrupt), display as tick:
+            run_stream(stream, output, plan.with_history(lines), on_rows, kept=plan, max_errors=options.max_errors)
     finally:
         stats.detach()
         if not options.quiet and not isinstance(sys.exception(), ReaderGone):
@@ -99,7 +95,7 @@ def _prepare_file(
 ) -> tuple[Iterator[Line], ResumePlan]:
     """Prepares the output file for this run. Returns the input, at its beginning, and the rows that are kept."""
     if not (options.resume and output.has_content):
-        output.start(Journal())
+        output.start()
         return source.lines(), ResumePlan()
     journal = output.journal()
     first, again = source.read_twice()

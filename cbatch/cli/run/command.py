@@ -70,7 +70,7 @@ def run(**values: Any) -> Literal[0, 1]:
                 output,
                 stats,
                 progress=partial(show_progress, quiet=options.quiet),
-                while_running=lambda pipeline: handle_signals(pipeline.interrupt, output.stop_timeout_s),
+                while_running=partial(handle_signals, stop_timeout_s=output.stop_timeout_s),
             )
     return 1 if stats.errors or stats.errors_kept else 0
 
@@ -100,7 +100,6 @@ def _check(options: RunOptions, source: RowInput, stats: RunStats) -> Literal[0,
 
 @contextmanager
 def _open_driver(options: RunOptions, stats: RunStats, trace: StepTracer | None) -> Iterator[BatchDriver]:
-    """The driver of the rows: replicas, or an engine of this process."""
     if options.replicas.are_given:
         from cbatch.cli.common.loading import open_replicas
 

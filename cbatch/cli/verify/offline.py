@@ -46,7 +46,6 @@ class FileReport:
 
     def as_dict(self) -> dict[str, Any]:
         journal, is_compared = self.journal, self.superfluous is not None
-        doubled = zip(journal.doubled, journal.doubled_indices, strict=True)
         return {
             "rows": self.rows,
             "errors": self.errors,
@@ -57,7 +56,9 @@ class FileReport:
             "missing": _size(self.missing) if is_compared else None,
             "superfluous": _size(self.superfluous or []) if is_compared else None,
             "damaged_lines": [{"line": number + 1, "reason": reason} for number, reason in journal.damaged.items()],
-            "doubled_lines": [{"line": number + 1, "index": index} for number, index in sorted(doubled)],
+            "doubled_lines": [
+                {"line": number + 1, "index": index} for number, index in sorted(journal.doubled.items())
+            ],
             "missing_lines": self.missing,
             "superfluous_lines": self.superfluous,
         }

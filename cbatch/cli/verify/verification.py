@@ -14,10 +14,9 @@ from cbatch.batch.driver import BatchDriver
 from cbatch.batch.forms import unit_of
 from cbatch.batch.journal import StoredRow, StoredRows
 from cbatch.batch.lines import Line, RowOptions, checked_lines
-from cbatch.batch.pipeline import Pipeline
 from cbatch.batch.row import Row
 from cbatch.batch.tables.row_input import RowInput
-from cbatch.batch.writer import RowWriter
+from cbatch.batch.writer import RowWriter, run_stream
 from cbatch.cli.common.console import ProgressState
 from cbatch.cli.verify.options import VerifyOptions
 from cbatch.cli.verify.report import COMPANIES, Report
@@ -39,19 +38,19 @@ def verify_rows(
 
     while_running: a context for the time in which the run may be interrupted; gets what interrupts it
 
-    Raises ConfigError if the file is empty, RunFailed if the input cannot be read, and as `Pipeline.run` does.
+    Raises ConfigError if the file is empty, RunFailed if the input cannot be read, and as `run_stream` does.
     """
     rows, report = _sampled(options, stored)
     row_options = options.run.row_options()
     wanted = (line for line in checked_lines(source.lines()) if line.index in rows)
     lines = _fitting(driver, row_options, list(islice(wanted, len(rows))), rows, report)
-    alone, together = (Pipeline(driver.open(row_options, window=window), RowWriter()) for window in (1, None))
+    alone, together = (driver.open(row_options, window=window) for window in (1, None))
     mixed = random.Random(options.sample_seed).sample(lines, len(lines))  # rows get other neighbours
     done = 0
 
     def interrupt(signum: int) -> None:
-        for pipeline in (alone, together):  # also one that has not begun
-            pipeline.interrupt(signum)
+        for stream in (alone, together):  # also one that has not begun
+            stream.interrupt(signum)
 
     def take(company: str, made: Sequence[Row]) -> None:
         nonlocal done
@@ -61,8 +60,8 @@ def verify_rows(
         tick()
 
     with while_running(interrupt), progress(len(COMPANIES) * len(lines), lambda: (done, "run again")) as tick:
-        alone.run(lines, partial(take, "alone"))
-        together.run(mixed, partial(take, "together"))
+        run_stream(alone, RowWriter(), lines, partial(take, "alone"))
+        run_stream(together, RowWriter(), mixed, partial(take, "together"))
     return report
 
 

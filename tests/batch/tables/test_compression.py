@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import importlib
 import io
 import os
-import re
 from contextlib import closing
-from typing import Any
 
 import pytest
 
-from cbatch.base.errors import ConfigError
 from cbatch.batch.forms import (
     READ_ERRORS,
     Compression,
@@ -20,11 +15,9 @@ from cbatch.batch.forms import (
     compression,
     decompressed,
     first_bytes,
-    import_pyarrow,
     input_form,
     output_form,
 )
-from cbatch.extras import install_command
 
 TEXT = b"one\ntwo\n" + b"long " * 50_000 + b"\nlast"
 
@@ -63,20 +56,6 @@ def test_damaged_files_raise(kind: Compression) -> None:
     data = packed(kind, os.urandom(200_000))
     with pytest.raises(READ_ERRORS):
         decompressed(io.BytesIO(data[:100_000])).read()
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a traceback, or an error for each row, if pyarrow is not there."""
-
-    def missing(name: str, *rest: Any) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=re.escape(f"zstd needs pyarrow: {install_command('tables')}")):
-        decompressed(io.BytesIO(b"\x28\xb5\x2f\xfd..."))
-    with pytest.raises(ConfigError, match="Parquet needs pyarrow"):
-        import_pyarrow("Parquet")
-    assert gzip.decompress(packed("gz")) == TEXT
 
 
 def test_forms_of_names() -> None:

@@ -90,18 +90,6 @@ def written(rows: list[dict[str, Any]], types: dict[str, Any]) -> Any:
     return parquet.read_table(file)
 
 
-def test_columns_get_their_types_again() -> None:
-    """Guards types through a run: times, decimals and nested columns are no text behind it."""
-    table = ParquetTable(table_file(), "in")
-    made = written([row.columns for row in table.rows()], table.types)
-    source = parquet.read_table(table_file())
-    for name in ("number", "flag", "at", "zoned", "day", "clock", "price", "tags", "nested"):
-        assert made.schema.field("input_text" if name == "text" else name).type == source.schema.field(name).type
-        assert made.column(name).to_pylist() == source.column(name).to_pylist(), name
-    assert made.column("input_text").to_pylist() == COLUMNS["text"][1]
-    assert made.column("pairs").to_pylist() == ['[["k", 1]]', None, "[]"]
-
-
 @pytest.mark.parametrize(
     ("values", "kind", "wanted"),
     [

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,20 +83,6 @@ def test_a_pipe_of_lines_is_not_waited_for() -> None:
             os.write(writer, text)
             assert next(lines).data == text.strip()
         os.close(writer)
-
-
-@pytest.mark.parametrize("form", ["jsonl", "json", "csv"])
-def test_shards_are_the_whole(form: InputForm) -> None:
-    """Guards shards: together they have each row once, with the index it has in the whole input."""
-    data = in_form(form, ROWS)
-    whole = prompts(RowInput(io.BytesIO(data), "in", form, template=TEMPLATE).lines())
-    shards = [Shard.parse(f"{number}/3") for number in (1, 2, 3)]
-    parts = [
-        prompts(RowInput(io.BytesIO(data), "in", form, template=TEMPLATE, shard=shard).lines()) for shard in shards
-    ]
-    assert sorted(chain.from_iterable(parts)) == whole
-    assert [len(part) for part in parts] == [shard.size(20) for shard in shards] == [7, 7, 6]
-    assert WHOLE.size(20) == 20 and [Shard(number, 8).size(2) for number in (1, 2, 3)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])

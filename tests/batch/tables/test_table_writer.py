@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 
-from cbatch.base.errors import ConfigError, Interrupted, RunFailed
+from cbatch.base.errors import ConfigError, Interrupted
 from cbatch.batch.forms import Compression, OutputForm
-from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
 from cbatch.batch.resume import Resuming
 from cbatch.batch.row import Row, format_result
 from cbatch.batch.tables.columns import (
     ALWAYS,
-    carried_columns,
-    earlier_error,
     input_names,
-    is_result,
     split_result,
 )
 from cbatch.batch.tables.table_writer import TableWriter, journal_of
@@ -64,19 +60,6 @@ def test_a_row_as_columns() -> None:
     assert set(answer) == set(failed) == set(ALWAYS)
 
 
-def test_a_chained_run_carries_columns_and_not_the_run() -> None:
-    """Guards chains: from JSON Lines and from a table, a second run sees the same flat columns."""
-    assert is_result(ROW) and not is_result({"index": 3, "key": "k"}) and not is_result({"index": "x", "key": KEY})
-    wanted = {"id": "a", "text": "Paris", "input_text": "Where?", "city": "x", "check": "mine"}
-    assert carried_columns(ROW) == wanted
-    answer, columns = split_result(ROW)
-    names = input_names(columns, answer)
-    assert carried_columns({names[name]: value for name, value in columns.items()} | answer) == wanted
-    assert earlier_error(ROW) is None and earlier_error(answer) is None
-    for failed in (FAILED, split_result(FAILED)[0]):
-        assert earlier_error(failed) == "it is an error of an earlier run (invalid_row: why)"
-
-
 KEYS = [f"{number:032x}" for number in range(9)]
 
 
@@ -97,7 +80,7 @@ def lines(count: int) -> Iterator[Line]:
 def write(path: Path, rows: list[Row], form: OutputForm = "csv", kind: Compression | None = None) -> str:
     """A whole run. Returns its note."""
     with TableWriter(path, form, kind) as writer:
-        writer.start(Journal())
+        writer.start()
         writer.write(rows)
         writer.finish(lambda: None)
         return writer.note
@@ -155,7 +138,7 @@ def test_an_interrupted_run_leaves_its_journal(tmp_path: Path) -> None:
         raise Interrupted(2)
 
     with TableWriter(path, "csv") as writer:
-        writer.start(Journal())
+        writer.start()
         writer.write(ROWS[:2])
         with pytest.raises(Interrupted):
             writer.finish(interrupt)
@@ -222,26 +205,3 @@ def test_a_finished_table_is_left_alone(tmp_path: Path) -> None:
     ):
         writer.journal()
     assert path.read_bytes() == before and not journal_of(path).exists()
-
-
-def test_a_second_run_is_refused(tmp_path: Path) -> None:
-    """Guards one table against two runs, also by a link."""
-    link = tmp_path / "link.csv"
-    link.symlink_to(tmp_path / "out.csv")
-    (tmp_path / "out.csv").touch()
-    with TableWriter(link, "csv"), pytest.raises(ConfigError, match="Another run is writing"):
-        TableWriter(tmp_path / "out.csv", "csv")
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["link.csv", "out.csv"]
-
-
-def test_a_journal_that_another_process_changed(tmp_path: Path) -> None:
-    """Guards against making a table of a file that is not the run's own any more."""
-    path = tmp_path / "out.csv"
-    with TableWriter(path, "csv") as writer:
-        writer.start(Journal())
-        writer.write(ROWS)
-        with journal_of(path).open("ab") as file:
-            file.write(b"x")
-        with pytest.raises(RunFailed, match="Another process wrote"):
-            writer.finish(lambda: None)
-    assert not path.exists()
