@@ -14,7 +14,7 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.params import PARAM_NAMES
 from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.python_rows import lines_of
+from cbatch.batch.templates import lines_of
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.output_processor import OutputProcessor

@@ -28,14 +28,15 @@ class InputCheck:
     def __init__(self, engine: Engine, processor: LineProcessor, sample: RowSample | None = None) -> None:
         """`sample`: gets the good rows"""
         self._engine, self._processor, self._sample = engine, processor, sample
-        self.rows = self.doubled_ids = self._shared_tokens = 0
+        self.rows = 0
         self.errors: Counter[str] = Counter()
         self._shown: list[dict[str, Any]] = []
-        self._prompts = array("q")
-        self._outputs = array("q")
+        self._prompts, self._outputs, self._shared = array("q"), array("q"), array("q")
         self._seen: set[int] = set()
+        """Hashes of prompts' beginnings."""
         self._first_index: dict[int, int] = {}
         """Index of the first row with an id, by the id's hash."""
+        self._num_doubled = 0
         self._doubled: list[dict[str, Any]] = []
 
     def report(self, lines: Iterator[Line], on_progress: Callable[[], None]) -> dict[str, Any]:
@@ -44,27 +45,26 @@ class InputCheck:
             self.rows += 1
             self._check_line(line)
             on_progress()
-        limits = self._engine.limits
-        per_token, capacity = limits.kv_bytes_per_token, limits.cache_tokens
-        longest = max((p + o for p, o in zip(self._prompts, self._outputs, strict=True)), default=0)
-        every = sum(self._prompts) + sum(self._outputs)
+        limits, prompts, shared = self._engine.limits, sum(self._prompts), sum(self._shared)
+        longest = max(map(sum, zip(self._prompts, self._outputs, strict=True)), default=0)
+        every = prompts + sum(self._outputs)
         return {
             "rows": self.rows,
             "bad_rows": self.errors.total(),
             "errors": dict(self.errors),
             "first_errors": self._shown,
-            "doubled_ids": self.doubled_ids,
+            "doubled_ids": self._num_doubled,
             "first_doubled_ids": self._doubled,
             "prompt_tokens": _spread(self._prompts),
             "max_new_tokens": _spread(self._outputs),
-            "shared_prefix_tokens": self._shared_tokens,
-            "shared_prefix_share": self._shared_tokens / max(sum(self._prompts), 1),
+            "shared_prefix_tokens": shared,
+            "shared_prefix_share": shared / max(prompts, 1),
             "kv_cache": {
-                "bytes_per_token": per_token,
-                "capacity_tokens": capacity,
+                "bytes_per_token": limits.kv_bytes_per_token,
+                "capacity_tokens": limits.cache_tokens,
                 "longest_row_tokens": longest,
-                "longest_row_bytes": longest * per_token,
-                "mean_rows_that_fit": capacity * len(self._prompts) / every if every else None,
+                "longest_row_bytes": longest * limits.kv_bytes_per_token,
+                "mean_rows_that_fit": limits.cache_tokens * len(self._prompts) / every if every else None,
                 "max_seqs": limits.max_seqs,
             },
         }
@@ -72,35 +72,34 @@ class InputCheck:
     def _check_line(self, line: Line) -> None:
         request = self._processor.process(line)
         self._note_id(line.index, request.id)
-        if isinstance(request, Completion):
-            self._count_error(request.index, request.id, request.error)
-            return
         try:
-            limit = self._engine.core.max_new_tokens(request.prompt_ids, request.params)
-            self._outputs.append(request.params.n * limit)
-            self._prompts.append(len(request.prompt_ids))
-            shared = self._count_shared(request.prompt_ids)
-            self._shared_tokens += shared
-            if self._sample is not None:
-                caches = self._engine.core.config.prefix_cache
-                self._sample.offer(SampledRow(request.without_source(), limit, shared if caches else 0))
+            if isinstance(request, Completion):
+                assert request.error is not None
+                raise request.error
+            try:
+                limit = self._engine.core.max_new_tokens(request.prompt_ids, request.params)
+            except RequestError as error:
+                raise request.located(error) from None
         except RequestError as error:
-            self._count_error(request.index, request.id, request.located(error))
-
-    def _count_error(self, index: int, name: str | int | float | None, error: RequestError | None) -> None:
-        assert error is not None
-        self.errors[error.code] += 1
-        if len(self._shown) < MAX_SHOWN:
-            self._shown.append({"index": index, "id": _short(name), "code": error.code, "message": str(error)})
+            self.errors[error.code] += 1
+            if len(self._shown) < MAX_SHOWN:
+                shown = {"index": request.index, "id": _short(request.id), "code": error.code, "message": str(error)}
+                self._shown.append(shown)
+            return
+        self._outputs.append(request.params.n * limit)
+        self._prompts.append(len(request.prompt_ids))
+        self._shared.append(self._count_shared(request.prompt_ids))
+        if self._sample is not None:
+            shared = self._shared[-1] if self._engine.core.config.prefix_cache else 0
+            self._sample.offer(SampledRow(request.without_source(), limit, shared))
 
     def _note_id(self, index: int, name: str | int | float | None) -> None:
         """Counts rows that have the id of an earlier one: two such rows cannot be told apart by it."""
         if name is None:
             return
         key = hash((type(name), name))  # 1 and 1.0 are two ids
-        first = self._first_index.get(key)
-        if first is not None:
-            self.doubled_ids += 1
+        if (first := self._first_index.get(key)) is not None:
+            self._num_doubled += 1
             if len(self._doubled) < MAX_SHOWN:
                 self._doubled.append({"id": _short(name), "index": index, "first_index": first})
         elif len(self._first_index) < MAX_IDS:
@@ -126,7 +125,6 @@ def _short(name: str | int | float | None) -> str | int | float | None:
 
 
 def _spread(values: array[int]) -> dict[str, float | None]:
-    """Total, minimum, maximum and percentiles of whole numbers."""
     import numpy as np
 
     ranks = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}

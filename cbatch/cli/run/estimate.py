@@ -14,10 +14,10 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -32,8 +32,19 @@ from cbatch.schedule.limits import EngineLimits
 ROWS_PER_SLOT = 4
 """Rows of a sample for each sequence that runs at once."""
 
-LEAST_STEPS = 4
-"""Steps that a trial waits for, however long they take."""
+TRIAL_SECONDS = 10.0
+
+LEAST_STEPS, WARMUP_STEPS = 4, 2
+"""Steps that a trial waits for, however long they take; and how many of them do not count, if there are more."""
+
+MAX_PLAYED = 4096
+"""Outputs that are played at most; a longer run goes on like these."""
+
+MUCH = 0.3
+"""The share of the time in which outputs wait for slots or for the cache, from which on these hold a run back."""
+
+WORTH_SAYING = 0.9
+"""The share of the time that twice the slots may still take at most, so that they are worth naming."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,117 +81,6 @@ class RowSample:
         return random.Random(0).sample(self._rows, len(self._rows))
 
 
-@dataclass(slots=True)
-class TriedOutput:
-    """An output, as far as the trial has brought it.
-
-    row:           number of its row in the sample
-    ends_by_limit: whether nothing else may end it
-    has_ended:     whether it has; `is_failed`, with an error
-    """
-
-    row: int
-    limit: int
-    ends_by_limit: bool
-    tokens: int = 0
-    has_ended: bool = False
-    is_failed: bool = False
-
-
-class StepTime(NamedTuple):
-    """The work of a step, and the time until the next one."""
-
-    seconds: float
-    prompt_tokens: int
-    decoding: int
-
-
-@dataclass(frozen=True, slots=True)
-class TrialResult:
-    """The results of a trial.
-
-    rows: of the sample
-    """
-
-    seconds: float
-    rows: Sequence[SampledRow]
-    outputs: Sequence[TriedOutput]
-    steps: Sequence[StepTime]
-
-    @property
-    def begun(self) -> list[TriedOutput]:
-        """Outputs that got a token at least, or have ended without one."""
-        return [one for one in self.outputs if not one.is_failed and (one.tokens or one.has_ended)]
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens that a decoding output got in a step: more than 1 with drafts."""
-        decoding = sum(step.decoding for step in self.steps)
-        after_first = sum(max(one.tokens - 1, 0) for one in self.outputs)
-        return max(after_first / decoding, 1.0) if decoding else 1.0
-
-
-class _StepWatch:
-    """Follows the steps of an engine. Called on its thread."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepTime] = []
-        self._latest: tuple[float, int, int] | None = None
-
-    def __call__(self, step: StepRecord) -> None:
-        self.finish(step.start)
-        scheduled = step.scheduled
-        decoding = scheduled.num_decoding
-        beside = sum(len(chunk.draft) + chunk.replayed for chunk in scheduled.chunks)
-        self._latest = step.start, scheduled.num_tokens - decoding - beside, decoding
-
-    def finish(self, now: float) -> None:
-        if self._latest is not None:
-            started, prompt_tokens, decoding = self._latest
-            self.steps.append(StepTime(now - started, prompt_tokens, decoding))
-
-
-def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> TrialResult:
-    """Runs at least one row, until all have ended or the time is up; what is unfinished is cancelled then."""
-    outputs: list[TriedOutput] = []
-    firsts: list[int] = []
-    all_ended, watch = threading.Event(), _StepWatch()
-    num_unfinished = 0
-
-    def on_event(first: int, event: TokenEvent) -> None:
-        """Runs on the engine's thread."""
-        nonlocal num_unfinished
-        output = outputs[first + event.sample_index]
-        output.tokens += event.token_id is not None
-        if event.finish_reason is not None:
-            output.has_ended, output.is_failed = True, event.error is not None
-            num_unfinished -= 1
-            if num_unfinished == 0:
-                all_ended.set()
-
-    for number, row in enumerate(rows):
-        firsts.append(len(outputs))
-        params = row.request.params
-        outputs += [TriedOutput(number, row.limit, ends_by_limit(params)) for _ in range(params.n)]
-    num_unfinished = len(outputs)
-    engine.on_step = watch
-    started = time.monotonic()
-    try:
-        for row, first in zip(rows, firsts, strict=True):
-            engine.thread.submit(row.request, partial(on_event, first))
-        has_ended = all_ended.wait(seconds)
-        while not has_ended and len(watch.steps) < LEAST_STEPS:
-            has_ended = all_ended.wait(0.1)
-        if has_ended:
-            watch.finish(time.perf_counter())
-    finally:
-        elapsed = time.monotonic() - started
-        engine.on_step = None
-        for row in rows:
-            engine.thread.cancel(row.request)
-    return TrialResult(elapsed, rows, outputs, list(watch.steps))
-
-
 class Span(NamedTuple):
     """Least, likely and most."""
 
@@ -197,8 +97,89 @@ class Span(NamedTuple):
         return f"{likely} ({least} to {most})" if least != most else likely
 
 
+@dataclass(slots=True)
+class TriedOutput:
+    """An output of a row, as far as the trial has brought it. One that `is_failed` has ended, too, with an error."""
+
+    row: SampledRow
+    tokens: int = 0
+    has_ended: bool = False
+    is_failed: bool = False
+
+    @property
+    def ends_by_limit(self) -> bool:
+        return ends_by_limit(self.row.request.params)
+
+
+class StepTime(NamedTuple):
+    """The work of a step, and the time until the next one."""
+
+    seconds: float
+    prompt_tokens: int
+    decoding: int
+
+
 @dataclass(frozen=True, slots=True)
-class EndChances:
+class TrialResult:
+    """The results of a trial of at least one row."""
+
+    seconds: float
+    outputs: Sequence[TriedOutput]
+    steps: Sequence[StepTime]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a decoding output got in a step: more than 1 with drafts."""
+        decoding = sum(step.decoding for step in self.steps)
+        after_first = sum(max(one.tokens - 1, 0) for one in self.outputs)
+        return max(after_first / decoding, 1.0) if decoding else 1.0
+
+
+def run_trial(engine: Engine, rows: Sequence[SampledRow], seconds: float) -> TrialResult:
+    """Runs at least one row, until all have ended or the time is up; what is unfinished is cancelled then."""
+    each = [[TriedOutput(row) for _ in range(row.request.params.n)] for row in rows]
+    outputs = [one for several in each for one in several]
+    all_ended, num_unfinished = threading.Event(), len(outputs)
+    begun: list[tuple[float, int, int]] = []
+    """When each step began, its tokens of prompts, and the outputs that it continued."""
+
+    def on_event(several: list[TriedOutput], event: TokenEvent) -> None:
+        """Runs on the engine's thread, as `on_step`."""
+        nonlocal num_unfinished
+        output = several[event.sample_index]
+        output.tokens += event.token_id is not None
+        if event.finish_reason is not None:
+            output.has_ended, output.is_failed = True, event.error is not None
+            num_unfinished -= 1
+            if num_unfinished == 0:
+                all_ended.set()
+
+    def on_step(step: StepRecord) -> None:
+        scheduled = step.scheduled
+        beside = sum(len(chunk.draft) + chunk.replayed for chunk in scheduled.chunks)
+        decoding = scheduled.num_decoding
+        begun.append((step.start, scheduled.num_tokens - decoding - beside, decoding))
+
+    engine.on_step = on_step
+    started = time.monotonic()
+    try:
+        for row, several in zip(rows, each, strict=True):
+            engine.thread.submit(row.request, partial(on_event, several))
+        has_ended = all_ended.wait(seconds)
+        while not has_ended and len(begun) <= LEAST_STEPS:
+            has_ended = all_ended.wait(0.1)
+        if has_ended:
+            begun.append((time.perf_counter(), 0, 0))
+    finally:
+        elapsed = time.monotonic() - started
+        engine.on_step = None
+        for row in rows:
+            engine.thread.cancel(row.request)
+    steps = [StepTime(after[0] - start, *work) for (start, *work), after in pairwise(begun)]
+    return TrialResult(elapsed, outputs, steps)
+
+
+class EndChances(NamedTuple):
     """How likely each token of an output is its last one, if not only its limit ends it: high, likely and low."""
 
     high: float
@@ -206,15 +187,15 @@ class EndChances:
     low: float
 
     @classmethod
-    def of(cls, outputs: Sequence[TriedOutput]) -> EndChances:
+    def of(cls, outputs: Iterable[TriedOutput]) -> EndChances:
         """`outputs`: those of a trial that have begun"""
         free = [one for one in outputs if not one.ends_by_limit]
         tokens = sum(one.tokens for one in free)
-        stops = sum(one.has_ended and not one.is_failed and one.tokens < one.limit for one in free)
+        stops = sum(one.has_ended and not one.is_failed and one.tokens < one.row.limit for one in free)
         if not tokens:
             return cls(1.0, 0.0, 0.0)
         going = [one for one in free if not one.has_ended]
-        to_limits = sum(one.limit - one.tokens for one in going)
+        to_limits = sum(one.row.limit - one.tokens for one in going)
         most = stops + len(going)
         return cls(
             high=min((most + 2 * math.sqrt(most)) / tokens, 1.0),
@@ -231,18 +212,12 @@ def expected_length(limit: int, chance: float) -> float:
 def length_of(output: TriedOutput, chances: EndChances) -> Span:
     """How long an output of the trial gets. One that goes on is like a new one from where it is."""
     if output.has_ended or output.ends_by_limit:
-        return Span(*[output.tokens if output.has_ended else output.limit] * 3)
-    left = output.limit - output.tokens
-    least = 0.0 if output.tokens else expected_length(left, chances.high)
-    most = float(left) if output.tokens else expected_length(left, chances.low)
-    likely = min(max(expected_length(left, chances.likely), least), most)
-    return Span(*(output.tokens + more for more in (least, likely, most)))
-
-
-WaitReason = Literal["slots", "cache", "rows"]
-
-WARMUP_STEPS = 2
-"""First steps of a trial, which take longer than others: kernels and memory are used for the first time."""
+        return Span(*[output.tokens if output.has_ended else output.row.limit] * 3)
+    left = output.row.limit - output.tokens
+    least, likely, most = (expected_length(left, chance) for chance in chances)
+    if output.tokens:
+        least, most = 0.0, float(left)
+    return Span(*(output.tokens + more for more in (least, min(max(likely, least), most), most)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +233,7 @@ class StepCosts:
         """The costs, none below 0, with which the squared errors of these steps are least."""
         import numpy as np
 
-        steps = steps[WARMUP_STEPS:] or steps
+        steps = steps[WARMUP_STEPS:] or steps  # kernels and memory are used for the first time
         costs, used = np.zeros(3), [0, 1, 2] if steps else []
         seconds = np.array([step.seconds for step in steps])
         counts = np.array([[1.0, step.prompt_tokens, step.decoding] for step in steps])
@@ -272,11 +247,7 @@ class StepCosts:
         return cls(*costs.tolist())
 
 
-class PlayedOutput(NamedTuple):
-    """An output to play: its own tokens, and those of the prompt that are computed for it and that it alone holds."""
-
-    tokens: float
-    prompt: float
+WaitReason = Literal["slots", "cache", "rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +265,7 @@ class PlayedRun:
 
     @property
     def seconds(self) -> float:
-        return self.prefill_s + self.waited_s
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that are not for prompts."""
-        return sum(self.waits.values())
+        return self.prefill_s + sum(self.waits.values())
 
     @property
     def prefill_share(self) -> float:
@@ -307,7 +273,7 @@ class PlayedRun:
 
     def wait_share(self, reason: WaitReason) -> float:
         """The share of the time without prompts in which outputs waited for this."""
-        return self.waits[reason] / self.waited_s if self.waited_s else 0.0
+        return self.waits[reason] / (sum(self.waits.values()) or 1.0)
 
     def longer(self, times: float) -> float:
         """Seconds of a run with so many times the outputs; at its end, the last ones take as long as here."""
@@ -315,47 +281,39 @@ class PlayedRun:
 
 
 def play(
-    outputs: Sequence[PlayedOutput], costs: StepCosts, slots: int, cache_tokens: int, tokens_per_step: float = 1.0
+    outputs: Iterable[tuple[float, float]],
+    costs: StepCosts,
+    slots: int,
+    cache_tokens: int,
+    tokens_per_step: float = 1.0,
 ) -> PlayedRun:
     """Plays outputs, from one end of an output to the next.
+
+    outputs: of each, its own tokens, and those of the prompt that are computed for it and that it alone holds
 
     In the cache, an output counts with half of its tokens: those that run at once are at different places.
     """
     running: list[tuple[float, float]] = []  # at which step each ends, and what it holds
     step = prefill_s = held = slot_seconds = 0.0
     waits: dict[WaitReason, float] = {"slots": 0.0, "cache": 0.0, "rows": 0.0}
-    waiting = list(reversed(outputs))
+    waiting = list(outputs)[::-1]
     while waiting or running:
         while waiting and len(running) < slots:
-            need = waiting[-1].prompt + waiting[-1].tokens / 2
+            tokens, prompt = waiting[-1]
+            need = prompt + tokens / 2
             if running and held + need > cache_tokens:
                 break
-            output = waiting.pop()
-            prefill_s += output.prompt * costs.prompt
-            heapq.heappush(running, (step + output.tokens / tokens_per_step, need))
+            waiting.pop()
+            prefill_s += prompt * costs.prompt
+            heapq.heappush(running, (step + tokens / tokens_per_step, need))
             held += need
         took = (running[0][0] - step) * (costs.fixed + costs.decoding * len(running))
-        reason: WaitReason = "rows" if not waiting else "slots" if len(running) >= slots else "cache"
-        waits[reason] += took
+        waits["rows" if not waiting else "slots" if len(running) >= slots else "cache"] += took
         slot_seconds += took * len(running)
         step = running[0][0]
         while running and running[0][0] <= step:
             held -= heapq.heappop(running)[1]
     return PlayedRun(prefill_s, waits, slot_seconds / max(sum(waits.values()), 1e-12))
-
-
-HeldBack = Literal["prefill", "decode", "slots", "cache", "rows"]
-
-TRIAL_SECONDS = 10.0
-
-MAX_PLAYED = 4096
-"""Outputs that are played at most; a longer run goes on like these."""
-
-MUCH = 0.3
-"""The share of the time in which outputs wait for slots or for the cache, from which on these hold a run back."""
-
-WORTH_SAYING = 0.9
-"""The share of the time that twice the slots may still take at most, so that they are worth naming."""
 
 
 def estimate_run(engine: Engine, sample: RowSample) -> RunEstimate | None:
@@ -367,7 +325,13 @@ def estimate_run(engine: Engine, sample: RowSample) -> RunEstimate | None:
 
 
 class RunEstimate:
-    """Scales a trial of some rows up to all rows of an input."""
+    """Scales a trial of some rows up to all rows of an input.
+
+    likely:        the run with outputs of likely lengths, or its beginning
+    seconds:       without those for loading the model
+    output_tokens: of the whole run
+    cache_tokens:  that concurrent outputs hold on average, if the cache has room for them
+    """
 
     def __init__(self, trial: TrialResult, num_rows: int, limits: EngineLimits) -> None:
         """
@@ -375,37 +339,26 @@ class RunEstimate:
         num_rows: good rows of the whole input
         """
         self._trial, self._limits = trial, limits
-        self._tried = [one for one in trial.outputs if not one.is_failed]
-        self._times = num_rows / max(len(trial.rows), 1)
+        tried = [one for one in trial.outputs if not one.is_failed]
+        self._begun = [one for one in tried if one.tokens or one.has_ended]
+        self._times = num_rows / _num_rows(trial.outputs)
         self._costs = StepCosts.fit(trial.steps)
-        chances = EndChances.of(trial.begun)
-        lengths = [length_of(one, chances) for one in self._tried]
-        self._cases: list[list[float]] = [[length[case] for length in lengths] for case in range(3)]
-        self._runs = [self._play(case, limits.max_seqs) for case in self._cases]
+        chances = EndChances.of(self._begun)
+        self._cases = list(zip(*(length_of(one, chances) for one in tried), strict=True))
+        rows = [one.row for one in tried]
+        self._prompts = [  # the first output of a row brings its prompt
+            len(row.request.prompt_ids) - row.shared if row is not before else 0
+            for before, row in zip([None, *rows], rows, strict=False)
+        ]
+        runs = [self._play(case, limits.max_seqs) for case in self._cases]
+        self.likely = runs[1]
+        self.seconds = self._with_error(map(self._whole_s, runs))
+        self.output_tokens = self._with_error(self._times * sum(case) for case in self._cases)
+        slots = min(limits.max_seqs, self._times * len(tried))
+        self.cache_tokens = Span(*(slots * (fmean(self._prompts) + fmean(case) / 2) for case in self._cases))
 
     @property
-    def likely(self) -> PlayedRun:
-        """The run with outputs of likely lengths, or its beginning."""
-        return self._runs[1]
-
-    @property
-    def output_tokens(self) -> Span:
-        return self._with_error([self._times * sum(case) for case in self._cases])
-
-    @property
-    def seconds(self) -> Span:
-        """Without those for loading the model."""
-        return self._with_error([self._whole_s(run) for run in self._runs])
-
-    @property
-    def cache_tokens(self) -> Span:
-        """The tokens that concurrent outputs hold on average, if the cache has room for them."""
-        slots = min(self._limits.max_seqs, self._times * len(self._tried))
-        alone = [output.prompt for output in self._to_play(self._cases[1])]
-        return Span(*(slots * (fmean(alone) + fmean(case) / 2) for case in self._cases))
-
-    @property
-    def held_back_by(self) -> HeldBack:
+    def held_back_by(self) -> Literal["prefill", "decode", "slots", "cache", "rows"]:
         run = self.likely
         if run.wait_share("cache") > MUCH:
             return "cache"
@@ -417,7 +370,6 @@ class RunEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """The object in the report of --check; times in seconds, shares in 0 to 1."""
-        begun = self._trial.begun
         return {
             "seconds": self.seconds.rounded(),
             "output_tokens": self.output_tokens.rounded(),
@@ -427,73 +379,58 @@ class RunEstimate:
             "held_back_by": self.held_back_by,
             "trial": {
                 "seconds": rounded_s(self._trial.seconds),
-                "rows": len({one.row for one in begun}),
-                "outputs": len(begun),
-                "ended": sum(one.has_ended for one in begun),
-                "output_tokens": sum(one.tokens for one in begun),
+                "rows": _num_rows(self._begun),
+                "outputs": len(self._begun),
+                "ended": sum(one.has_ended for one in self._begun),
+                "output_tokens": sum(one.tokens for one in self._begun),
             },
         }
 
     def sentences(self) -> list[str]:
         """The sentences for people."""
-        begun = self._trial.begun
-        ended = sum(one.has_ended for one in begun)
+        begun, ended = len(self._begun), sum(one.has_ended for one in self._begun)
         return [
             f"estimate: {self.seconds.words(duration)}, "
             f"{self.output_tokens.words(lambda count: f'{count:,.0f}')} output tokens",
-            f"in a trial of {duration(self._trial.seconds)}, {ended:,} of {format_count(len(begun), 'output')} ended"
-            + ("; the range is what is known of the others" if ended < len(begun) else ""),
+            f"in a trial of {duration(self._trial.seconds)}, {ended:,} of {format_count(begun, 'output')} ended"
+            + ("; the range is what is known of the others" if ended < begun else ""),
             f"held back by {self._reason()}",
         ]
 
     def _reason(self) -> str:
-        limits, run = self._limits, self.likely
-        match self.held_back_by:
-            case "cache":
-                needed, there = self.cache_tokens.likely, limits.cache_tokens
-                return (
-                    f"the KV cache: {limits.max_seqs} rows at once need about {needed:,.0f} tokens, "
-                    f"and it holds {there:,} (--kv-cache-memory)"
-                )
-            case "prefill":
-                return f"the prompts, whose tokens take {run.prefill_share:.0%} of the time"
-            case "rows":
-                return f"the number of rows: it seldom fills all {limits.max_seqs} slots"
-            case "decode":
-                return (
-                    f"the model: each output makes a step longer, and more than {limits.max_seqs} at once help little"
-                )
-            case "slots":
-                seconds = self._whole_s(self._play(self._cases[1], 2 * limits.max_seqs))
-                is_much = seconds <= WORTH_SAYING * self._whole_s(run)
-                hint = f"; with {2 * limits.max_seqs}, perhaps {duration(seconds)}" if is_much else ""
-                return f"the slots: all {limits.max_seqs} are taken (--max-seqs){hint}"
+        slots, reason = self._limits.max_seqs, self.held_back_by
+        if reason == "slots":
+            seconds = self._whole_s(self._play(self._cases[1], 2 * slots))
+            is_much = seconds <= WORTH_SAYING * self._whole_s(self.likely)
+            hint = f"; with {2 * slots}, perhaps {duration(seconds)}" if is_much else ""
+            return f"the slots: all {slots} are taken (--max-seqs){hint}"
+        return {
+            "cache": f"the KV cache: {slots} rows at once need about {self.cache_tokens.likely:,.0f} tokens, "
+            f"and it holds {self._limits.cache_tokens:,} (--kv-cache-memory)",
+            "prefill": f"the prompts, whose tokens take {self.likely.prefill_share:.0%} of the time",
+            "rows": f"the number of rows: it seldom fills all {slots} slots",
+            "decode": f"the model: each output makes a step longer, and more than {slots} at once help little",
+        }[reason]
 
     def _play(self, lengths: Sequence[float], slots: int) -> PlayedRun:
+        outputs = cycle(zip(lengths, self._prompts, strict=True))
         count = min(round(self._times * len(lengths)), MAX_PLAYED)
-        outputs = list(islice(cycle(self._to_play(lengths)), count if lengths else 0))
-        return play(outputs, self._costs, slots, self._limits.cache_tokens, self._trial.tokens_per_step)
-
-    def _to_play(self, lengths: Sequence[float]) -> list[PlayedOutput]:
-        """The outputs of the sample; the first one of a row brings its prompt."""
-        found, before = [], -1
-        for one, length in zip(self._tried, lengths, strict=True):
-            row = self._trial.rows[one.row]
-            prompt = len(row.request.prompt_ids) - row.shared if one.row != before else 0
-            found.append(PlayedOutput(length, prompt))
-            before = one.row
-        return found
+        return play(islice(outputs, count), self._costs, slots, self._limits.cache_tokens, self._trial.tokens_per_step)
 
     def _whole_s(self, run: PlayedRun) -> float:
-        return run.longer(max(self._times * len(self._tried) / MAX_PLAYED, 1.0))
+        return run.longer(max(self._times * len(self._prompts) / MAX_PLAYED, 1.0))
 
-    def _with_error(self, values: Sequence[float]) -> Span:
+    def _with_error(self, values: Iterable[float]) -> Span:
         """Widens a range by twice the standard error of a sample; not if all rows of the input are in it."""
         error, likely = 0.0, self._cases[1]
         if self._times > 1 and len(likely) > 1 and (mean := fmean(likely)):
             error = min(2 * stdev(likely) / mean / math.sqrt(len(likely)), 0.9)
         least, middle, most = values
         return Span(least * (1 - error), middle, most * (1 + error))
+
+
+def _num_rows(outputs: Iterable[TriedOutput]) -> int:
+    return len({id(one.row) for one in outputs})
 
 
 def duration(seconds: float) -> str:

@@ -1,21 +1,25 @@
-"""Statistics of a run: counted while it goes on, summarized for people, and written as JSON by --stats."""
+"""Statistics of a run: shown while it goes on, summarized for people, and written as JSON by --stats."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from cbatch.base.units import format_count, rounded_s
+from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN
 from cbatch.batch.row import Row
+from cbatch.cli.common.console import notice
 from cbatch.cli.common.percentiles import Percentiles
 from cbatch.engine.stats import EngineStats, total_stats
 
 if TYPE_CHECKING:
-    from cbatch.batch.driver import BatchDriver, ReplicaStatus, RowStream
+    from cbatch.batch.driver import BatchDriver, ReplicaStatus, RowStream, WorkAhead
 
 
 NUMBERS_OF_NOW = {"num_running", "num_waiting", "num_snapshots"}
@@ -122,11 +126,6 @@ class RunStats:
         """Tokens generated so far."""
         return self._stream.output_tokens if self._stream is not None else 0
 
-    @property
-    def _started(self) -> float | None:
-        """When the first row was taken."""
-        return self._stream.started_at if self._stream is not None else None
-
     def count(self, rows: Iterable[Row]) -> None:
         """Counts rows that are finished and written."""
         for row in rows:
@@ -143,22 +142,23 @@ class RunStats:
             self.prompt_tokens += outcome.prompt_tokens
             self.cached_tokens += outcome.cached_tokens
             self.finished_tokens += outcome.completion_tokens
-            if outcome.ttft_s is not None:
-                self._ttft.append(outcome.ttft_s)
-            if outcome.tpot_s is not None:
-                self._tpot.append(outcome.tpot_s)
+            for times, seconds in ((self._ttft, outcome.ttft_s), (self._tpot, outcome.tpot_s)):
+                if seconds is not None:
+                    times.append(seconds)
 
     @property
     def running_s(self) -> float:
         """Seconds since the first row was taken."""
-        return time.monotonic() - self._started if self._started is not None else 0.0
+        return self._seconds_until(time.monotonic())
 
     @property
     def elapsed_s(self) -> float:
         """Seconds from when the first row was taken to when the last one so far was finished."""
-        if self._started is None or self._ended is None:
-            return self.running_s
-        return self._ended - self._started
+        return self._seconds_until(self._ended or time.monotonic())
+
+    def _seconds_until(self, moment: float) -> float:
+        started = self._stream.started_at if self._stream is not None else None
+        return moment - started if started is not None else 0.0
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -216,14 +216,13 @@ class RunStats:
         if not self.rows and self.rows_kept:
             are = f"{format_count(self.rows_kept, 'row')} {'is' if self.rows_kept == 1 else 'are'} there"
             return [f"nothing left to do: {are}, {self.errors_kept:,} of them errors"]
-        failed = self.errors.total()
+        failed, engines, each = self.errors.total(), self.engines, self.replicas
         kinds = ", ".join(f"{code} {count:,}" for code, count in sorted(self.errors.items()))
         others = (self.rows_kept, "kept"), (self.rows_from_cache, "from the cache"), (self.rows_continued, "continued")
         kept = "".join(f", {count:,} {what}" for count, what in others if count)
         if more := self.tries - self.rows_validated:
             kept += f", {more:,} further {'try' if more == 1 else 'tries'}"
         cached = f" ({self.cached_tokens:,} cached)" if self.cached_tokens else ""
-        engines = self.engines
         waited_s = self._stream.waited_for_consumer_s if self._stream is not None else 0.0
         retried = f", {engines.num_retries:,} retried ({engines.last_error})" if engines.num_retries else ""
         lines = [
@@ -234,7 +233,6 @@ class RunStats:
             f"{format_count(engines.num_steps, 'step')}{retried}",
             f"limited by {bottleneck(driver, engines, self.elapsed_s, waited_s)}",
         ]
-        each = self.replicas
         happened = [f"{one.name} {one.death_words()}" for one in each if one.deaths and one.state != "gone"]
         happened += [f"{one.name} was given up: {one.problem}" for one in each if one.state == "gone"]
         if copies := sum(one.copies for one in each):
@@ -262,3 +260,89 @@ def bottleneck(driver: BatchDriver, done: EngineStats, elapsed_s: float, waited_
         "target": "the time of a step (--target-step-ms), which made prompts wait",
     }
     return f"{words[reason]} in {count / steps:.0%} of the steps"
+
+
+RECENT_SECONDS = 5.0
+"""Steps that are no older than this tell how long a step takes now."""
+
+LONG_TAIL_SECONDS = 10.0
+"""A tail is told of if its longest row may take so long."""
+
+
+def work_left(stats: RunStats, rows_left: int, ahead: WorkAhead | None) -> tuple[float, float] | None:
+    """Output tokens that `rows_left` rows will probably still get, and the work with prompts as a share of that so far.
+
+    A row that was not read, as `ahead` tells, if it is known, counts as much as the mean of the others.
+
+    Returns None until a row has got its answer.
+    """
+    good = stats.rows - stats.errors.total() + stats.errors["invalid_answer"]  # which cost their tokens, too
+    if not good or not stats.output_tokens:
+        return None
+    if ahead is None:
+        per_row = stats.finished_tokens / good
+        output = max(per_row * rows_left - (stats.output_tokens - stats.finished_tokens), 0.0)
+        prompt, prompt_done = stats.prompt_tokens / good * rows_left, float(stats.prompt_tokens)
+    else:
+        unread, known = max(rows_left - ahead.rows, 0), good + ahead.rows
+        prompts = stats.prompt_tokens + ahead.prompt_tokens
+        output = ahead.output_tokens + unread * (stats.output_tokens + ahead.output_tokens) / known
+        prompt, prompt_done = ahead.prompts_to_come + unread * prompts / known, prompts - ahead.prompts_to_come
+    as_output = (1 - stats.cached_tokens / max(stats.prompt_tokens, 1)) / PROMPT_TOKENS_PER_OUTPUT_TOKEN
+    return output, (output + as_output * prompt) / (stats.output_tokens + as_output * prompt_done)
+
+
+class RunProgress:
+    """The figures that a display shows of a run. It also says, once, that a few long rows leave most slots idle."""
+
+    def __init__(self, stats: RunStats, driver: BatchDriver, stream: RowStream, total: int | None) -> None:
+        """`total`: number of rows, if it is known."""
+        self._stats, self._driver, self._stream, self._total = stats, driver, stream, total
+        self._steps: deque[tuple[float, int]] = deque()
+        """When how many steps were done."""
+        self._tail_is_told = False
+
+    def state(self) -> tuple[int, str]:
+        """The number of rows that are done, and the text that follows it."""
+        stats, now, ahead = self._stats, self._driver.stats(), self._stream.ahead()
+        done, step_s = stats.rows + stats.rows_kept, self._step_s(now.num_steps)
+        left = work_left(stats, self._total - done, ahead) if self._total else None
+        seconds = left[1] * stats.running_s if left is not None else None
+        if ahead is not None and step_s is not None:
+            if seconds is not None:
+                seconds = max(seconds, ahead.longest_likely * step_s)  # which no other row makes shorter
+            self._tell_tail(ahead, now, step_s)
+        each = self._driver.each()
+        running = sum(one.state == "running" for one in each)
+        of_about = f" of about {stats.output_tokens + left[0]:,.0f}" if left is not None else ""
+        parts = [  # the most important part comes first, because a narrow terminal cuts off the rest
+            f"{stats.output_tokens / max(stats.running_s, 1e-9):,.0f} tok/s",
+            f"{tqdm.format_interval(seconds)} left" if seconds is not None else "",
+            format_count(stats.errors.total(), "error") if stats.errors else "",
+            f"{running} of {len(each)} replicas" if running < len(each) else "",
+            f"{now.num_running} run, {now.num_waiting} wait",
+            f"KV {now.cache_used:.0%}",
+            f"{stats.output_tokens:,}{of_about} tokens",
+        ]
+        return done, ", ".join(part for part in parts if part)
+
+    def _step_s(self, num_steps: int) -> float | None:
+        now = time.monotonic()
+        self._steps.append((now, num_steps))
+        while len(self._steps) > 2 and self._steps[1][0] <= now - RECENT_SECONDS:
+            self._steps.popleft()
+        since, before = self._steps[0]
+        return (now - since) / (num_steps - before) if num_steps > before else None
+
+    def _tell_tail(self, ahead: WorkAhead, now: EngineStats, step_s: float) -> None:
+        slots, seconds = self._driver.limits.max_seqs, ahead.longest * step_s
+        is_tail = ahead.is_last and not now.num_waiting and 0 < now.num_running <= slots // 2
+        had_more = self._stats.rows + ahead.rows > slots
+        if self._tail_is_told or not (is_tail and had_more) or seconds < LONG_TAIL_SECONDS:
+            return
+        self._tail_is_told = True
+        notice(
+            f"{format_count(ahead.rows, 'row')} left, and {slots - now.num_running} of {slots} slots are idle: the "
+            f"longest has up to {format_count(ahead.longest, 'token')} to go, which may take "
+            f"{tqdm.format_interval(seconds)}"
+        )

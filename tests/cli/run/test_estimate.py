@@ -13,7 +13,6 @@ import pytest
 from cbatch.api import Engine
 from cbatch.cli.run.estimate import (
     EndChances,
-    PlayedOutput,
     RowSample,
     RunEstimate,
     SampledRow,
@@ -34,7 +33,7 @@ from tests.support.queued_requests import encoded
 
 
 def tried(tokens: int, limit: int, *, ended: bool, ends_by_limit: bool = False) -> TriedOutput:
-    return TriedOutput(0, limit, ends_by_limit, tokens, ended)
+    return TriedOutput(SampledRow(encoded(ignore_eos=ends_by_limit), limit), tokens, ended)
 
 
 def test_the_mean_of_outputs_that_end_by_chance() -> None:
@@ -117,22 +116,19 @@ def test_steps_that_are_all_alike_keep_their_time() -> None:
 
 def test_a_run_in_full_slots() -> None:
     """Guards the time of a run, by hand: two slots, three outputs."""
-    run = play([PlayedOutput(10, 4), PlayedOutput(4, 0), PlayedOutput(8, 2)], COSTS, 2, 10**6)
+    run = play([(10, 4), (4, 0), (8, 2)], COSTS, 2, 10**6)
     assert run.prefill_s == 3.0
     assert run.waits == {"slots": 4 * 1.5, "cache": 0.0, "rows": 6 * 1.5 + 2 * 1.25}
     assert run.seconds == 3.0 + 6.0 + 11.5
     assert run.running == pytest.approx((2 * 15 + 2.5) / 17.5)
     assert run.longer(3) == 3 * (run.seconds - 11.5) + 11.5
-
-
-def test_several_tokens_in_a_step() -> None:
-    """Guards models with drafts: outputs need fewer steps."""
-    assert play([PlayedOutput(10, 0)], COSTS, 2, 100, tokens_per_step=2.5).seconds == pytest.approx(4 * 1.25)
+    drafted = play([(10, 0)], COSTS, 2, 100, tokens_per_step=2.5)  # outputs need fewer steps
+    assert drafted.seconds == pytest.approx(4 * 1.25)
 
 
 def test_a_small_cache_holds_outputs_back() -> None:
     """Guards the reason: the cache, if slots are free; and an output that is larger than the cache still runs."""
-    outputs = [PlayedOutput(20, 40)] * 12
+    outputs = [(20, 40)] * 12
     small, large = play(outputs, COSTS, 4, 110), play(outputs, COSTS, 4, 1000)
     assert small.wait_share("cache") > 0.5 and small.wait_share("slots") == 0 and small.running == pytest.approx(2)
     assert large.wait_share("cache") == 0 and large.wait_share("slots") > 0.5 and large.running == pytest.approx(4)
@@ -142,7 +138,7 @@ def test_a_small_cache_holds_outputs_back() -> None:
 
 def test_nothing_to_generate() -> None:
     """Guards rows that only score their prompt, and no rows at all."""
-    scored = play([PlayedOutput(0, 100)] * 5, COSTS, 2, 10**6)
+    scored = play([(0, 100)] * 5, COSTS, 2, 10**6)
     assert scored.seconds == scored.prefill_s == 250 and scored.prefill_share == 1 and scored.wait_share("slots") == 0
     assert play([], COSTS, 2, 10).seconds == 0
 
@@ -167,10 +163,9 @@ def trial(
     costs: tuple[float, float, float], rows: int = 40, prompt: int = 10, output: int = 50, **unfinished: Any
 ) -> TrialResult:
     """A trial with outputs that have all ended, or are as `unfinished` says."""
-    sample = [SampledRow(encoded(prompt, ignore_eos=True), output) for _ in range(rows)]
     state = {"tokens": output, "has_ended": True, **unfinished}
-    outputs = [TriedOutput(row, output, False, **state) for row in range(rows)]
-    return TrialResult(10.0, sample, outputs, steps(*costs) * 50)  # with more decoding than outputs: no drafts
+    outputs = [TriedOutput(SampledRow(encoded(prompt), output), **state) for _ in range(rows)]
+    return TrialResult(10.0, outputs, steps(*costs) * 50)  # with more decoding than outputs: no drafts
 
 
 @pytest.mark.parametrize("rows", [40, 400, 40_000])
@@ -224,16 +219,16 @@ def test_what_holds_a_run_back(
 ) -> None:
     """Guards the advice: each reason, where nothing else would explain the time."""
     tried = trial(costs, **changes)
-    estimate = RunEstimate(tried, len(tried.rows), limits(cache))
+    estimate = RunEstimate(tried, len(tried.outputs), limits(cache))
     assert estimate.held_back_by == expected
     assert estimate.sentences()[-1].startswith("held back by ") and words in estimate.sentences()[-1]
 
 
 def test_prompts_count_once_for_all_outputs_and_without_what_they_share() -> None:
     """Guards rows with `n` and prefixes: neither is computed twice."""
-    outputs = [TriedOutput(row, 10, False, 10, True) for row in (0, 0, 0, 1)]
-    rows = [SampledRow(encoded(100, n=3), 10, shared=64), SampledRow(encoded(100), 10)]
-    tried = TrialResult(1.0, rows, outputs, steps(0.0, 1.0, 0.0))
+    several, one = SampledRow(encoded(100, n=3), 10, shared=64), SampledRow(encoded(100), 10)
+    outputs = [TriedOutput(row, 10, True) for row in (several, several, several, one)]
+    tried = TrialResult(1.0, outputs, steps(0.0, 1.0, 0.0))
     assert RunEstimate(tried, 2, limits()).seconds.likely == pytest.approx(36 + 100)
 
 

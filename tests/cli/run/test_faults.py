@@ -32,8 +32,8 @@ def count_lines(path: Path) -> int:
 
 
 KILLED_BATCHES: list[list[Aim]] = [
-    [KillPoint("write", 2), KillPoint("write"), "any moment"],
-    [KillPoint("write"), KillPoint("pread", 20), KillPoint("replace")],
+    [KillPoint("write", 2), KillPoint("pread", 20), KillPoint("replace")],
+    [KillPoint("write"), KillPoint("write"), "any moment"],
     [KillPoint("write", 3), KillPoint("pread"), KillPoint("after replace")],
     ["any moment"],
     [KillPoint("write"), "any moment"],
@@ -45,40 +45,42 @@ KILLS_WITH_TOKENS: list[list[Aim]] = [
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.01")
 
 
-@pytest.mark.parametrize("batches", [2, pytest.param(len(KILLED_BATCHES), marks=pytest.mark.exhaustive)])
-def test_a_dozen_kills(runs: ForkServer, model_folder: Path, tmp_path: Path, batches: int) -> None:
+@pytest.mark.parametrize("place", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 5))])
+def test_a_dozen_kills(runs: ForkServer, model_folder: Path, tmp_path: Path, place: int) -> None:
     """Guards every finished row against SIGKILL: in the middle of a write, of the final ordering, and in between."""
+    aims = KILLED_BATCHES[place]
     test = KillTest(runs, tmp_path, model_folder, seed=1)
-    for aims in KILLED_BATCHES[:batches]:
-        test.run_batch(aims)
-    assert test.counts.torn >= batches and test.counts.in_ordering >= min(batches, 4)
+    test.run_batch(aims)
+    points = [aim.name for aim in aims if isinstance(aim, KillPoint)]
+    assert test.counts.torn >= points.count("write")
+    assert test.counts.in_ordering >= len(points) - points.count("write")
 
 
-def test_kills_with_tries_a_cache_and_tokens(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_kills_with_tries_a_cache_and_tokens(
+    runs: ForkServer, model_folder: Path, tmp_path: Path, batches: int
+) -> None:
     """Guards tries, the cache and unfinished answers: a resumed run gives the bytes of an undisturbed one."""
     options = ["--validate", "regex=(?s).*[aeiou].*", "--tries", "3", "--cache", tmp_path / "cache", *JOURNAL]
     test = KillTest(runs, tmp_path, model_folder, seed=2, options=options)
     counts = [row["validation"]["tries"] for row in read_rows(tmp_path / "out.jsonl") if "validation" in row]
     assert {1, 2, 3} <= set(counts)
-    for aims in [KILLED_BATCHES[2], *KILLS_WITH_TOKENS]:
+    for aims in [*KILLS_WITH_TOKENS, KILLED_BATCHES[2]][:batches]:
         test.run_batch(aims)
-    assert test.counts.torn >= 3 and test.counts.unfinished >= 5
+    assert test.counts.torn >= batches and test.counts.unfinished >= 2 + batches
 
 
 LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 40} for n in range(40)]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_gracefully(
-    runs: ForkServer, model_folder: Path, tmp_path: Path, signum: signal.Signals
-) -> None:
-    """Guards Ctrl-C and a batch system's SIGTERM: whole rows, no reordering, 130 or 143, and --resume finishes."""
+def test_a_signal_ends_a_run_gracefully(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
+    """Guards a batch system's SIGTERM: whole rows, no reordering, 143, and --resume finishes."""
     source, out, stats = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl", tmp_path / "stats"
     command = ["run", source, "-o", out, "-m", model_folder, "--max-seqs", "2", "--dtype", "float32"]
     run = runs.start(*command, "--stats", stats, stderr=str(tmp_path / "stderr"))
     until(lambda: count_lines(out) >= 5)
-    run.send(signum)
-    assert run.code() == 128 + signum
+    run.send(signal.SIGTERM)
+    assert run.code() == 143
     rows = [json.loads(line) for line in out.read_bytes().splitlines()]
     assert 5 <= len(rows) < 40 and not any("error" in row for row in rows)
     assert json.loads(stats.read_text())["rows"] == len(rows)
@@ -114,7 +116,7 @@ def stalled(
     runs: ForkServer, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
 ) -> Iterator[tuple[Run, int, Path]]:
     """A run that hangs because nobody reads its output, the reading end of its pipe, and its input."""
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 30_000)
+    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 10_000)
     pipe = fifo("stdout")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     run = runs.start("run", source, "-q", "-m", model_folder, stdout=pipe)

@@ -272,18 +272,3 @@ def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
     """Guards against an answer without the tools."""
     (row,) = run(tmp_path, [{"prompt": "a", "tools": [TOOL]}], THINKS)
     assert "takes no tools" in row["error"]["message"]
-
-
-@pytest.mark.parametrize("options", [["--max-batch-tokens", "3"], ["--max-seqs", "1"]])
-def test_results_do_not_depend_on_company(tmp_path: Path, options: list[str]) -> None:
-    """Guards choices and logprobs: the same in any batch, except for the last digits."""
-    asked = {"logprobs": 1, "prompt_logprobs": 0, "temperature": 1.0, "max_tokens": 4}
-    rows: list[dict[str, Any]] = [{"prompt": "row " * (n + 1), "n": 2, **asked} for n in range(3)]
-    (tmp_path / "1").mkdir()
-    (tmp_path / "2").mkdir()
-    for one, other in zip(run(tmp_path / "1", rows), run(tmp_path / "2", rows, THINKS, *options), strict=True):
-        assert one["prompt_logprobs"]["sum"] == pytest.approx(other["prompt_logprobs"]["sum"], abs=1e-4)
-        for a, b in zip(one["choices"], other["choices"], strict=True):
-            assert a["text"] == b["text"]
-            for x, y in zip(a["logprobs"]["content"], b["logprobs"]["content"], strict=True):
-                assert x["logprob"] == pytest.approx(y["logprob"], abs=3e-5) and x["token"] == y["token"]

@@ -9,9 +9,8 @@ import pytest
 
 from cbatch.batch.driver import PROMPT_TOKENS_PER_OUTPUT_TOKEN, WorkAhead
 from cbatch.batch.row import Row, RowOutcome
-from cbatch.cli.run import progress as progress_module
-from cbatch.cli.run.progress import RunProgress, tokens_left
-from cbatch.cli.run.stats import RunStats
+from cbatch.cli.run import stats as stats_module
+from cbatch.cli.run.stats import RunProgress, RunStats, work_left
 from cbatch.engine.stats import total_stats
 
 
@@ -26,31 +25,27 @@ def stats_of(*rows: tuple[int, int], cached: int = 0, in_flight: int = 0) -> Run
     return stats
 
 
-def test_work_left_counts_the_tokens_of_rows_that_were_read() -> None:
-    """Guards the time left against counting rows: those that were read count by their own, others by the mean."""
-    assert tokens_left(RunStats(), 5, WorkAhead(rows=5, output_tokens=10)) is None
+def shares(*work: tuple[float, float, float, float]) -> list[Any]:
+    """Output tokens that are left, and the share of the work, of tokens left and done of prompts and outputs."""
+    size = PROMPT_TOKENS_PER_OUTPUT_TOKEN
+    return [
+        pytest.approx((output, (output + prompt / size) / (output_done + prompt_done / size)))
+        for prompt, output, prompt_done, output_done in work
+    ]
+
+
+def test_the_work_that_is_left() -> None:
+    """Guards the time left: by tokens of rows that were read, the mean of others, and the speed of prompts."""
+    assert work_left(RunStats(), 5, WorkAhead(rows=5, output_tokens=10)) is None
     ahead = WorkAhead(rows=3, prompt_tokens=300, prompts_to_come=200, output_tokens=75)
-    left = tokens_left(stats_of((100, 20), in_flight=5), 5, ahead)
-    assert left == (200 + 2 * 100, 75 + 2 * 25, 200, 25)
-    cached = tokens_left(stats_of((100, 20), cached=50), 3, ahead)
-    assert cached == (100, 75, 100, 20)
-
-
-def test_work_left_without_knowing_what_was_read() -> None:
-    """Guards the estimate for replicas: rows left times tokens of a row, less the tokens of unfinished rows."""
-    left = tokens_left(stats_of((80, 40), in_flight=60), 4, None)
-    assert left == (4 * 80, 4 * 40 - 60, 80, 100)
-    left = tokens_left(stats_of((80, 40), in_flight=900), 4, None)
-    assert left is not None and left.output == 0
-
-
-def test_prompts_and_outputs_have_their_own_speed() -> None:
-    """Guards runs of long prompts and short answers: after half of the work, as much time is left as has passed."""
-    size = 10 * PROMPT_TOKENS_PER_OUTPUT_TOKEN
-    left = tokens_left(stats_of((size, 10)), 1, WorkAhead())
-    assert left is not None and left.seconds(30.0) == pytest.approx(30.0)
-    left = tokens_left(stats_of((size, 10)), 1, WorkAhead(rows=1, prompt_tokens=size, output_tokens=10))
-    assert left is not None and left.seconds(30.0) == pytest.approx(10.0)  # its prompt is done
+    found = [
+        work_left(stats_of((100, 20), in_flight=5), 5, ahead),
+        work_left(stats_of((100, 20), cached=50), 3, ahead),
+        work_left(stats_of((80, 40), in_flight=60), 4, None),  # replicas, which tell nothing ahead
+        work_left(stats_of((80, 40), in_flight=900), 4, None),
+    ]
+    expected = [(400, 125, 200, 25), (100, 75, 100, 20), (4 * 80, 4 * 40 - 60, 80, 100), (4 * 80, 0, 80, 940)]
+    assert found == shares(*expected)
 
 
 class Run:
@@ -60,9 +55,9 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, stats: RunStats) -> None:
         self.now, self.running, self.waiting, self.work = 100.0, 8, 4, WorkAhead(rows=12)
-        monkeypatch.setattr(progress_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(stats_module.time, "monotonic", lambda: self.now)
         self.notices: list[str] = []
-        monkeypatch.setattr(progress_module, "notice", self.notices.append)
+        monkeypatch.setattr(stats_module, "notice", self.notices.append)
         driver: Any = self
         self.progress = RunProgress(stats, driver, driver, total)
 

@@ -83,34 +83,6 @@ def test_all_good_rows_exit_0_and_defaults_come_from_options(run: Any) -> None:
     assert rows[1]["token_ids"] == rows[0]["token_ids"][:2]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["--max-seqs", "1"],
-        ["--max-batch-tokens", "5", "--window", "2"],
-        ["--kv-blocks", "17"],
-        ["--order", "completion"],
-    ],
-    ids=" ".join,
-)
-def test_batch_settings_change_no_byte(run: Any, tmp_path: Path, settings: list[str]) -> None:
-    """Guards the promise that a row's bytes are a function of its input and the sampling options alone."""
-    rows = [{**row, "id": number, "temperature": 1.0} for number, row in enumerate(ROWS * 3)]
-    run(rows, "--dtype", "float32")
-    expected = (tmp_path / "out.jsonl").read_bytes().splitlines()
-    run(rows, "--dtype", "float32", *settings)
-    got = (tmp_path / "out.jsonl").read_bytes().splitlines()
-    assert (sorted(got) == sorted(expected)) if "completion" in settings else got == expected
-
-
-def test_sampling_depends_on_the_id_not_the_place(run: Any) -> None:
-    """Guards shuffled input: a row with an id is answered the same wherever it stands."""
-    rows = [{"id": f"r{n}", "prompt": "tell", "temperature": 1.0, "max_tokens": 12} for n in range(5)]
-    texts = [{row["id"]: row["text"] for row in run(order)[1]} for order in (rows, rows[::-1])]
-    assert texts[0] == texts[1] and len(set(texts[0].values())) > 1
-    assert {row["id"]: row["text"] for row in run(rows, "--seed", "1")[1]} != texts[0]
-
-
 BREAKERS = [
     '{"prompt": "a", "temperature": 1%s}\n' % ("0" * 400),
     '{"prompt": "a", "top_p": 1%s}\n' % ("0" * 400),
@@ -153,29 +125,12 @@ def test_options_come_from_the_environment(run: Any, monkeypatch: pytest.MonkeyP
     assert run([{"prompt": "a"}])[0] == 0
 
 
-def test_rarer_parameters_come_as_json(run: Any) -> None:
-    """Guards --param, for parameters without an option of their own."""
-    _, (row,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6")
-    stop = row["token_ids"][2]
-    _, (cut,) = run([{"prompt": "a"}], "--token-ids", "--max-tokens", "6", "--param", f"stop_token_ids=[{stop}]")
-    assert cut["token_ids"] == row["token_ids"][: row["token_ids"].index(stop) + 1]
-    assert cut["finish_reason"] == "stop"
-
-
 def test_a_system_message_does_not_need_a_template(run: Any, model_folder: Path, tmp_path: Path) -> None:
     """Guards prompts for models without a chat template, which are continued whatever --system says."""
     folder = shutil.copytree(model_folder, tmp_path / "plain")
     (folder / "chat_template.jinja").unlink()
     _, plain = run(ROWS[:1], "-m", str(folder))
     assert run(ROWS[:1], "-m", str(folder), "--system", "be brief") == (0, plain)
-
-
-def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
-    """Guards against a stop string without effect."""
-    folder = save_model(tmp_path / "bare", tokenizer=False)
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5], "stop": "x"}])
-    assert run_command(["run", str(source), "-m", str(folder), "-o", str(tmp_path / "out.jsonl")]) == 1
-    assert "stop needs a tokenizer" in read_rows(tmp_path / "out.jsonl")[0]["error"]["message"]
 
 
 Pipe = Callable[..., Finished]
@@ -247,18 +202,10 @@ def test_check_runs_nothing_and_reports(run: Any, tmp_path: Path, capfd: pytest.
     assert json.loads(capfd.readouterr().out)["bad_rows"] == 0
 
 
-def test_check_shows_no_ids_of_megabytes(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards the report against ids as long as a line, and against the memory that they take."""
-    rows = "".join(json.dumps({"id": "x" * 100_000, **row}) + "\n" for row in ({"prompt": "a"}, {"prompt": ""}))
-    assert run(rows, "--check", "-q")[0] == 1
-    said = capfd.readouterr().out
-    report = json.loads(said)
-    assert len(said) < 3000 and report["doubled_ids"] == 1
-    assert report["first_doubled_ids"][0]["id"] == report["first_errors"][0]["id"] == "x" * 200 + "…"
-
-
-def test_check_notices_doubled_ids(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards results that could not be told apart; they are legal, so the exit code stays. 1 and 1.0 are two ids."""
+def test_check_notices_doubled_ids(
+    run: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards results that could not be told apart (1 and 1.0 are two ids), and memory and report against many ids."""
     ids: list[Any] = ["a", None, "b", "a", 1, None, "a", 1.0, "1"]
     rows = [{"prompt": "x", **({"id": name} if name is not None else {})} for name in ids]
     assert run([*rows, {"prompt": 3, "custom_id": "b"}], "--check", "-q") == (1, [])
@@ -270,17 +217,13 @@ def test_check_notices_doubled_ids(run: Any, capfd: pytest.CaptureFixture[str]) 
         {"id": "b", "index": 9, "first_index": 2},
     ]
     assert run(rows, "--check", "-q") == (0, []) and json.loads(capfd.readouterr().out)["doubled_ids"] == 2
-
-
-def test_check_remembers_a_bounded_number_of_ids(
-    run: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards memory: of more ids than that, those that come later are not remembered, and the others still count."""
+    long = "".join(json.dumps({"id": "x" * 100_000, **row}) + "\n" for row in ({"prompt": "a"}, {"prompt": ""}))
+    assert run(long, "--check", "-q")[0] == 1
+    report = json.loads(said := capfd.readouterr().out)
+    assert len(said) < 3000 and report["first_doubled_ids"][0]["id"] == report["first_errors"][0]["id"]
     monkeypatch.setattr("cbatch.cli.run.check.MAX_IDS", 2)
-    rows = [{"prompt": "x", "id": name} for name in "abccab"]
-    run(rows, "--check", "-q")
-    report = json.loads(capfd.readouterr().out)
-    assert [one["index"] for one in report["first_doubled_ids"]] == [4, 5]
+    run([{"prompt": "x", "id": name} for name in "abccab"], "--check", "-q")
+    assert [one["index"] for one in json.loads(capfd.readouterr().out)["first_doubled_ids"]] == [4, 5]
 
 
 def test_check_estimates_what_a_run_takes(
@@ -301,15 +244,6 @@ def test_check_estimates_what_a_run_takes(
     captured = capfd.readouterr()
     assert json.loads(captured.out)["estimate"]["seconds"]["likely"] >= 0 and not captured.err
     assert run([{"prompt": 3}], *options, "-q")[0] == 1 and json.loads(capfd.readouterr().out)["estimate"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--estimate"], "needs --check"), (["--check", "--estimate", "--replicas", "2"], "one engine")],
-)
-def test_what_estimate_goes_with(run: Any, capfd: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
-    """Guards options that would do nothing, or something else than they say."""
-    assert run(ROWS, *options)[0] == 2 and words in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -413,11 +347,13 @@ def test_system_option_reaches_rows_without_a_system_message(run: Any) -> None:
 def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     """Guards token ids on a model without a tokenizer: text is null, other forms are error rows."""
     folder = save_model(tmp_path / "bare", tokenizer=False)
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5, 6], "max_tokens": 2}, {"prompt": "a"}])
+    rows = [{"prompt_token_ids": [5, 6], "max_tokens": 2}, {"prompt": "a"}, {"prompt_token_ids": [5], "stop": "x"}]
+    source = write_rows(tmp_path / "in.jsonl", rows)
     target = tmp_path / "out.jsonl"
     assert run_command(["run", str(source), "-m", str(folder), "-o", str(target), "--token-ids"]) == 1
-    first, second = read_rows(target)
+    first, second, third = read_rows(target)
     assert first["text"] is None and len(first["token_ids"]) == 2 and "no tokenizer" in second["error"]["message"]
+    assert "stop needs a tokenizer" in third["error"]["message"]
 
 
 def test_generation_config_gives_the_defaults(tmp_path: Path) -> None:
@@ -467,6 +403,13 @@ def test_refusals_are_sentences(
         f"--stats {source} is the input;": [str(source), "--stats", str(source)],
         "nor auto or none": [str(source), "--target-step-ms", "0"],
         "Cannot write no/such": [str(source), "--stats", "no/such/file"],
+        "--estimate needs --check": [str(source), "--estimate"],
+        "on one engine": [str(source), "--check", "--estimate", "--replicas", "2"],
+        "--resume needs an output file": [str(source), "--resume", "-o", "-"],
+        "a pipe cannot be read again": [str(source), "--resume", "-o", "/dev/null"],
+        "give one of them": [str(source), "--resume", "--overwrite"],
+        "--retry-errors needs --resume": [str(source), "--retry-errors"],
+        "--recompute-changed needs --resume": [str(source), "--recompute-changed"],
     }
     for message, arguments in cases.items():
         assert run_command(["run", *arguments]) == 2, arguments

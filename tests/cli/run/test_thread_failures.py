@@ -9,6 +9,7 @@ import pytest
 
 from cbatch.batch.driver import RowStream
 from cbatch.batch.engine_driver import EngineStream
+from cbatch.batch.journal import Journal
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.writer import FileWriter
 from cbatch.cli.main import run_command
@@ -25,9 +26,8 @@ PLACES: list[tuple[type, str, int]] = [
     (FileWriter, "write", 3),
     (FileWriter, "_append", 3),
     (FileWriter, "_sync", 1),
-    (FileWriter, "tick", 3),
     (FileWriter, "_complete", 1),
-    (FileWriter, "_read", 5),
+    (Journal, "row", 5),
     (RunStats, "count", 5),
     (RowStream, "release", 3),
     (EngineStream, "_submit", 10),

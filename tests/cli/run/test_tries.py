@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
-from cbatch.batch import rounds
-from cbatch.batch.resume import ResumePlan
 from cbatch.cli.common import loading
 from cbatch.cli.main import run_command
 from tests.cli.run.test_resume import Case
@@ -142,23 +139,3 @@ def test_options_that_cannot_be_met_are_refused_before_a_model_is_loaded(
     files = [str(case.source), "-o", str(case.out)]
     assert run_command(["run", *files, "-m", str(case.model), *made]) == 2
     assert message in capfd.readouterr().err
-
-
-@pytest.mark.exhaustive
-def test_planted_faults_would_be_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the tests above: plants tries that depend on what ran before, and a resumed run that forgets tries."""
-    count = itertools.count(2)
-    right = rounds.nth_try
-    with monkeypatch.context() as patch:
-        patch.setattr(rounds, "nth_try", lambda request, number, messages: right(request, next(count), messages))
-        assert case.run(*TRIES) == 1
-        whole = case.out.read_bytes()
-        case.out.write_bytes(whole.splitlines(keepends=True)[-1])
-        assert case.run("--resume", *TRIES) == 1
-        assert case.out.read_bytes() != whole
-    check = ("--validate", "regex=(?s).*[aeiouy].*")
-    assert case.run("--overwrite", *check) == 1
-    monkeypatch.setattr(ResumePlan, "with_history", lambda self, lines: lines)
-    before = case.out.read_bytes()
-    assert case.run(*check, "--resume", "--retry-errors") == 1
-    assert case.out.read_bytes() == before, "the same answers again"
