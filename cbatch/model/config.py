@@ -262,21 +262,18 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 NEUTRAL = frozenset(
-    {
-        "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "auto_map",
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id",
-        "id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params",
-        "initializer_range", "initializer_factor", "init_std", "embedding_initializer_range", "init_method",
-        "use_cache", "pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "torchscript",
-        "is_decoder", "is_encoder_decoder", "add_cross_attention", "chunk_size_feed_forward", "gradient_checkpointing",
-        "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "embedding_dropout",
-        "hidden_dropout_prob", "residual_dropout", "dropout", "resid_dropout", "embed_dropout", "classifier_dropout",
-        "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise",
-        "router_z_loss_coef", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
-        "unsloth_fixed", "unsloth_version", "use_mrope", "rope_interleaved", "cross_attention_hidden_size",
-        "tokenizer_class", "prefix", "tie_encoder_decoder", "language", "quantization",
-    }
-)  # fmt: skip
+    "architectures model_type transformers_version dtype torch_dtype _name_or_path auto_map bos_token_id "
+    "eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id id2label label2id problem_type "
+    "num_labels finetuning_task task_specific_params initializer_range initializer_factor init_std "
+    "embedding_initializer_range init_method use_cache pretraining_tp return_dict output_attentions "
+    "output_hidden_states torchscript is_decoder is_encoder_decoder add_cross_attention chunk_size_feed_forward "
+    "gradient_checkpointing attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop embedding_dropout "
+    "hidden_dropout_prob residual_dropout dropout resid_dropout embed_dropout classifier_dropout "
+    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise router_z_loss_coef "
+    "_attn_implementation attn_implementation _attn_implementation_autoset unsloth_fixed unsloth_version use_mrope "
+    "rope_interleaved cross_attention_hidden_size tokenizer_class prefix tie_encoder_decoder language "
+    "quantization".split()
+)
 """Keys that change nothing of what a model gives in a forward pass, in any family."""
 
 

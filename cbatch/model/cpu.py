@@ -178,7 +178,9 @@ class CpuModel(ProgramModel):
             positions = np.where(positions >= self.max_model_len, positions + shift, positions)
         inputs = kernels.StepInputs(ids, positions, self._rotary, self._rotary_layout, np.arange(length), batch.rows)
         plan = plan_attention(batch, kv_cache.block_size, *self._largest_heads)
-        caches, buffers = self._paged_caches_of(kv_cache), self._buffers_for(length)
+        if kv_cache not in self._paged_caches:
+            self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
+        caches, buffers = self._paged_caches[kv_cache], self._buffers_for(length)
         recurrence, state_type = self._recurrence_of(batch)
         lora = NO_LORA if self._adapters is None else self._adapters.step(batch.adapters)
         step = kernels.Step(self._weights, caches, plan, inputs, buffers, recurrence, lora, outputs)
@@ -233,12 +235,6 @@ class CpuModel(ProgramModel):
             empty(length * packed.routing_columns, np.float32),
             empty((self._thread_pool.size, scratch), np.float32),
         )
-
-    def _paged_caches_of(self, kv_cache: KVCache) -> PagedCaches:
-        """The cache as the kernels take it."""
-        if kv_cache not in self._paged_caches:
-            self._paged_caches[kv_cache] = paged_caches_of(kv_cache, self._element)
-        return self._paged_caches[kv_cache]
 
     def _grow_rotary_tables(self, positions: int) -> None:
         """Makes the rotary tables of so many positions (see `StepInputs`)."""

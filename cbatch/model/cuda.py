@@ -32,7 +32,7 @@ from cbatch.model.program_model import ProgramModel
 from cbatch.model.stored import StoredWeights
 from cbatch.runtime.batch import Logits, RaggedBatch
 from cbatch.runtime.device import gpu_name, has_bfloat16
-from cbatch.runtime.kv_cache import KVCache, LayerShape
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.memory import check_room
 from cbatch.runtime.transfer import to_device
 
@@ -56,7 +56,7 @@ class CudaModel(ProgramModel):
         *,
         quantize: Quantization | None = None,
     ) -> None:
-        """Raises UnsupportedConfig if another path has to serve the model.
+        """Raises UnsupportedConfig if another path has to serve the model, and ImportError without Triton.
 
         tensors: the weights by their names in the files, each read when it is copied to the device
         ops:     what computes between the matrix products, and those with quantized weights; None: Triton's kernels
@@ -69,7 +69,13 @@ class CudaModel(ProgramModel):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         super().__init__(config, dtype, device)
-        self.ops = ops or _triton_ops(self.layers, dtype, device)
+        if ops is None:
+            from cbatch.attention.triton import fits
+
+            if not fits(self.layers, dtype, device):
+                largest = max(max(layer.key_dim, layer.value_dim) for layer in self.layers)
+                raise UnsupportedConfig(f"the kernels do not support heads of {largest}, or do not compute in {dtype}")
+        self.ops = ops or by_triton(device)
         tensors = self.accept(tensors)
         least_bits = 2 if isinstance(tensors, StoredWeights) else 4 if quantize is not None else 8 * dtype.itemsize
         check_room("The weights", self.num_parameters * least_bits // 8, device)
@@ -192,13 +198,3 @@ def _recurrence_of(batch: RaggedBatch) -> Recurrence:
         [array.astype(np.int32) for array in arrays], batch.device
     )
     return Recurrence(starts, slots, snapshot_counts, snapshot_slots, int(counts.max()))
-
-
-def _triton_ops(layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> DeviceOps:
-    """Raises UnsupportedConfig if the kernels do not serve such layers, and ImportError without Triton."""
-    from cbatch.attention.triton import fits
-
-    if not fits(layers, dtype, device):
-        largest = max(max(layer.key_dim, layer.value_dim) for layer in layers)
-        raise UnsupportedConfig(f"the kernels do not support heads of {largest}, or do not compute in {dtype}")
-    return by_triton(device)

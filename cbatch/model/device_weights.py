@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.formats import FP8, INT4, INT8, ON_GPU, quantized
+from cbatch.kernels.formats import FP8, INT4, INT8, ON_GPU, Integers, quantized
 from cbatch.kernels.operands import ExpertWeights, NormWeights
 from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix
 from cbatch.model.float8 import Float8Use
@@ -23,15 +23,6 @@ from cbatch.runtime.cpu import num_threads
 _NO_NORM = NormWeights("none")
 _NUMBERS_AT_ONCE = 2**22
 """Of a matrix, which a thread reads and unpacks together."""
-
-
-class _Span(NamedTuple):
-    """Rows first .. stop-1 of a weight, which are columns of a matrix from `column` on."""
-
-    weight: Weight
-    first: int
-    stop: int
-    column: int
 
 
 class DeviceWeights:
@@ -62,7 +53,7 @@ class DeviceWeights:
         if weight not in self._tables:
             is_head, matrix = self._tied is not None and self._tied.parts == (weight,), Matrix((weight,))
             packing = self._packing([matrix], is_head=True) if is_head or self._keeps_stored else None
-            self._tables[weight] = self.table(weight) if packing is None else self._packed(matrix, packing)
+            self._tables[weight] = self._matrix([matrix], packing)
         return self._tables[weight]
 
     def table(self, weight: Weight) -> Tensor:
@@ -73,27 +64,26 @@ class DeviceWeights:
         """The embedding if it is tied."""
         lm_head = self._tables.get(matrix.parts[0])
         if lm_head is None or len(matrix.parts) > 1:
-            return self._matrix(matrix, self._packing([matrix], is_head=True))
+            lm_head = self._matrix([matrix], self._packing([matrix], is_head=True))
         self.matrices.append(lm_head)
         return lm_head
 
     def linear(self, matrix: Matrix) -> tuple[Tensor | QuantizedMatrix | Float8Matrix, Tensor | None]:
         """A matrix [columns, depth], and its biases."""
-        bias = self._stacked(matrix.biases, self._dtype) if matrix.biases else None
-        packing = self._packing([matrix])
-        if packing is None or packing.format != FP8:
-            return self._matrix(matrix, packing), bias
-        found: QuantizedMatrix | Float8Matrix
-        kind = _float8_kind(matrix, packing)
-        if kind or self._float8.problem:
-            found = self._packed(matrix, packing, kind)
-        else:
-            found = Float8Matrix.empty(matrix.columns, matrix.depth, self._device)
-            self._fill_packed(found, matrix, FP8)
-            self._float8.rounded += 1
-            self.loaded += found
-        self.matrices.append(found)
-        return found, bias
+        bias, packing = self._stacked(matrix.biases, self._dtype) if matrix.biases else None, self._packing([matrix])
+        kind, found = "", None  # the kind of an FP8 matrix without products with activations rounded to FP8
+        if packing is not None and packing.format == FP8:
+            if packing.group < matrix.depth:
+                kind = "with scales for blocks"
+            elif not Float8Matrix.takes(matrix.columns, matrix.depth):
+                kind = "whose sizes are no multiples of 16"
+            elif not self._float8.problem:
+                found = Float8Matrix.empty(matrix.columns, matrix.depth, self._device)
+                self._fill_packed(found, matrix, FP8)
+                self._float8.rounded += 1
+                self.loaded += found
+        self.matrices.append(self._matrix([matrix], packing, kind) if found is None else found)
+        return self.matrices[-1], bias
 
     def router(self, matrix: Matrix) -> tuple[Tensor, Tensor | None]:
         """Likewise, as float32."""
@@ -102,16 +92,8 @@ class DeviceWeights:
         return weight, self._stacked(matrix.biases, torch.float32) if matrix.biases else None
 
     def experts(self, matrices: Sequence[Matrix]) -> ExpertWeights:
-        first, packing = matrices[0], self._packing(matrices)
-        weight: Tensor | QuantizedMatrix
-        if packing is None:
-            weight = self._empty(len(matrices), first.columns, first.depth)
-            for out, matrix in zip(weight, matrices, strict=True):
-                self._fill(out, matrix.parts)
-        else:
-            weight = self._empty_matrix(packing, first, "of experts", len(matrices))
-            for number, matrix in enumerate(matrices):
-                self._fill_packed(weight.expert(number), matrix, packing.format)
+        """One matrix of every expert."""
+        first, weight = matrices[0], self._matrix(matrices, self._packing(matrices), "of experts", stacks=True)
         bias = self._empty(len(matrices), first.columns) if first.biases else None
         if bias is not None:
             for out, matrix in zip(bias, matrices, strict=True):
@@ -175,7 +157,6 @@ class DeviceWeights:
             part.copy_(self._rows(weight, 0, weight.size[0]))
 
     def _rows(self, weight: Weight, first: int, stop: int) -> Tensor:
-        """Rows of a weight as numbers."""
         if isinstance(self._tensors, StoredWeights) and len(weight.size) == 2:
             return self._tensors.rows(weight, first, stop)
         return weight.read(self._tensor(weight.name))[first:stop]
@@ -196,58 +177,51 @@ class DeviceWeights:
             return None
         return Packing(INT8 if is_head or self._quantize.weights == "int8" else INT4)
 
-    def _matrix(self, matrix: Matrix, packing: Packing | None) -> Tensor | QuantizedMatrix:
-        found = self._stacked(matrix.parts, self._dtype) if packing is None else self._packed(matrix, packing)
-        self.matrices.append(found)
-        return found
+    def _matrix(
+        self, matrices: Sequence[Matrix], packing: Packing | None, kind: str = "of embeddings and heads", *,
+        stacks: bool = False,
+    ) -> Tensor | QuantizedMatrix:  # fmt: skip
+        """A matrix, or one of every expert.
 
-    def _packed(self, matrix: Matrix, packing: Packing, kind: str = "of embeddings and heads") -> QuantizedMatrix:
-        """kind: see `_empty_matrix`"""
-        packed = self._empty_matrix(packing, matrix, kind)
-        self._fill_packed(packed, matrix, packing.format)
-        return packed
-
-    def _empty_matrix(self, packing: Packing, matrix: Matrix, kind: str, experts: int = 0) -> QuantizedMatrix:
-        """kind: what it is said to be if it is FP8, whose activations are not rounded"""
+        kind:   what it is said to be if it is FP8, whose activations are not rounded
+        stacks: all matrices become one of three dimensions
+        """
+        columns, depth, count = matrices[0].columns, matrices[0].depth, len(matrices) if stacks else 0
+        if packing is None:
+            numbers = self._empty(len(matrices), columns, depth)
+            for out, matrix in zip(numbers, matrices, strict=True):
+                self._fill(out, matrix.parts)
+            return numbers if stacks else numbers[0]
         if packing.format == FP8:
-            self._float8.others[kind] += experts or 1
-        columns, depth = matrix.columns, matrix.depth
-        empty = QuantizedMatrix.empty(packing.format, columns, depth, self._device, experts, packing.group)
-        self.loaded += empty.tensors
-        return empty
+            self._float8.others[kind] += count or 1
+        packed = QuantizedMatrix.empty(packing.format, columns, depth, self._device, count, packing.group)
+        self.loaded += packed.tensors
+        for number, matrix in enumerate(matrices):
+            self._fill_packed(packed.expert(number) if stacks else packed, matrix, packing.format)
+        return packed
 
     def _fill_packed(self, out: QuantizedMatrix | Float8Matrix, matrix: Matrix, format: int) -> None:
         """Reads and unpacks a matrix by several threads, a part of it at a time; or rounds it on the device."""
-        spans = list(_spans(matrix))
-        if not self._keeps_stored:
-            for span in spans:
-                out.fill(span.column, quantized(self._rows(*span[:3]).to(self._device), format))
-            return
+        step, column = max(1, _NUMBERS_AT_ONCE // matrix.depth), 0
+        spans = [
+            (weight, first, min(first + step, weight.size[0]))
+            for weight in matrix.parts
+            for first in range(0, weight.size[0], step)
+        ]
+
+        def read(span: tuple[Weight, int, int]) -> Integers:
+            if self._keeps_stored:
+                return self._stored.packed([span], format)
+            return quantized(self._rows(*span).to(self._device), format)
+
         with ThreadPoolExecutor(num_threads(), "cbatch-read") as executor:
-            read = executor.map(lambda span: self._stored.packed([span[:3]], format), spans)
-            for span, integers in zip(spans, read, strict=True):
-                out.fill(span.column, integers.map(lambda part: part.to(self._device)))
+            found = (executor.map if self._keeps_stored else map)(read, spans)
+            for (_, first, stop), integers in zip(spans, found, strict=True):
+                out.fill(column, integers.map(lambda part: part.to(self._device)))
+                column += stop - first
 
     def _tensor(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
             self._last = None
             self._last = name, self._tensors[name]
         return self._last[1]
-
-
-def _float8_kind(matrix: Matrix, packing: Packing) -> str:
-    """The reason why an FP8 matrix has no products with activations rounded to FP8; empty if it has."""
-    if packing.group < matrix.depth:
-        return "with scales for blocks"
-    return "" if Float8Matrix.takes(matrix.columns, matrix.depth) else "whose sizes are no multiples of 16"
-
-
-def _spans(matrix: Matrix) -> Iterator[_Span]:
-    """All rows of a matrix's parts, a few at a time."""
-    column, step = 0, max(1, _NUMBERS_AT_ONCE // matrix.depth)
-    for weight in matrix.parts:
-        rows = weight.size[0]
-        for first in range(0, rows, step):
-            stop = min(first + step, rows)
-            yield _Span(weight, first, stop, column)
-            column += stop - first

@@ -183,10 +183,10 @@ def _modules(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def _low_rank(config: Mapping[str, Any], module: str, halves: Mapping[str, Tensor]) -> LowRank:
-    if len(halves) < 2:
-        raise ModelError(f"{module} has only one of its two matrices")
     if re.search(r"\.experts\b", module):
         raise ModelError(f"it adapts experts ({module})")
+    if len(halves) < 2:
+        raise ModelError(f"{module} has only one of its two matrices")
     down, up = halves["A"].float(), halves["B"].float()
     rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
     if not rank == down.shape[0] == up.shape[1]:

@@ -178,7 +178,6 @@ def _remove_abandoned(folder: int) -> None:
 
 
 def _unlink(name: str, folder: int) -> None:
-    """Removes a file if it is there."""
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
 

@@ -36,7 +36,7 @@ from cbatch.kernels.triton.attention_metadata import (
     list_work,
     split_tokens,
 )
-from cbatch.kernels.triton.attention_prefill import PrefillTuning, _find_tile
+from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.runtime.kv_cache import LayerShape
 from tests.support.attention_cases import AttentionCase
@@ -518,7 +518,7 @@ def test_each_tile_is_found(seed: int) -> None:
 @triton.jit
 def _find_tiles(found: Any, pieces: Any, count: Any, TILE: tl.constexpr) -> None:
     tile = tl.program_id(0)
-    piece, number = _find_tile(pieces, count, tile, TILE)
+    piece, number = attention_tile.find_tile(pieces + 2, 3, 1, tl.load(count), tile, TILE)
     tl.store(found + tile * 2, piece)
     tl.store(found + tile * 2 + 1, number)
 

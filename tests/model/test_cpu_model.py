@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -15,12 +14,10 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
-from cbatch.runtime.batch import Logits, RaggedBatch
 from tests.support.generation import generate, generate_greedily
 from tests.support.tiny_models import (
     VOCABULARY,
     draw_weights,
-    fast,
     generate_alone,
     loaded,
     make_fast_engine,
@@ -79,56 +76,6 @@ def test_equals_generate(name: str, scenario: str) -> None:
     assert run(engine) == expected_of(name)
 
 
-def test_rows_that_give_way_equal_generate() -> None:
-    """Guards sequences whose blocks are taken by a row that goes first, and that are computed again later."""
-    engine = make_fast_engine(network_of("llama"), kv_blocks=14)
-    prompts, found = make_prompts(LENGTHS), {}
-    for number in (0, 1, 2):
-        found[engine.add(prompts[number], SamplingParams(max_tokens=OUTPUTS[number]), priority=1)] = number
-    outputs: list[list[int]] = [[] for _ in LENGTHS]
-    for step in range(400):
-        if step == 10:
-            found[engine.add(prompts[3], SamplingParams(max_tokens=OUTPUTS[3]))] = 3
-        for event in engine.step():
-            if event.request_id is not None and event.token_id is not None:
-                outputs[found[event.request_id]].append(event.token_id)
-    assert outputs[:4] == expected_of("llama")[:4] and engine.stats().num_preemptions > 0
-
-
-def test_shared_prefixes_equal_generate() -> None:
-    """Guards blocks that one sequence writes and another reads in the same step, and later."""
-    engine = make_fast_engine(network_of("llama"), kv_blocks=40)
-    trunk = make_prompts([40], seed=5)[0]
-    prompts = [trunk + tail for tail in make_prompts([3, 9, 1], seed=6)]
-    expected = generate_alone(network_of("llama"), prompts, [8] * 3)
-    for _ in range(2):
-        outputs = generate(engine, prompts, SamplingParams(max_tokens=8))
-        assert [output.token_ids for output in outputs] == expected
-    assert engine.scheduler.num_cached_tokens >= 5 * 32
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2, biases", "qwen3, norms"])
-def test_bfloat16_is_near_float32(name: str) -> None:
-    """Guards the second kind of numbers: as near to float32 as transformers' own bfloat16 is, or nearer."""
-    network = network_of(name)
-    prompts = make_prompts([60, 25, 100], seed=2)
-    params = SamplingParams(max_tokens=1, logprobs=20)
-    halves = make_network(MODELS[name][0], **SHAPE | MODELS[name][1])
-    draw_weights(halves)
-    halves = halves.bfloat16()
-    engine = SteppingEngine(EngineConfig(block_size=16, kv_blocks=40, device="cpu"), fast(network, torch.bfloat16))
-    for prompt, output in zip(prompts, generate(engine, prompts, params), strict=True):
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            exact = network(ids).logits[0, -1].log_softmax(-1)
-            theirs = halves(ids).logits[0, -1].float().log_softmax(-1)
-        assert output.logprobs is not None
-        top = output.logprobs[0].top
-        errors = torch.tensor([one.logprob for one in top]) - exact[[one.token_id for one in top]]
-        bound = (theirs - exact).square().mean().sqrt()
-        assert errors.square().mean().sqrt() <= 1.2 * bound
-
-
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "bias": {"logit_bias": {"5": 40.0}},
@@ -165,38 +112,6 @@ def test_more_rows_than_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> N
     """Guards steps whose logits exceed the memory that is kept: scored prompts, and very many rows."""
     monkeypatch.setattr("cbatch.model.cpu._KEPT_LOGIT_ROWS", 2)
     assert run(make_fast_engine(network_of("llama"))) == expected_of("llama")
-
-
-def test_the_likeliest_tokens_are_those_of_the_logits() -> None:
-    """Guards greedy rows against another order of rows, in steps of prompts, of decoding rows and of both."""
-    engine, seen = make_fast_engine(network_of("llama"), max_batch_tokens=40), 0
-    forward = engine.runner.forward
-
-    def checked(batch: RaggedBatch) -> Logits:
-        nonlocal seen
-        values, argmax, _ = logits = forward(batch)
-        assert argmax is not None and argmax.tokens.tolist() == values.argmax(-1).tolist()
-        assert argmax.logits.tolist() == values.max(-1).values.tolist() if len(values) else True
-        seen += len(values)
-        return logits
-
-    engine.runner.forward = checked  # type: ignore[method-assign]
-    generate(engine, make_prompts(LENGTHS), SamplingParams(max_tokens=5))
-    assert seen == 5 * len(LENGTHS)
-
-
-def test_a_row_of_nan_fails_alone() -> None:
-    """Guards the neighbours of a row whose past has turned NaN, on the path that finds the likeliest by itself."""
-    engine = make_fast_engine(network_of("llama"))
-    prompts = make_prompts([20, 33])
-    broken, other = (engine.add(prompt, SamplingParams(max_tokens=6)) for prompt in prompts)
-    events = engine.step()
-    for values in engine.runner.kv_cache.values:
-        values[engine._requests[broken][0].blocks[0]] = math.nan
-    while engine.has_work:
-        events += engine.step()
-    (error,) = (event.error for event in events if event.error is not None)
-    assert error.code == "nan_logits" and [event.error for event in events if event.request_id == other] == [None] * 6
 
 
 def test_what_is_not_of_the_family_is_refused() -> None:

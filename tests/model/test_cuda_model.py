@@ -49,14 +49,6 @@ def test_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(engine) == expected_of(name)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_torch_alone_equals_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the model without a kernel of ours, which is what is left where all of them fail."""
-    model = model_of(network_of(name)).with_ops(by_torch())
-    engine = engine_around(monkeypatch, model, ReferenceAttention(), max_batch_tokens=8)
-    assert run(engine) == expected_of(name)
-
-
 def test_torch_operations_with_triton_attention_equal_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards torch's operations over blocks as Triton's attention lays them out."""
     model = model_of(network_of("qwen3, norms")).with_ops(by_torch(heads_first=True))

@@ -1,10 +1,16 @@
 """Quantized weights on a GPU: they give what transformers gives with the numbers that the files stand for.
 
+With `--activations fp8`: which matrices get it, and what is said of the others.
+
 Without a GPU, Triton's interpreter runs the kernels.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +20,24 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from cbatch.attention.reference import ReferenceAttention
-from cbatch.base.params import SamplingParams
+from cbatch.base.config import EngineConfig
+from cbatch.base.errors import ConfigError
 from cbatch.base.quantization import Quantization
 from cbatch.engine.kernel_checks.layer import LayerChecks
+from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import FORMATS, INT4, INT8, Integers, quantized
-from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.model import device_weights, load_plan, loader, stored
+from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix
+from cbatch.kernels.triton.occupancy import CHIPS
+from cbatch.model import device_weights, float8, load_plan, loader, stored
+from cbatch.model.float8 import float8_problem, tell_float8
 from cbatch.model.formats.gguf import GgufModel
+from cbatch.model.hf.adapter import TransformersModel
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.ops.device_kernel import by_torch
-from tests.support.cuda_model import engine_around
-from tests.support.device import DEVICE
-from tests.support.generation import generate
+from tests.support.device import DEVICE, HAS_GPU
+from tests.support.float8 import needs_float8
 from tests.support.gguf_files import gguf_model, write_model
-from tests.support.kernel_faults import replace_kernel
-from tests.support.model_checks import PROMPTS, is_greedy_output, reference_logits
+from tests.support.model_checks import reference_logits
 from tests.support.programs import PROMPT, error_of, logits_in_chunks, saved_model, typical_error
 from tests.support.quantized_folders import (
     Encoder,
@@ -45,10 +54,13 @@ from tests.support.quantized_folders import (
     write_folder,
 )
 from tests.support.samples import sampled
+from tests.support.tiny_models import make_network
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.attention.triton import TritonAttention
+from cbatch.kernels.triton import linear as kernels
+from cbatch.model import cuda
 from cbatch.model.cuda import CudaModel
 
 pytestmark = pytest.mark.kernels
@@ -58,9 +70,11 @@ TOKENS, CHUNKS = PROMPT[:24], [0, 20, 21, 24]
 
 
 @pytest.fixture(autouse=True)
-def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def loaded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (stored, load_plan):
         monkeypatch.setattr(module, "is_accelerator", lambda _: True)
+    yield
+    float8_problem.cache_clear()  # of chips that a test has made up
 
 
 def load_file(path: Path, dtype: str = "float32", quantize: Quantization | None = None) -> CudaModel:
@@ -69,8 +83,8 @@ def load_file(path: Path, dtype: str = "float32", quantize: Quantization | None 
     return model
 
 
-def load_folder(folder: Path, dtype: str = "float32", quantize: Quantization | None = None) -> CudaModel:
-    model = loader.load_fast_model(LoadPlan(str(folder), device=DEVICE, dtype=dtype, quantize=quantize))
+def load_folder(folder: Path, dtype: str = "float32", **options: Any) -> CudaModel:
+    model = loader.load_fast_model(LoadPlan(str(folder), device=DEVICE, dtype=dtype, **options))
     assert isinstance(model, CudaModel)
     return model
 
@@ -127,19 +141,6 @@ def test_gguf_files(name: str, tmp_path: Path) -> None:
     half = load_file(path, "float16")
     assert half.dtype == torch.float16 and kinds_of(half) == expected_kinds
     assert typical_error(logits_of(half), expected) < (0.4 if "moe" in kind or "oss" in kind else 0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_gguf_equals_generate(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards whole runs, token for token: rows that decode beside chunks of prompts."""
-    path = tmp_path / "model.gguf"
-    network = write_model(path, gguf_model(kind), mixed)
-    engine = engine_around(monkeypatch, load_file(path), max_batch_tokens=24, block_size=16)
-    outputs = generate(engine, PROMPTS[:3], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert all(
-        is_greedy_output(network, prompt, list(out.token_ids)) for prompt, out in zip(PROMPTS, outputs, strict=False)
-    )
 
 
 FOLDERS: dict[str, tuple[dict[str, Any], Encoder, set[str], str]] = {
@@ -201,20 +202,6 @@ def test_quantize(kind: str, weights: str) -> None:
     assert model.weight_bytes < plain.weight_bytes
 
 
-def test_kernels_check_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards what an engine does when it starts on a GPU: each product is compared with torch's, also the head's."""
-    for kind in ("qwen3", "mixtral"):
-        saved = saved_model(kind)
-        quantize = Quantization("int4")
-        model = CudaModel(saved.config, saved.tensors, torch.float32, DEVICE, quantize=quantize)
-        checks = list(LayerChecks(model, 16).run())
-        assert not [check.name for check in checks if not check.agrees]
-        assert {"quantized_linear", "output head"} <= {check.name for check in checks}
-        with monkeypatch.context() as patch:
-            replace_kernel(patch, "quantized_linear", lambda right, source, *others: right(2 * source, *others))
-            assert "quantized_linear" in {check.name for check in LayerChecks(model, 16).run() if not check.agrees}
-
-
 def test_quantize_rounds_files_anew(tmp_path: Path) -> None:
     """Guards `--quantize int8` on weights that are integers of 4 bits in a folder, and in a GGUF file."""
     settings, encode, _, kind = FOLDERS["gptq"]
@@ -245,3 +232,175 @@ def test_weights_keep_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert most <= 2048
     assert model.weight_bytes < 1.3 * sum(tensor.data.nbytes for tensor in GgufModel([path])._file.tensors.values())
     assert model.linear_cost.weight_bytes < model.num_parameters
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+ROWS = (
+    compressed_settings("float-quantized", strategy="channel", num_bits=8, type="float", group_size=None),
+    fp8(None, "weight_scale"),
+)
+TENSORS, BLOCKS = (fp8_settings(None), fp8((0, 0))), (fp8_settings((32, 32)), fp8((32, 32)))
+
+
+def load(folder: Path, dtype: str = "float16", **options: Any) -> CudaModel:
+    return load_folder(folder, dtype, **{"activations": "fp8"} | options)
+
+
+def folder_of(path: Path, kind: str, format: tuple[dict[str, Any], Encoder], **sizes: Any) -> Path:
+    write_folder(path / "model", tiny_model(kind, **SMALL | sizes), *format)
+    return path / "model"
+
+
+def line_of(model: Any, caplog: pytest.LogCaptureFixture) -> str:
+    """The line that an engine would say of the model, with its level."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "cbatch"):
+        tell_float8(model)
+    [record] = caplog.records
+    return f"{record.levelname}: {record.getMessage()}"
+
+
+def linear_kinds(model: CudaModel) -> list[str]:
+    """What the matrices of its linears are kept as, if they are not numbers."""
+    names = []
+    for matrix in model._on_device.weights.matrices:
+        if isinstance(matrix, QuantizedMatrix | Float8Matrix):
+            names.append("float8" if isinstance(matrix, Float8Matrix) else FORMATS[matrix.format])
+    return names
+
+
+@contextmanager
+def rounded_inputs(network: Any) -> Iterator[None]:
+    """The network with what goes into its quantized linears rounded to e4m3, each row by its largest number."""
+
+    def rounded(_: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        rows = arguments[0]
+        scales = rows.abs().amax(-1, keepdim=True) / 448
+        return ((rows / scales).to(torch.float8_e4m3fn).float() * scales, *arguments[1:])
+
+    linears = [module for name, module in network.named_modules() if name.endswith("_proj")]
+    hooks = [module.register_forward_pre_hook(rounded) for module in linears]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@needs_float8
+@pytest.mark.skipif(HAS_GPU, reason="only a CPU has products of FP8 in float32, in which the test is sharp")
+@pytest.mark.parametrize(("kind", "format"), [("qwen3", ROWS), ("qwen2", TENSORS)])
+def test_a_whole_model_in_float32(
+    kind: str, format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards scales for rows and for tensors, fused matrices and biases: logits are those of transformers with rows
+    that are rounded, and not those without."""
+    monkeypatch.setattr(cuda, "float8_problem", lambda *_: "")
+    network = write_folder(tmp_path / "model", tiny_model(kind, **SMALL), *format)
+    model = load(tmp_path / "model", "float32")
+    assert set(linear_kinds(model)) == {"float8"}
+    count = len(linear_kinds(model))
+    assert line_of(model, caplog) == f"INFO: Activations are rounded to fp8 for all {count} FP8 matrices."
+    with rounded_inputs(network):
+        expected = expected_of(network)
+    exact, found = expected_of(network), logits_of(model)
+    plain = logits_by_torch(model)
+    assert typical_error(found, expected) < 0.01 < typical_error(found, exact)
+    assert typical_error(plain, expected) < 0.01
+
+
+@needs_float8
+@pytest.mark.parametrize(
+    ("kind", "format", "sizes", "kinds", "line"),
+    [
+        ("qwen3", BLOCKS, {}, {"fp8"}, "none of 8 FP8 matrices, and stay float16 for 8 with scales for blocks."),
+        (
+            "llama", TENSORS, {"intermediate_size": 104}, {"float8", "fp8"},
+            "6 of 8 FP8 matrices, and stay float16 for 2 whose sizes are no multiples of 16.",
+        ),
+        ("qwen3_moe", ROWS, {}, {"float8", "fp8"}, "4 of 20 FP8 matrices, and stay float16 for 16 of experts."),
+    ],
+)  # fmt: skip
+def test_others_keep_their_activations(
+    kind: str, format: Any, sizes: Any, kinds: set[str], line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards FP8 matrices without such products: they keep Triton's, and a line says which they are."""
+    model = load(folder_of(tmp_path, kind, format, **sizes))
+    assert set(linear_kinds(model)) == kinds
+    assert line_of(model, caplog) == f"WARNING: Activations are rounded to fp8 for {line}"
+    assert str(model.quantization) == f"stored with {'fp8' if 'float8' in kinds else 'float16'} activations"
+    assert bool(logits_of(model).isfinite().all())
+
+
+def test_no_matrix_is_fp8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards the line for models without FP8 weights: integers of files, those of `--quantize`, and none."""
+    saved = saved_model("qwen3")
+    models = [
+        load(folder_of(tmp_path, "qwen3", (awq_settings(32), awq(32)))),
+        CudaModel(saved.config, saved.tensors, torch.float16, DEVICE, quantize=Quantization("int8", "fp8")),
+        CudaModel(saved.config, saved.tensors, torch.float16, DEVICE),
+    ]
+    for model in models:
+        assert line_of(model, caplog) == "WARNING: None of the model's matrices is FP8, so activations stay float16."
+        assert "fp8" not in str(model.quantization)
+
+
+def test_chips_without_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards chips before 8.9, and those for which torch has no such product: a line says why, and Triton's products
+    are used. In float32 there are none either."""
+    folder, expected = folder_of(tmp_path, "qwen3", ROWS), "WARNING: Activations stay float16 for all 8 FP8 matrices: "
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic(...)`")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(float8, "device_limits", lambda _: CHIPS[86])
+        float8_problem.cache_clear()
+        model = load(folder)
+        assert set(linear_kinds(model)) == {"fp8"} and str(model.quantization) == "stored with float16 activations"
+        assert line_of(model, caplog).startswith(expected)
+        assert "has no matrix units for FP8, which came with compute capability 8.9" in line_of(model, caplog)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", refused)
+        float8_problem.cache_clear()
+        model = load(folder)
+        assert set(linear_kinds(model)) == {"fp8"} and line_of(model, caplog).startswith(expected)
+        assert "a scale for each row there (CUDA error: CUBLAS_STATUS_NOT_SUPPORTED" in line_of(model, caplog)
+    float8_problem.cache_clear()
+    line = line_of(load(folder, "float32"), caplog)
+    assert "Activations stay float32 for all 8 FP8 matrices: the model computes in float32" in line
+
+
+def test_devices_without_the_fast_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a CPU, where products of integers take int8 instead, and models of transformers on any GPU."""
+    network = TransformersModel(make_network("llama"))
+    assert line_of(network, caplog).startswith("WARNING: Activations are not rounded to fp8, which is for NVIDIA GPUs")
+    with monkeypatch.context() as patch:
+        patch.setattr(float8, "is_accelerator", lambda _: True)
+        line = line_of(network, caplog)
+    assert line == "WARNING: Activations stay float32: only the fast path of an NVIDIA GPU rounds them to fp8."
+    monkeypatch.undo()
+    for quantize in (None, Quantization("int8", "fp8")):
+        _, chosen = LoadPlan(dtype="bfloat16", quantize=quantize, activations="fp8").formats(
+            "bfloat16", is_quantized=True
+        )
+        assert chosen is not None and chosen.activations == "int8"
+    for config in (EngineConfig(activations="fp8", quantize="int8"), EngineConfig(quantize="int8")):
+        caplog.clear()
+        with SteppingEngine(replace(config, device="cpu", kv_blocks=8, max_seqs=2)) as engine:
+            assert str(engine.model.quantization) == "int8 with int8 activations"
+        assert ("which is for NVIDIA GPUs" in caplog.text) == (config.activations == "fp8")
+    with pytest.raises(ConfigError, match="cannot be rounded to 'fp4'; choose one of: int8, bf16, fp8"):
+        SteppingEngine(EngineConfig(activations="fp4", device="cpu"))
+
+
+@needs_float8
+def test_float8_kernels_check_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards what an engine does when it starts on a GPU: products are compared with torch's, and the scale of
+    another row is seen."""
+    model = load(folder_of(tmp_path, "qwen3", ROWS))
+    checks = list(LayerChecks(model, 16).run())
+    assert not [check.name for check in checks if not check.agrees]
+    assert "float8_linear" in {check.name for check in checks}
+    round_rows = kernels.round_rows
+    monkeypatch.setattr(kernels, "round_rows", lambda rows: (round_rows(rows)[0], round_rows(rows)[1].roll(1, 0)))
+    wrong = {check.name for check in LayerChecks(model, 16).run() if not check.agrees}
+    assert wrong and all(name.startswith("float8_linear") for name in wrong)

@@ -1,4 +1,4 @@
-"""Packed weights in a file that engines share: the same bits, once in memory, made once, and never a wrong one."""
+"""Packed weights in files that engines share: the same bits, once in memory, made once, kept within bounds, checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="file
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-SHAPES = {"numbers": ArrayShape((3, 1 << 20), np.dtype(np.float32)), "none": ArrayShape((0, 2), np.dtype(np.uint16))}
+SHAPES = {"numbers": ArrayShape((2**18,), np.dtype(np.float32)), "none": ArrayShape((0, 2), np.dtype(np.uint16))}
 MIB = 2**20
 
 
@@ -48,16 +48,28 @@ def network_of(family: str) -> Any:
     return network
 
 
-def packed_file_in(folder: Path, content: dict[str, Any]) -> PackedFile:
-    return PackedFile(WeightCache(folder, "100%"), content)
+class Packer:
+    """Counts how often weights are packed."""
+
+    def __init__(self, folder: Path, limit: str = "100%") -> None:
+        self.cache = WeightCache(folder, limit)
+        self.packed: list[int] = []
+
+    def open(self, number: int = 1) -> Any:
+        """Weights that are all this number."""
+
+        def fill(arrays: Arrays) -> None:
+            self.packed.append(number)
+            arrays["numbers"][:] = number
+
+        arrays = PackedFile(self.cache, {"number": number}).arrays(SHAPES, fill)
+        assert (arrays["numbers"] == number).all() and arrays["none"].shape == (0, 2)
+        return arrays["numbers"]
 
 
-def fill(arrays: Arrays) -> None:
-    arrays["numbers"][:] = np.arange(3)[:, None]
-
-
-def never(arrays: Arrays) -> None:
-    raise AssertionError("the file is there")
+@pytest.fixture
+def packer(tmp_path: Path) -> Packer:
+    return Packer(tmp_path / "weights")
 
 
 def pages_of(pattern: str) -> list[dict[str, int]]:
@@ -82,7 +94,7 @@ def test_mapped_weights_are_the_same(family: str, dtype: str, tmp_path: Path) ->
     config, tensors = network.config.to_dict(), network.state_dict()
     number = torch.float32 if dtype == "float32" else torch.bfloat16
     quantize = Quantization(dtype) if dtype.startswith("int") else None
-    shared = packed_file_in(tmp_path, {"model": family})
+    shared = PackedFile(WeightCache(tmp_path, "100%"), {"model": family})
     own = CpuModel(config, tensors, number, quantize=quantize)
     compiled = len(program.run_step.signatures)  # type: ignore[attr-defined]
     first = CpuModel(config, tensors, number, quantize=quantize, shared=shared)
@@ -191,21 +203,17 @@ def test_processes_that_start_at_once(tmp_path: Path) -> None:
 
     def pack_forever() -> None:
         def stall(arrays: Arrays) -> None:
-            fill(arrays)
             os.write(write, b".")
             signal.pause()
 
-        packed_file_in(tmp_path, {}).arrays(SHAPES, stall)
+        PackedFile(Packer(tmp_path).cache, {"number": 1}).arrays(SHAPES, stall)
 
     def use() -> None:
-        def count(arrays: Arrays) -> None:
-            with filled.open("ab") as file:
-                file.write(b".")
-            fill(arrays)
-
-        numbers = packed_file_in(tmp_path, {}).arrays(SHAPES, count)["numbers"]
-        assert (numbers == np.arange(3)[:, None]).all()
-        os.write(write, b"+")
+        packer = Packer(tmp_path)
+        numbers = packer.open()
+        with filled.open("ab") as file:
+            file.write(b"." * len(packer.packed))
+        os.write(write, b"+" if len(numbers) else b"-")
         os.read(ready, 1)
         (pages,) = pages_of(re.escape(str(tmp_path)))
         os.write(write, b"+" if pages["Pss"] <= pages["Rss"] / 3 + 4096 and not pages["Anonymous"] else b"-")
@@ -252,52 +260,89 @@ def nest_the_record(file: Path) -> None:
     file.with_name(file.name + RECORD).write_text("[" * 5000)
 
 
-@pytest.mark.parametrize(
-    "damage", [cut, change_header, open_to_others, replace_by_link, replace_by_folder, nest_the_record]
-)
-def test_a_file_that_is_not_ours_is_replaced(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    """Guards against weights that are torn, or that somebody else could write."""
-    packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
-    (file,) = tmp_path.glob("*.weights")
+def restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "_boot", lambda: "another")
+
+
+def flip_a_bit(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(700_001)
+        (byte,) = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 4]))
+
+
+def lose_a_page(file: Path) -> None:
+    """As after a crash, when the disk never got it."""
+    with file.open("r+b") as opened:
+        opened.seek(3 * 4096)
+        opened.write(bytes(4096))
+
+
+def lose_the_record(file: Path) -> None:
+    file.with_name(file.name + ".record").unlink()
+
+
+def spoil_the_record(file: Path) -> None:
+    file.with_name(file.name + ".record").write_text("[1]")
+
+
+DAMAGES = [cut, change_header, open_to_others, replace_by_link, replace_by_folder, nest_the_record, lose_the_record]
+DAMAGES += [flip_a_bit, lose_a_page, spoil_the_record]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_spoiled_file_is_made_anew(
+    damage: Callable[[Path], None], is_restarted: bool, packer: Packer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against weights that are torn, that a disk has changed, or that others could write."""
+    packer.open()
+    (file,) = packer.cache.folder.glob("*.weights")
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     damage(file)
-    calls = 0
-
-    def count(arrays: Arrays) -> None:
-        nonlocal calls
-        calls += 1
-        fill(arrays)
-
+    if is_restarted:
+        restart(monkeypatch)
+        if not file.is_symlink():
+            os.utime(file, ns=times)
     for _ in range(2):
-        arrays = packed_file_in(tmp_path, {}).arrays(SHAPES, count)
-        assert (arrays["numbers"] == np.arange(3)[:, None]).all() and arrays["none"].shape == (0, 2)
-    assert calls == 1
-    assert file.is_file() and not file.is_symlink()
+        packer.open()
+    assert packer.packed == [1, 1] and file.is_file() and not file.is_symlink()
 
 
-def test_writing_harms_nobody_else(tmp_path: Path) -> None:
+def test_a_restart_keeps_weights(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the second start: nothing is packed, and the whole file is read once after a restart, not each time."""
+    packer.open(1)
+    restart(monkeypatch)
+    packer.open(1)
+    monkeypatch.setattr(packed_file._Mapping, "checksum", None)
+    packer.open(1)
+    assert packer.packed == [1]
+
+
+def test_writing_harms_nobody_else(packer: Packer) -> None:
     """Guards the other engines against a kernel that writes where it should not."""
-    ours, theirs = (packed_file_in(tmp_path, {}).arrays(SHAPES, fill)["numbers"] for _ in range(2))
-    ours[1, 5] = 7
-    assert theirs[1, 5] == 1 and packed_file_in(tmp_path, {}).arrays(SHAPES, never)["numbers"][1, 5] == 1
+    ours, theirs = packer.open(), packer.open()
+    ours[5] = 7
+    assert theirs[5] == 1 and packer.open()[5] == 1 and packer.packed == [1]
 
 
-def test_arrays_begin_with_a_line_of_a_huge_page(tmp_path: Path) -> None:
+def test_arrays_begin_with_a_line_of_a_huge_page(packer: Packer) -> None:
     """Guards the speed of a step, which fell by a fifth where the file could not have huge pages."""
-    arrays = packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
-    address = arrays["numbers"].ctypes.data
+    address = packer.open().ctypes.data
     assert (address - packed_file._HEADER_BYTES) % (2 * MIB) == 0 and address % 64 == 0
 
 
-def test_a_failed_pack_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_pack_leaves_nothing(packer: Packer) -> None:
     """Guards the next process against a half of a file, and the disk against its size."""
 
     def fail(arrays: Arrays) -> None:
         raise ValueError("a broken checkpoint")
 
     with pytest.raises(ValueError, match="a broken checkpoint"):
-        packed_file_in(tmp_path, {}).arrays(SHAPES, fail)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-    packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
+        PackedFile(packer.cache, {"number": 1}).arrays(SHAPES, fail)
+    assert [path.suffix for path in packer.cache.folder.iterdir()] == [".lock"]
+    packer.open()
 
 
 def no_room(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -348,9 +393,8 @@ def test_without_a_file_an_engine_has_its_own_weights(
     folder.mkdir(mode=0o700)
     problem(monkeypatch, folder)
     with caplog.at_level(logging.WARNING, "cbatch"):
-        model = CpuModel(
-            network.config.to_dict(), network.state_dict(), torch.float32, shared=packed_file_in(folder, {"model": 1})
-        )
+        shared = PackedFile(WeightCache(folder, "100%"), {"model": 1})
+        model = CpuModel(network.config.to_dict(), network.state_dict(), torch.float32, shared=shared)
     (line,) = [record.getMessage() for record in caplog.records if "Packed weights" in record.getMessage()]
     assert re.search(reason, line) and not list(folder.glob("*.weights")) and model.weight_bytes > 0
 
@@ -359,14 +403,84 @@ def test_mapped_weights_count_as_taken(tmp_path: Path, monkeypatch: pytest.Monke
     """Guards against a KV cache for which weights would leave memory: the system calls a file's pages available."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * MIB))
     memory = device_memory(CPU)
-    arrays = packed_file_in(tmp_path, {}).arrays(SHAPES, fill)
+    numbers = Packer(tmp_path).open()
     taken = 100 * MIB - memory.free()
-    assert taken == (0 if packed_file._is_in_memory(os.open(tmp_path, os.O_RDONLY)) else 12 * MIB + 4096)
-    del arrays
+    assert taken == (0 if packed_file._is_in_memory(os.open(tmp_path, os.O_RDONLY)) else MIB + 4096)
+    del numbers
     assert memory.free() == 100 * MIB
 
 
-def test_the_folder_is_a_text() -> None:
-    """Guards a config that is printed, sent to another process, or compared."""
-    with pytest.raises(ConfigError, match="weights_folder must be a text, not 5"):
-        EngineConfig(weights_folder=5)  # type: ignore[arg-type]
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    """Guards the disk against many models, and engines against losing weights that they have mapped."""
+    packer = Packer(tmp_path, f"{2 * MIB + 100_000}")
+    first, _, _ = packer.open(1), packer.open(2), packer.open(1)
+    packer.open(3)
+    assert len(packer.cache.files()) == 2
+    packer.open(1)
+    assert packer.packed == [1, 2, 3]
+    packer.open(2)
+    assert packer.packed == [1, 2, 3, 2] and len(packer.cache.files()) == 2
+    packer.open(4)
+    assert (first == 1).all()
+    with pytest.raises(OSError, match=r"they take 1\.0 MiB, and it may hold 1\.0 KiB"):
+        Packer(tmp_path, "1KiB").open(5)
+    assert len(packer.cache.files()) == 2
+
+
+def test_half_a_file_of_a_dead_process_goes(packer: Packer) -> None:
+    """Guards the disk against what a killed process had written of another model."""
+    packer.open(1)
+    (file,) = packer.cache.folder.glob("*.weights")
+    left = file.rename(file.with_name("0123.weights.partial"))
+    packer.open(2)
+    assert not left.exists()
+
+
+def test_clearing(packer: Packer) -> None:
+    """Guards `cbatch info --clear-weight-cache`: all files go, and what is mapped stays readable."""
+    numbers = packer.open(1)
+    assert packer.cache.describe().startswith("1.0 MiB in ") and packer.cache.clear() > MIB
+    assert packer.cache.files() == [] and (numbers == 1).all() and packer.cache.clear() == 0
+
+
+def test_where_weights_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards the place against relative paths, and a user without a home against an engine that does not start."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def folder(**options: Any) -> Path | None:
+        cache = WeightCache.of_config(EngineConfig(**options))
+        return cache and cache.folder
+
+    assert folder() == tmp_path / ".cache/cbatch/weights"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert folder() == tmp_path / ".cache/cbatch/weights"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert folder() == Path("/x/cbatch/weights") and folder(weights_folder="/mine") == Path("/mine")
+    assert folder(weight_cache=False) is None and folder(weight_cache=False, weights_folder="/mine") is None
+
+    def no_home() -> Path:
+        raise RuntimeError
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert folder() is None and "there is no home directory" in caplog.text
+
+
+@pytest.mark.kernels
+def test_engines_keep_large_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the default: weights worth it are kept in the user's folder, small ones and those refused are not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "cbatch" / "weights"
+
+    def files(**options: Any) -> int:
+        with Engine(device="cpu", kv_blocks=16, **options):
+            return len(list(folder.glob("*.weights")))
+
+    assert files() == 0
+    monkeypatch.setattr(packed_file, "LEAST_BYTES", 0)
+    assert files(weight_cache=False) == 0 and files() == 1
+    with pytest.raises(ConfigError, match="'much' is not an amount of memory"):
+        files(weight_cache_size="much")

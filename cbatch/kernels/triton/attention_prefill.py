@@ -20,6 +20,7 @@ from cbatch.kernels.triton.attention_tile import (
     Heads,
     Partials,
     cache_layout,
+    find_tile,
     first_seen,
     kv_rows,
     load_kv,
@@ -131,7 +132,8 @@ def _prefill_kernel(
     adds exact zeros: so a token has the same bits whichever queries share its tile.
     """
     head = tl.program_id(0) % KV_HEADS
-    piece, number = _find_tile(pieces, count, tl.program_id(0) // KV_HEADS, ROWS // GROUP)
+    # A piece has one tile more at most than its tokens need.
+    piece, number = find_tile(pieces + 2, 3, 1, tl.load(count), tl.program_id(0) // KV_HEADS, ROWS // GROUP)
     if piece < 0:
         return
     sequence, split = sequences + tl.load(pieces + piece * 3) * 6, tl.load(pieces + piece * 3 + 1)
@@ -192,21 +194,3 @@ def _prefill_kernel(
         part = (tl.load(sequence + 5) + split * num_tokens + token).to(tl.int64) * (KV_HEADS * GROUP) + q_head
         tl.store(partials + part[:, None] * VALUE_DIM + column[None, :], acc / total[:, None], mask=kept)
         tl.store(sums + part, largest + tl.log2(total), mask=real)
-
-
-@triton.jit
-def _find_tile(pieces, count, tile, TILE):
-    """The piece of a tile of TILE tokens, and the tile's number in the piece; both -1 for tiles past the last piece.
-
-    A piece has one tile more at most than its tokens need: its first tile is that of a list in which each piece begins
-    with a new tile, whatever tokens the last tile of the piece before has.
-    """
-    pieces_before, first = -1, 0
-    num_pieces = tl.load(count)
-    for base in range(0, num_pieces, 128):
-        piece = base + tl.arange(0, 128)
-        before = tl.load(pieces + piece * 3 + 2, mask=piece < num_pieces, other=0)
-        begun = (piece < num_pieces) & (before // TILE + piece <= tile)
-        pieces_before += tl.sum(begun.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(begun, before // TILE + piece, 0), 0))
-    return pieces_before, tile - first

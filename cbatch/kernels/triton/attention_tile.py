@@ -98,6 +98,25 @@ def power_of_2(number: int) -> int:
 
 
 @triton.jit
+def find_tile(before, STEP, MORE, count, tile, TILE):
+    """The part of a list that a tile of TILE rows belongs to, and the tile's number in it, which may be too large.
+
+    Each part begins with a new tile, and has MORE tiles than its rows need: part i begins with tile i * MORE + (rows in
+    all parts before) // TILE, whatever rows the last tile of the part before has.
+
+    before: the rows before each of `count` parts, STEP numbers apart
+    """
+    begun, first = 0, 0
+    for base in range(0, count, 128):
+        part = base + tl.arange(0, 128)
+        rows = tl.load(before + part * STEP, mask=part < count, other=0)
+        is_begun = (part < count) & (rows // TILE + MORE * part <= tile)
+        begun += tl.sum(is_begun.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(is_begun, rows // TILE + MORE * part, 0), 0))
+    return begun - 1, tile - first
+
+
+@triton.jit
 def first_seen(position, window, IS_CHUNKED):
     """The first token that the one at a position sees, in a window or in its chunk."""
     if IS_CHUNKED:
@@ -212,7 +231,6 @@ def _store_kv_kernel(
 
 @triton.jit
 def _store_heads(cache, new, step, there, head, HEADS, DIM, TILE):
-    """Stores heads of one token in their rows of the cache."""
     column = tl.arange(0, TILE)
     kept = (head < HEADS)[:, None] & (column < DIM)[None, :]
     number = tl.load(new + head[:, None] * step + column[None, :], mask=kept)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbatch.kernels.operands import Recurrence
-from cbatch.kernels.triton.attention_tile import LAUNCH
+from cbatch.kernels.triton.attention_tile import LAUNCH, find_tile
 from cbatch.kernels.triton.recurrence import (
     CHUNK_TENSORS,
     SHORT,
@@ -22,7 +22,6 @@ from cbatch.kernels.triton.recurrence import (
     chunk_tensors,
     decay_between,
     dot_in_parts,
-    find_tile,
     num_tiles,
     read_chunk,
     softplus,
@@ -40,7 +39,6 @@ _LONGEST_TILE = 128
 
 @triton.jit
 def _unit(x):
-    """A vector divided by its length."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6)
 
 
@@ -118,7 +116,8 @@ def _invert_kernel(
 
     inverses: [T, value_heads, TILE] float32, of which a tile writes the rows of its tokens
     """
-    chunk, number = find_tile(starts, chunks, tl.program_id(0), TILE)
+    # A chunk has two tiles more at most than its tokens need: one may not be full, and one is cut.
+    chunk, number = find_tile(starts, 1, 2, chunks, tl.program_id(0), TILE)
     start, count, _, cut, _ = read_chunk(starts, slots, snapshot_counts, snapshot_slots, chunk)
     count = tiled_tokens(count, TILE, SHORT)
     if number >= num_tiles(count, cut, TILE):

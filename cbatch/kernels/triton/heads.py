@@ -166,7 +166,6 @@ def _prepare_heads_kernel(
 
 @triton.jit
 def _store_value(source, to, weight, bias, DIM, TILE, CLIP, KIND, EPS, HAS_WEIGHT, HAS_BIAS):
-    """One value, normed if it has a norm."""
     column = tl.arange(0, TILE)
     inside = column < DIM
     x = _clipped(tl.load(source + column, mask=inside, other=0.0).to(tl.float32), CLIP)

@@ -77,7 +77,6 @@ class Tile(NamedTuple):
 
 
 def _has_no_units(dtype: torch.dtype, capability: int) -> bool:
-    """Whether no matrix units multiply numbers of a type."""
     return dtype == torch.float32 or capability < 80
 
 

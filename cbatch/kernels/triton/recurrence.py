@@ -135,22 +135,6 @@ def tile_bounds(number, count, cut, TILE):
 
 
 @triton.jit
-def find_tile(starts, chunks, tile, TILE):
-    """The chunk of a tile, and the tile's number in it, in a list with room for all tiles that chunks may have.
-
-    A chunk that begins at row r has tiles from number r // TILE + 2 * chunk on: one may not be full, and one is cut.
-    """
-    begun, first = 0, 0
-    for base in range(0, chunks, 128):
-        chunk = base + tl.arange(0, 128)
-        start = tl.load(starts + chunk, mask=chunk < chunks, other=0)
-        is_begun = (chunk < chunks) & (start // TILE + 2 * chunk <= tile)
-        begun += tl.sum(is_begun.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(is_begun, start // TILE + 2 * chunk, 0), 0))
-    return begun - 1, tile - first
-
-
-@triton.jit
 def decay_between(total, TILE):
     """[t, i] exp(G_t - G_i) for tokens i up to t, else 0.  total: [TILE] G"""
     t = tl.arange(0, TILE)

@@ -270,7 +270,6 @@ def _row_params(words, length):
 
 @triton.jit
 def _noise_key(words):
-    """The two words of a row's noise."""
     high = tl.load(words + 4).to(tl.uint32, bitcast=True)
     low = tl.load(words + 5).to(tl.uint32, bitcast=True)
     return high, low

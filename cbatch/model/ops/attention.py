@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,8 @@ class PrepareHeads(Operation):
                 raise UnsupportedConfig("its heads are normed together after the rotation, or after a clip")
             for number, one in enumerate(given):
                 if one is not None:
-                    start = sum(widths[:number])
-                    plan.calls.append(_norm_columns(source, plan.weights.norm(one), start, start + widths[number]))
+                    columns = slice(sum(widths[:number]), sum(widths[: number + 1]))
+                    plan.calls.append(partial(_norm_columns, source, columns, plan.weights.norm(one)))
             given = [None, None, None]
         dims = shape.key_dim, shape.key_dim, shape.value_dim
         loaded = tuple(plan.weights.head_norm(norm, dim) for norm, dim in zip(given, dims, strict=True))
@@ -101,14 +102,9 @@ class PrepareHeads(Operation):
         return run
 
 
-def _norm_columns(source: Buffer, norm: NormWeights, first: int, stop: int) -> Run:
+def _norm_columns(source: Buffer, columns: slice, norm: NormWeights, step: Step) -> None:
     """Norms all queries of a token together, all keys or all values, in place."""
-
-    def run(step: Step) -> None:
-        part = step[source][:, first:stop]
-        normalize(step.ops, part, norm, 1, 1.0, part)
-
-    return run
+    normalize(step.ops, step[source][:, columns], norm, 1, 1.0, step[source][:, columns])
 
 
 @device_kernel("heads:prepare_heads")
@@ -185,7 +181,6 @@ def store_in_blocks(cache: Tensor, new: Tensor, slots: Tensor, *, heads_first: b
 
 @kernel
 def _rotate(head: Any, cosines: Any, sines: Any) -> None:
-    """Rotates the first numbers of a head by its position (RoPE), in place."""
     half = len(cosines)
     for i in range(half):
         left, right = head[i], head[half + i]

@@ -73,24 +73,18 @@ class Linear(Operation):
             target = layout.elements(self.target, self.width, activated_width(self.width, is_gated=act.gated))
         activation = layout.activation(act)
         matrix = layout.matrix(self.matrix, depth, is_gated=mode == GATED, factor=self.factor)
-        if self not in layout.adapted:
-            layout.add(
-                product, source=(source, depth), target=target, matrix=matrix, activation=activation, mode=mode,
-                is_logits=False,
-            )  # fmt: skip
-            return
-        columns = self.matrix.columns
-        added = target if act is None else layout.floats(PRODUCT, gated_columns(columns) if act.gated else columns)
+        added, columns, places = target, self.matrix.columns, layout.adapted.get(self)
+        if places is not None and act is not None:  # adapters add in front of the activation
+            added = layout.floats(PRODUCT, gated_columns(columns) if act.gated else columns)
         layout.add(
             product, source=(source, depth), target=added, matrix=matrix, activation=activation,
-            mode=mode if act is None else WRITE, is_logits=False,
+            mode=mode if added is target else WRITE, is_logits=False,
         )  # fmt: skip
-        linear, first_tile = layout.adapted[self]
-        layout.add(
-            adapt, source=(source, depth), target=added, depth=self.matrix.depth, linear=linear, first_tile=first_tile
-        )
-        if act is not None:
-            layout.add(activate_sums, source=added, target=target, activation=activation, mode=mode)
+        if places is not None:
+            given, (linear, first) = self.matrix.depth, places
+            layout.add(adapt, source=(source, depth), target=added, depth=given, linear=linear, first_tile=first)
+            if act is not None:
+                layout.add(activate_sums, source=added, target=target, activation=activation, mode=mode)
 
     def on_device(self, plan: DevicePlan) -> Run:
         source, (matrix, bias) = plan.read(self.source), plan.weights.linear(self.matrix)

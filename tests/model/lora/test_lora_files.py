@@ -96,16 +96,18 @@ def test_settings_that_ask_for_more(tmp_path: Path, settings: dict[str, Any], re
     "settings",
     [
         {"r": 10**30}, {"r": "4"}, {"lora_alpha": "x"}, {"lora_alpha": float("nan")}, {"use_rslora": "x"},
-        {"rank_pattern": 5}, {"rank_pattern": {"q_proj": -1}}, {"rank_pattern": {"(a+)+$": 4}},
+        {"rank_pattern": [4]}, {"rank_pattern": {"q_proj": -1}}, {"rank_pattern": {"(a+)+$": 4}},
         {"alpha_pattern": {".*.*.*.*.*b": 4}}, {"alpha_pattern": {"(": 4}}, {"alpha_pattern": {"q": "x"}}, {"bias": 5},
+        {"alpha_pattern": {r"(\w+)*!": 4}}, {"alpha_pattern": {"a" * 100_000: 4}}, {"lora_alpha": 10**400},
         {"peft_type": []},
     ],
-    ids=str,
+    ids=lambda settings: str(settings)[:40],
 )  # fmt: skip
 def test_settings_that_cannot_be(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Guards against errors of other kinds, and patterns that never end, from an adapter that means harm."""
-    with pytest.raises(ModelError, match=r"^The LoRA adapter sql cannot be used: [^\n]*\.$"):
+    with pytest.raises(ModelError, match=r"^The LoRA adapter sql cannot be used: [^\n]*\.$") as raised:
         read(save_adapter(tmp_path, tensors(), **settings))
+    assert len(str(raised.value)) < 400 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,7 @@ def test_settings_that_cannot_be(tmp_path: Path, settings: dict[str, Any]) -> No
         (f"{Q}.lora_A.weight", torch.ones(4, 6, 1), f"{Q}.lora_A.weight is no matrix of numbers"),
         (f"{Q}.lora_A.weight", torch.ones(4, 6, dtype=torch.int64), f"{Q}.lora_A.weight is no matrix of numbers"),
         ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", torch.ones(4, 8), "has only one of its two"),
+        ("base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight", torch.ones(4, 8), "it adapts experts"),
     ],
 )
 def test_tensors_that_are_more(tmp_path: Path, name: str, tensor: torch.Tensor, reason: str) -> None:
@@ -125,32 +128,6 @@ def test_tensors_that_are_more(tmp_path: Path, name: str, tensor: torch.Tensor, 
     with pytest.raises(ModelError, match=r"^The LoRA adapter sql cannot be used: ") as raised:
         read(save_adapter(tmp_path, tensors() | {name: tensor}))
     assert reason in str(raised.value)
-
-
-def test_experts_are_refused(tmp_path: Path) -> None:
-    """Guards linears that see only some of the tokens, by the names of older files."""
-    given = {name.replace("self_attn.q_proj", "mlp.experts.3.up_proj"): tensor for name, tensor in tensors().items()}
-    with pytest.raises(ModelError, match=r"it adapts experts \(model\.layers\.0\.mlp\.experts\.3\.up_proj\)\.$"):
-        read(save_adapter(tmp_path, given))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"alpha_pattern": {"[": 4}},
-        {"alpha_pattern": {r"(\w+)*!": 4}},
-        {"alpha_pattern": {r".*.*.*.*.*.*!": 4}},
-        {"alpha_pattern": {"a" * 100_000: 4}},
-        {"rank_pattern": [4]},
-        {"lora_alpha": 10**400},
-    ],
-    ids=["no pattern", "repeated group", "many repetitions", "long", "a list", "overflow"],
-)
-def test_settings_of_a_damaged_adapter(tmp_path: Path, settings: dict[str, object]) -> None:
-    """Guards patterns that are none or take forever, and numbers that overflow: each was another error, or hung."""
-    with pytest.raises(ModelError, match=r"^The LoRA adapter sql cannot be used: ") as raised:
-        read(save_adapter(tmp_path, tensors(), **settings))
-    assert len(str(raised.value)) < 400 + len(str(tmp_path))
 
 
 def test_folders_that_hold_no_adapter(tmp_path: Path) -> None:
