@@ -144,8 +144,11 @@ class Engine(AbstractContextManager["Engine"]):
         met.
         """
         self.core = SteppingEngine(_make_config(model, options), loaded)
-        self._threads = _ThreadHolder(self.core, trace)
-        self._finalizer = weakref.finalize(self, self._threads.close, EXIT_SECONDS)
+        self._trace, self._process = trace, os.getpid()
+        self._starting = threading.Lock()
+        self._threads: list[EngineThread] = []
+        """The thread, once something has needed it."""
+        self._finalizer = weakref.finalize(self, _close, self.core, self._threads, self._process, EXIT_SECONDS)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a list of texts, for mypy
@@ -370,12 +373,19 @@ class Engine(AbstractContextManager["Engine"]):
     @property
     def thread(self) -> EngineThread:
         """The thread that steps the engine; this starts it. Raises EngineError if the engine is closed."""
-        return self._threads.get()
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
+        with self._starting:
+            if not self._finalizer.alive:
+                raise EngineError("The engine is closed.")
+            if not self._threads:
+                self._threads.append(EngineThread(self.core, self._trace))
+        return self._threads[0]
 
     @property
     def failure(self) -> BaseException | None:
         """Why the engine failed for good, if it did."""
-        return self._threads.thread.failure if self._threads.thread is not None else None
+        return self._threads[0].failure if self._threads else None
 
     def close(self) -> None:
         """Frees the memory of weights, KV cache and graphs, and ends the engine's threads. May be called twice.
@@ -383,8 +393,10 @@ class Engine(AbstractContextManager["Engine"]):
         Unfinished requests end with an error (`cancelled`), wherever somebody waits for them. Afterwards, methods that
         generate raise EngineError.
         """
-        self._threads.close()
-        self._finalizer.detach()
+        if os.getpid() == self._process:  # in a forked child, the lock may be held for ever
+            with self._starting:
+                self._finalizer.detach()
+            _close(self.core, self._threads, self._process)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -405,8 +417,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def stats(self) -> EngineStats:
         """The engine's present work and its totals so far."""
-        thread = self._threads.thread
-        return self.core.stats() if thread is None else thread.stats()
+        return self._threads[0].stats() if self._threads else self.core.stats()
 
     def encode(
         self, prompt: Prompt, *, raw: bool = False, template: TemplateOptions = DEFAULT_TEMPLATE, answer: str = ""
@@ -546,38 +557,14 @@ def _joined(core: SteppingEngine, text: Any, then: Any) -> tuple[list[int], int]
     return whole, 1 if then is None else next(differing, len(ids))
 
 
-class _ThreadHolder:
-    """Starts an engine's thread when it is first needed, and ends it. Does not know the Engine, which may be freed."""
-
-    def __init__(self, core: SteppingEngine, trace: StepTracer | None) -> None:
-        self.thread: EngineThread | None = None
-        self._core = core
-        self._trace = trace
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._is_closed = False
-
-    def get(self) -> EngineThread:
-        if os.getpid() != self._process:
-            raise EngineError(FORKED)
-        if self.thread is None or self._is_closed:
-            with self._lock:
-                if self._is_closed:
-                    raise EngineError("The engine is closed.")
-                if self.thread is None:
-                    self.thread = EngineThread(self._core, self._trace)
-        return self.thread
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Closes the engine below, too, and waits for it as long as is given."""
-        if os.getpid() != self._process:  # the parent's engine goes on
-            return
-        with self._lock:
-            self._is_closed = True
-        if self.thread is not None:
-            self.thread.close(close_engine=True, timeout_s=timeout_s)
-        else:
-            self._core.close()
+def _close(core: SteppingEngine, threads: list[EngineThread], process: int, timeout_s: float | None = None) -> None:
+    """Ends an engine and waits for it as long as is given. Does not know the Engine, which may be freed."""
+    if os.getpid() != process:  # the parent's engine goes on
+        return
+    if threads:
+        threads[0].close(close_engine=True, timeout_s=timeout_s)
+    else:
+        core.close()
 
 
 def _make_config(model: str | os.PathLike[str] | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

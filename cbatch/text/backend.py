@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -103,6 +105,22 @@ class TokenizerBackend:
         added: Mapping[int, AddedToken] = call(self.tokenizer.get_added_tokens_decoder)
         return added
 
+    @cached_property
+    def _decoder_parts(self) -> str:
+        return str(self.decoder)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token, perhaps part of a character: the name of a special token, nothing if unknown."""
+        piece = self.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoder_parts:
+            found = [_BYTE_OF.get(char) for char in piece]
+            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
+        if "ByteFallback" in self._decoder_parts and (match := _BYTE_PIECE.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
     def to_str(self) -> str:
         """The tokenizer in the form of `tokenizer.json`."""
         return str(call(self.tokenizer.to_str))
@@ -146,3 +164,14 @@ class TextStream:
         """The text held back, at the end. An unfinished character becomes U+FFFD."""
         ids, self.undecoded = self.undecoded, []
         return self._backend.decode(ids, skip_special_tokens=False) if ids else ""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable bytes are written as themselves, the others as letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

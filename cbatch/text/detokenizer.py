@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Sequence
 
 from cbatch.text.backend import TokenizerBackend
@@ -70,36 +69,3 @@ class IncrementalDetokenizer:
 def partial_match_length(text: str, whole: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `whole`."""
     return next((n for n in range(min(len(whole) - 1, len(text)), 0, -1) if text.endswith(whole[:n])), 0)
-
-
-class TokenBytes:
-    """The bytes that tokens stand for, in byte-level tokenizers and in those of pieces with a fallback to bytes."""
-
-    def __init__(self, backend: TokenizerBackend) -> None:
-        self._backend = backend
-        decoder = str(backend.decoder)
-        self._is_byte_level = "ByteLevel" in decoder
-        self._has_fallback = "ByteFallback" in decoder
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token, perhaps part of a character: the name of a special token, nothing if unknown."""
-        piece = self._backend.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if self._is_byte_level:
-            found = [_BYTE_OF.get(char) for char in piece]
-            return piece.encode() if None in found else bytes(found)  # type: ignore[arg-type]
-        if self._has_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
-            return bytes([int(match[1], 16)])
-        return piece.replace("\u2581", " ").encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable bytes are written as themselves, the others as letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -22,15 +22,6 @@ _OTHER_THINK_TAGS = (("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THIN
 _LLAMA_CALL = re.compile(r'\{\\?"name\\?": .{0,80}?\\?"parameters\\?": ', re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedOutput:
-    """The parts of one output. `reasoning` is None if the model did not think, or wrote only white space."""
-
-    text: str
-    reasoning: str | None
-    tool_calls: tuple[ToolCall, ...]
-
-
 class ParsedDelta(NamedTuple):
     """The text and the reasoning that a part of an output adds."""
 
@@ -62,42 +53,21 @@ class OutputParser:
 
     @property
     def special_tags(self) -> tuple[str, ...]:
-        """All tags that `parse` looks for. Those that are special tokens have to stay in the text it is given.
+        """All tags that are looked for. Those that are special tokens have to stay in the text of an output.
 
         Without tools, `think_tags` is enough and keeps the other tags out of the text.
         """
         return (self.think_tags or ()) + (TOOL_TAGS[self.tool_call_tag] if self.tool_call_tag else ())
 
-    def opens_thinking(self, prompt_end: str) -> bool:
-        """Whether a rendered prompt ends with an opening think tag, so that the output begins as reasoning.
-
-        prompt_end: its last tokens as text, with special tokens, without a beginning of the answer
-        """
-        return self.think_tags is not None and prompt_end.rstrip().endswith(self.think_tags[0])
-
-    def parse(
-        self, text: str, *, is_thinking: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> ParsedOutput:
-        """The parts of a whole output. Never raises: what is not a think block or a tool call stays text.
-
-        Only a block at the beginning counts as reasoning, and its first closing tag ends it. If it is not closed, the
-        whole output is reasoning.
-
-        is_thinking: the prompt has opened the think tag (see `opens_thinking`)
-        tools:       the request's tools, as `check_tools` takes them; without any, no tool calls are looked for
-        """
-        stream = OutputStream(self, is_thinking=is_thinking, tools=tools)
-        shown = stream.push(text)
-        rest, calls = stream.finish()
-        return ParsedOutput(shown.text + rest.text, shown.reasoning + rest.reasoning or None, calls)
-
 
 class OutputStream:
     """Takes one output apart while it comes, in time linear in its length, and never takes back what it has given.
 
-    The deltas joined, and the tool calls, are what `OutputParser.parse` makes of the whole output. What may become a
-    tag, and white space that may go with it, is held back. If there are tools, everything from the first tag of a tool
-    call on waits for the end, and so does a text in Llama's format that begins with a brace.
+    The deltas joined, and the tool calls, are the same however the output is cut. What is not a think block or a tool
+    call stays text. Only a block at the beginning counts as reasoning, and its first closing tag ends it; if it is not
+    closed, the whole output is reasoning. What may become a tag, and white space that may go with it, is held back. If
+    there are tools, everything from the first tag of a tool call on waits for the end, and so does a text in Llama's
+    format that begins with a brace.
     """
 
     def __init__(
@@ -109,9 +79,10 @@ class OutputStream:
         prefix: str = "",
     ) -> None:
         """
-        is_thinking, tools: as for `OutputParser.parse`
-        prefix:             the beginning of the output, which was shown before, as `parse` gives it; the stream gives
-                            only what the rest of the output adds
+        is_thinking: the prompt has opened the think tag
+        tools:       the request's tools, as `check_tools` takes them; without any, no tool calls are looked for
+        prefix:      the beginning of the output, which was shown before, as if it were all; the stream gives only what
+                     the rest adds
         """
         self._tools = tools or ()
         self._call_tag = parser.tool_call_tag if tools else None
@@ -124,9 +95,10 @@ class OutputStream:
         self._calls_before: tuple[ToolCall, ...] = ()
         next(self._parts, None)
         if prefix:
-            given, shown = self.push(prefix), parser.parse(prefix, is_thinking=is_thinking, tools=tools)
-            text, reasoning = shown.text[len(given.text) :], (shown.reasoning or "")[len(given.reasoning) :]
-            self._shown_before, self._calls_before = ParsedDelta(text, reasoning), shown.tool_calls
+            self.push(prefix)
+            before = OutputStream(parser, is_thinking=is_thinking, tools=tools)
+            before.push(prefix)
+            self._shown_before, self._calls_before = before.finish()
 
     def push(self, delta: str) -> ParsedDelta:
         """Takes the next part of the output, and returns what can be shown now."""

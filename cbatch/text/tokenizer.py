@@ -13,7 +13,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.schedule.limits import too_long_for
 from cbatch.text.backend import Encoded, TextTokenizer
-from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer, TokenBytes
+from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer
 from cbatch.text.output_parser import OutputParser
 from cbatch.text.template_renderer import TemplateRenderer
 from cbatch.text.tool_calls import template_messages
@@ -38,7 +38,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self.backend = tokenizer.backend
         self.templates = tokenizer.chat_template
-        self.token_bytes = TokenBytes(self.backend).bytes_of
+        self.token_bytes = self.backend.bytes_of
         self.bad_word_ids = lru_cache(maxsize=256)(self._bad_word_ids)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
@@ -142,10 +142,12 @@ class ChatTokenizer:
 
         continued: text at the end of the prompt that is the beginning of the answer
         """
+        if self.output_parser.think_tags is None:
+            return False
         start = continued.strip()
         # No token is shorter than a byte.
         end = self.decode(prompt[-NUM_CONTEXT_TOKENS - len(continued.encode()) :], skip_special_tokens=False)
-        return self.output_parser.opens_thinking(end.rpartition(start)[0] if start else end)
+        return (end.rpartition(start)[0] if start else end).rstrip().endswith(self.output_parser.think_tags[0])
 
     def is_thinking_after(self, answer: str, *, opened: bool) -> bool:
         """Whether the model is inside its reasoning after the beginning of an answer.

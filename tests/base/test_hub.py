@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,7 +28,7 @@ class FakeHub(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        self.status, self.error_code, self.paths, self.delay_s = 200, "", list[str](), 0.0
+        self.status, self.error_code, self.paths = 200, "", list[str]()
         super().__init__(("127.0.0.1", 0), FakeHubRequest)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -39,7 +38,6 @@ class FakeHubRequest(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
-        time.sleep(self.server.delay_s)
         body = json.dumps({"id": "me/tiny", "sha": COMMIT}).encode()
         self.send_response(self.server.status)
         self.send_header("X-Error-Code", self.server.error_code)
@@ -141,15 +139,6 @@ def test_a_server_that_never_answers(cache: Path, monkeypatch: pytest.MonkeyPatc
         for one in accepted:
             one.close()
     assert len(accepted) == 2  # whether it listens, and the request
-
-
-def test_a_hub_that_is_slow_is_waited_for(cache: Path, fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards slow networks: the limit of connecting does not cut off an answer, and one request is enough."""
-    use_endpoint(monkeypatch, fake_hub.url)
-    monkeypatch.setattr(hub, "CONNECT_TIMEOUT_S", 0.5)
-    fake_hub.delay_s = 0.7
-    assert reachable_source("me/tiny", "v1") == "me/tiny"
-    assert fake_hub.paths == ["/api/models/me/tiny/revision/v1"]
 
 
 @pytest.mark.parametrize(

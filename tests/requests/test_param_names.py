@@ -213,27 +213,15 @@ def test_contradictions_and_wrong_values_are_named(fields: dict[str, Any], expec
     assert expected in message(fields) and message(fields).startswith("line 1: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("stopp", "stop"),
-        ("stopStrings", "stop"),
-        ("stop_sequences", "stop"),
-        ("temp", "temperature"),
-        ("Temperature", "temperature"),
-        ("maxTokens", "max_tokens"),
-        ("max-tokens", "max_tokens"),
-        ("maxOutputTokens", "max_output_tokens"),
-        ("topP", "top_p"),
-        ("top-k", "top_k"),
-        ("minP", "min_p"),
-        ("numPredict", "num_predict"),
-        ("n_predict", "max_tokens"),
-        ("chatTemplateKwargs", "chat_template_kwargs"),
-        ("enable_thinkng", "enable_thinking"),
-        ("temprature", "temperature"),
-    ],
-)
+MISSPELT = (
+    "stopp=stop stopStrings=stop stop_sequences=stop temp=temperature Temperature=temperature temprature=temperature "
+    "maxTokens=max_tokens max-tokens=max_tokens maxOutputTokens=max_output_tokens n_predict=max_tokens topP=top_p "
+    "top-k=top_k minP=min_p numPredict=num_predict chatTemplateKwargs=chat_template_kwargs "
+    "enable_thinkng=enable_thinking"
+).split()
+
+
+@pytest.mark.parametrize(("name", "meant"), [pair.split("=") for pair in MISSPELT])
 def test_misspelt_names_are_refused_with_a_hint(name: str, meant: str) -> None:
     """Guards names that nobody has, in a row, in a body, in ollama's options and from Python."""
     error = parse({name: 1}).error

@@ -111,20 +111,6 @@ def test_draws_follow_the_softmax() -> None:
     assert chi_square < 31.3, "less likely than 1 in 1000 for 11 degrees of freedom"
 
 
-def test_a_draw_depends_on_its_own_row_only() -> None:
-    """Guards the promise that company never changes a result: alone, permuted, beside filtered rows."""
-    logits = random_logits(6)
-    sequences = [
-        make_request(seed=row, position=row + 3, temperature=1.0, **({"top_p": 0.9} if row % 2 else {}))
-        for row in range(6)
-    ]
-    together = draw(logits, sequences)
-    alone = [draw(logits[row : row + 1], [sequences[row]])[0] for row in range(6)]
-    order = [3, 1, 5, 0, 4, 2]
-    permuted = draw(logits[order], [sequences[row] for row in order])
-    assert together == alone and permuted == [together[row] for row in order]
-
-
 def test_noise_differs_in_every_coordinate() -> None:
     """Guards against seeds, samples or positions that share their randomness."""
     keys = {noise_key(s, n, p) for s in (0, 1, -1, 2**63) for n in range(4) for p in range(50)}

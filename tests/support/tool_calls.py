@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from cbatch.base.outputs import ToolCall
 from cbatch.text.loading import of_transformers
+from cbatch.text.output_parser import OutputParser, OutputStream
 from cbatch.text.tokenizer import ChatTokenizer
 from cbatch.text.tool_calls import TOOL_TAGS
 from tests.support.chat_templates import LLAMA3, MISTRAL_LIST, MISTRAL_NAMED, QWEN3
@@ -18,6 +20,24 @@ CALL_TEMPLATES = {
     "Mistral, bare names": MISTRAL_NAMED.replace('+ "[ARGS]"', ""),
     "Llama": LLAMA3,
 }
+
+
+class ParsedOutput(NamedTuple):
+    """The parts of one output. `reasoning` is None if the model did not think, or wrote only white space."""
+
+    text: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+
+
+def parse(parser: OutputParser, text: str, *, is_thinking: bool = False, tools: Any = None) -> ParsedOutput:
+    """The parts of a whole output."""
+    stream = OutputStream(parser, is_thinking=is_thinking, tools=tools)
+    shown = stream.push(text)
+    rest, calls = stream.finish()
+    return ParsedOutput(shown.text + rest.text, shown.reasoning + rest.reasoning or None, calls)
+
+
 TAGS = sorted({tag for tags in TOOL_TAGS.values() for tag in tags})
 
 
@@ -42,7 +62,6 @@ TREE = {
     "additionalProperties": False,
 }
 TOOLS = [tool("get_weather", WEATHER), tool("get", TREE), tool("now", None)]
-SCHEMAS = {"get_weather": WEATHER, "get": TREE, "now": {"type": "object", "maxProperties": 0}}
 
 
 def make_chat_tokenizer(template: str, *, are_special: bool = True) -> ChatTokenizer:

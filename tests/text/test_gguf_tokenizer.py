@@ -15,6 +15,7 @@ from cbatch.base.errors import ModelError
 from cbatch.text import gguf_tokenizer
 from cbatch.text.backend import TextTokenizer
 from cbatch.text.gguf_tokenizer import end_ids, tokenizer_of
+from cbatch.text.ordinary import GPT4O, LLAMA3, QWEN2, SEED
 from tests.support.gguf_files import tokenizer_metadata
 
 TEXTS = [
@@ -34,17 +35,6 @@ ADDED = [
     AddedToken("<think>", special=False, normalized=False),
     AddedToken("</think>", special=False, normalized=False),
 ]
-
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-LLAMA3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-SEED = QWEN2 + r"{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT4O = "|".join([
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
-])  # fmt: skip
 
 
 def split_by(pattern: str) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cbatch.base.errors import RequestError
-from cbatch.text.output_parser import OutputParser, OutputStream, ParsedDelta, ParsedOutput
+from cbatch.text.output_parser import OutputParser, OutputStream, ParsedDelta
 from cbatch.text.tool_calls import (
     HERMES,
     LLAMA,
@@ -23,6 +23,7 @@ from cbatch.text.tool_calls import (
     check_tools,
     template_messages,
 )
+from tests.support.tool_calls import ParsedOutput, parse
 
 QWEN3 = (
     "{% if tools %}Answer with <tool_call>\n{'name': ..., 'arguments': ...}\n</tool_call>{% endif %}"
@@ -56,7 +57,7 @@ LOOK: dict[str, Any] = {
 
 
 def parse_calls(template_or_tag: str, text: str) -> ParsedOutput:
-    return OutputParser.from_template(template_or_tag).parse(text, tools=[LOOK])
+    return parse(OutputParser.from_template(template_or_tag), text, tools=[LOOK])
 
 
 def call_text(**arguments: Any) -> str:
@@ -122,7 +123,7 @@ def test_special_tags_are_all_that_parse_needs() -> None:
 )
 def test_reasoning(text: str, is_thinking: bool, reasoning: str | None, rest: str) -> None:
     """Guards what counts as reasoning: one block at the beginning, also one cut off, and nothing later."""
-    assert THINKING.parse(text, is_thinking=is_thinking) == ParsedOutput(rest, reasoning, ())
+    assert parse(THINKING, text, is_thinking=is_thinking) == ParsedOutput(rest, reasoning, ())
 
 
 def test_hermes_calls() -> None:
@@ -289,11 +290,11 @@ formats = st.sampled_from(FORMATS)
 @given(formats, texts, st.booleans())
 def test_every_output_can_be_parsed(parser: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards a run against an output that no model was expected to write, and an output file against bad JSON."""
-    answer = parser.parse(text, is_thinking=is_thinking, tools=[LOOK])
+    answer = parse(parser, text, is_thinking=is_thinking, tools=[LOOK])
     for call in answer.tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
         assert (call.name + call.arguments).encode()
-    without = parser.parse(text, is_thinking=is_thinking)
+    without = parse(parser, text, is_thinking=is_thinking)
     assert (without.reasoning, without.tool_calls) == (answer.reasoning, ())
     if not answer.tool_calls:
         assert answer == without
@@ -307,13 +308,13 @@ def test_text_without_tags_is_not_changed(parser: OutputParser, text: str) -> No
     assume(not any(tag in text for tag in parser.special_tags))
     if parser.tool_call_tag == LLAMA:
         text += "."
-    assert parser.parse(text, tools=[LOOK]) == ParsedOutput(text, None, ())
+    assert parse(parser, text, tools=[LOOK]) == ParsedOutput(text, None, ())
 
 
 @given(formats, texts, st.booleans())
 def test_think_blocks_lose_only_tags_and_white_space(parser: OutputParser, text: str, is_thinking: bool) -> None:
     """Guards every visible character of reasoning and text."""
-    answer = parser.parse(text, is_thinking=is_thinking)
+    answer = parse(parser, text, is_thinking=is_thinking)
     kept = "".join(((answer.reasoning or "") + answer.text).split())
     left = "".join(text.split())
     assert left.endswith("".join(answer.text.split()))
@@ -345,7 +346,7 @@ def test_stream_gives_what_parse_gives(
     parser: OutputParser, parts: list[str], is_thinking: bool, tools: list[Any] | None
 ) -> None:
     """Guards streams against other text, reasoning or calls than the finished result, wherever its tokens end."""
-    whole = parser.parse("".join(parts), is_thinking=is_thinking, tools=tools)
+    whole = parse(parser, "".join(parts), is_thinking=is_thinking, tools=tools)
     assert streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools), parts) == whole
 
 
@@ -373,7 +374,7 @@ def test_stream_shows_all_that_is_decided(
         assume(parser.tool_call_tag != LLAMA or "{" not in text)
     stream = OutputStream(parser, is_thinking=is_thinking, tools=tools)
     shown = [stream.push(part) for part in parts]
-    results = [parser.parse(text + ending, is_thinking=is_thinking, tools=tools) for ending in endings(parser)]
+    results = [parse(parser, text + ending, is_thinking=is_thinking, tools=tools) for ending in endings(parser)]
     assert "".join(delta.text for delta in shown) == common_beginning([result.text for result in results])
     reasoning = common_beginning([result.reasoning or "" for result in results])
     assert "".join(delta.reasoning for delta in shown) == reasoning
@@ -429,7 +430,7 @@ def test_stream_of_a_continued_output_gives_what_is_new(
     num_before = data.draw(st.integers(0, len(parts)))
     prefix, rest = "".join(parts[:num_before]), parts[num_before:]
     text = prefix + "".join(rest)
-    before, whole = (parser.parse(part, is_thinking=is_thinking, tools=tools) for part in (prefix, text))
+    before, whole = (parse(parser, part, is_thinking=is_thinking, tools=tools) for part in (prefix, text))
     new, at_once = (
         streamed(OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix), some)
         for some in (rest, ["".join(rest)])
@@ -532,7 +533,7 @@ def test_tools_pass() -> None:
     assert check_tools([LOOK, *bare]) == [LOOK, *bare]
     text = "<tool_call><function=now><parameter=a>1</parameter></function></tool_call>"
     for tool in bare:
-        assert OutputParser(None, HERMES).parse(text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
+        assert parse(OutputParser(None, HERMES), text, tools=[tool]).tool_calls == (ToolCall("now", '{"a": "1"}'),)
 
 
 def test_messages_become_what_templates_want() -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from cbatch.base.errors import RequestError
 from cbatch.base.template_options import TemplateOptions
-from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text.backend import TextTokenizer, TokenizerBackend
 from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer
-from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, QWEN3, TEMPLATES
+from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, QWEN3
 from tests.support.model_folder import TEMPLATE, make_tokenizer
 
 BOS, START, END = 0, 1, 2
@@ -82,20 +80,6 @@ def decode(tokenizer: ChatTokenizer, ids: list[int]) -> str:
     return str(tokenizer.backend.decode(ids, skip_special_tokens=False))
 
 
-def test_tools_reach_the_template() -> None:
-    """Guards against tools that the model never hears of, and against other ids than transformers makes of them."""
-    theirs = make_tokenizer()
-    theirs.chat_template = TOOL_TEMPLATE
-    tools = [tool_with("a place"), tool_with("a thing")]
-    messages = [{"role": "user", "content": "hello"}]
-    expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
-    ours = ChatTokenizer(of_transformers(theirs))
-    ids = ours.encode_chat(messages, tools=tools)
-    assert ids == expected
-    assert decode(ours, ids).count("a place") == 5
-    assert ours.encode_chat(messages, tools=[]) == ours.encode_chat(messages)
-
-
 def test_special_tokens_in_tools_and_arguments_stay_text() -> None:
     """Guards against a tool, the name of a parameter, or an argument that ends the turn."""
     tokenizer = with_template(TOOL_TEMPLATE)
@@ -141,19 +125,6 @@ CONTINUE = TemplateOptions(continue_final_message=True)
 
 def conversation(final: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "hello"}, {"role": "assistant", "content": final}]
-
-
-@pytest.mark.parametrize("name", ["demo", *TEMPLATES])
-@pytest.mark.parametrize("final", ["Sure, the", "Sure, ", "a\n\n", "<think>\nI should"])
-def test_a_continued_message_has_the_tokens_of_transformers(name: str, final: str) -> None:
-    """Guards against an end-of-turn token, or a new turn, between a message and what continues it."""
-    theirs = AutoTokenizer.from_pretrained(DEMO_MODEL) if name == "demo" else make_tokenizer()
-    theirs.chat_template = TEMPLATES.get(name, theirs.chat_template)
-    ours, messages = ChatTokenizer(of_transformers(theirs)), conversation(final)
-    options = {"date_string": "26 Jul 2024"}  # transformers would take the clock's
-    expected = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False, **options)
-    template = TemplateOptions(options, continue_final_message=True)
-    assert ours.encode_chat(messages, template=template) == expected
 
 
 def test_special_tokens_in_a_continued_message_stay_text(ours: ChatTokenizer) -> None:

@@ -103,7 +103,10 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 
 def _read_schema(constraint: Constraint) -> dict[str, Any]:
-    schema = _read_json(constraint)
+    try:
+        schema = json.loads(constraint.source)
+    except RecursionError:
+        raise constraint_error(constraint, "It is nested too deeply.") from None
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -114,21 +117,10 @@ def _read_schema(constraint: Constraint) -> dict[str, Any]:
 
 
 def _read_choices(constraint: Constraint) -> list[str]:
-    choices = _read_json(constraint)
-    if not isinstance(choices, list) or not choices or not all(isinstance(item, str) and item for item in choices):
-        raise constraint_error(constraint, "It must be a list of strings that are not empty, at least one.")
+    choices: list[str] = json.loads(constraint.source)
     if any("\ud800" <= character <= "\udfff" for character in "".join(choices)):
         raise constraint_error(constraint, "It holds half of a character (a lone surrogate).")
     return choices
-
-
-def _read_json(constraint: Constraint) -> Any:
-    try:
-        return json.loads(constraint.source)
-    except ValueError as error:
-        raise constraint_error(constraint, f"It is not valid JSON: {error}.") from error
-    except RecursionError as error:
-        raise constraint_error(constraint, "It is nested too deeply.") from error
 
 
 def _escape(text: str) -> str:
