@@ -7,7 +7,7 @@ import shlex
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -17,22 +17,15 @@ ROOT = Path(__file__).parents[1]
 """The folder that holds the package: that of a checkout, or of installed packages."""
 
 
-class Extra(NamedTuple):
-    """An extra of `pyproject.toml`, and what the package that it brings is for, as the beginning of a sentence."""
-
-    name: str
-    use: str
-
-
 EXTRAS = {
-    "accelerate": Extra("device-map", "--device-map auto needs"),
-    "jsonschema": Extra("validate", "Checks by a JSON schema need"),
-    "llguidance": Extra("structured", "Structured output needs"),
-    "matplotlib": Extra("plot", "Pictures need"),
-    "pyarrow": Extra("tables", "Parquet and zstd need"),
-    "ray": Extra("ray", "--ray needs the package"),
+    "accelerate": ("device-map", "--device-map auto needs"),
+    "jsonschema": ("validate", "Checks by a JSON schema need"),
+    "llguidance": ("structured", "Structured output needs"),
+    "matplotlib": ("plot", "Pictures need"),
+    "pyarrow": ("tables", "Parquet and zstd need"),
+    "ray": ("ray", "--ray needs the package"),
 }
-"""By package."""
+"""For each package, the extra of `pyproject.toml` that brings it, and what it is for: the beginning of a sentence."""
 
 
 def is_installed(package: str) -> bool:
@@ -54,8 +47,8 @@ def missing_package(package: str, use: str = "") -> str:
 
     use: what it is for here, instead of what EXTRAS says
     """
-    extra = EXTRAS[package]
-    return f"{use or extra.use} {package}: {install_command(extra.name)}."
+    extra, needed_for = EXTRAS[package]
+    return f"{use or needed_for} {package}: {install_command(extra)}."
 
 
 def install_command(extra: str) -> str:

@@ -183,8 +183,18 @@ class EngineConfig:
                 "--activations fp8 multiplies by products of the library, which depend on the number of rows; leave it "
                 "out with --deterministic."
             )
-        self._check_lora()
         _check_max_memory(self.max_memory)
+        if self.lora is not None:
+            is_named = isinstance(self.lora, Mapping) and all(
+                isinstance(text, str) and text for item in self.lora.items() for text in item
+            )
+            if not is_named:
+                raise ConfigError(
+                    'lora must give each adapter a name and a folder, such as {"sql": "adapters/sql"}, '
+                    f"not {self.lora!r}."
+                )
+            if self.lora and self.device_map == "auto":
+                raise ConfigError("A model that is spread over devices takes no LoRA adapters; leave out --device-map.")
         if self.device_map == "none":
             for name in ("max_memory", "offload_folder"):
                 if getattr(self, name) is not None:
@@ -194,19 +204,6 @@ class EngineConfig:
                 "--device-map auto runs a model by the layers of transformers, which have no quantized weights here; "
                 "leave out --quantize or --device-map."
             )
-
-    def _check_lora(self) -> None:
-        if self.lora is None:
-            return
-        if not isinstance(self.lora, Mapping) or not all(
-            isinstance(text, str) and text for item in self.lora.items() for text in item
-        ):
-            raise ConfigError(
-                'lora must give each adapter a name and a folder, such as {"sql": "adapters/sql"}, '
-                f"not {self.lora!r}."
-            )
-        if self.lora and self.device_map == "auto":
-            raise ConfigError("A model that is spread over devices takes no LoRA adapters; leave out --device-map.")
 
 
 def _check_max_memory(limits: Any) -> None:

@@ -160,18 +160,12 @@ def check_files(folder: Path) -> None:
     """
     for place in (folder, folder / "additional_chat_templates"):
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(place) as entries:
-            for entry in entries:
-                _check_entry(Path(entry.path))
-
-
-def _check_entry(path: Path) -> None:
-    try:
-        status = path.stat()
-    except OSError:  # a link that leads nowhere
-        return
-    limit = next((limit for endings, limit in _LIMITS.items() if path.name.endswith(endings)), None)
-    if limit is not None or not stat.S_ISDIR(status.st_mode):
-        check_regular(path, status, limit or None)
+            for path in map(Path, entries):
+                limit = next((limit for endings, limit in _LIMITS.items() if path.name.endswith(endings)), None)
+                with suppress(OSError):  # a link that leads nowhere
+                    status = path.stat()
+                    if limit is not None or not stat.S_ISDIR(status.st_mode):
+                        check_regular(path, status, limit or None)
 
 
 def _too_large(path: Path, limit: int) -> InvalidFile:
