@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cbatch.base.errors import RequestError
-from cbatch.base.outputs import TokenEvent, TokenLogprobs
+from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ApiCall, Request
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
@@ -147,6 +147,16 @@ def test_an_output_that_is_cut_off_has_no_reason_to_call() -> None:
     read, completion = run(make_request(QWEN), tokenizer_of(QWEN), events)
     check_stream(read, completion)
     assert completion.finish_reason == "length" and len(completion.tool_calls) == 1
+
+
+@pytest.mark.parametrize(("reason", "text"), [("stop", "ab"), ("length", "abc")])
+def test_an_end_token_is_no_text(reason: FinishReason, text: str) -> None:
+    """Guards end tokens that are text elsewhere: they count as text only if something else ended the output."""
+    token_ids = ids_of(QWEN, "abc")[:-1]
+    request = make_request(QWEN, stop_token_ids=token_ids[-1:])
+    read, completion = run(request, tokenizer_of(QWEN), events_of(token_ids, finish_reason=reason))
+    check_stream(read, completion)
+    assert completion.text == text
 
 
 def test_ids_of_calls() -> None:
