@@ -109,13 +109,7 @@ def _code_cache() -> Any:
     class CodeCache(FunctionCache):  # type: ignore[misc]
         _impl_class = _machine_code()
 
-        def __init__(
-            self,
-            function: Callable[..., Any],
-            version: str,
-            on_miss: Callable[[], None],
-            on_error: Callable[[Exception], None],
-        ) -> None:
+        def __init__(self, function: Callable[..., Any], version: str, on_miss: Any, on_error: Any) -> None:
             super().__init__(function)
             self.version, self.on_miss, self.on_error = version, on_miss, on_error
             self.lock = -1
@@ -129,10 +123,10 @@ def _code_cache() -> Any:
             if found is None:
                 self.lock = _locked(f"{self._cache_path}/{self._py_func.__qualname__}.lock")
                 found = self.load(signature, context)
-                if found is not None:
-                    self.release()
-                else:
+                if found is None:
                     self.on_miss()
+                else:
+                    self.release()
             return found
 
         def load(self, signature: Any, context: Any) -> Any:
@@ -185,15 +179,8 @@ def _machine_code() -> Any:
             (library, kind, (code, _)), function, *others, _, initializers, environments = super().reduce(result)
             names = function.llvm_func_name, function.llvm_cpython_wrapper_name, function.llvm_cfunc_wrapper_name
             defined = "\n".join(f'define void @"{name}"() {{ ret void }}' for name in names)
-            used = [each for each in environments if each.consts]
-            return (
-                (library, kind, (code, parse_assembly(defined).as_bitcode())),
-                function,
-                *others,
-                "",
-                initializers,
-                used,
-            )
+            kept = library, kind, (code, parse_assembly(defined).as_bitcode())
+            return kept, function, *others, "", initializers, [each for each in environments if each.consts]
 
         def rebuild(self, context: Any, kept: Any) -> Any:
             (_, _, (code, _)), *_ = kept

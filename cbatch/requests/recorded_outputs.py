@@ -43,19 +43,9 @@ def content_key(model: str, limits: SequenceLimits | None, request: Request) -> 
     elif limits.cache_is_small:
         with suppress(RequestError):
             limit = limits.limit_of_cache(len(request.prompt_ids), params.max_tokens)
-    others = [
-        FORMAT,
-        model,
-        None if params.greedy else request.noise_seed,
-        limit,
-        request.tools,
-        [request.choice.name] if request.choice is not None else None,
-        request.tags,
-        request.opens_thinking,
-        request.is_thinking,
-        request.prefix,
-        *filter(None, [request.adapter]),
-    ]
+    seed, choice = None if params.greedy else request.noise_seed, request.choice and [request.choice.name]
+    others = [FORMAT, model, seed, limit, request.tools, choice, request.tags]
+    others += [request.opens_thinking, request.is_thinking, request.prefix, *filter(None, [request.adapter])]
     digest = hashlib.blake2b(json.dumps(others).encode(), digest_size=KEY_BYTES)
     for part in (canonical_params(params), array("q", request.prompt_ids).tobytes()):
         digest.update(len(part).to_bytes(8, "little") + part)
