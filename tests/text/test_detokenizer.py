@@ -55,7 +55,10 @@ def test_random_tokens_equal_a_full_decode(tokenizer: Tokenizer, seed: int) -> N
 
 @pytest.mark.parametrize("seed", range(30))
 def test_byte_fallback_never_raises(seed: int) -> None:
-    """Guards the engine against tokenizers of the Llama 2 kind, whose stream fails on bytes that are no character."""
+    """Guards the engine against tokenizers of the Llama 2 kind, whose stream fails on bytes that are no character.
+
+    And workers, which begin each stream anew with its state.
+    """
     words = ["▁", "▁the", "he", "llo", "é", "日"]
     vocabulary = [(f"<0x{byte:02X}>", -9.0) for byte in range(256)] + [(word, -1.0) for word in words]
     made = Tokenizer(models.Unigram(vocabulary, None, True))
@@ -64,6 +67,13 @@ def test_byte_fallback_never_raises(seed: int) -> None:
     ids = [random_.choice([random_.randrange(256), random_.randrange(256, 262)]) for _ in range(60)]
     deltas, _ = stream_all(made, ids)
     assert sum("the" in delta for delta in deltas) == ids.count(257)
+    backend = TokenizerBackend(made)
+    whole = anew = backend.stream([257])
+    for token in ids:
+        begun = backend.stream(anew.context)
+        begun.push(anew.undecoded)
+        expected, anew = whole.push([token]), begun
+        assert anew.push([token]) == expected
 
 
 def test_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
