@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,14 +12,13 @@ from cbatch.base.errors import CbatchError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
-from cbatch.isolate import worker
 from cbatch.replicas import supervisor as supervisor_module
 from cbatch.replicas.dispatcher import Dispatcher
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.keys import KeyMaking
 from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import Life, Supervisor
-from tests.support.fake_replicas import FakeConnection, FakeLauncher, wait_until
+from tests.support.fake_replicas import FakeConnection, FakeLauncher
 from tests.support.faults import Fault, Panic, in_time
 
 ROWS = 40
@@ -79,25 +76,3 @@ def test_a_batch_ends_whatever_fails(owner: type, name: str, always: bool, monke
     error = in_time(work)
     assert error is None or (isinstance(error, CbatchError | Panic) and "boom" in str(error)), repr(error)
     assert error is not None or sorted(row.index for row in found) == list(range(ROWS))
-
-
-def test_what_a_replica_says_is_read_on_when_it_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica whose pipe is full waits for ever."""
-    lines = [b"one\n", b"two\n", b"three\n", b""]
-
-    class Stream:
-        def readline(self, limit: int) -> bytes:
-            return lines.pop(0)
-
-        def __enter__(self) -> Stream:
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-    def broken(*arguments: Any) -> None:
-        raise Panic("boom")
-
-    monkeypatch.setattr(worker, "_log", SimpleNamespace(warning=broken))
-    messages = worker._Messages("replica 1", Stream())  # type: ignore[arg-type]
-    wait_until(lambda: not lines)
-    assert messages.last() == "one / two / three"

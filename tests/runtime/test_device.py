@@ -126,16 +126,12 @@ def test_a_gpu_that_cannot_be_used_is_explained(
             "CUDA_VISIBLE_DEVICES=-1 hides all GPUs of this machine; unset it",
         ),
         (
-            {"environment": {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}},
-            "CUDA_VISIBLE_DEVICES=NoDevFiles hides all GPUs of this machine; unset it",
-        ),
-        (
             {"nodes": (), "cuda": None},
             "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 580.95.05; install a build "
             "with CUDA: pip install --force-reinstall torch",
         ),
     ],
-    ids=["no driver", "no driver, CPU build", "hidden on purpose", "Slurm", "container for CPUs"],
+    ids=["no driver", "no driver, CPU build", "hidden on purpose", "container for CPUs"],
 )
 def test_auto_says_nothing_where_no_gpu_is_expected(
     given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,10 +17,7 @@ import torch
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, ModelError
-from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request
-from cbatch.engine.thread import EngineThread
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.memory import (
     clear_frames,
@@ -31,7 +27,7 @@ from cbatch.runtime.memory import (
     kernel_too_large,
     release_memory,
 )
-from tests.support.tiny_models import fast, loaded, make_engine, make_network, no_collector
+from tests.support.tiny_models import fast, loaded, make_network, no_collector
 
 MIB = 2**20
 FEW = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -91,17 +87,6 @@ def test_using_a_closed_shared_engine_is_an_error(use: Callable[[Engine], Any], 
     engine.close()
     with pytest.raises(EngineError, match=r"The engine is closed"):
         use(engine)
-
-
-def test_requests_end_when_the_engine_is_closed_under_its_thread() -> None:
-    """Guards front ends against waiting for ever if an engine is closed too early."""
-    engine = make_engine(make_network("llama"))
-    engine_thread, events = EngineThread(engine), queue.SimpleQueue[TokenEvent]()
-    engine_thread._inbox.put(engine.close)
-    engine_thread.submit(Request(prompt_ids=[1, 2], params=FEW), events.put)
-    event = events.get(timeout=30)
-    assert event.error is not None and "The engine is closed" in str(event.error)
-    engine_thread.close()
 
 
 def test_a_gpu_is_asked_in_the_right_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,30 +184,6 @@ def test_idle_share_of_a_gpu(tmp_path: Path) -> None:
     assert str(summary) == "the device was idle 45.0% of 0.00 s"
 
 
-def test_waiting_counts_only_while_the_gpu_is_idle(tmp_path: Path) -> None:
-    """Guards waiting for requests that begins while the device still works, or before its first work."""
-    path = make_trace(
-        tmp_path / "t.json",
-        ("user_annotation", "wait", 0.0, 150e3),
-        ("kernel", "gemm", 100e3, 100e3),
-        ("user_annotation", "wait", 180e3, 220e3),  # 200 of them after the kernel
-        ("kernel", "gemm", 500e3, 100e3),
-    )
-    summary = read_summary(path, on_device=True)
-    assert (summary.seconds, summary.waited_s) == pytest.approx((0.3, 0.2))
-    assert summary.idle_share == pytest.approx(1 / 3)
-    assert str(summary) == "the device was idle 33.3% of 0.30 s, and 0.20 s without a request"
-
-
-def test_a_gpu_whose_work_is_not_in_the_trace(tmp_path: Path) -> None:
-    """Guards against figures of the host alone if the GPU could not be recorded."""
-    path = make_trace(
-        tmp_path / "t.json", ("user_annotation", "step", 0.0, 1e6), ("user_annotation", "forward", 0.0, 1e5)
-    )
-    summary = read_summary(path, on_device=True)
-    assert summary.idle_share is None and "nothing of what the device did" in str(summary)
-
-
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12))))
 def test_covered_time(pairs: list[tuple[int, int]]) -> None:
     """Guards the union of intervals, nested, equal, touching and empty ones, against counting units."""

@@ -150,19 +150,6 @@ def test_the_number_that_pays_is_the_best_of_all() -> None:
     assert learnt(9.0, 0.0, [1]).num_worth(1, [0.9] * 20)[0] == 4
 
 
-def test_a_chance_below_the_least_never_pays() -> None:
-    """Guards what is left out before the decision: it is the same with and without such tokens."""
-    rng = random.Random(2)
-    for _ in range(100):
-        rows, weight = rng.randint(1, 20), rng.choice([1.0, 1.5])
-        cost = learnt(rng.uniform(1, 10), rng.uniform(0, 1), [rows, rows + 12])
-        chances = sorted((rng.random() for _ in range(11)), reverse=True)
-        least = cost.least_chance(rows, weight)
-        kept = [chance for chance in chances if chance >= least]
-        assert cost.num_worth(rows, chances, weight) == cost.num_worth(rows, kept, weight)
-    assert StepCost().least_chance(3) == 0
-
-
 def test_rates_are_learnt_by_length_of_the_match() -> None:
     """Guards the estimate: long matches may be right while short ones are not; the first wrong token ends a draft."""
     rng, rates = random.Random(0), AcceptanceRates()

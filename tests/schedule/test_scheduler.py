@@ -219,18 +219,6 @@ def test_peers_preempt_each_other_a_bounded_number_of_times(monkeypatch: pytest.
     assert max(most_preempted(seed) for seed in range(5)) > MAX_PREEMPTIONS
 
 
-def test_preemption_by_higher_priorities_makes_no_request_cautious() -> None:
-    """Guards a batch under a chat: requests that made way for it do not wait for blocks that they hardly need."""
-    scheduler = make_scheduler(blocks=12, block_size=4, seqs=4, budget=64)
-    add(scheduler, *(make_request(n, 4, 40, priority=1) for n in range(2)))
-    step(scheduler)
-    for number in range(10, 15):
-        add(scheduler, make_request(number, 40, 1))
-        assert number in step(scheduler)
-        assert step(scheduler).keys() == {0, 1}, "10 blocks for each of them are not there, and need not be"
-    assert scheduler.num_preemptions >= 5
-
-
 def test_requests_are_admitted_by_recent_output_lengths() -> None:
     """Guards against slots that stay empty for limits that no output reaches, and against admitting too many."""
     admitted = {}

@@ -142,20 +142,6 @@ def test_a_batch_in_a_chat_reads_the_file(config: Path) -> None:
     assert parse_run_options("in.jsonl -o out.jsonl --preset x").sampling.params == {"top_k": 5}
 
 
-def test_the_article_counts_before_the_file(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the order in `bench`, whose --preset is an experiment of its own and no table."""
-    config.write_text("[bench]\npreset = 'article'\nrequests = 99\n")
-    seen: list[dict[str, Any]] = []
-
-    def stop(record: type, values: dict[str, Any]) -> None:
-        seen.append(values)
-        raise click.UsageError("that was enough")
-
-    monkeypatch.setattr("cbatch.cli.bench.command.make_options", stop)
-    assert run_command(["bench", "--batch-size", "5"]) == 2
-    assert (seen[0]["requests"], seen[0]["batch_size"]) == (8, 5)
-
-
 def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards the path: XDG_CONFIG_HOME if it is absolute, else ~/.config, written with `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -76,19 +76,6 @@ def test_the_first_difference(changed: dict[str, Any], expected: Difference) -> 
     assert first_difference(ROW, ROW | changed) == expected
 
 
-def test_an_openai_body_has_its_outputs_and_tokens_inside() -> None:
-    """Guards OpenAI rows, whose text stands two levels below the token ids of its choice."""
-
-    def row(text: str, ids: list[int]) -> dict[str, Any]:
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "token_ids": ids}
-        return {"custom_id": "c", "response": {"body": {"choices": [choice]}}}
-
-    found = first_difference(row("abc", [1, 2]), row("abd", [1, 3]))
-    assert found == Difference(
-        "response.body.choices[0].message.content", 0, 2, "character", 1, '"abc"', '"abd"'
-    )  # fmt: skip
-
-
 def test_long_texts_are_cropped_around_the_difference() -> None:
     """Guards reports of long answers: a line each, with the place that differs in it."""
     found = first_difference({"text": "a" * 500 + "b" + "c" * 500}, {"text": "a" * 500 + "d" + "c" * 500})
