@@ -277,7 +277,7 @@ class Supervisor:
         if self._futile_lives >= MAX_FUTILE_LIVES or self._lives_without_row >= MAX_LIVES_WITHOUT_ROW:
             self._give_up(f"{problem}; it finished no row in {self._lives_without_row} lives")
             return
-        delay = backoff(self._backoff_s, self._futile_lives)
+        delay = min(self._backoff_s * 2.0 ** max(self._futile_lives - 1, 0), MAX_BACKOFF_S)
         self._state = "restarting"
         _log.warning("%s %s; it is started again in %s s", self.name, problem, f"{delay:g}")
         with self._shared.changed:
@@ -288,11 +288,6 @@ class Supervisor:
         if not self._shared.is_closing and self._shared.failure is None:  # else that is what the user is told
             _log.warning("%s %s; it is not started again", self.name, problem)
         self._shared.give_up(f"{self.name} {problem}")
-
-
-def backoff(first_s: float, futile_lives: int) -> float:
-    """Seconds until a replica is started again, after so many lives in a row in which it finished no row."""
-    return min(first_s * 2.0 ** max(futile_lives - 1, 0), MAX_BACKOFF_S)
 
 
 def _difference(info: ReplicaInfo, first: ReplicaInfo) -> str:

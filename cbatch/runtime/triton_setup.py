@@ -38,7 +38,11 @@ def triton_problem(device: torch.device) -> str | None:
         return f"Triton needs a GPU of compute capability 7.0 or higher, and {device} is {gpu_name(device)}."
     if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on"):
         return None
-    return _cache_problem() or _library_problem() or _compiler_problem()
+    if problem := _cache_problem():
+        return problem
+    if not (os.environ.get("TRITON_LIBCUDA_PATH") or LDCONFIG.exists()):
+        return f"Triton finds libcuda.so.1 by {LDCONFIG}, which is not there; set TRITON_LIBCUDA_PATH to its folder."
+    return _compiler_problem()
 
 
 def _triton_cache() -> Path:
@@ -53,12 +57,6 @@ def _cache_problem() -> str | None:
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return None
     return f"Triton cannot write to its cache {cache}; set TRITON_CACHE_DIR to a folder that is writable."
-
-
-def _library_problem() -> str | None:
-    if os.environ.get("TRITON_LIBCUDA_PATH") or LDCONFIG.exists():
-        return None
-    return f"Triton finds libcuda.so.1 by {LDCONFIG}, which is not there; set TRITON_LIBCUDA_PATH to its folder."
 
 
 def _has_compiled() -> bool:

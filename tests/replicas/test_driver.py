@@ -23,7 +23,7 @@ from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
 from cbatch.engine.stats import total_stats
 from cbatch.isolate.worker import WorkerDied
-from cbatch.replicas import keys as keys_module
+from cbatch.replicas import driver as driver_module
 from cbatch.replicas import supervisor as supervisor_module
 from cbatch.replicas.connection import LINGER_SECONDS, MAX_REPLIES_PER_S, ReplicaInfo, Reply, linger_s
 from cbatch.replicas.driver import ReplicaDriver
@@ -347,7 +347,7 @@ def test_times_and_stats_survive_a_death() -> None:
 
 def test_keys_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards --resume: keys in the order of the lines, from all replicas, in bounded memory, whatever dies."""
-    monkeypatch.setattr(keys_module, "PIECE_LINES", 10)
+    monkeypatch.setattr(driver_module, "PIECE_LINES", 10)
     taken = 0
 
     def counted() -> Iterator[Line]:

@@ -14,8 +14,7 @@ from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.row import Row
 from cbatch.replicas import supervisor as supervisor_module
 from cbatch.replicas.dispatcher import Dispatcher
-from cbatch.replicas.driver import ReplicaDriver
-from cbatch.replicas.keys import KeyMaking
+from cbatch.replicas.driver import KeyMaking, ReplicaDriver
 from cbatch.replicas.stream import ReplicaStream
 from cbatch.replicas.supervisor import Life, Supervisor
 from tests.support.fake_replicas import FakeConnection, FakeLauncher

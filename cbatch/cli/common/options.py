@@ -112,10 +112,6 @@ def _parse_json_schema(text: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def _parse_template_kwargs(text: str) -> dict[str, Any]:
-    return dict(TemplateOptions(kwargs=parse_json(text)).kwargs)
-
-
 def _parse_lora(texts: tuple[str, ...]) -> dict[str, str]:
     places: dict[str, str] = {}
     for text in texts:
@@ -223,7 +219,7 @@ def template_kwargs_option() -> Any:
         help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
         group="Prompts and tools",
         metavar="JSON",
-        parse=_parse_template_kwargs,
+        parse=lambda text: dict(TemplateOptions(kwargs=parse_json(text)).kwargs),
     )
 
 
