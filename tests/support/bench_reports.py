@@ -11,7 +11,7 @@ from cbatch.cli.bench.load import Capacity, Rounds, report_of
 from cbatch.cli.bench.options import BenchOptions
 from cbatch.cli.bench.page import Report
 from cbatch.cli.bench.recorder import ExampleStep, RecordedChunk, RecordedRequest, RecordedStep, RunRecord, TokenKind
-from cbatch.cli.bench.skew import gain_of
+from cbatch.cli.bench.skew import REAL_WORK, gain_of, point_of
 from cbatch.cli.bench.users import LoadResult, Scenario, TimedAnswer
 from cbatch.cli.bench.workload import LengthDistribution, Workload
 from cbatch.cli.common.options import make_options
@@ -147,6 +147,18 @@ def make_comparison(*kinds: str) -> Report:
         "gain": gain_of(records["static batches"], records["continuous"], WORK),
     }
     return Report(data | techniques, records)
+
+
+def make_curve() -> Report:
+    """Equal lengths, which gain nothing, and a skew of 1."""
+
+    def point(skew: float, measured: float) -> dict[str, Any]:
+        gain = {"measured": measured, "slots": measured, "padding": 1.1, "tail": 0.9, "step_time": 1.0}
+        gain |= {"expected": {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}}
+        return point_of(skew, 100, [{"static_s": measured, "continuous_s": 1.0, "gain": gain}])
+
+    work = {"requests": 192, "mean_input_tokens": 24, "mean_output_tokens": 32, "slots": 8, "rounds": 1, "seed": 7}
+    return Report(ABOUT | {"work": work, "points": [point(0, 1.0), point(1, 3.0)], "real_work": REAL_WORK})
 
 
 def make_load(users: int, missing: int = 0) -> LoadResult:

@@ -27,7 +27,6 @@ from cbatch.cli.bench.skew import (
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment
 from cbatch.cli.bench.workload import Workload, skewed_lengths, skewed_workload
 from cbatch.cli.main import run_command
-from tests.support.picture_checks import texts_of
 from tests.support.tiny_models import VOCABULARY, loaded, make_network, make_prompts
 
 LENGTHS = ["--input-len", "5", "--output-len", "6", "--requests", "12"]
@@ -144,23 +143,6 @@ def test_the_median_round() -> None:
     """Guards the figure of a point: the median of its rounds, and of two the one that gained less."""
     rounds = [{"gain": {"measured": measured}} for measured in (3.0, 1.0, 2.0)]
     assert point_of(1, 9, rounds)["gain"]["measured"] == 2 and point_of(1, 9, rounds[:2])["gain"]["measured"] == 1
-
-
-def test_the_picture_of_the_curve() -> None:
-    """Guards the picture: what is measured beside both kinds of arithmetic, its factors, and where real work lies."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
-    from cbatch.cli.bench.pictures.curves import plot_skew
-    from cbatch.cli.bench.pictures.style import svg_texts
-
-    def point(skew: float, measured: float) -> dict[str, Any]:
-        gain = {"measured": measured, "slots": measured, "padding": 1.1, "tail": 0.9, "step_time": 1.0}
-        gain |= {"expected": {"by_steps": 1.2 * measured, "by_tokens": 1.1 * measured}}
-        return point_of(skew, 100, [{"gain": gain}])
-
-    real = [{"name": "a service", "low": 0.8, "high": 0.8}, {"name": "a batch", "low": 0.2, "high": 0.4}]
-    svg = svg_texts({"skew": lambda: plot_skew([point(0, 1.0), point(1, 3.0)], real)})["skew"]
-    lines, places = {"measured", "by steps", "by tokens"}, {"a service", "a batch"}
-    assert texts_of(svg) >= lines | places | {"slots that do not wait", "empty slots (tail)"}
 
 
 def test_lists_complete_in_a_shell() -> None:

@@ -46,11 +46,16 @@ def plot_timeline(records: Mapping[str, RunRecord]) -> Figure:
 def _draw_lanes(axes: Axes, record: RunRecord, end: float, *, labels: bool) -> None:
     axes.barh(range(record.slots), record.elapsed_s, height=0.8, color=style.EMPTY_SLOT)
     longest: dict[int, Interval] = {}
-    for one in timeline.slot_intervals(record):
-        top = one.slot - 0.4
-        axes.broken_barh([(one.start, one.seconds)], (top, 0.8), color=style.KIND_COLOURS[one.kind], linewidth=0)
-        if one.is_entry:
-            axes.vlines(one.start, top, top + 0.8, color=style.BACKGROUND, linewidth=1.5 if labels else 0.4)
+    found = timeline.slot_intervals(record)
+    for slot in range(record.slots):
+        own = [one for one in found if one.slot == slot]
+        colours = [style.KIND_COLOURS[one.kind] for one in own]
+        axes.broken_barh([(one.start, one.seconds) for one in own], (slot - 0.4, 0.8), facecolors=colours, linewidth=0)
+    entries = [one for one in found if one.is_entry]
+    middles = np.array([one.slot for one in entries], float)
+    lefts, width = [one.start for one in entries], 1.5 if labels else 0.4
+    axes.vlines(lefts, middles - 0.4, middles + 0.4, color=style.BACKGROUND, linewidth=width)
+    for one in found:
         if one.kind == "decode":
             longest[one.request] = max(longest.get(one.request, one), one, key=lambda interval: interval.seconds)
     for request, one in longest.items():
