@@ -198,7 +198,7 @@ class StepGraphs:
     A decode step is captured with its head and sampling. A mixed step is captured up to its last layer, because the
     number of tokens that need logits differs between steps of one size.
 
-    problem: a sentence on the sizes that could not be captured; empty if all were
+    reason: why some sizes could not be captured; empty if all were
     """
 
     def __init__(
@@ -222,7 +222,17 @@ class StepGraphs:
         self._shared: _Shared | None = None
         self._decode: dict[int, _CapturedStep] = {}
         self._mixed: dict[int, _CapturedStep] = {}
-        self.problem = self._capture_all(capture or GraphCapturer(parts.model.device), has_room)
+        self.reason = self._capture_all(capture or GraphCapturer(parts.model.device), has_room)
+        if not len(self):
+            self._shared = None
+
+    @property
+    def problem(self) -> str:
+        """A sentence on the sizes that could not be captured; empty if all were."""
+        if self.reason and len(self):
+            captured = f"{len(self)} of {len(self._sizes)}"
+            return f"Only {captured} CUDA graphs were captured, so that some steps are slower: {self.reason}."
+        return f"Steps run without CUDA graphs: {self.reason}." if self.reason else ""
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._mixed)
@@ -254,33 +264,27 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _capture_all(self, capture: Callable[[Run], Run], has_room: Callable[[], bool]) -> str:
-        """Captures steps of all sizes; returns a sentence on what could not be captured.
+        """Captures steps of all sizes. Returns why not all were captured; then there are none, or too little memory.
 
         After a capture that ran out of memory there is no other: torch loses memory with each that fails
         (https://github.com/pytorch/pytorch/pull/190348).
         """
-        reason, is_full = "", False
         try:
             self._shared = _Shared(self._parts.model, self._sizes)
             for size, is_decode in self._sizes.in_order():
                 if not has_room():
-                    reason, is_full = "the memory reserved for them is used up", True
-                    break
+                    return "the memory reserved for them is used up"
                 steps = self._decode if is_decode else self._mixed
                 steps[size] = self._capture(size, is_decode, capture)
+            return ""
         except Exception as error:  # whatever a driver or library does not allow during a capture
             is_full = is_out_of_memory(error)
             reason = "out of memory" if is_full else f"{error}" or type(error).__name__
         # After the except block, since its traceback held the memory of what failed.
-        if is_full and len(self):
-            captured = f"{len(self)} of {len(self._sizes)}"
-            return f"Only {captured} CUDA graphs were captured, so that some steps are slower: {reason}."
-        if reason:
+        if not is_full:
             self._decode.clear()
             self._mixed.clear()
-            self._shared = None
-            return f"Steps run without CUDA graphs: {reason}."
-        return ""
+        return reason
 
     def _capture(self, size: int, is_decode: bool, capture: Callable[[Run], Run]) -> _CapturedStep:
         """Runs a step of padding, so that its kernels are compiled, and captures it. It stores nothing in the cache."""

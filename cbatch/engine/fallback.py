@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ from cbatch.attention.reference import ReferenceAttention
 from cbatch.attention.registry import PerDeviceAttention, check_kv_dtype, select_attention
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
+from cbatch.engine.model_runner import Execution
 from cbatch.model.base import Model
 from cbatch.runtime.device import is_accelerator
 from cbatch.runtime.kv_cache import U8
@@ -38,30 +39,13 @@ if TYPE_CHECKING:  # the checks are imported when they are made: importing them 
 _log = logging.getLogger("cbatch")
 
 
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """The parts that compute the steps of an engine.
-
-    graphs:   whether steps are captured as CUDA graphs, if the device and the model allow it
-    fallback: sentences that say what was stepped down from and why; empty if nothing was
-    """
-
-    model: Model
-    attention: AttentionBackend
-    sampler: Sampler
-    graphs: bool
-    fallback: str = ""
-
-
 def choose_execution(config: EngineConfig, model: Model) -> Execution:
     """The fastest that is right for a model on its device. What it steps down from is logged as a warning.
 
     Raises ConfigError if the config names an attention backend that cannot be used as it is, or wants a deterministic
     engine that it cannot have, and ModelError if the device cannot be used at all.
     """
-    model = configured_model(config, model)
-    attention, sampler = configured_backends(config, model)
-    chosen = Execution(model, attention, sampler, config.cuda_graphs)
+    chosen = configured_execution(config, model)
     if is_accelerator(model.device):  # on a CPU, checks would take much of the start
         chosen = _step_down(chosen, config)
     if chosen.fallback:
@@ -69,15 +53,6 @@ def choose_execution(config: EngineConfig, model: Model) -> Execution:
     if config.deterministic:
         check_batch_invariant(chosen.model, chosen.attention)
     return chosen
-
-
-def configured_model(config: EngineConfig, model: Model) -> Model:
-    """A model with the operations that a config asks for, before anything is checked."""
-    if not config.deterministic:
-        return model
-    from cbatch.model.cuda import CudaModel
-
-    return model.as_batch_invariant() if isinstance(model, CudaModel) else model
 
 
 def check_batch_invariant(model: Model, attention: AttentionBackend) -> None:
@@ -99,11 +74,15 @@ def check_batch_invariant(model: Model, attention: AttentionBackend) -> None:
     )
 
 
-def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBackend, Sampler]:
+def configured_execution(config: EngineConfig, model: Model) -> Execution:
     """The execution that a config asks for on the model's device, before anything is checked.
 
     Raises ConfigError if the config names an attention backend that cannot serve the model.
     """
+    if config.deterministic:
+        from cbatch.model.cuda import CudaModel
+
+        model = model.as_batch_invariant() if isinstance(model, CudaModel) else model
     kv_dtype = check_kv_dtype(config.kv_dtype, config.attention, model.device)
     attention = _attention_of(config, model, kv_dtype)
     if kv_dtype == U8 and model.layers and attention.name != "cpu":
@@ -113,7 +92,7 @@ def configured_backends(config: EngineConfig, model: Model) -> tuple[AttentionBa
         )
     # A user who asks for the reference wants none of our kernels: one of them may crash the process.
     sampler = Sampler(model.device, kernel=False if config.attention == "reference" else None)
-    return attention, sampler
+    return Execution(model, attention, sampler, config.cuda_graphs)
 
 
 def _attention_of(config: EngineConfig, model: Model, kv_dtype: torch.dtype | None) -> AttentionBackend:
@@ -144,11 +123,11 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
     device, problem = best.model.device, triton_problem(best.model.device)
     chosen, reason, sentences = best, problem or "", []
     if best.sampler.uses_kernel:  # before the steps that are captured with it
-        sampled = None if problem else check_sampling(best.sampler, best.model.vocab_size)
-        if sampled is None or not sampled.agrees:
+        wrong = "" if problem else _first_problem([check_sampling(best.sampler, best.model.vocab_size)])
+        if problem or wrong:
             best.sampler.disable_kernel()
-        if sampled is not None and not sampled.agrees:
-            sentences.append(f"Tokens are sampled by operations of torch on {device}: {sampled.reason}")
+        if wrong:
+            sentences.append(f"Tokens are sampled by operations of torch on {device}: {wrong}")
     if best.attention.name == "triton":
         chosen, reason = (_by_torch(best), problem) if problem else _first_that_agrees(best, config.block_size)
         if reason and config.attention != "auto":
@@ -167,27 +146,26 @@ def _step_down(best: Execution, config: EngineConfig) -> Execution:
 
 def _first_that_agrees(best: Execution, block_size: int) -> tuple[Execution, str]:
     """The first that agrees, and why the one before it does not; that is empty for the best one."""
-    from cbatch.engine.kernel_checks.all_checks import GpuChecks, without_kernels
+    from cbatch.engine.kernel_checks.all_checks import ModelChecks, without_kernels
 
-    checks = GpuChecks(best.model, best.attention, best.sampler, block_size)
-    if wrong := _first_wrong(checks.attention_kernels):
-        return _by_torch(best), wrong.reason
-    if wrong := _first_wrong(checks.layer_kernels) or _first_wrong([checks.step]):
-        if still_wrong := _first_wrong([checks.step_by_torch]):
-            return _by_torch(best), still_wrong.reason
-        return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), wrong.reason
-    if best.graphs and (wrong := _first_wrong(checks.captured_steps)):
-        return replace(best, graphs=False), wrong.reason
+    checks = ModelChecks(best, block_size)
+    if reason := _first_problem(checks.attention_kernels()):
+        return _by_torch(best), reason
+    if reason := _first_problem(checks.layers()):
+        if still_wrong := _first_problem([checks.step_by_torch()]):
+            return _by_torch(best), still_wrong
+        return replace(best, model=without_kernels(best.model, heads_first=True), graphs=False), reason
+    if best.graphs and (reason := _first_problem(checks.captured_steps())):
+        return replace(best, graphs=False), reason
     return best, ""
 
 
 def _by_torch(best: Execution) -> Execution:
     from cbatch.engine.kernel_checks.all_checks import without_kernels
 
-    return replace(
-        best, model=without_kernels(best.model), attention=ReferenceAttention(best.attention.kv_dtype), graphs=False
-    )
+    attention = ReferenceAttention(best.attention.kv_dtype)
+    return replace(best, model=without_kernels(best.model), attention=attention, graphs=False)
 
 
-def _first_wrong(checks: Iterable[KernelCheck]) -> KernelCheck | None:
-    return next((check for check in checks if not check.agrees), None)
+def _first_problem(checks: Iterable[KernelCheck]) -> str:
+    return next((check.reason for check in checks if not check.agrees), "")

@@ -7,10 +7,11 @@ keeps intermediate results that grow with the context, and CUDA graphs keep memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +22,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.base.units import format_bytes, parse_memory
 from cbatch.engine.cuda_graphs import GRAPH_BYTES, WORKSPACE_BYTES, GraphSizes, StepGraphs
-from cbatch.engine.fallback import Execution
-from cbatch.engine.model_runner import ModelRunner, step_parts, stored_states
+from cbatch.engine.model_runner import Execution, ModelRunner, step_parts, stored_states
 from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.memory import DeviceMemory, device_memory, is_out_of_memory, kernel_too_large
@@ -42,6 +42,9 @@ RESERVED_BYTES = 256 * 2**20
 SNAPSHOTS_PER_SEQ = 3
 """Slots for snapshots beside the slot of each sequence: the end of its prompt, its latest token, what it shares."""
 
+_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types in which states are kept, if not in the model's own."""
+
 _INDEX_BLOCKS = 65536
 """Blocks of a model without keys and values, if full sequences do not need more: they take no memory on the device."""
 
@@ -52,6 +55,9 @@ _ALL_FEATURES = SamplingParams(
     allowed_token_ids=(0,), logprobs=20,
 )  # fmt: skip
 """The parameters that take most memory when a token is sampled."""
+
+_ANY_TOKEN: Any = SimpleNamespace(is_finished=False)
+"""The state of a constraint that allows every token."""
 
 
 class CacheSize(NamedTuple):
@@ -73,8 +79,6 @@ class CacheSizeRequest:
     slot_bytes:    bytes of one slot of recurrent states on the device; 0 for a model without such states
     slots_wanted:  slots for `max_seqs` sequences and their snapshots
     num_slots:     exact number of slots, instead of as many as fit
-
-    Raises ConfigError if num_blocks is below 1.
     """
 
     memory: str
@@ -85,10 +89,6 @@ class CacheSizeRequest:
     slot_bytes: int = 0
     slots_wanted: int = 0
     num_slots: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError("kv_blocks must be at least 1.")
 
     def bytes_of(self, free: int) -> int:
         """Bytes of the requested cache. Raises ConfigError if `memory` cannot be parsed."""
@@ -124,7 +124,7 @@ def make_runner(config: EngineConfig, execution: Execution, limits: StepLimits) 
     Raises ConfigError if the cache, or a step beside it, does not fit.
     """
     model, attention = execution.model, execution.attention
-    size, state_dtype = config.block_size, state_dtype_of(config)
+    size, state_dtype = config.block_size, _STATE_DTYPES.get(config.state_dtype)
     block_bytes, slot_bytes = bytes_per_device(model, attention, size, state_dtype)
     wanted = -(-model.max_model_len // size)
     blocks_wanted = limits.max_seqs * wanted
@@ -156,12 +156,6 @@ def make_runner(config: EngineConfig, execution: Execution, limits: StepLimits) 
         f"A KV cache of {format_bytes(cache_bytes)} could not be made on {memory.name}, where "
         f"{format_bytes(memory.free())} are free; give it less (--kv-cache-memory)."
     )
-
-
-def state_dtype_of(config: EngineConfig) -> torch.dtype | None:
-    """The type in which states are kept; None for the model's own."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return names.get(config.state_dtype)
 
 
 def bytes_per_device(
@@ -302,7 +296,7 @@ class MemoryProfiler:
         chunks = []
         for number, (start, stop) in enumerate(bounds):
             request = Request(params=_ALL_FEATURES, max_new_tokens=1, seed=number)
-            sequence = TokenSequence(number, self._ids, request, grammar_state=_AnyToken())
+            sequence = TokenSequence(number, self._ids, request, grammar_state=_ANY_TOKEN)
             sequence.counts = counts_for(_ALL_FEATURES, [])
             if sequence.counts is not None:
                 sequence.counts.add(0)
@@ -319,21 +313,6 @@ class MemoryProfiler:
         bitmask = torch.from_numpy(full_bitmask(self._model.vocab_size))
         masks = TokenMasks(bitmask.expand(rows, -1), [None] * rows)
         PendingSample(scheduled, logits, self._sampler, batch.scored, masks).get()
-
-
-class _AnyToken:
-    """A constraint that allows every token."""
-
-    is_finished = False
-
-    def accept(self, token_id: int) -> None:
-        """Does nothing."""
-
-    def forced_tokens(self) -> list[int]:
-        return []
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        return len(token_ids)
 
 
 def _lengths(count: int, total: int, longest: int, least: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import linear
@@ -22,6 +22,21 @@ from cbatch.sample.sampler import Sampler
 from cbatch.schedule.limits import StepLimits
 
 _log = logging.getLogger("cbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """The parts that compute the steps of an engine.
+
+    graphs:   whether steps are captured as CUDA graphs, if the device and the model allow it
+    fallback: sentences that say what was stepped down from and why; empty if nothing was
+    """
+
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
+    graphs: bool
+    fallback: str = ""
 
 
 def step_parts(

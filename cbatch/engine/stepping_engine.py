@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, RequestError
@@ -18,7 +18,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.units import format_bytes, format_count
-from cbatch.engine.fallback import choose_execution, configured_backends, configured_model
+from cbatch.engine.fallback import choose_execution, configured_execution
 from cbatch.engine.kv_cache_sizing import make_runner
 from cbatch.engine.loop import StepLoop
 from cbatch.engine.model_runner import ModelRunner
@@ -391,9 +391,8 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
         from cbatch.engine.kernel_checks.all_checks import check_all
 
         config, loaded = self.config, self.loaded
-        model = configured_model(config, self.model if loaded.fast_model is None else loaded.fast_model)
-        attention, sampler = configured_backends(config, model)
-        return check_all(model, attention, sampler, config.block_size, lambda: checked_model(loaded.network))
+        execution = configured_execution(config, self.model if loaded.fast_model is None else loaded.fast_model)
+        return check_all(execution, config.block_size, lambda: checked_model(loaded.network))
 
     def shrink(self) -> bool:
         """Halves the size of steps, from that of the latest one; False if that had one token. See `EngineThread`."""
@@ -438,7 +437,11 @@ class SteppingEngine(StepLoop, AbstractContextManager["SteppingEngine"]):
 
 
 def _make_scheduler(config: EngineConfig, runner: ModelRunner, limits: StepLimits) -> Scheduler:
-    model, state_pool = runner.model, runner.state_pool
+    model, state_pool, speculate = runner.model, runner.state_pool, config.speculate
+    # On the CPU's own threads, a token has the same bits whatever else is in its step. Elsewhere a draft could change
+    # them, and outputs would depend on measured times.
+    if speculate == "auto" and not model.has_own_threads:
+        speculate = "off"
     return Scheduler(
         BlockPool(runner.num_blocks, config.block_size),
         limits,
@@ -446,7 +449,7 @@ def _make_scheduler(config: EngineConfig, runner: ModelRunner, limits: StepLimit
         prefix_cache=config.prefix_cache,
         state_slots=StateSlots(state_pool.num_slots) if state_pool is not None else None,
         chunk_multiple=model.chunk_multiple,
-        speculate=_speculation(config, model),
+        speculate=speculate,
     )
 
 
@@ -462,12 +465,3 @@ def _limits_of(scheduler: Scheduler, runner: ModelRunner) -> EngineLimits:
         state_slots=state_pool.num_slots if state_pool is not None else 0,
         state_bytes=state_pool.slot_bytes if state_pool is not None else 0,
     )
-
-
-def _speculation(config: EngineConfig, model: Model) -> int | Literal["auto", "off"]:
-    """How a model's steps have drafts. `auto` means off where a draft could change the rounding of its own request.
-
-    On the CPU's own threads, a token has the same bits whatever else is in its step. Elsewhere it need not, and outputs
-    would depend on measured times.
-    """
-    return "off" if config.speculate == "auto" and not model.has_own_threads else config.speculate

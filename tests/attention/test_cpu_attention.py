@@ -17,13 +17,15 @@ from cbatch.kernels.cpu.paged_kv import SPLIT, plan_attention
 from cbatch.kernels.cpu.tensors import fits
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import U8, KVCache, LayerShape
-from tests.support.attention_cases import AttentionCase
+from tests.support import attention_cases
+from tests.support.attention_cases import AttentionCase, ScheduledChunk
 
 pytestmark = pytest.mark.kernels
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
-
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)]
+"""Kernels are compiled for each, which takes long; tests of models run both."""
 
 CASES = {
     "plain": AttentionCase(LayerShape(2, 64, 64)),
@@ -57,22 +59,8 @@ def make_batches(case: AttentionCase, seed: int) -> list[RaggedBatch]:
     return steps
 
 
-def make_batch(slices: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> RaggedBatch:
-    places = [(row, place) for row, start, stop in slices for place in range(start, stop)]
-    width = max(len(tables[row]) for row, _, _ in slices)
-    slots = [tables[row][place // block_size] * block_size + place % block_size for row, place in places]
-    ids = np.zeros(len(places), np.int64)
-    padded = np.array([tables[row] + [0] * (width - len(tables[row])) for row, _, _ in slices], np.int32)
-    return RaggedBatch(
-        ids=ids,
-        positions=np.array([place for _, place in places]),
-        slots=np.array(slots),
-        rows=ids[:1],
-        tables=padded,
-        starts=[start for _, start, _ in slices],
-        stops=[stop for _, _, stop in slices],
-        device=CPU,
-    )
+def make_batch(slices: list[ScheduledChunk], tables: list[list[int]], block_size: int) -> RaggedBatch:
+    return attention_cases.make_batch(slices, tables, block_size, CPU)
 
 
 def poisoned_cache(
@@ -108,7 +96,7 @@ def run(
 
 
 @pytest.mark.parametrize("kv_dtype", [None, U8], ids=["", "bytes"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     """Guards kernels in every form of attention, in chunks that end anywhere; NaN in unused places must not show."""
@@ -172,7 +160,7 @@ def test_tasks_cover_every_token_once(seed: int) -> None:
     assert not parts and (np.diff(costs) <= 0).all() and plan.most_tokens == plan.tasks[:, 2].max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("key_dim, cuts", [(64, [0, 48, 70]), (44, [0, 16, 17, 21, 53, 64, 70])])
 def test_every_number_is_stored_in_its_place(key_dim: int, cuts: list[int], dtype: torch.dtype) -> None:
     """Guards panels that are transposed whole, tokens that come alone, and keys that do not fill their last vector."""
@@ -197,19 +185,19 @@ def test_every_number_is_stored_in_its_place(key_dim: int, cuts: list[int], dtyp
 def test_common_blocks_change_no_bit(window: int | None, heads: int) -> None:
     """Guards sequences that read the same blocks together: each gets what it gets alone, wherever it is."""
     layer, backend, generator = LayerShape(3, 32, 32), CpuAttention(), torch.Generator().manual_seed(0)
-    shapes = backend.block_shapes(layer, 32, torch.bfloat16)
+    shapes = backend.block_shapes(layer, 32, torch.float32)
     lengths = [2 * SPLIT + 40, 2 * SPLIT, 3 * SPLIT + 1, SPLIT + 3, 2 * SPLIT + 200, 3 * SPLIT - 1]
     common, blocks = 2 * SPLIT // 32, -(-max(lengths) // 32)
     table = [
         [*range(common), *range(common + number * blocks, common + (number + 1) * blocks)][:blocks]
         for number in range(len(lengths))
     ]
-    kv_cache = KVCache([shapes], common + blocks * len(lengths), 32, torch.bfloat16, CPU)
+    kv_cache = KVCache([shapes], common + blocks * len(lengths), 32, torch.float32, CPU)
     for number, length in enumerate(lengths):
-        key, value = (torch.randn(length, 3, 32, generator=generator).bfloat16() for _ in "kv")
+        key, value = (torch.randn(length, 3, 32, generator=generator) for _ in "kv")
         metadata = backend.prepare(make_batch([(number, 0, length)], table, 32), 32)
         backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key, value, metadata)
-    query = torch.randn(len(lengths), heads, 32, generator=generator).bfloat16()
+    query = torch.randn(len(lengths), heads, 32, generator=generator)
     options = {"scale": 0.2, "window": window, "sinks": torch.ones(heads)}
 
     def attend(numbers: list[int]) -> Tensor:
@@ -232,12 +220,12 @@ def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | No
     case, length = CASES["grouped heads"], 150
     backend, heads = CpuAttention(), 9
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(length, n, 64, generator=generator).bfloat16() for n in (heads, 3, 3))
+    query, key, value = (torch.randn(length, n, 64, generator=generator) for n in (heads, 3, 3))
     query[..., 0], key[..., 0] = 8, shift  # shifts all scores
     results = []
     for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150], list(range(151))):
-        shapes = backend.block_shapes(case.layer, 16, torch.bfloat16)
-        kv_cache = KVCache([shapes], NUM_BLOCKS, 16, torch.bfloat16, CPU)
+        shapes = backend.block_shapes(case.layer, 16, torch.float32)
+        kv_cache = KVCache([shapes], NUM_BLOCKS, 16, torch.float32, CPU)
         parts = []
         for start, stop in pairwise(cuts):
             metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(10))], 16), 16)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.gpu.bound_kernels import BoundKernels, Heads
-
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
@@ -24,13 +22,11 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.kernels.operands import Positions
 from cbatch.kernels.triton.attention_decode import DecodeTuning
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.kernels.triton.attention_tile import from_fp8, to_fp8
 from cbatch.model.loader import LoadedModel
-from cbatch.model.ops.device_kernel import by_torch, by_triton
-from cbatch.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_bytes, as_stored
+from cbatch.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_stored
 from tests.attention.test_triton_attention import CASES, CPU, DEVICE, Sequences
 from tests.support import triton_interpreter as interpreter
 from tests.support.generation import generate
@@ -105,38 +101,6 @@ def test_attention_equals_the_reference(dtype: torch.dtype) -> None:
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
     found = stored_and_attended(backend, sequences, dtype)
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_it_is_near_a_cache_of_floats() -> None:
-    """Guards the accuracy: a number is rounded by 1/16 at most, so results differ by a few hundredths."""
-    sequences = Sequences(CASES["plain"], [70, 69, 61, 20])
-    found = stored_and_attended(ReferenceAttention(FP8), sequences, torch.float32)
-    chunks = [[(0, 69, 70), (1, 66, 69), (2, 41, 61), (3, 0, 20)]]
-    everything = [(one, 0, length) for one, length in enumerate(sequences.lengths)]
-    expected = sequences.run(ReferenceAttention(), [everything, *chunks], torch.float32, only_written=1)[0]
-    error = float((found - expected).square().mean().sqrt() / expected.std())
-    assert 1e-3 < error < 0.06, error
-
-
-def test_layers_write_it_as_the_reference_does() -> None:
-    """Guards the fused write of a program: rotated keys and values, each rounded once; padding not at all."""
-    generator = torch.Generator().manual_seed(0)
-    tokens, heads, kv_heads, dim = 3, 4, 2, 16
-    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator) * 200
-    angles = torch.rand(tokens, dim // 2, generator=generator)
-    positions = Positions(angles.cos(), angles.sin(), torch.tensor([5, -1, 9]))
-    caches = []
-    for ops in map(BoundKernels, (by_triton(DEVICE), by_torch(heads_first=True))):
-        keys, values = (torch.full((3, kv_heads, 4, dim), torch.nan).to(FP8).to(DEVICE) for _ in range(2))
-        query = torch.empty(tokens, heads, dim, device=DEVICE)
-        moved = Positions(*(part.to(DEVICE) for part in positions[:3]))
-        ops.prepare_heads(qkv.to(DEVICE), Heads(heads, kv_heads, dim, dim), moved, query, keys, values)
-        caches.append([as_bytes(cache).cpu() for cache in (keys, values)])
-    (my_keys, my_values), (keys, values) = caches
-    assert torch.equal(my_values, values)
-    near = (my_keys.int() - keys.int()).abs()
-    assert near.max() <= 1 and (near > 0).sum() <= 1, "rotated once more or less rounded"
-    assert (keys.view(FP8).float().abs() == FP8_MAX).any()
 
 
 def test_an_engine_keeps_its_cache_in_fp8() -> None:

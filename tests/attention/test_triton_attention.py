@@ -39,7 +39,7 @@ from cbatch.kernels.triton.attention_metadata import (
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.runtime.kv_cache import LayerShape
-from tests.support.attention_cases import AttentionCase
+from tests.support.attention_cases import AttentionCase, ScheduledChunk, make_batch
 from tests.support.device import DEVICE
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
@@ -63,8 +63,6 @@ CASES = {
     "sinks": AttentionCase(LayerShape(1, 32, 32), group=4, sinks=True),
     "all at once": AttentionCase(LayerShape(1, 256, 192), group=2, block_size=32, window=70, softcap=20.0, sinks=True),
 }
-
-ScheduledChunk = tuple[int, int, int]  # sequence, first token, end
 
 
 def backend() -> TritonAttention:
@@ -110,21 +108,7 @@ class Sequences:
         return torch.cat([of[one][start:stop] for one, start, stop in slices]).to(device, dtype)
 
     def batch(self, slices: list[ScheduledChunk], device: torch.device) -> RaggedBatch:
-        places = [(one, place) for one, start, stop in slices for place in range(start, stop)]
-        size, width = self.case.block_size, max((len(self.tables[one]) for one, _, _ in slices), default=1)
-        slots = [self.tables[one][place // size] * size + place % size for one, place in places]
-        tables = [self.tables[one] + [0] * (width - len(self.tables[one])) for one, _, _ in slices]
-        nothing = np.zeros(len(places), np.int64)
-        return RaggedBatch(
-            ids=nothing,
-            positions=nothing,
-            slots=np.array(slots, np.int64),
-            rows=nothing[:1],
-            tables=np.array(tables, np.int32).reshape(-1, width),
-            starts=[start for _, start, _ in slices],
-            stops=[stop for _, _, stop in slices],
-            device=device,
-        )
+        return make_batch(slices, self.tables, self.case.block_size, device)
 
     def cache(self, attention: AttentionBackend, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         shapes = attention.block_shapes(self.case.layer, self.case.block_size, dtype)
@@ -226,9 +210,9 @@ def little_spare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_spare")
-@pytest.mark.parametrize("chunk", [(0, 87, 90), (0, 70, 90)], ids=["narrow", "wide"])
+@pytest.mark.parametrize("chunk", [(0, 89, 90), (0, 87, 90), (0, 70, 90)], ids=["decode", "narrow", "wide"])
 def test_a_split_chunk_has_the_same_bits_in_every_batch(chunk: ScheduledChunk) -> None:
-    """Guards the promise for chunks that are split over keys: where they are split depends on nothing beside them."""
+    """Guards the promise that requests beside a chunk change neither its splits nor its bits."""
     sequences = Sequences(replace(CASES["window"], block_size=5, window=50), [90, 5, 64, 33], HALF)
     attention, size = backend(), sequences.case.block_size
     cache = sequences.cache(attention, HALF, DEVICE)
@@ -266,26 +250,6 @@ def test_more_splits_than_are_merged_at_once() -> None:
     sequences = Sequences(AttentionCase(LayerShape(1, 16, 16), group=2), [length])
     steps = [[(0, 0, length - 4)], [(0, length - 4, length - 1)], [(0, length - 1, length)]]
     check(sequences, steps, only_written=1)
-
-
-def test_a_decode_row_has_the_same_bits_in_every_batch() -> None:
-    """Guards the promise that requests beside a row, decoding or in prefill, do not change its result."""
-    sequences = Sequences(replace(CASES["grouped heads"], window=50, sinks=True), [90, 5, 64, 33, 100], HALF)
-    attention = backend()
-    cache = sequences.cache(attention, HALF, DEVICE)
-    sequences.fill(attention, cache, [(one, 0, length) for one, length in enumerate(sequences.lengths)])
-    assert sequences.sinks is not None
-    sinks, results = sequences.sinks.to(DEVICE), []
-    for chunks, others in ([], []), ([], [4, 2, 1, 3]), ([(2, 10, 20)], [3, 1]):
-        batch = [*chunks, *((one, sequences.lengths[one] - 1, sequences.lengths[one]) for one in others), (0, 89, 90)]
-        metadata = attention.prepare(sequences.batch(batch, DEVICE), sequences.case.block_size)
-        query = sequences.rows(sequences.query, batch, HALF, DEVICE)
-        for window in (None, 50):
-            out = attention.attend(query, *cache, metadata, scale=0.3, window=window, sinks=sinks)
-            results.append((window, out[-1]))
-    for window in (None, 50):
-        same = [out for of, out in results if of == window]
-        assert same[0].isfinite().all() and all(torch.equal(one, same[0]) for one in same)
 
 
 def undefined_query(sequences: Sequences, tokens: int, slices: list[ScheduledChunk]) -> Tensor:
@@ -595,11 +559,3 @@ def test_invariant_attention_has_the_same_bits_in_any_chunks(name: str) -> None:
     expected = by_token(sequences.run(ReferenceAttention(), WAYS[0], torch.float64), WAYS[0])
     for token, row in expected.items():
         torch.testing.assert_close(runs[0][token], row, atol=2e-5, rtol=2e-5, check_dtype=False)
-
-
-@pytest.mark.usefixtures("placeless_products")
-def test_usual_attention_depends_on_the_chunks() -> None:
-    """Guards the worth of the test above: it notices kernels that read a past in other pieces."""
-    sequences = Sequences(CASES["grouped heads"], [50, 3])
-    runs = [by_token(sequences.run(backend(), steps, torch.float32), steps) for steps in WAYS]
-    assert not all(torch.equal(runs[0][token], run[token]) for run in runs[1:] for token in run)

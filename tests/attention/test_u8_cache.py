@@ -6,18 +6,18 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from cbatch.api import Engine
 from cbatch.attention.cpu import CpuAttention
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.attention.registry import check_kv_dtype
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.params import SamplingParams
+from cbatch.engine.kernel_checks import attention as attention_checks
+from cbatch.engine.kernel_checks.attention import AttentionCall, AttentionChecks
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.kv_cache import U8, U8_SCALE_BYTES, KVCache, LayerShape, as_numbers, as_stored
@@ -37,6 +37,11 @@ HYBRID = "qwen3_5_text"
 CASE = AttentionCase(LayerShape(2, 48, 32), group=3, block_size=32)
 TABLE = [[2, 0, 3, 5], [1] * 4]
 LENGTH = 70
+
+
+def exhaustive(*kinds: Any) -> list[Any]:
+    """Kinds whose kernels take long to compile."""
+    return [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in kinds]
 
 
 def random_kv(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -88,7 +93,7 @@ def test_rounding() -> None:
     assert as_numbers(as_stored(torch.tensor([[1.0, torch.nan]]), U8)).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, *exhaustive(torch.bfloat16)], ids=str)
 def test_stored_bytes(dtype: torch.dtype) -> None:
     """Guards what kernels write: each number in its place as plain torch rounds it, the same bits in any chunks."""
     whole = stored_in_chunks([0, LENGTH], dtype)
@@ -115,37 +120,18 @@ def attended(kv_cache: KVCache, backend: Any, dtype: torch.dtype) -> Tensor:
     return found.float()
 
 
-@pytest.mark.parametrize("fault", [None, "neighbour", "keys for values"])
-def test_faults_in_scales_show(fault: str | None) -> None:
-    """Guards the comparison with float64 itself: it must see a scale of the next token, and one of the other side."""
+def test_attention_equals_float64() -> None:
+    """Guards the bytes and scales that attention reads: it loses nothing that rounding has not."""
     kv_cache, (key, value) = stored_in_chunks([0, LENGTH], torch.float32), random_kv()
-    scales = [cache[0][..., -U8_SCALE_BYTES:, :] for cache in (kv_cache.keys, kv_cache.values)]
-    if fault == "neighbour":
-        for part in scales:
-            part.copy_(part.reshape(*part.shape[:-2], 16, 4).roll(1, -2).reshape(part.shape))
-    elif fault:
-        scales[1].copy_(scales[0])
     query = torch.randn(1, 6, 48, generator=torch.Generator().manual_seed(5)).double()
     key, value = (as_numbers(as_stored(part, U8)).double().repeat_interleave(3, 1) for part in (key, value))
     weights = torch.softmax(torch.einsum("qhd,thd->qht", query, key) * 0.05, -1)
     expected = torch.einsum("qht,thd->qhd", weights, value).float()
     error = float((attended(kv_cache, CpuAttention(U8), torch.float32) - expected).abs().max() / expected.std())
-    assert error < 1e-3 if fault is None else not error < 0.1  # or NaN, which nobody has written
+    assert error < 1e-3
 
 
-def test_it_is_near_a_cache_of_floats() -> None:
-    """Guards the accuracy of attention: a number is rounded by 1/254 of the largest at most."""
-    exact = CpuAttention()
-    kv_cache = poisoned_cache(exact, CASE.layer, 6, 32, torch.float32)
-    metadata = exact.prepare(make_batch([(0, 0, LENGTH)], TABLE, 32), 32)
-    exact.store_kv(kv_cache.keys[0], kv_cache.values[0], *random_kv(), metadata)
-    expected = attended(kv_cache, exact, torch.float32)
-    found = attended(stored_in_chunks([0, LENGTH], torch.float32), CpuAttention(U8), torch.float32)
-    error = float((found - expected).square().mean().sqrt() / expected.std())
-    assert 1e-4 < error < 0.03, error
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "deepseek_v3", HYBRID])
+@pytest.mark.parametrize("kind", ["gemma2", *exhaustive("llama", "gpt_oss", "deepseek_v3", HYBRID)])
 def test_programs_give_the_same_bits_in_any_chunks(kind: str) -> None:
     """Guards the fused write of a program, in every form of attention: near the logits of a cache of floats, and the
     same bits whether a prompt is cut."""
@@ -163,7 +149,7 @@ def engine_network(kind: str) -> Any:
     return make_network("llama", hidden_size=64, intermediate_size=96, head_dim=16, max_position_embeddings=256)
 
 
-@pytest.mark.parametrize("kind", ["llama", HYBRID, "transformers"])
+@pytest.mark.parametrize("kind", ["llama", "transformers", *exhaustive(HYBRID)])
 def test_requests_do_not_depend_on_company(kind: str) -> None:
     """Guards sampled tokens and their probabilities: alone, in small steps, preempted, behind a cached prefix, `n`."""
     begin, *prompts = make_prompts([40, 3, 70, 17])
@@ -192,30 +178,6 @@ def test_requests_do_not_depend_on_company(kind: str) -> None:
         assert found == (expected := expected or found)
 
 
-def test_the_demo_model_says_nearly_the_same() -> None:
-    """Guards text: of the demo model's answers to 24 questions, nearly all tokens are those of a cache of bfloat16."""
-    questions = [
-        {"messages": [{"role": "user", "content": f"What is {one} plus {other}?"}]}
-        for one, other in zip(range(3, 27), range(40, 16, -1), strict=True)
-    ]
-    scores = {}
-    for kv_dtype in ("auto", "u8"):
-        with Engine(device="cpu", kv_dtype=kv_dtype, kv_blocks=256) as engine:
-            if not scores:
-                texts = [
-                    list(engine.encode(row)) + list(done.token_ids)
-                    for row, done in zip(
-                        questions, engine.generate(questions, SamplingParams(max_tokens=24)), strict=True
-                    )
-                ]
-            scores[kv_dtype] = [
-                [token.top[0].token_id for token in score.tokens] for score in engine.score(texts, top=1)
-            ]
-    pairs = [pair for one, other in zip(*scores.values(), strict=True) for pair in zip(one, other, strict=True)]
-    agreement = np.mean([one == other for one, other in pairs])
-    assert len(pairs) > 200 and agreement > 0.97, agreement
-
-
 def test_an_engine_counts_its_bytes() -> None:
     """Guards what counts the cache: bytes of a token, blocks that fit, what people are shown, `--resume`'s key."""
     network = engine_network("llama")
@@ -232,10 +194,15 @@ def test_an_engine_counts_its_bytes() -> None:
     assert sum(part.nbytes for part in (*kv_cache.keys, *kv_cache.values)) <= 2**20
     assert f"{small.limits.cache_tokens:,} tokens" in small.describe()["KV cache"]
     assert small.fingerprint != plain.fingerprint
-    checks = [check for check in small.check_kernels() if not check.skipped]
-    assert len(checks) > 5 and all(check.agrees for check in checks), checks
     for engine in made.values():
         engine.close()
+
+
+def test_checks_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards `info --check`: it compares with what the bytes stand for."""
+    monkeypatch.setattr(attention_checks, "CHUNKS", {"decode": [(0, 1), (40, 41)], "prefill": [(3, 20)]})
+    call = AttentionCall(6, CASE.layer, 0.05)
+    assert all(one.agrees for one in AttentionChecks(CpuAttention(U8), 32, torch.float32, CPU).run([call]))
 
 
 def test_what_has_no_u8_cache_says_so() -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.quantization import STORED, Quantization
@@ -34,13 +33,12 @@ from cbatch.engine.cuda_graphs import (
     graph_size_for,
     graph_tokens_for,
 )
-from cbatch.engine.fallback import Execution
+from cbatch.engine.model_runner import Execution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.model.cuda import CudaModel
 from cbatch.model.hf.adapter import TransformersModel
-from cbatch.model.ops.device_kernel import by_torch
-from cbatch.runtime.kv_cache import FP8, KVCache
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.sample.sampler import PARAM_WORDS, Sampler
 from cbatch.schedule.limits import StepLimits
 from scripts.benchmarks.models import in_float8
@@ -201,43 +199,12 @@ def test_networks_that_are_more_than_decoder_and_head_are_not_captured(monkeypat
     assert TransformersModel(network).capturable is None
 
 
-def test_an_fp8_cache_gives_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards FP8 in all steps of an engine: kernels round and read a cache as plain torch does."""
-    model, capture = model_of(network_of("mistral, window")), capturer()
-    plain = engine_around(monkeypatch, model.with_ops(by_torch()), ReferenceAttention(FP8), max_batch_tokens=6)
-    expected = run(plain)
-    attention = TritonAttention(DEVICE, kv_dtype=FP8)
-    engine = engine_with_graphs(monkeypatch, model, capture, attention=attention)
-    assert engine.runner.kv_cache.keys[0].dtype == plain.runner.kv_cache.keys[0].dtype == FP8
-    assert engine.runner._graphs is not None
-    assert run(engine) == expected != expected_of("mistral, window")
-
-
 def test_capturing_does_not_touch_the_cache() -> None:
     """Guards cached prompts: what runs before a capture is padding."""
     model = model_of(network_of("llama"))
     kv_cache = kv_cache_of(model)
     StepGraphs(parts_of(model, kv_cache), GraphSizes([1, 4], [8], 4), capturer())
     assert all(layer.isnan().all() for layer in (*kv_cache.keys, *kv_cache.values))
-
-
-def test_each_step_finds_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the choice: the smallest graph that holds a step, and none if that would be mostly padding."""
-    model = model_of(network_of("llama"))
-    monkeypatch.setattr(StepGraphs, "_capture", lambda self, size, is_decode, capture: SimpleNamespace(size=size))
-    graphs = StepGraphs(parts_of(model, kv_cache_of(model)), GraphSizes([2, 4], [8, 600], 4), lambda run: run)
-    for tokens, *expected in (
-        (1, 2, 8),
-        (2, 2, 8),
-        (3, 4, 8),
-        (5, 0, 8),
-        (8, 0, 8),
-        (9, 0, 0),
-        (300, 0, 600),
-        (601, 0, 0),
-    ):
-        found = [graphs._find(steps, tokens) for steps in (graphs._decode, graphs._mixed)]
-        assert [one.size if one is not None else 0 for one in found] == expected
 
 
 def check_step(graphs: StepGraphs, model: CudaModel, step: Any, kv_cache: KVCache) -> None:

@@ -67,17 +67,6 @@ def test_a_token_has_the_same_bits_in_any_chunks(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.usefixtures("placeless_products")
-def test_usual_steps_depend_on_the_chunks() -> None:
-    """Guards the worth of the test above: it notices products and attention as they are without the option."""
-    saved = saved_model("llama")
-    model = CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
-    first, other = (logits_in_chunks(model, TritonAttention(DEVICE), PROMPT[:26], chunks) for chunks in WAYS[:2])
-    assert not torch.equal(first, other)
-
-
-@pytest.mark.slow
-@pytest.mark.kernels
-@pytest.mark.usefixtures("placeless_products")
 def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards whole runs on a GPU: log-probabilities alone, and beside others whose prompts are cut."""
     model = model_of(network_of("qwen2, biases"))

@@ -78,33 +78,6 @@ def test_bad_prompts_fail_alone() -> None:
     assert outputs[1].token_ids == greedy(good, 4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 5}, {"kv_blocks": 14}, {"max_seqs": 2}], ids=str)
-def test_sampled_outputs_do_not_depend_on_other_requests(settings: dict[str, int]) -> None:
-    """Guards the contract's promise at temperature 1: chunking, preemption, order and slots change no token."""
-    prompts = make_prompts([3, 14, 7, 20, 1])
-    asked = [SamplingParams(max_tokens=16, temperature=1.0, top_p=0.95, seed=seed) for seed in range(5)]
-    alone = [generate(make_engine(network()), [p], [a])[0].token_ids for p, a in zip(prompts, asked, strict=True)]
-    assert len({tuple(tokens) for tokens in alone}) == 5
-    engine = make_engine(network(), **settings)
-    together = generate(engine, prompts[::-1], asked[::-1])
-    assert [output.token_ids for output in together][::-1] == alone
-    assert (engine.stats().num_preemptions > 0) == ("kv_blocks" in settings)
-
-
-def test_cancel_at_every_step_leaks_nothing() -> None:
-    """Guards cancellation while waiting, in the middle of a prefill, while decoding, and after the end."""
-    engine = make_engine(network(), max_batch_tokens=4, max_seqs=2)
-    for cancel_at in range(14):
-        requests = [engine.add(prompt, SamplingParams(max_tokens=3)) for prompt in make_prompts([10, 3, 6])]
-        for step in range(30):
-            if step == cancel_at:
-                engine.cancel(requests[cancel_at % 3])
-            engine.step()
-            engine.scheduler.check_integrity()
-        assert not engine.has_work and engine.scheduler.pool.num_used == 0
-    engine.cancel(12345)
-
-
 def test_a_request_with_nan_logits_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the other requests beside one whose logits become NaN, and its blocks."""
     engine = make_engine(network())
@@ -179,40 +152,6 @@ def test_each_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(records) == len(chunks)
 
 
-def test_an_answer_is_cached_for_the_next_turn() -> None:
-    """Guards chat: an answer is cached for the prompt that continues it."""
-    engine = make_engine(network())
-    prompt = make_prompts([10])[0]
-    answer = generate(engine, [prompt], SamplingParams(max_tokens=15))[0].token_ids
-    turn = generate(engine, [[*prompt, *answer, 5, 6]], SamplingParams(max_tokens=2))[0]
-    assert turn.usage.cached_tokens == 24
-    assert turn.token_ids == greedy([*prompt, *answer, 5, 6], 2)
-
-
-def test_a_step_that_fails_leaves_nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards requests that were admitted relying on blocks of a step that failed."""
-    engine = make_engine(network(), max_batch_tokens=64)
-    trunk = make_prompts([41])[0]
-    first, second = (engine.add([*trunk, tail], SamplingParams(max_tokens=3)) for tail in (1, 2))
-    forward = engine.runner.forward
-
-    def broken(batch: Any) -> torch.Tensor:
-        for layer in engine.runner.kv_cache.values:
-            layer.fill_(float("nan"))
-        raise RuntimeError("hiccup")
-
-    monkeypatch.setattr(engine.runner, "forward", broken)
-    with pytest.raises(RuntimeError, match="hiccup"):
-        engine.step()
-    engine.scheduler.check_integrity()
-    monkeypatch.setattr(engine.runner, "forward", forward)
-    for layer in engine.runner.kv_cache.values:
-        layer.zero_()
-    engine.cancel(first)
-    tokens = [event.token_id for _ in range(5) for event in engine.step() if event.request_id == second]
-    assert tokens == greedy([*trunk, 2], 3)
-
-
 def test_nan_keys_and_values_do_not_stay_cached() -> None:
     """Guards requests that get the blocks of one whose keys and values became NaN."""
     network, poison = make_network("llama"), 7
@@ -226,39 +165,6 @@ def test_nan_keys_and_values_do_not_stay_cached() -> None:
     expected = generate(make_engine(network), [healthy], SamplingParams(max_tokens=4))[0]
     after = generate(engine, [healthy], SamplingParams(max_tokens=4))[0]
     assert after.error is None and after.token_ids == expected.token_ids and engine.scheduler.pool.num_used == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("max_tokens", True),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", "1"),
-        ("top_p", 0),
-        ("top_p", 1.1),
-        ("top_k", -2),
-        ("min_p", 2),
-        ("seed", 2**64),
-        ("stop", ""),
-        ("stop", [1]),
-        ("stop", [""]),
-        ("stop_token_ids", [-1]),
-        ("allowed_token_ids", []),
-        ("allowed_token_ids", [2**31]),
-        ("allowed_token_ids", [True]),
-        ("allowed_token_ids", "5"),
-        ("ignore_eos", 1),
-        ("min_tokens", -1),
-    ],
-)
-def test_parameters_out_of_range_are_named(name: str, value: Any) -> None:
-    """Guards the sampler against invalid values; the message names the parameter and the value."""
-    with pytest.raises(RequestError, match=f"^{name} must be") as caught:
-        SamplingParams(**{name: value})
-    assert caught.value.code == "invalid_row"
 
 
 def test_a_target_time_limits_prompts_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,19 +124,6 @@ def test_a_kernel_that_does_not_fit_ends_the_engine_with_a_sentence(engine_threa
     assert faults.sizes == [3] and engine_thread.num_retries == engine_thread.num_shrinks == 0
 
 
-def test_another_thread_may_follow_one_that_failed(engine_thread: EngineThread) -> None:
-    """Guards an engine that works again against requests of a closed thread."""
-    forward = engine_thread.engine.runner.forward
-    FailingForward(engine_thread, *[LOST] * (EngineThread.MAX_RETRIES + 1))
-    until_end(collect(engine_thread, [1, 2]))
-    engine_thread.close()
-    engine_thread.engine.runner.forward = forward  # type: ignore[method-assign]
-    follower = EngineThread(engine_thread.engine)
-    tokens = [event.token_id for event in until_end(collect(follower, [3, 4], max_tokens=3))]
-    assert tokens == greedy([3, 4], 3) and follower.failure is None
-    follower.close()
-
-
 @pytest.mark.parametrize("where", ["forward", "sample"])
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_finished_requests_are_reported_after_a_failure(
@@ -192,21 +179,6 @@ def test_the_thread_is_warmed_up_before_its_first_step(monkeypatch: pytest.Monke
     assert len(until_end(collect(engine_thread, [1, 2], max_tokens=3))) == 3
     engine_thread.close(close_engine=True)
     assert seen == [("cbatch-engine", 0)] and engine_thread.num_retries == 0
-
-
-def test_running_out_of_memory_makes_the_batch_smaller(engine_thread: EngineThread) -> None:
-    """Guards a run against the device's memory: steps are halved until they fit, and no token changes."""
-    prompts = make_prompts([30, 20, 9, 3, 5, 4])
-    ready = threading.Event()
-    engine_thread._inbox.put(lambda: ready.wait(10) and None)
-    faults = FailingForward(engine_thread, *[FULL] * 5)
-    events = [collect(engine_thread, prompt, max_tokens=40) for prompt in prompts]
-    ready.set()
-    tokens = [[event.token_id for event in until_end(queue)] for queue in events]
-    assert tokens == [greedy(prompt, 40) for prompt in prompts]
-    assert faults.sizes[:6] == [71, 71, 35, 17, 8, 4] and max(faults.sizes[6:60]) <= 4
-    assert engine_thread.num_shrinks == 4 and engine_thread.failure is None
-    engine_thread.engine.scheduler.check_integrity()
 
 
 def test_a_smaller_batch_grows_again(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,13 +272,6 @@ def test_a_failing_text_harms_no_other_request(engine_thread: EngineThread, monk
     assert event.error is not None and "no such byte" in str(event.error)
     assert [event.token_id for event in until_end(fine)] == greedy(prompt, 4)
     assert engine_thread.num_retries == 0
-
-
-def test_an_unforeseen_error_of_a_request_harms_no_other(engine_thread: EngineThread) -> None:
-    """Guards the thread: an unforeseen exception ends one request only."""
-    (event,) = until_end(collect(engine_thread, ["no", "ids"]))  # type: ignore[list-item]
-    assert event.error is not None and event.error.code == "internal_error"
-    assert len(until_end(collect(engine_thread, [1, 2], max_tokens=3))) == 3
 
 
 def test_a_reader_that_fails_ends_its_own_request(engine_thread: EngineThread) -> None:

@@ -7,17 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine import stepping_engine
-from cbatch.engine.fallback import Execution
 from cbatch.engine.kernel_checks.all_checks import without_kernels
+from cbatch.engine.model_runner import Execution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.cuda import CudaModel
 from cbatch.model.families import read_program
@@ -25,7 +23,7 @@ from cbatch.model.load_plan import _warn_once
 from cbatch.model.loader import LoadedModel
 from cbatch.runtime import transfer
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.transfer import HostCopy, to_device
+from cbatch.runtime.transfer import HostCopy
 from cbatch.sample.output import PendingSample
 from tests.engine.test_overlap import add_all
 from tests.support.device import HAS_GPU
@@ -137,96 +135,6 @@ def test_no_rung_waits_for_the_device(
     assert "_norm_kernel" not in device.launches
 
 
-def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(*shape, dtype=dtype, device=CUDA)
-
-
-def pinned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(*shape, dtype=dtype, pin_memory=True)
-
-
-def fill(tensor: Tensor, index: Any, value: Any) -> None:
-    tensor[index] = value
-
-
-WAITS: dict[str, Callable[[], object]] = {
-    "item": lambda: on_device(1).item(),
-    "tolist": lambda: on_device(3).tolist(),
-    "bool": lambda: bool(on_device(3).any()),
-    "int": lambda: int(on_device(3).sum()),
-    "float": lambda: float(on_device(1)),
-    "if equal": lambda: torch.equal(on_device(3), on_device(3)),
-    "nonzero": lambda: on_device(3).nonzero(),
-    "where": lambda: torch.where(on_device(3) > 0),
-    "unique": lambda: on_device(3).unique(),
-    "mask": lambda: on_device(3)[on_device(3) > 0],
-    "mask of rows": lambda: on_device(3, 4)[:, on_device(4) > 0],
-    "written mask": lambda: fill(on_device(3), on_device(3) > 0, on_device(2)),
-    "a number as index": lambda: on_device(3, 4)[on_device(1, dtype=torch.int64)[0]],
-    "a list as index": lambda: on_device(3)[[0, 1]],
-    "an array as index": lambda: on_device(3)[np.arange(2)],
-    "written by a list": lambda: fill(on_device(3), [0, 1], 1.0),
-    "repeats of unknown length": lambda: on_device(3).repeat_interleave(on_device(3, dtype=torch.int64)),
-    "tensor of a list": lambda: torch.tensor([1, 2], device=CUDA),
-    "as_tensor": lambda: torch.as_tensor([1.0], device=CUDA),
-    "to, pageable": lambda: torch.zeros(3).to(CUDA, non_blocking=True),
-    "to, blocking": lambda: pinned(3).to(CUDA),
-    "copy_, pageable": lambda: on_device(3).copy_(torch.zeros(3), non_blocking=True),
-    "copy_, blocking": lambda: on_device(3).copy_(pinned(3)),
-    "copy_, another type": lambda: on_device(3).copy_(pinned(3, dtype=torch.int64), non_blocking=True),
-    "copy_, transposed": lambda: on_device(3, 4).copy_(pinned(4, 3).t(), non_blocking=True),
-    "rows of the host": lambda: fill(on_device(3, 4), 0, torch.zeros(4)),
-    "cpu": lambda: on_device(3).cpu(),
-    "to cpu": lambda: on_device(3).to("cpu", non_blocking=True),
-    "to pageable": lambda: torch.zeros(3).copy_(on_device(3), non_blocking=True),
-    "synchronize": lambda: torch.cuda.synchronize(),
-    "stream": lambda: torch.cuda.current_stream().synchronize(),
-    "event": lambda: torch.cuda.Event().synchronize(),
-}
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_waits_are_noticed(name: str) -> None:
-    """Guards the device itself: each way to wait for a GPU fails where it is forbidden."""
-    with pytest.raises(HiddenWait), FakeCuda() as device, device.no_waits():
-        WAITS[name]()
-
-
-def test_what_does_not_wait_passes(device: FakeCuda) -> None:
-    """Guards the device itself: what a GPU does without waiting is no fault."""
-    with device.no_waits():
-        x, rows = on_device(3, 4), on_device(2, dtype=torch.int64)
-        x[rows] = x[rows].masked_fill_(x[rows] > 0, 1.0)
-        x[rows, rows] = -1.0
-        x[x > 1] = 0.0
-        x[0, 1:] = x.view(torch.int32)[1, None, :-1][0].float()
-        x[..., rows] += torch.tensor(2.0)
-        pinned(3, 4).copy_(x, non_blocking=True)
-        x[1].copy_(pinned(4), non_blocking=True)
-        there = to_device([np.arange(5), np.ones((2, 2), np.bool_)], CUDA)
-        assert [list(one.shape) for one in there] == [[5], [2, 2]] and there[1].dtype == torch.bool
-        assert x.device == there[0].device == CUDA and x.is_cuda and x.t().is_contiguous() is False
-        assert HostCopy(x).get()[0].shape == (3, 4) and device.num_waits == 1
-
-
-MIXES: dict[str, Callable[[], object]] = {
-    "sum": lambda: on_device(3) + torch.zeros(3),
-    "product": lambda: torch.nn.functional.linear(on_device(2, 3), torch.zeros(4, 3)),
-    "rows": lambda: on_device(3).index_select(0, torch.zeros(2, dtype=torch.int64)),
-    "a number among places": lambda: on_device(3).index_select(0, torch.tensor(1)),
-    "concatenation": lambda: torch.cat([on_device(3), torch.zeros(3)]),
-    "written": lambda: torch.zeros(3).add_(on_device(3)),
-    "indexed": lambda: torch.zeros(3)[on_device(2, dtype=torch.int64)],
-}
-
-
-@pytest.mark.parametrize("name", MIXES)
-def test_mixed_devices_are_noticed(name: str) -> None:
-    """Guards the device itself: an operation with tensors of the host and of the device fails."""
-    with pytest.raises(DeviceMix), FakeCuda():
-        MIXES[name]()
-
-
 def read_a_logit(patch: pytest.MonkeyPatch) -> None:
     sample = PendingSample.__init__
 
@@ -273,7 +181,7 @@ def test_planted_faults_are_found(
 def test_a_fault_that_is_caught_is_raised_in_the_end() -> None:
     """Guards against faults that the engine takes for a device that fails, and steps around."""
     with pytest.raises(HiddenWait), FakeCuda() as device, device.no_waits(), suppress(AssertionError):
-        on_device(1).item()
+        torch.zeros(1, device=CUDA).item()
 
 
 LLAMA_8B = {

@@ -16,9 +16,8 @@ from cbatch.base.params import SamplingParams
 from cbatch.engine import fallback
 from cbatch.engine.fallback import choose_execution
 from cbatch.engine.kernel_checks import attention as attention_checks
-from cbatch.engine.kernel_checks import captured_step
 from cbatch.engine.kernel_checks import whole_step as step_checks
-from cbatch.engine.kernel_checks.all_checks import GpuChecks
+from cbatch.engine.kernel_checks.all_checks import ModelChecks
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.ops.device_kernel import by_torch
@@ -69,7 +68,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_checks, "CHUNKS", {"decode attention": [(0, 3), (4, 5)]})
     monkeypatch.setattr(step_checks, "steps_of", lambda _: STEPS)
     monkeypatch.setattr(attention_checks, "CAPTURED_STEPS", [[(4, 5), (0, 2)]])
-    for module in (attention_checks, captured_step):
+    for module in (attention_checks, step_checks):
         monkeypatch.setattr(module, "GraphCapturer", lambda _: lambda run: run)
 
 
@@ -138,17 +137,16 @@ def test_sampling_falls_back_alone(checked: None, monkeypatch: pytest.MonkeyPatc
 
 def give(monkeypatch: pytest.MonkeyPatch, **results: Any) -> None:
     """Gives the checks these results; those that are not named agree."""
-    right = {"attention_kernels": [RIGHT], "layer_kernels": [RIGHT], "step": RIGHT, "step_by_torch": RIGHT}
-    for part, result in (right | {"captured_steps": [RIGHT]} | results).items():
-        monkeypatch.setattr(GpuChecks, part, result)
+    for part in ("attention_kernels", "layers", "step_by_torch", "captured_steps"):
+        given = results.get(part, RIGHT if part == "step_by_torch" else [RIGHT])
+        monkeypatch.setattr(ModelChecks, part, lambda _, given=given: given)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({}, "graphs triton kernels"),
     "attention": ({"attention_kernels": [RIGHT, wrong("decode attention")]}, "reference torch: decode attention"),
-    "layer": ({"layer_kernels": [wrong("embed_and_norm"), RIGHT]}, "triton torch: embed_and_norm"),
-    "step": ({"step": wrong("a whole step")}, "triton torch: a whole step"),
-    "steps": ({"step": wrong("a"), "step_by_torch": wrong("b")}, "reference torch: b"),
+    "layers": ({"layers": [wrong("embed_and_norm"), RIGHT]}, "triton torch: embed_and_norm"),
+    "steps": ({"layers": [RIGHT, wrong("a")], "step_by_torch": wrong("b")}, "reference torch: b"),
     "graph": ({"captured_steps": [wrong("a captured step")]}, "triton kernels: a captured step"),
 }
 
@@ -178,7 +176,7 @@ def test_the_first_rung_that_agrees(name: str, fault: str, checked: None, monkey
 def test_a_machine_on_which_triton_cannot_launch(name: str, checked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a GPU without a C compiler: nothing is launched, neither attention nor sampling."""
     monkeypatch.setattr(fallback, "triton_problem", lambda _: "There is no C compiler.")
-    monkeypatch.setattr("cbatch.engine.kernel_checks.all_checks.GpuChecks", None)
+    monkeypatch.setattr("cbatch.engine.kernel_checks.all_checks.ModelChecks", None)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
     if name == "triton":
         with pytest.raises(ConfigError, match=r"cannot be used on .*: There is no C compiler\."):
@@ -195,17 +193,17 @@ def test_a_model_of_transformers(checked: None, monkeypatch: pytest.MonkeyPatch)
     """Guards other families: Triton's attention is checked as the layers call it; the reference replaces it."""
     gemma = make_network("gemma2", num_hidden_layers=2, max_position_embeddings=16, attn_logit_softcapping=20.0)
     monkeypatch.setattr(fallback, "select_attention", lambda *_: TritonAttention(DEVICE))
-    assert make_engine(gemma, device=str(DEVICE)).attention == "triton"
-    forms = []
-    right = triton_attention.attend_arguments
+    right, forms, without = triton_attention.attend_arguments, set(), dict[str, Any]()
 
-    def without_softcap(query: Tensor, **options: Any) -> Any:
-        forms.append((options["window"], options["softcap"]))
-        return right(query, **options | {"softcap": None})
+    def noting(query: Tensor, **options: Any) -> Any:
+        forms.add((options["window"], options["softcap"]))
+        return right(query, **options | without)
 
-    monkeypatch.setattr(triton_attention, "attend_arguments", without_softcap)
+    monkeypatch.setattr(triton_attention, "attend_arguments", noting)
+    assert make_engine(gemma, device=str(DEVICE)).attention == "triton" and forms == {(None, 20.0), (12, 20.0)}
+    without["softcap"] = None
     engine = make_engine(gemma, device=str(DEVICE))
-    assert engine.attention == "reference" and set(forms) == {(None, 20.0), (12, 20.0)}
+    assert engine.attention == "reference"
     assert "softcap, heads of 16) differs from torch by" in engine.stats().fallback
 
 

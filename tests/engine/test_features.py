@@ -369,16 +369,3 @@ def test_what_the_model_cannot_do_is_refused(asked: dict[str, Any], message: str
     """Guards the step against entries that no logit has, and against features that would do nothing."""
     (output,) = generate(make_engine(network()), [[1, 2]], SamplingParams(max_tokens=2).merged(asked))
     assert output.error is not None and message in str(output.error)
-
-
-def test_a_row_that_may_say_nothing_fails_alone() -> None:
-    """Guards against a token that was forbidden, where every token is."""
-    engine = make_engine(network())
-    everything = [[token] for token in range(network().config.vocab_size)]
-    engine.add([1, 2], SamplingParams(max_tokens=3))
-    doomed = engine.add([1, 2], SamplingParams(max_tokens=3))
-    (request,) = engine._requests[doomed]
-    request.request.bad_words, request.changes_logits = everything, True
-    events = engine.step()
-    assert [event.finish_reason for event in events] == [None, "error"]
-    assert events[1].error is not None and "No token is left" in str(events[1].error)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from cbatch.base.outputs import KnownOutput, Sample, TokenEvent
+from cbatch.base.outputs import KnownOutput
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
-from cbatch.schedule.scheduler import Scheduler
-from cbatch.schedule.sequence import TokenSequence
 from tests.support.all_features import ASKED, expected, make, run
 
 PLACES = {"first": 0.0, "middle": 0.5, "last but one": 0.95, "end": 1.0}
@@ -39,20 +36,6 @@ def test_outputs_go_on_with_the_same_events(place: str, settings: dict[str, Any]
     """Guards every feature: noise, penalties, forms, stop strings and limits meet the state of one run."""
     engine = make(**settings)
     assert run(engine, known=beginnings(PLACES[place])) == expected()
-
-
-def test_tokens_that_are_taken_for_a_prompt_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the test above: plants known tokens that count as part of the prompt."""
-    resume = Scheduler.resume
-
-    def wrong(self: Scheduler, request: TokenSequence, known: Iterable[Sample]) -> list[TokenEvent]:
-        events = resume(self, request, known)
-        request.num_prompt = len(request.token_ids)
-        return events
-
-    monkeypatch.setattr(Scheduler, "resume", wrong)
-    found = run(make(ahead=False), known=beginnings(0.5))
-    assert {name for name in ASKED if found[name] != expected()[name]} >= {"greedy", "drawn", "late stop"}
 
 
 def test_known_tokens_need_no_step() -> None:

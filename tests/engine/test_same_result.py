@@ -214,23 +214,6 @@ def test_map_equals_run(engine: Engine, rows: list[dict[str, Any]], lines: list[
         assert is_same(made.to_dict(), without_check(json.loads(line)))
 
 
-def test_what_was_compared(family: Family, completions: list[Completion]) -> None:
-    """Guards the worth of this file: the rows think, call, stop and fail as they should, and their texts differ."""
-    codes = [completion.error and completion.error.code for completion in completions[-len(REFUSED) - 1 :]]
-    assert codes == [code for code, _ in [*REFUSED, ALIEN]]
-    good = completions[: -len(REFUSED) - 1]
-    assert not any(completion.error for completion in good)
-    forced = [*good[-4].choices, *good[-1].choices]
-    assert any(choice.reasoning for choice in forced) == (family.reasoning is not None)
-    for choice in forced:
-        assert len(choice.tool_calls) == family.num_calls, choice
-        assert re.fullmatch(family.reasoning or "", choice.reasoning or "", re.DOTALL), choice
-        assert choice.finish_reason == ("tool_calls" if family.num_calls else "stop")
-    assert good[-3].tool_calls == () and good[-2].finish_reason == "length"
-    assert {choice.stop_reason for choice in good[5].choices} & {*"aeiou rst"}
-    assert len({(choice.text, choice.reasoning) for completion in good for choice in completion.choices}) > 20
-
-
 def test_a_stream_equals_generate(engine: Engine, rows: list[dict[str, Any]], completions: list[Completion]) -> None:
     """Guards every delta: joined they are the text and the reasoning, and the last event has the same completion."""
     events = list(engine.stream(rows, SHARED))

@@ -17,8 +17,8 @@ from cbatch.attention.registry import PerDeviceAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine import fallback, kv_cache_sizing
-from cbatch.engine.fallback import Execution
 from cbatch.engine.kv_cache_sizing import make_runner
+from cbatch.engine.model_runner import Execution
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.hf.placement import placement_of
 from cbatch.runtime.batch import RaggedBatch

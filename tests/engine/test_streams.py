@@ -136,15 +136,6 @@ def test_leaving_a_stream_frees_it(slow_engine: Engine, leave: Callable[[Stream]
         check_idle(slow_engine, within_s=1)
 
 
-def test_a_closed_stream_gives_nothing_more(engine: Engine) -> None:
-    """Guards `close` against events that have come already."""
-    stream = engine.stream([[1, 2], []], SHORT)
-    time.sleep(0.05)
-    stream.close()
-    stream.close()
-    assert list(stream) == []
-
-
 def test_an_idle_engine_holds_no_request(engine: Engine) -> None:
     """Guards the memory of prompts and results that were read, while the engine waits for the next request."""
     with no_collector():
@@ -222,37 +213,6 @@ def test_tasks_complete_and_stream_at_once(engine: Engine, tokens: Callable[[lis
     first, second, single, several = run(main())
     assert [first, second, list(single.token_ids)] == [tokens(prompts[0]), tokens(prompts[1]), tokens(prompts[0])]
     assert [list(one.token_ids) for one in several] == [tokens(prompt) for prompt in prompts]
-
-
-def test_two_loops_in_two_threads(engine: Engine, tokens: Callable[[list[int]], list[int]]) -> None:
-    """Guards wake-ups against going to the loop of somebody else."""
-    prompts, results = make_prompts([5, 9]), dict[int, list[int | None]]()
-
-    def work(number: int) -> None:
-        async def main() -> None:
-            results[number] = [event.token_id async for event in engine.astream(prompts[number], WHOLE)]
-
-        run(main())
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: tokens(prompt) for number, prompt in enumerate(prompts)}
-
-
-def test_refused_prompts_come_first(engine: Engine) -> None:
-    """Guards a stream for asyncio whose prompts are partly or all wrong."""
-
-    async def main() -> list[tuple[int, str | None]]:
-        events = [event async for event in engine.astream([[1], [], [2]], SamplingParams(max_tokens=1))]
-        events += [event async for event in engine.astream([[]])]
-        return [(event.index, event.error.code if event.error else None) for event in events]
-
-    first, *others = run(main())
-    assert first == (1, "invalid_row") and sorted(others[:2]) == [(0, None), (2, None)]
-    assert others[2:] == [(0, "invalid_row")]
 
 
 @pytest.mark.parametrize("num_read", [0, 5])
@@ -369,23 +329,6 @@ def test_a_loop_that_is_closed_early_cancels_its_requests(slow_engine: Engine) -
     loop.close()
     check_idle(slow_engine, within_s=1)
     assert not stream._is_closed
-
-
-def test_closing_the_engine_ends_waiting_tasks() -> None:
-    """Guards tasks against waiting for ever when the engine is closed under them."""
-
-    async def main() -> Any:
-        engine = new_engine()
-        forward = engine.core.runner.forward
-        engine.core.runner.forward = lambda batch: (time.sleep(0.01), forward(batch))[1]  # type: ignore[method-assign]
-        tasks = asyncio.gather(engine.agenerate([1, 2], LONG), rest_of(engine.astream([3], LONG)))
-        while engine.stats().num_tokens < 4:
-            await asyncio.sleep(0.001)
-        await asyncio.to_thread(engine.close)
-        return await tasks
-
-    done, events = run(main())
-    assert done.error.code == events[-1].error.code == "cancelled"
 
 
 # Interleavings.

@@ -18,7 +18,6 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.kernels.formats import Integers
 from cbatch.kernels.quantized_matrix import Float8Matrix, rounded_rows
-from cbatch.kernels.triton import linear
 from cbatch.kernels.triton.linear import round_rows
 from cbatch.model.ops.device_kernel import by_torch, by_triton
 from scripts.gpu.bound_kernels import BoundKernels
@@ -115,21 +114,6 @@ def test_linear(name: str, dtype: torch.dtype) -> None:
         OPS[name].float8_linear(source[:rows], matrix, bias, out[:rows])
         assert error_of(out[:rows], expected + bias.double()) < TOLERANCES[dtype]
         assert bool(out[rows:].isnan().all())
-
-
-@needs_float8
-def test_wrong_scales_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the test above: the scale of another row, or of another column, makes an error that it sees."""
-    matrix, numbers = drawn_matrix(48, 64)
-    source, out = draw(5, 64, dtype=torch.float16), torch.empty(5, 48, dtype=torch.float16, device=DEVICE)
-    expected, ops = expected_of(source, numbers), OPS["triton"]
-    ops.float8_linear(source, matrix, None, out)
-    assert error_of(out, expected) < TOLERANCES[torch.float16]
-    ops.float8_linear(source, matrix._replace(scales=matrix.scales.roll(1, 1)), None, out)
-    assert error_of(out, expected) > 0.05
-    monkeypatch.setattr(linear, "round_rows", lambda source: (round_rows(source)[0], round_rows(source)[1].roll(1, 0)))
-    ops.float8_linear(source, matrix, None, out)
-    assert error_of(out, expected) > 0.05
 
 
 @needs_float8

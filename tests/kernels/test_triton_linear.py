@@ -18,8 +18,6 @@ pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 from cbatch.kernels.formats import INT4, Integers
 from cbatch.kernels.operands import ExpertWeights
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
-from cbatch.kernels.triton import linear
-from cbatch.kernels.triton.linear import Tile
 
 pytestmark = pytest.mark.kernels
 
@@ -86,17 +84,3 @@ def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
         return out
 
     assert differing(multiply, source) == 0
-
-
-@pytest.mark.usefixtures("placeless_products")
-def test_a_tile_that_depends_on_the_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the worth of the test above: it notices sums that are cut elsewhere with few rows."""
-    ops, source, matrix = ops_for(90), draw(70, 160), draw(33, 160, seed=1)
-    assert differing(lambda rows: product(ops, rows, matrix), source) == 0
-
-    def by_rows(rows: Tensor) -> Tensor:
-        tile = Tile(32, 32, 16 if len(rows) == 1 else 64, 4, 2)
-        monkeypatch.setattr(linear.Tile, "of_numbers", lambda *_: tile)
-        return product(ops, rows, matrix)
-
-    assert differing(by_rows, source) > 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -291,27 +290,3 @@ def test_tiles_of_equal_keys() -> None:
         ops.gated_delta(qkv, controls, heads, state, recurrence, out)
 
     check(run, [Chunk(64, 0)], draw(1, 2, 16, 16, seed=2), blank(64, 32, torch.float32))
-
-
-FAULTS: dict[str, Callable[[Recurrence], Recurrence]] = {
-    "slots": lambda given: given._replace(slots=given.slots.roll(1)),
-    "snapshot counts": lambda given: given._replace(snapshot_counts=given.snapshot_counts - 1),
-    "snapshot slots": lambda given: given._replace(snapshot_slots=given.snapshot_slots - 1),
-    "starts": lambda given: given._replace(starts=given.starts - (given.starts == 3).int()),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", CASES)
-def test_faults_are_noticed(name: str, fault: str) -> None:
-    """Guards the tests above: they see a wrong slot, snapshot or boundary."""
-    chunks = [Chunk(3, 2), Chunk(2, 1, (2, 4)), Chunk(19, 5, (3, 7))]
-    run, state = CASES[name](rows_of(chunks), torch.float16)
-
-    def broken(ops: BoundKernels, recurrence: Recurrence, state: Tensor, out: Tensor) -> None:
-        run(ops, FAULTS[fault](recurrence) if ops.ops.triton else recurrence, state, out)
-
-    checked = partial(check, chunks=chunks, state=state, out=blank(rows_of(chunks), 40, torch.float16))
-    checked(run)
-    with pytest.raises(AssertionError):
-        checked(broken)

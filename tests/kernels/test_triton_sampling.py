@@ -83,23 +83,6 @@ def test_tokens_are_those_of_the_definition(shape: str, vocabulary: int) -> None
     assert torch.equal(largest, logits.max(dim=-1).values)
 
 
-FILTERS: list[dict[str, Any]] = [
-    {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
-    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0},
-    {"temperature": 1.0, "top_k": 60, "top_p": 1.0, "min_p": 0.0},
-    {"temperature": 1.0, "top_k": 0, "top_p": 0.3, "min_p": 0.0},
-    {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.02},
-]
-
-
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_each_filter_by_itself(filters: dict[str, float]) -> None:
-    """Guards each way through the kernels; k = 60 is more than there are blocks."""
-    logits = make_logits("normal", ROWS // 2, 450)
-    sequences = make_requests(ROWS // 2, **filters)
-    check(logits, sequences, draw(logits, sequences)[0])
-
-
 def make_masks(rows: int, vocabulary: int) -> RowMasks:
     """Few tokens, many, one, only the first, only the last; every third row has none, others have each other's."""
     rng = np.random.default_rng(0)

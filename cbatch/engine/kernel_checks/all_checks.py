@@ -9,16 +9,15 @@ from functools import cached_property
 from cbatch.attention.base import AttentionBackend
 from cbatch.attention.registry import PerDeviceAttention
 from cbatch.engine.kernel_checks.attention import AttentionChecks
-from cbatch.engine.kernel_checks.captured_step import check_captured
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck
 from cbatch.engine.kernel_checks.layer import LayerChecks
 from cbatch.engine.kernel_checks.sampling import check_sampling
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps
+from cbatch.engine.model_runner import Execution
 from cbatch.model.base import Model
 from cbatch.model.cuda import CudaModel
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.runtime.triton_setup import triton_problem
-from cbatch.sample.sampler import Sampler
 
 
 def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
@@ -27,88 +26,69 @@ def without_kernels(model: Model, *, heads_first: bool = False) -> Model:
 
 
 @dataclass(frozen=True)
-class GpuChecks:
-    """The checks of a model with an attention backend, whose results are kept."""
+class ModelChecks:
+    """The checks of a model with its attention backend. Each is made when it is asked for."""
 
-    model: Model
-    attention: AttentionBackend
-    sampler: Sampler
+    execution: Execution
     block_size: int
 
+    @property
+    def model(self) -> Model:
+        return self.execution.model
+
+    @property
+    def attention(self) -> AttentionBackend:
+        return self.execution.attention
+
     @cached_property
-    def expected(self) -> ExpectedSteps:
+    def _expected(self) -> ExpectedSteps:
         """Raises ModelError if the model does not even run by operations of torch."""
         return ExpectedSteps.of(without_kernels(self.model), self.block_size, self.attention.kv_dtype)
 
-    @cached_property
-    def _attention_checks(self) -> AttentionChecks:
-        return AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
+    def attention_kernels(self) -> Iterator[KernelCheck]:
+        one = self.attention
+        backends = one.backends if isinstance(one, PerDeviceAttention) else {self.model.device: one}
+        for device, backend in backends.items():
+            yield from AttentionChecks(backend, self.block_size, self.model.dtype, device).run(self._expected.calls)
 
-    @cached_property
-    def attention_kernels(self) -> list[KernelCheck]:
-        checks = [self._attention_checks]
-        if isinstance(self.attention, PerDeviceAttention):
-            checks = [
-                AttentionChecks(backend, self.block_size, self.model.dtype, device)
-                for device, backend in self.attention.backends.items()
-            ]
-        return [check for one in checks for check in one.run(self.expected.calls)]
+    def layers(self, *, products: bool = False) -> Iterator[KernelCheck]:
+        """The kernels between attention, if the model has any, and whole steps.
 
-    @cached_property
-    def layer_kernels(self) -> list[KernelCheck]:
-        """No checks if the model has no such kernels."""
-        if not isinstance(self.model, CudaModel):
-            return []
-        return list(LayerChecks(self.model, self.block_size, self.attention.kv_dtype).run())
-
-    @cached_property
-    def products(self) -> list[KernelCheck]:
-        """The library's products of matrices, which the engine does not check: nothing could take their place.
-
-        No checks if the model does without them.
+        products: of matrices too, if the library computes them: nothing could take their place
         """
-        if not isinstance(self.model, CudaModel) or self.model.ops.batch_invariant:
-            return []
-        return [LayerChecks(self.model, self.block_size).product()]
+        if isinstance(self.model, CudaModel):
+            checks = LayerChecks(self.model, self.block_size, self.attention.kv_dtype)
+            yield from checks.run()
+            if products and not self.model.ops.batch_invariant:
+                yield checks.product()
+        yield self._expected.check("a whole step", self.model, self.attention)
 
-    @cached_property
-    def step(self) -> KernelCheck:
-        return self.expected.check("a whole step", self.model, self.attention, self.block_size)
-
-    @cached_property
     def step_by_torch(self) -> KernelCheck:
         """A step of the model without kernels of its own."""
         model = without_kernels(self.model, heads_first=True)
-        return self.expected.check("a whole step with torch's operations", model, self.attention, self.block_size)
+        return self._expected.check("a whole step with torch's operations", model, self.attention)
 
-    @cached_property
-    def captured_steps(self) -> list[KernelCheck]:
+    def captured_steps(self) -> Iterator[KernelCheck]:
         """No checks if steps of the model cannot be captured as CUDA graphs."""
-        attention = self.attention.capturable
-        if self.model.capturable is None or attention is None:
-            return []
-        return [
-            self._attention_checks.check_captured(attention, self.expected.calls),
-            check_captured(self.expected, self.model, attention, self.sampler, self.block_size),
-        ]
+        if self.model.capturable is not None and self.attention.capturable is not None:
+            attention = AttentionChecks(self.attention, self.block_size, self.model.dtype, self.model.device)
+            yield attention.check_captured(self._expected.calls)
+            yield self._expected.check_captured(self.model, self.attention, self.execution.sampler)
 
 
-def check_all(
-    model: Model, attention: AttentionBackend, sampler: Sampler, block_size: int, make_plain: Callable[[], Model]
-) -> Iterator[KernelCheck]:
-    """Checks the kernels of a model with an attention backend, one after the other; none if torch computes everything.
+def check_all(execution: Execution, block_size: int, make_plain: Callable[[], Model]) -> Iterator[KernelCheck]:
+    """Checks the kernels of a model, one after the other; none if torch computes everything.
 
     make_plain: makes the same model by transformers
     """
+    model, attention = execution.model, execution.attention
     if triton_problem(model.device):
         return
+    checks = ModelChecks(execution, block_size)
     if attention.name == "triton":
-        checks = GpuChecks(model, attention, sampler, block_size)
-        yield from checks.attention_kernels
-        yield from checks.layer_kernels
-        yield from checks.products
-        yield checks.step
-        yield from checks.captured_steps
+        yield from checks.attention_kernels()
+        yield from checks.layers(products=True)
+        yield from checks.captured_steps()
     elif attention.name == "cpu":
         from cbatch.engine.kernel_checks.cpu import CpuChecks
         from cbatch.model.cpu import CpuModel
@@ -116,7 +96,6 @@ def check_all(
         if isinstance(model, CpuModel):
             yield from CpuChecks(model, attention, block_size, make_plain).run()
         else:
-            expected = ExpectedSteps.of(model, block_size, attention.kv_dtype)
-            yield from AttentionChecks(attention, block_size, model.dtype, model.device).run(expected.calls)
-            yield expected.check("a whole step", model, attention, block_size)
-    yield check_sampling(sampler, model.vocab_size)
+            yield from checks.attention_kernels()
+            yield from checks.layers()
+    yield check_sampling(execution.sampler, model.vocab_size)

@@ -11,16 +11,21 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from cbatch.attention.base import AttendOptions, AttentionBackend, CapturableAttention
+from cbatch.attention.base import AttendOptions, AttentionBackend
 from cbatch.attention.reference import ReferenceAttention, ReferenceMetadata
 from cbatch.engine.cuda_graphs import GraphCapturer, Run
-from cbatch.engine.kernel_checks.comparison import TOLERANCES, error_of_cache, largest_error
-from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
+from cbatch.engine.kernel_checks.kernel_check import (
+    TOLERANCES,
+    KernelCheck,
+    Workload,
+    error_of_cache,
+    largest_error,
+    run_check,
+)
 from cbatch.engine.kernel_checks.made_up_steps import draw, empty_cache, num_blocks, ragged_batch
-from cbatch.model.ops.attention import store_in_blocks
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.device import is_accelerator
-from cbatch.runtime.kv_cache import U8, U8_SCALE_BYTES, LayerShape, as_numbers, as_stored
+from cbatch.runtime.kv_cache import U8, U8_SCALE_BYTES, LayerShape, as_numbers
 
 CHUNKS = {
     "decode attention": [(0, 1), (16, 17), (299, 300), (1099, 1100)],
@@ -102,12 +107,10 @@ class AttentionChecks:
     def run(self, calls: Sequence[AttentionCall]) -> Iterator[KernelCheck]:
         """One check for each kernel and each way in which it is called."""
         check = partial(run_check, device=self.device, tolerance=TOLERANCES[self.dtype])
-        shapes = {call.layer: None for call in calls}
-        for layer in shapes:
-            heads_first = self._heads_first(layer)
-            if heads_first is not None:
-                form = AttentionCall(0, layer, 1.0).form
-                yield check(f"cache write ({form})", measure=partial(self._write_error, layer, heads_first))
+        for layer in dict.fromkeys(call.layer for call in calls):
+            shape, _ = self.attention.block_shapes(layer, self.block_size, self.dtype)
+            if shape == (layer.heads, self.block_size, layer.key_dim):  # else attention shows what is written
+                yield check(f"cache write (heads of {layer.key_dim})", measure=partial(self._write_error, layer))
         for call in calls:
             for name, chunks in CHUNKS.items():
                 workload = None if name.startswith("short") else partial(self._workload, name, call)
@@ -115,118 +118,75 @@ class AttentionChecks:
                 yield check(f"{name} ({call.form})", measure=measure, workload=workload)
 
     def check_captured(
-        self,
-        attention: CapturableAttention,
-        calls: Sequence[AttentionCall],
-        capture: Callable[[Run], Run] | None = None,
+        self, calls: Sequence[AttentionCall], capture: Callable[[Run], Run] | None = None
     ) -> KernelCheck:
         """Attention of steps that are split, replayed from CUDA graphs. One call has the same launches as any other.
 
-        attention: the backend
-        capture:   captures what has run once; see `GraphCapturer`
+        capture: captures what has run once; see `GraphCapturer`
         """
         call = min(calls, key=lambda call: call.window is not None)  # a window may hide all splits but one
 
         def measure() -> float:
-            return max(self._captured_error(attention, call, chunks, capture) for chunks in CAPTURED_STEPS)
+            return max(self._error(call, chunks, partial(self._replayed, capture)) for chunks in CAPTURED_STEPS)
 
         return run_check("captured attention", self.device, TOLERANCES[self.dtype], measure)
 
-    def _heads_first(self, layer: LayerShape) -> bool | None:
-        """Whether a block is [heads, block_size, dim] or [block_size, heads, dim]; None if it is neither."""
-        shape, _ = self.attention.block_shapes(layer, self.block_size, self.dtype)
-        if shape == (layer.heads, self.block_size, layer.key_dim):
-            return True
-        return False if shape == (self.block_size, layer.heads, layer.key_dim) else None
-
-    def _filled(self, layer: LayerShape, past: RaggedBatch, blocks: int) -> tuple[Tensor, Tensor]:
-        """The cache of one layer with the keys and values of a batch, as the backend writes them."""
-        kv_cache = empty_cache(self.attention, [layer], blocks, self.block_size, self.dtype, self.device)
-        new_keys, new_values = self._new_kv(layer, len(past.ids))
+    def _filled(
+        self, attention: AttentionBackend, layer: LayerShape, chunks: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, Tensor]:
+        """The cache of one layer with the keys and values of chunks, always the same ones, as a backend writes them."""
+        past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
+        blocks, tokens = num_blocks(chunks, self.block_size), len(past.ids)
+        kv_cache = empty_cache(attention, [layer], blocks, self.block_size, self.dtype, self.device)
         keys, values = kv_cache.keys[0], kv_cache.values[0]
-        metadata = self.attention.prepare(past, self.block_size)
-        self.attention.store_kv(keys, values, new_keys, new_values, metadata)
+        new = self._draw(1, tokens, layer.heads, layer.key_dim), self._draw(2, tokens, layer.heads, layer.value_dim)
+        attention.store_kv(keys, values, *new, attention.prepare(past, self.block_size))
         return keys, values
 
-    def _filled_by_torch(
-        self, layer: LayerShape, past: RaggedBatch, blocks: int, *, heads_first: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The same, as plain torch writes it."""
-        filled = []
-        for new in self._new_kv(layer, len(past.ids)):
-            block = [layer.heads, self.block_size] if heads_first else [self.block_size, layer.heads]
-            dtype = self.attention.kv_dtype or self.dtype
-            if dtype == U8:  # the numbers that its bytes stand for
-                new, dtype = as_numbers(as_stored(new, U8)), torch.float32
-            cache = torch.full((blocks, *block, new.shape[-1]), math.nan, dtype=dtype, device=self.device)
-            store_in_blocks(cache, new, past.slot_mapping, heads_first=heads_first)
-            filled.append(cache)
-        return filled[0], filled[1]
-
-    def _new_kv(self, layer: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [T, heads, dim]: always the same."""
-        drawn = partial(draw, dtype=self.dtype, device=self.device)
-        return drawn(1, tokens, layer.heads, layer.key_dim), drawn(2, tokens, layer.heads, layer.value_dim)
-
-    def _cache_for(self, layer: LayerShape, past: RaggedBatch, blocks: int) -> tuple[Tensor, Tensor]:
-        """A filled cache for the backend. A fault of its own writing shows in the check of that, if possible."""
-        heads_first = self._heads_first(layer)
-        if heads_first is None:
-            return self._filled(layer, past, blocks)
-        return self._filled_by_torch(layer, past, blocks, heads_first=heads_first)
-
-    def _write_error(self, layer: LayerShape, heads_first: bool) -> float:
+    def _write_error(self, layer: LayerShape) -> float:
         chunks = [(0, 1), (0, 21), (0, 2)]
-        past, blocks = ragged_batch(chunks, self.block_size, self.device), num_blocks(chunks, self.block_size)
-        found = self._filled(layer, past, blocks)
-        expected = self._filled_by_torch(layer, past, blocks, heads_first=heads_first)
-        return max(error_of_cache(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        found = self._filled(self.attention, layer, chunks)
+        expected = self._filled(ReferenceAttention(self.attention.kv_dtype), layer, chunks)
+        return max(error_of_cache(mine.transpose(1, 2), one) for mine, one in zip(found, expected, strict=True))
 
     def _error(self, call: AttentionCall, chunks: Sequence[tuple[int, int]], attend: Attend | None = None) -> float:
         """Of a step, compared with the reference in float64. attend: in place of the backend's"""
-        past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
-        batch, blocks = ragged_batch(chunks, self.block_size, self.device), num_blocks(chunks, self.block_size)
-        query = draw(0, len(batch.ids), call.heads, call.layer.key_dim, dtype=self.dtype, device=self.device)
-        options = call.options(self.device)
-        keys, values = self._cache_for(call.layer, past, blocks)
-        found = (attend or self._attend)(query, keys, values, batch, options)
-        keys, values = self._filled_by_torch(call.layer, past, blocks, heads_first=False)
-        return largest_error(found, _attend_by_heads(query, keys, values, batch, options))
+        batch, options = ragged_batch(chunks, self.block_size, self.device), call.options(self.device)
+        query = self._draw(0, len(batch.ids), call.heads, call.layer.key_dim)
+        kv = self._filled(self.attention, call.layer, chunks)
+        if attend is None:
+            metadata = self.attention.prepare(batch, self.block_size)
+            found = self.attention.attend(query, *kv, metadata, **options)
+        else:
+            found = attend(query, *kv, batch, options)
+        kv = self._filled(ReferenceAttention(self.attention.kv_dtype), call.layer, chunks)
+        return largest_error(found, _attend_by_heads(query, *kv, batch, options))
 
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, options: AttendOptions
-    ) -> Tensor:
-        return self.attention.attend(query, keys, values, self.attention.prepare(batch, self.block_size), **options)
+    def _draw(self, seed: int, *shape: int) -> Tensor:
+        return draw(seed, *shape, dtype=self.dtype, device=self.device)
 
-    def _captured_error(
-        self,
-        attention: CapturableAttention,
-        call: AttentionCall,
-        chunks: Sequence[tuple[int, int]],
-        capture: Callable[[Run], Run] | None,
-    ) -> float:
-        """Of a step that is replayed: it is captured without tokens."""
+    def _replayed(
+        self, capture: Callable[[Run], Run] | None, query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch,
+        options: AttendOptions,
+    ) -> Tensor:  # fmt: skip
+        """Attention of a step that is captured without tokens."""
+        attention, count, sequences = self.attention.capturable, len(query), len(batch.stops) + 1
+        assert attention is not None
+        is_decode, blocks = count < sequences, max(len(table) for table in batch.tables)
+        tokens = sequences if is_decode else count + _SPARE_TOKENS
+        buffers = attention.graph_buffers(tokens, sequences, blocks, self.block_size, decode_only=is_decode)
+        padded = torch.cat([query, query.new_zeros(tokens - count, *query.shape[1:])])
+        out = query.new_full((tokens, query.shape[1], values.shape[-1]), math.nan)
 
-        def attend(query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, options: AttendOptions) -> Tensor:
-            count, sequences = len(query), len(chunks) + 1
-            is_decode = count == len(chunks)
-            tokens = sequences if is_decode else count + _SPARE_TOKENS
-            blocks = max(len(table) for table in batch.tables)
-            buffers = attention.graph_buffers(tokens, sequences, blocks, self.block_size, decode_only=is_decode)
-            padded = torch.cat([query, query.new_zeros(tokens - count, *query.shape[1:])])
-            out = query.new_full((tokens, call.heads, call.layer.value_dim), math.nan)
+        def run() -> None:
+            out.copy_(attention.attend(padded, keys, values, buffers.metadata, **options))
 
-            def run() -> None:
-                out.copy_(attention.attend(padded, keys, values, buffers.metadata, **options))
-
-            run()
-            # One for each step: a memory pool whose graphs are freed takes no others.
-            replay = (capture or GraphCapturer(self.device))(run)
-            buffers.fill(batch)
-            replay()
-            return out[:count]
-
-        return self._error(call, chunks, attend)
+        run()
+        # One for each step: a memory pool whose graphs are freed takes no others.
+        replay = (capture or GraphCapturer(self.device))(run)
+        buffers.fill(batch)
+        replay()
+        return out[:count]
 
     def _workload(self, name: str, call: AttentionCall) -> Workload:
         """Sequences that decode, 64 behind long pasts or more behind a window, or a prompt behind as long a past."""
@@ -239,10 +199,9 @@ class AttentionChecks:
         else:
             length = min(total // 2, 2048 if is_accelerator(self.device) else 256)
             chunks = [(length, 2 * length)]
-        past = ragged_batch([(0, stop) for _, stop in chunks], self.block_size, self.device)
         batch = ragged_batch(chunks, self.block_size, self.device)
-        keys, values = self._cache_for(layer, past, num_blocks(chunks, self.block_size))
-        query = draw(0, len(batch.ids), call.heads, layer.key_dim, dtype=self.dtype, device=self.device)
+        keys, values = self._filled(self.attention, layer, chunks)
+        query = self._draw(0, len(batch.ids), call.heads, layer.key_dim)
         metadata, options = self.attention.prepare(batch, self.block_size), call.options(self.device)
         run = partial(self.attention.attend, query, keys, values, metadata, **options)
         seen = [min(token + 1, call.window or token + 1) for start, stop in chunks for token in range(start, stop)]
@@ -254,6 +213,7 @@ class AttentionChecks:
 def _attend_by_heads(query: Tensor, keys: Tensor, values: Tensor, batch: RaggedBatch, options: AttendOptions) -> Tensor:
     """The reference in float64, for one head of the keys after the other: all at once could take gigabytes."""
     reference, results = ReferenceAttention(), []
+    keys, values = (as_numbers(part) if part.dtype == U8 else part for part in (keys, values))
     metadata, group, sinks = reference.prepare(batch, keys.shape[1]), query.shape[1] // keys.shape[2], options["sinks"]
     for head in range(keys.shape[2]):
         served, one = slice(head * group, (head + 1) * group), slice(head, head + 1)

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.quantization import STORED
 from cbatch.base.units import format_bytes
 from cbatch.engine.kernel_checks.attention import AttentionCall, AttentionChecks
-from cbatch.engine.kernel_checks.comparison import TOLERANCES, largest_error
-from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
+from cbatch.engine.kernel_checks.kernel_check import TOLERANCES, KernelCheck, Workload, largest_error, run_check
+from cbatch.engine.kernel_checks.made_up_steps import draw
 from cbatch.engine.kernel_checks.whole_step import ExpectedSteps, StepRunner
 from cbatch.kernels.cpu.activation import ActivationParams
 from cbatch.kernels.cpu.jit import entry
@@ -25,7 +26,7 @@ from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_li
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.cpu.tensors import as_array
 from cbatch.kernels.cpu.thread_pool import shared_thread_pool
-from cbatch.kernels.formats import FORMATS, GROUP, INT4, INT4_ZEROS, INT8, MXFP4, Integers, quantized
+from cbatch.kernels.formats import FORMATS, GROUP, INT4_ZEROS, INT8, MXFP4, Integers
 from cbatch.model.base import Model
 from cbatch.model.cpu import CpuModel
 from cbatch.model.cuda import CudaModel
@@ -35,6 +36,8 @@ from cbatch.model.ops.linear import Linear
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import device_memory
 
+CPU = torch.device("cpu")
+
 _WORKLOAD_BYTES = 2**26
 _MANY_ROWS = 256
 _QUANTIZED_TOLERANCES = {"int8": 0.3, "int4": 2.0, STORED: 0.3}
@@ -42,13 +45,6 @@ _QUANTIZED_TOLERANCES = {"int8": 0.3, "int4": 2.0, STORED: 0.3}
 
 _INT8_ROWS_TOLERANCE = 0.05
 """Most that products of rows rounded to int8 differ from those of the rows, relative to the largest."""
-
-
-def _call_of(call: Attend) -> AttentionCall:
-    """How a layer calls attention; a chunk of tokens is left out, because the reference checks it in whole steps."""
-    return AttentionCall(
-        call.heads, call.shape, call.scale, call.window or None, call.softcap or None, call.sinks is not None
-    )
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,13 @@ class CpuChecks:
 
     def run(self) -> Iterator[KernelCheck]:
         model, device = self.model, self.model.device
-        calls = [_call_of(call) for call in model.program.operations if isinstance(call, Attend)]
+        calls = [  # without chunks of tokens, which the reference checks in whole steps
+            AttentionCall(
+                one.heads, one.shape, one.scale, one.window or None, one.softcap or None, one.sinks is not None
+            )
+            for one in model.program.operations
+            if isinstance(one, Attend)
+        ]
         attention = AttentionChecks(self.attention, self.block_size, model.dtype, device, _WORKLOAD_BYTES)
         yield from attention.run(list(dict.fromkeys(calls)))
         matrices = [one.matrix for one in model.program.operations if isinstance(one, Linear)]
@@ -73,8 +75,7 @@ class CpuChecks:
         for kind in sorted(model.formats):
             product = _Product(largest.columns, largest.depth, model.dtype, kind, model.left_bytes)
             for name, rows in (("one row", 1), ("many rows", _MANY_ROWS)):
-                measure, workload = partial(product.error, rows), partial(product.workload, rows)
-                yield run_check(f"linear, {name} ({product.name})", device, product.tolerance, measure, workload)
+                yield product.check(f"linear, {name}", rows)
         yield self._step()
         yield run_check("argmax", device, 0.0, self._argmax_error, of_tokens=True)
 
@@ -94,12 +95,12 @@ class CpuChecks:
         tolerance = None if quantization is None else _QUANTIZED_TOLERANCES[quantization.weights]
         # Fewer weights stay in the processor's caches, and are not read from memory.
         workload = self._step_workload if self.model.weight_bytes >= _WORKLOAD_BYTES else None
-        return expected.check(name, self.model, self.attention, self.block_size, tolerance, workload)
+        return expected.check(name, self.model, self.attention, tolerance, workload)
 
     @cached_property
     def _runner(self) -> StepRunner:
-        steps = [[(0, 4), (0, 3)], [(4, 5), (3, 4)]]
-        return StepRunner(self.model, self.attention, self.block_size, steps)
+        """Of a step with prompts, and one that decodes."""
+        return StepRunner(self.model, self.attention, self.block_size, [[(0, 4), (0, 3)], [(4, 5), (3, 4)]])
 
     def _argmax_error(self) -> float:
         """Share of the rows whose largest logit is another one."""
@@ -109,13 +110,13 @@ class CpuChecks:
 
     def _step_workload(self) -> Workload:
         """A step that decodes: it reads all weights."""
-        self._runner.forward(0)
-        batch = self._runner.batch(1)
+        batches = [self._runner.batch(0), self._runner.batch(1)]
 
         def run() -> None:
             with single_threaded():
-                self.model.forward(batch, self._runner.kv_cache, self.attention)
+                self.model.forward(batches[-1], self._runner.kv_cache, self.attention)
 
+        self.model.forward(batches[0], self._runner.kv_cache, self.attention)
         return Workload(run, bytes_read=self.model.linear_cost.weight_bytes)
 
 
@@ -137,68 +138,49 @@ class _Product:
     format: int
     left_bytes: int
 
-    @property
-    def name(self) -> str:
-        name = FORMATS[self.format]
-        return f"{name} by {('int8', 'int16')[self.left_bytes - 1]}" if is_quantized(self.format) else name
-
-    @property
-    def tolerance(self) -> float:
-        return _INT8_ROWS_TOLERANCE if is_quantized(self.format) and self.left_bytes == 1 else TOLERANCES[self.dtype]
-
-    @cached_property
-    def _weight(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(self.columns, self.depth, generator=generator).to(self.dtype)
+    def check(self, name: str, rows: int) -> KernelCheck:
+        by, is_rounded = "", is_quantized(self.format) and self.left_bytes == 1
+        if is_quantized(self.format):
+            by = f" by {('int8', 'int16')[self.left_bytes - 1]}"
+        tolerance = _INT8_ROWS_TOLERANCE if is_rounded else TOLERANCES[self.dtype]
+        measure, workload = partial(self._error, rows), partial(self._workload, rows)
+        return run_check(f"{name} ({FORMATS[self.format]}{by})", CPU, tolerance, measure, workload)
 
     @cached_property
-    def _rounded(self) -> Tensor:
-        """The numbers that the packed weight stands for."""
+    def _weight(self) -> tuple[NDArray[np.uint8], Tensor]:
+        """A random weight, packed, and as the numbers that this stands for."""
+        generator, shape = np.random.default_rng(0), (self.columns, self.depth)
         if not is_quantized(self.format):
-            return self._weight.float()
-        return self._integers.values(self.format)
-
-    @cached_property
-    def _integers(self) -> Integers:
-        """The weight as integers; random ones of a format that only files are in."""
-        if self.format in (INT8, INT4):
-            return quantized(self._weight, self.format)
-        generator, groups = np.random.default_rng(0), (self.columns, -(-self.depth // GROUP))
-        places = generator.integers(0, 16, (self.columns, self.depth), np.uint8)
+            numbers = torch.from_numpy(generator.standard_normal(shape, np.float32)).to(self.dtype)
+            return pack_weight(as_array(numbers)), numbers.float()
+        groups, (low, high) = (self.columns, -(-self.depth // GROUP)), (-127, 128) if self.format == INT8 else (0, 16)
         steps = np.exp2(generator.integers(-3, 1, groups).astype(np.float32))
         steps *= 1 if self.format == MXFP4 else generator.uniform(0.5, 1, groups).astype(np.float16).astype(np.float32)
         zeros = generator.integers(0, 16, groups).astype(np.float32) if self.format == INT4_ZEROS else None
-        return Integers.of_arrays(places, steps.astype(np.float16), zeros)
-
-    @cached_property
-    def _packed(self) -> PackedMatrix:
-        nothing = np.empty(0, np.float32)
-        if is_quantized(self.format):
-            packed = pack_integers(self.format, self._integers)
-        else:
-            packed = pack_weight(as_array(self._weight))
-        data = empty(packed.size, packed.dtype)
-        data[:] = packed
-        return PackedMatrix(data, 0, self.format, nothing, nothing)
+        places = generator.integers(low, high, shape, np.int8)
+        integers = Integers.of_arrays(places, steps.astype(np.float16), zeros)
+        return pack_integers(self.format, integers), integers.values(self.format)
 
     def _call(self, rows: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """Rows, their products [rows, columns], and the call that computes these."""
-        generator, pool = torch.Generator().manual_seed(rows), shared_thread_pool(num_threads())
-        left = torch.randn(rows, self.depth, generator=generator).to(self.dtype)
-        out = empty((rows, pad_columns(self.columns)), np.float32)
+        left = draw(rows, rows, self.depth, dtype=self.dtype, device=CPU)
+        out, nothing = empty((rows, pad_columns(self.columns)), np.float32), np.empty(0, np.float32)
+        packed, pool = self._weight[0], shared_thread_pool(num_threads())
+        data = empty(packed.size, packed.dtype)
+        data[:] = packed
+        matrix = PackedMatrix(data, 0, self.format, nothing, nothing)
         workspace = new_linear_workspace(pool.size, [self.format], self.depth, rows=rows, left_bytes=self.left_bytes)
-        run = partial(pool.run, _multiply, as_array(left), self._packed, out, workspace)
+        run = partial(pool.run, _multiply, as_array(left), matrix, out, workspace)
         return left, torch.from_numpy(out)[:, : self.columns], run
 
-    def error(self, rows: int) -> float:
+    def _error(self, rows: int) -> float:
         left, found, run = self._call(rows)
         run()
-        return largest_error(found, left.float() @ self._rounded.T)
+        return largest_error(found, left.float() @ self._weight[1].T)
 
-    def workload(self, rows: int) -> Workload:
+    def _workload(self, rows: int) -> Workload:
         if rows == 1:  # more weights than the processor's caches hold
             columns = max(self.columns, _WORKLOAD_BYTES // tile_bytes(self.format, self.depth) * COLUMNS)
             larger = replace(self, columns=columns)
-            return Workload(larger._call(rows)[2], bytes_read=larger._packed.data.nbytes)
-        *_, run = self._call(rows)
-        return Workload(run, flops=2 * rows * self.columns * self.depth)
+            return Workload(larger._call(rows)[2], bytes_read=larger._weight[0].nbytes)
+        return Workload(self._call(rows)[2], flops=2 * rows * self.columns * self.depth)

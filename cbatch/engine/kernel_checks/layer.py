@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ from torch.nn.functional import linear
 
 from cbatch.attention.base import AttendOptions
 from cbatch.attention.reference import ReferenceAttention, ReferenceMetadata
-from cbatch.engine.kernel_checks.comparison import (
+from cbatch.engine.kernel_checks.kernel_check import (
     TOLERANCES,
+    KernelCheck,
+    Workload,
     error_of_cache,
-    error_of_fp8_cache,
     largest_error,
     product_tolerance,
+    run_check,
 )
-from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
 from cbatch.engine.kernel_checks.made_up_steps import (
     draw,
     empty_cache,
@@ -39,7 +40,7 @@ from cbatch.model.cuda import CudaModel
 from cbatch.model.ops.device_kernel import DeviceKernel, DeviceOps, by_torch
 from cbatch.model.ops.linear import Linear
 from cbatch.model.ops.operation import constants
-from cbatch.runtime.kv_cache import FP8, LayerShape, Shape
+from cbatch.runtime.kv_cache import LayerShape, Shape
 
 CHUNKS = [(0, 3), (0, 2)]
 """Of the step whose calls are noted."""
@@ -54,18 +55,14 @@ _HEAD_PIECE = 4096
 _HEAD_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-class StateChunk(NamedTuple):
-    """tokens: of a chunk; snapshot: after how many of them its state is copied, 0 for never"""
+Chunks = Sequence[tuple[int, int]]
+"""Of a step of recurrent layers: the tokens of each, and after how many of them its state is copied, 0 for never."""
 
-    tokens: int
-    snapshot: int = 0
-
-
-STEPS = {
-    "decode": [StateChunk(1), StateChunk(1, 1), StateChunk(1)],
-    "chunks": [StateChunk(1), StateChunk(2), StateChunk(75, 37), StateChunk(1), StateChunk(40, 32), StateChunk(21, 21)],
+STEPS: Mapping[str, Chunks] = {
+    "decode": [(1, 0), (1, 1), (1, 0)],
+    "chunks": [(1, 0), (2, 0), (75, 37), (1, 0), (40, 32), (21, 21)],
 }
-"""Of recurrent layers: chunks shorter than a convolution, of several tiles, and of some tiles and a few tokens."""
+"""Chunks shorter than a convolution, of several tiles, and of some tiles and a few tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,9 @@ class KernelCall:
         result = mine.run(ops)
         found = [one for one in mine.arguments if isinstance(one, Tensor)]
         if isinstance(result, Routing):
-            found += [result.weights, _experts_of(result), result.counts[:, None].float()]
+            # The experts that were chosen. Where a pair stands among those of its expert does not matter.
+            experts = torch.searchsorted(result.counts.cumsum(0), result.places.long(), right=True)
+            found += [result.weights, experts.float(), result.counts[:, None].float()]
         return [one for one in found if one.dim() > 1]
 
     @property
@@ -104,16 +103,12 @@ class KernelCall:
         """The bytes that it reads and writes for each token, without weights and small numbers."""
         total = 0
         for name, one in zip(self.kernel.parameters, self.arguments, strict=False):
-            match one:
-                case Tensor() if one.is_floating_point():
-                    row = one[0, :, 0] if one.dim() == 4 else one[0]  # of a cache, the place of one token
-                    total += (1 + (name == self.kernel.updates)) * row.numel() * one.element_size()
-                case Embedding():
-                    total += one.table[0].nbytes * (1 if one.positions is None else 2)
-                case Positions():
-                    total += sum(each[0].nbytes for each in one if each is not None)
-                case tuple() if type(one) is tuple:
-                    total += sum(each.value[0].nbytes for each in one if isinstance(each, Addend))
+            if isinstance(one, Embedding):
+                total += one.table[0].nbytes * (1 if one.positions is None else 2)
+            elif name != "weights" and not isinstance(one, Routing):
+                for tensor in filter(Tensor.is_floating_point, _tensors_of(one)):
+                    row = tensor[0, :, 0] if tensor.dim() == 4 else tensor[0]  # of a cache, the place of one token
+                    total += (1 + (name == self.kernel.updates)) * row.nbytes
         return total
 
     def bytes_per_sequence(self) -> int:
@@ -123,27 +118,40 @@ class KernelCall:
         state: Tensor = self.arguments[self.state]
         return 2 * state[0].nbytes + sum(rows)
 
-    def over_chunks(self, chunks: Sequence[StateChunk], draw: Callable[..., Tensor]) -> KernelCall:
+    def over_chunks(self, chunks: Chunks, draw: Callable[..., Tensor]) -> KernelCall:
         """The call over a step of such chunks, with random states and numbers, which are columns of wider tensors.
 
         Slots lie in no order. Each chunk has one for a snapshot, too, which is NaN before one is made.
 
         draw: random numbers, of a seed and a shape
         """
-        place, count = self.state, len(chunks)
+        place, count, counts = self.state, len(chunks), [tokens for tokens, _ in chunks]
         assert place is not None
-        noted: Tensor = self.arguments[place]
+        noted, out, tokens = self.arguments[place], self.arguments[place + 2], sum(counts)
         state = noted.new_full((2 * count, *noted.shape[1:]), math.nan)
         state[count:] = draw(0, count, *noted.shape[1:])
-        tokens, out = sum(chunk.tokens for chunk in chunks), self.arguments[place + 2]
         arguments = [
             draw(number + 1, tokens, one.shape[1] + 16).to(one.dtype)[:, 8:-8] if isinstance(one, Tensor) else one
             for number, one in enumerate(self.arguments)
         ]
-        arguments[place : place + 3] = [
-            state, _recurrence_of(chunks, state.device), out.new_zeros(tokens, out.shape[1])
-        ]  # fmt: skip
+        targets = [number if snapshot else -1 for number, (_, snapshot) in enumerate(chunks)]
+        columns = [0, *accumulate(counts)], range(2 * count - 1, count - 1, -1), [after for _, after in chunks], targets
+        placed = [torch.tensor(list(column), dtype=torch.int32, device=state.device) for column in columns]
+        recurrence = Recurrence(placed[0], placed[1], placed[2], placed[3], max(counts))
+        arguments[place : place + 3] = [state, recurrence, out.new_zeros(tokens, out.shape[1])]
         return replace(self, arguments=tuple(arguments))
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Those of an argument that `_changed` changes."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _changed(value, note)
+    return found
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -157,20 +165,6 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         case tuple() if type(value) is tuple:
             return tuple(_changed(one, change) for one in value)
     return value
-
-
-def _experts_of(routing: Routing) -> Tensor:
-    """[T, top_k] the experts that were chosen. Where a pair stands among those of its expert does not matter."""
-    return torch.searchsorted(routing.counts.cumsum(0), routing.places.long(), right=True).float()
-
-
-def _recurrence_of(chunks: Sequence[StateChunk], device: torch.device) -> Recurrence:
-    count, snapshots = len(chunks), [chunk.snapshot for chunk in chunks]
-    starts = [0, *accumulate(chunk.tokens for chunk in chunks)]
-    targets = [number if snapshot else -1 for number, snapshot in enumerate(snapshots)]
-    columns = starts, range(2 * count - 1, count - 1, -1), snapshots, targets
-    tensors = [torch.tensor(list(column), dtype=torch.int32, device=device) for column in columns]
-    return Recurrence(tensors[0], tensors[1], tensors[2], tensors[3], max(chunk.tokens for chunk in chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +270,7 @@ class LayerChecks:
     def _difference(self, call: KernelCall) -> float:
         plain = by_torch(heads_first=self.model.ops.heads_first)
         pairs = zip(call.results(self.model.ops), call.results(plain), strict=True)
-        return max((error_of_fp8_cache if one.dtype == FP8 else error_of_cache)(one, other) for one, other in pairs)
+        return max(error_of_cache(one, other) for one, other in pairs)
 
     def _head_error(self) -> float:
         """With the model's own matrix, compared with a product in float64."""
@@ -300,7 +294,7 @@ class LayerChecks:
         if call.state is not None:
             size = call.bytes_per_sequence()
             sequences = max(self.workload_bytes // size, 1)
-            grown = call.over_chunks([StateChunk(1)] * sequences, self._draw)
+            grown = call.over_chunks([(1, 0)] * sequences, self._draw)
             return Workload(partial(grown.run, ops), bytes_read=size * sequences)
         size = call.bytes_per_token()
         tokens = _PRODUCT_TOKENS if call.kernel.is_product else max(self.workload_bytes // size, 1)
@@ -333,21 +327,14 @@ class LayerChecks:
         grown = call.with_tensors(grow)
         if routing is None:
             return grown
-        spread = _spread_routing(tokens, routing.weights.shape[1], len(routing.counts), self.model.device)
-        arguments = tuple(spread if isinstance(one, Routing) else one for one in grown.arguments)
-        return replace(grown, arguments=arguments)
+        chosen = torch.arange(tokens * scale, device=self.model.device) % len(routing.counts)  # about as many of each
+        order, counts = chosen.argsort(stable=True), torch.bincount(chosen, minlength=len(routing.counts)).int()
+        weights = torch.full((tokens, scale), 1 / scale, device=self.model.device)
+        spread = Routing(weights, order.argsort().view(tokens, scale).int(), order.int(), counts)
+        return replace(grown, arguments=tuple(spread if isinstance(one, Routing) else one for one in grown.arguments))
 
     def _draw(self, seed: int, *shape: int) -> Tensor:
         return draw(seed, *shape, dtype=self.model.dtype, device=self.model.device)
-
-
-def _spread_routing(tokens: int, top_k: int, experts: int, device: torch.device) -> Routing:
-    """Every expert has about as many tokens."""
-    chosen = torch.arange(tokens * top_k, device=device) % experts
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=experts).int()
-    weights = torch.full((tokens, top_k), 1 / top_k, device=device)
-    return Routing(weights, order.argsort().view(tokens, top_k).int(), order.int(), counts)
 
 
 def _pieces(matrix: Tensor | QuantizedMatrix) -> Iterator[Tensor]:

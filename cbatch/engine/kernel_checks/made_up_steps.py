@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
+from cbatch.base.params import SamplingParams
+from cbatch.base.request import Request
 from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import U8, KVCache, LayerShape
 from cbatch.runtime.state_pool import StatePool, StepStates
+from cbatch.schedule.sequence import TokenSequence
 
 _SPARE_BLOCKS = 3
 
@@ -78,6 +81,12 @@ def made_up_states(pool: StatePool, batch: RaggedBatch) -> StepStates:
     snapshots = np.full(count, -1)
     snapshots[0] = pool.num_slots - 1
     return StepStates(pool, np.arange(1, 2 * count, 2), np.ones(count, np.int64), snapshots)
+
+
+def made_up_sequences(params: Sequence[SamplingParams], seeds: Iterable[int]) -> list[TokenSequence]:
+    """An output of a request with each of these parameters."""
+    requests = [Request(params=one, max_new_tokens=1, seed=seed) for one, seed in zip(params, seeds, strict=True)]
+    return [TokenSequence(number, [1], request) for number, request in enumerate(requests)]
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request
 from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
-from cbatch.engine.kernel_checks.made_up_steps import draw
+from cbatch.engine.kernel_checks.made_up_steps import draw, made_up_sequences
 from cbatch.sample.row_masks import RowMasks
 from cbatch.sample.sampler import Sampler
 from cbatch.sample.structured.token_bitmask import bitmask_of
@@ -40,14 +39,8 @@ _WORKLOAD_ROWS = 64
 
 def check_sampling(sampler: Sampler, vocabulary: int) -> KernelCheck:
     """Compares tokens for every kind of parameters; the error is the share of rows that differ."""
-    return run_check(
-        "sampling",
-        sampler.device,
-        _TOLERANCE,
-        partial(_error, sampler, vocabulary),
-        partial(_workload, sampler, vocabulary),
-        of_tokens=True,
-    )
+    measure, workload = partial(_error, sampler, vocabulary), partial(_workload, sampler, vocabulary)
+    return run_check("sampling", sampler.device, _TOLERANCE, measure, workload, of_tokens=True)
 
 
 def _error(sampler: Sampler, vocabulary: int) -> float:
@@ -78,8 +71,7 @@ def _workload(sampler: Sampler, vocabulary: int) -> Workload:
 
 
 def _requests(rows: int) -> list[TokenSequence]:
-    params = [SamplingParams(**_KINDS[row % len(_KINDS)]) for row in range(rows)]
-    return [TokenSequence(row, [1], Request(params=one, max_new_tokens=1, seed=row)) for row, one in enumerate(params)]
+    return made_up_sequences([SamplingParams(**_KINDS[row % len(_KINDS)]) for row in range(rows)], range(rows))
 
 
 def _draw_logits(rows: int, vocabulary: int, device: torch.device) -> Tensor:

@@ -1,40 +1,41 @@
-"""Checks whole steps of a model: a kernel may be right and be called wrongly."""
+"""Checks whole steps of a model, also captured as CUDA graphs: a kernel may be right and be called wrongly."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.attention.base import AttentionBackend
 from cbatch.base.errors import ModelError, in_short
+from cbatch.base.params import SamplingParams
+from cbatch.engine.cuda_graphs import GraphCapturer, GraphSizes, Run, StepGraphs, StepParts
 from cbatch.engine.kernel_checks.attention import AttentionCall, NotingAttention
-from cbatch.engine.kernel_checks.comparison import product_tolerance
-from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, run_check
+from cbatch.engine.kernel_checks.kernel_check import KernelCheck, Workload, product_tolerance, run_check
 from cbatch.engine.kernel_checks.made_up_steps import (
     empty_cache,
     empty_states,
+    made_up_sequences,
     made_up_states,
     num_blocks,
     ragged_batch,
 )
 from cbatch.model.base import Model
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.transfer import use_device
+from cbatch.runtime.transfer import to_device, use_device
+from cbatch.sample.sampler import Sampler, pack_sampling_params
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 """Most that rounding changes the logits of a whole model, as a share of their spread.
 
 It may send a token to another expert. What only a single kernel does wrong is found by its own check.
 """
-
-
-def step_tolerance(dtype: torch.dtype) -> float:
-    return product_tolerance(dtype, _TOLERANCES[dtype])
-
 
 Steps = Sequence[Sequence[tuple[int, int]]]
 
@@ -59,6 +60,7 @@ class ExpectedSteps:
     calls:  the ways in which its layers call attention
     """
 
+    block_size: int
     steps: Steps
     logits: list[Tensor]
     calls: tuple[AttentionCall, ...]
@@ -72,36 +74,80 @@ class ExpectedSteps:
         attention, steps = NotingAttention(kv_dtype), steps_of(plain)
         try:
             with use_device(plain.device), torch.inference_mode():
-                logits = run_steps(plain, attention, block_size, steps)
+                logits = StepRunner(plain, attention, block_size, steps).run()
         except Exception as error:  # whatever a device or a library raises
             raise ModelError(
                 f"{plain.name} does not run on {plain.device}, even by operations of torch alone ({in_short(error)})."
             ) from error
-        return cls(steps, logits, tuple(attention.calls))
+        return cls(block_size, steps, logits, tuple(attention.calls))
 
     def check(
         self,
         name: str,
         model: Model,
         attention: AttentionBackend,
-        block_size: int,
         tolerance: float | None = None,
         workload: Callable[[], Workload] | None = None,
     ) -> KernelCheck:
         """Compares the steps of a model with an attention backend. tolerance: that of rounding by default"""
 
         def measure() -> float:
-            return self.error(run_steps(model, attention, block_size, self.steps))
+            return self._error(StepRunner(model, attention, self.block_size, self.steps).run())
 
-        return run_check(name, model.device, tolerance or step_tolerance(model.dtype), measure, workload)
+        rounding = product_tolerance(model.dtype, _TOLERANCES[model.dtype])
+        return run_check(name, model.device, tolerance or rounding, measure, workload)
 
-    def error(self, found: Sequence[Tensor]) -> float:
+    def check_captured(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        capture: Callable[[Run], Run] | None = None,
+    ) -> KernelCheck:
+        """Compares steps that are replayed from CUDA graphs: two mixed ones, and two that decode, with their samples.
+
+        model, attention: with a `capturable` part
+        capture:          captures what has run once; see `GraphCapturer`
+        """
+
+        def measure() -> float:
+            runner, found = StepRunner(model, attention, self.block_size, self.steps), list[Tensor]()
+            sequences, tokens = len(self.steps[0]), sum(stop - start for start, stop in self.steps[0])
+            sizes = GraphSizes(decode=(sequences + 1,), mixed=(tokens + 2,), max_seqs=sequences + 1)
+            assert model.capturable is not None and attention.capturable is not None
+            parts = StepParts(model.capturable, attention.capturable, runner.kv_cache, sampler, runner.state_pool)
+            graphs = StepGraphs(parts, sizes, capture or GraphCapturer(model.device))
+            if graphs.reason:
+                raise RuntimeError(graphs.reason)
+            for step in range(len(self.steps)):
+                packed = _packed_params(sequences, step)
+                logits = graphs.forward(replace(runner.batch(step), sampling_params=partial(np.copy, packed)))
+                if logits is None:
+                    raise RuntimeError(f"A step of {tokens} tokens is not replayed.")
+                found.append(logits.values.clone())
+                if (sampled := logits.sampled) is not None:  # the tokens that the sampler gives outside of a graph
+                    wanted = sampler.sample_on_device(found[-1], to_device([packed], model.device)[0])
+                    pairs = (sampled.tokens, wanted.tokens), (sampled.largest, wanted.largest)
+                    if not all(torch.equal(*pair) for pair in pairs):
+                        return math.inf
+            return self._error(found)
+
+        tolerance = product_tolerance(model.dtype, _TOLERANCES[model.dtype])
+        return run_check("a captured step", model.device, tolerance, measure)
+
+    def _error(self, found: Sequence[Tensor]) -> float:
         """The largest error of a step: the root mean square of the differences, as a share of the logits' spread."""
         errors = []
         for mine, theirs in zip(found, self.logits, strict=True):
             error = float((mine - theirs).square().mean().sqrt() / theirs.std().clamp(min=1e-12))
             errors.append(error if math.isfinite(error) else math.inf)
         return max(errors)
+
+
+def _packed_params(rows: int, step: int) -> NDArray[np.int32]:
+    """Sampling parameters of a step: greedy rows and others."""
+    params = [SamplingParams(temperature=row % 2 * 1.5) for row in range(rows)]
+    return pack_sampling_params(made_up_sequences(params, [step] * rows), [step] * rows)
 
 
 class StepRunner:
@@ -119,12 +165,7 @@ class StepRunner:
         batch = ragged_batch(self._steps[step], size, model.device, model.vocab_size, self._lengths)
         return batch if self.state_pool is None else replace(batch, states=made_up_states(self.state_pool, batch))
 
-    def forward(self, step: int) -> Tensor:
-        """Logits [S, vocabulary] float32."""
-        return self.model.forward(self.batch(step), self.kv_cache, self.attention).values.float()
-
-
-def run_steps(model: Model, attention: AttentionBackend, block_size: int, steps: Steps) -> list[Tensor]:
-    """Logits [S, vocabulary] float32 of each step."""
-    runner = StepRunner(model, attention, block_size, steps)
-    return [runner.forward(step).clone() for step in range(len(steps))]
+    def run(self) -> list[Tensor]:
+        """Logits [S, vocabulary] float32 of each step."""
+        batches = map(self.batch, range(len(self._steps)))
+        return [self.model.forward(batch, self.kv_cache, self.attention).values.float().clone() for batch in batches]
