@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from cbatch.kernels.cpu.activation import ActivationParams
+from cbatch.kernels.cpu.emit import FLOATS, LITERAL, WORDS, Value, Variable, emitted, for_range
 from cbatch.kernels.cpu.jit import HAS_BFLOAT16, HAS_VNNI, entry
 from cbatch.kernels.cpu.matmul.formats import CPU_FORMATS, is_quantized, matrix_bytes
 from cbatch.kernels.cpu.matmul.linear import WRITE, PackedMatrix, matmul, new_linear_workspace
-from cbatch.kernels.cpu.matmul.microkernel import LANES, BFloat16, VectorEmitter, prefetch
+from cbatch.kernels.cpu.matmul.microkernel import LANES, BFloat16, prefetch
 from cbatch.kernels.cpu.thread_pool import ThreadPool, shared_thread_pool
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import BFLOAT16, FORMATS, INT4_ZEROS
@@ -59,54 +58,36 @@ _SUMS, _LOOPS = 16, 200_000
 """Registers that are added to, and how often, by a task that measures the rate of an instruction."""
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def _emit_instructions(context: Any, number: Any, memory: Any, loops: Any) -> Any:
-    """Executes an instruction on registers: numbers from memory [bytes], sums of which are written there."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emitter, name = VectorEmitter(builder), tuple(_INSTRUCTIONS)[number.literal_value]
-        words, floats = (ir.VectorType(each, LANES) for each in (ir.IntType(32), ir.FloatType()))
-        total = floats if name in ("bf16", "float32") else words
-        factor = {"bf16": ir.VectorType(BFloat16(), 2 * LANES), "float32": floats}.get(name, words)
-        called = {
-            "bf16": "x86.avx512bf16.dpbf16ps.512", "int8": "x86.avx512.vpdpbusd.512",
-            "int16": "x86.avx512.vpdpwssd.512",
-        }  # fmt: skip
-        start = context.make_array(signature.args[1])(context, builder, args[1]).data
-        start = builder.ptrtoint(start, ir.IntType(64))
-
-        def place(index: int, kind: Any) -> Any:
-            return builder.inttoptr(builder.add(start, ir.IntType(64)(64 * index)), kind.as_pointer())
-
-        factors = [builder.load(place(index, factor), align=1) for index in (0, 1)]
-        sums = [cgutils.alloca_once_value(builder, builder.load(place(2, total), align=1)) for _ in range(_SUMS)]
-        with cgutils.for_range(builder, args[2]):
-            for each in sums:
-                before = builder.load(each)
-                if name == "float32":
-                    builder.store(emitter.fma(factors[0], factors[1], before), each)
-                else:
-                    builder.store(emitter.call(called[name], before, *factors), each)
-        for index, each in enumerate(sums):
-            builder.store(builder.load(each), place(3 + index, total), align=1)
-        return context.get_dummy_value()
-
-    if not isinstance(number, types.IntegerLiteral):
-        return None
-    return types.void(number, memory, loops), generate
+@emitted(types.void, LITERAL, types.int64, types.int64)
+def _emit_instructions(number: int, start: Value, loops: Value) -> None:
+    """Executes an instruction on registers: numbers from an address, sums of which are written there."""
+    name = tuple(_INSTRUCTIONS)[number]
+    total = FLOATS if name in ("bf16", "float32") else WORDS
+    factor = {"bf16": ir.VectorType(BFloat16(), 2 * LANES), "float32": FLOATS}.get(name, WORDS)
+    called = {
+        "bf16": "x86.avx512bf16.dpbf16ps.512", "int8": "x86.avx512.vpdpbusd.512", "int16": "x86.avx512.vpdpwssd.512",
+    }  # fmt: skip
+    one, other = ((start + 64 * index).read(factor) for index in (0, 1))
+    sums = [Variable((start + 128).read(total)) for _ in range(_SUMS)]
+    with for_range(loops):
+        for each in sums:
+            is_float = name == "float32"
+            each.value = one.fma(other, each.value) if is_float else each.value.call(called[name], one, other)
+    for index, each in enumerate(sums):
+        (start + 64 * (3 + index)).write(each.value)
 
 
 @entry
 def _execute(worker: Worker, number: int, memory: Any, num_tasks: int, loops: int) -> None:
     for _ in claimed(worker, 0, num_tasks):
         if number == 0:
-            _emit_instructions(0, memory[worker.thread], loops)
+            _emit_instructions(0, memory[worker.thread].ctypes.data, loops)
         elif number == 1:
-            _emit_instructions(1, memory[worker.thread], loops)
+            _emit_instructions(1, memory[worker.thread].ctypes.data, loops)
         elif number == 2:
-            _emit_instructions(2, memory[worker.thread], loops)
+            _emit_instructions(2, memory[worker.thread].ctypes.data, loops)
         elif HAS_BFLOAT16:
-            _emit_instructions(3, memory[worker.thread], loops)
+            _emit_instructions(3, memory[worker.thread].ctypes.data, loops)
 
 
 @entry

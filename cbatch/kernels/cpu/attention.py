@@ -37,7 +37,7 @@ from cbatch.kernels.cpu.paged_kv import (
     AttentionWorkspace,
     PagedKV,
 )
-from cbatch.kernels.cpu.softmax import LOG2_E, TILE_TOKENS, masked_softmax_row, softmax_row
+from cbatch.kernels.cpu.softmax import LOG2_E, TILE_TOKENS, softmax_row
 from cbatch.kernels.cpu.work_queue import Worker, claimed, likely_task
 
 _TASKS_PER_THREAD = 8
@@ -210,6 +210,7 @@ def _weigh(
     else:
         key_scales = scratch.scales[0]
         scale = np.float32(params.scale * LOG2_E)
+    scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
     first_position, last_position = positions[top // group], positions[(top + rows - 1) // group]
     is_whole = first_position >= token + TILE_TOKENS - 1 and first_seen(last_position, params) <= token
     for i in range(rows):
@@ -221,16 +222,14 @@ def _weigh(
             first, stop = first_seen(position, params) - token, position + 1 - token
             if first > 0 or stop < TILE_TOKENS:
                 if is_packed:
-                    scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
-                    masked_softmax_row(weights[0, 0], source, target, state, width, scale, scales, first, stop)
+                    softmax_row(weights[0, 0], source, target, state, width, scale, scales, (first, stop))
                 else:
-                    masked_softmax_row(weights[0, 0], source, target, state, width, scale, None, first, stop)
+                    softmax_row(weights[0, 0], source, target, state, width, scale, None, (first, stop))
                 continue
         if is_packed:
-            scales = np.int64(key_scales.ctypes.data), np.int64(value_scales.ctypes.data)
-            softmax_row(weights[0, 0], source, target, state, width, scale, scales)
+            softmax_row(weights[0, 0], source, target, state, width, scale, scales, None)
         else:
-            softmax_row(weights[0, 0], source, target, state, width, scale, None)
+            softmax_row(weights[0, 0], source, target, state, width, scale, None, None)
 
 
 @kernel

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import overload
 
-from cbatch.kernels.cpu.jit import emitted, kernel
+from cbatch.kernels.cpu.emit import FLOAT, INT32, Value, emitted
+from cbatch.kernels.cpu.jit import kernel
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
@@ -18,15 +18,15 @@ _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 
 
 @emitted(types.uint32, types.float32)
-def bits_of(builder: Any, x: Any) -> Any:
+def bits_of(x: Value) -> Value:
     """The bits of a float32 as a uint32."""
-    return builder.bitcast(x, ir.IntType(32))
+    return x.bits(INT32)
 
 
 @emitted(types.float32, types.uint32)
-def from_bits(builder: Any, bits: Any) -> Any:
+def from_bits(bits: Value) -> Value:
     """The float32 with these bits."""
-    return builder.bitcast(bits, ir.FloatType())
+    return bits.bits(FLOAT)
 
 
 def to_float32(x: Any) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import platform
 from collections.abc import Callable
-from functools import cache, update_wrapper
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,6 +19,7 @@ from numba.extending import intrinsic, register_jitable
 
 from cbatch import compat
 from cbatch.compat import NO_REFERENCE_COUNTS, inner_compiler, is_compiled, keep_compiled, new_callback
+from cbatch.kernels.cpu.emit import INT8, Value, emitted
 from cbatch.runtime.numba_setup import why_not_trusted
 
 _log = logging.getLogger("cbatch")
@@ -100,60 +101,31 @@ def _callback(part: Part) -> Any:
     return compiled
 
 
-LIKE, PARTS, LITERAL = "like", "parts", "literal"
-"""Of an argument of `emitted` that may have several types: what its function gets of it in place of a value, which is
-the type; the values of a tuple, or None for None; or the number that it is at compile time."""
+def _caller(result: Any, kind: Any) -> Any:
+    """Makes a function that calls another by its address (see `address_of`). result: its type, and that of LLVM"""
+
+    def call(context: Any, address: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(kind, [context.get_value_type(each) for each in arguments])
+            found = builder.call(
+                builder.inttoptr(args[0], function.as_pointer()), cgutils.unpack_tuple(builder, args[1])
+            )
+            return context.get_dummy_value() if result == types.void else found
+
+        return result(address, arguments), generate
+
+    return intrinsic(call)
 
 
-def emitted(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function that emits code, given a builder of LLVM and the values of arguments, one that kernels call.
-
-    kinds: the types of the arguments, or LIKE, PARTS or LITERAL
-    """
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        def definition(context: Any, *given: Any) -> Any:
-            pairs = list(zip(kinds, given, strict=True))
-            if any(kind == LITERAL and not isinstance(one, types.Literal) for kind, one in pairs):
-                return None
-
-            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                passed = []
-                for (kind, one), value in zip(pairs, values, strict=True):
-                    if kind == PARTS:
-                        passed.append(None if one == types.none else cgutils.unpack_tuple(builder, value))
-                    else:
-                        passed.append(one if kind == LIKE else one.literal_value if kind == LITERAL else value)
-                found = emit(builder, *passed)
-                return context.get_dummy_value() if found is None else found
-
-            return result(*(one if kind in (LIKE, PARTS, LITERAL) else kind for kind, one in pairs)), generate
-
-        return intrinsic(prefer_literal=LITERAL in kinds)(update_wrapper(definition, emit))
-
-    return decorate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def call_address(context: Any, address: Any, arguments: Any) -> Any:
-    """Calls a function that returns an int64 by its address (see `address_of`).
-
-    arguments: a tuple, of exactly the types that it was compiled for: nothing here checks them (see
-               `ThreadPool.compile`)
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(64), [context.get_value_type(each) for each in arguments])
-        function = builder.inttoptr(args[0], kind.as_pointer())
-        return builder.call(function, cgutils.unpack_tuple(builder, args[1]))
-
-    return types.int64(address, arguments), generate
+call_address, call_loop = _caller(types.int64, ir.IntType(64)), _caller(types.void, ir.VoidType())
+"""Of an address and a tuple of arguments, of exactly the types that it was compiled for: nothing here checks them (see
+`ThreadPool.compile`)."""
 
 
 @emitted(types.voidptr, types.int64)
-def as_pointer(builder: Any, address: Any) -> Any:
+def as_pointer(address: Value) -> Any:
     """An address as functions take it that were compiled for a record."""
-    return builder.inttoptr(address, ir.IntType(8).as_pointer())
+    return address.pointer(INT8)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

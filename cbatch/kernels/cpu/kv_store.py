@@ -16,21 +16,18 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import overload
 
+from cbatch.kernels.cpu.emit import FLOATS, INT8, INT32, LANES, LIKE, WORDS, Value, emitted, for_range
 from cbatch.kernels.cpu.fast_math import bits_of, from_bits, from_float32, to_float32
-from cbatch.kernels.cpu.jit import FEATURES, LIKE, emitted, entry, kernel
-from cbatch.kernels.cpu.matmul.microkernel import LANES, VectorEmitter
+from cbatch.kernels.cpu.jit import FEATURES, entry, kernel
 from cbatch.kernels.cpu.paged_kv import AttentionPlan, PagedKV
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 
 SCALE_BYTES = 4
 
 _WORD, _LINE = 4, 64
-_INT8, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_WORDS, _BYTES = ir.VectorType(_INT32, LANES), ir.VectorType(_INT8, _LINE)
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_BYTES = ir.VectorType(INT8, _LINE)
 _HAS_BYTE_TABLES = "avx512vbmi" in FEATURES
 """Whether one instruction looks 64 bytes up in a table of 128."""
 
@@ -42,9 +39,9 @@ _SMALLEST = np.float32(1e-30)
 
 
 @emitted(types.float32, types.float32, types.float32, types.float32)
-def _fma(builder: Any, one: Any, other: Any, total: Any) -> Any:
+def _fma(one: Value, other: Value, total: Value) -> Value:
     """one * other + total in float32, rounded once."""
-    return VectorEmitter(builder).call("fma.f32", one, other, total)
+    return one.fma(other, total)
 
 
 @kernel
@@ -69,47 +66,40 @@ def round_to_bytes(numbers: Any, row: Any) -> Any:
     return scale
 
 
-class _ByteEmitter(VectorEmitter):
-    """Emits the code that turns 16 words of 4 bytes into numbers."""
+def _floats_of(words: Value) -> list[Value]:
+    """Four vectors of float32, as words: one for each byte of 16 words."""
+    found = []
+    for place in range(4):
+        magnitude = words >> 8 * place if place else words
+        sign = words << 24 - 8 * place if place < 3 else words
+        found.append((magnitude & 0x7F).to("sitofp", FLOATS).bits(WORDS) | (sign & 0x80000000))
+    return found
 
-    def floats(self, words: Any) -> list[Any]:
-        """Four vectors of float32, as words: one for each byte."""
-        builder, found = self.builder, []
-        for place in range(4):
-            magnitude = builder.lshr(words, self.words(8 * place)) if place else words
-            sign = builder.shl(words, self.words(24 - 8 * place)) if place < 3 else words
-            number = builder.sitofp(builder.and_(magnitude, self.words(0x7F)), _FLOATS)
-            found.append(builder.or_(builder.bitcast(number, _WORDS), builder.and_(sign, self.words(0x80000000))))
-        return found
 
-    def pairs(self, words: Any) -> list[Any]:
-        """Two vectors of pairs of bfloat16, as words: of the first two bytes, and of the others."""
-        builder = self.builder
-        if not _HAS_BYTE_TABLES:
-            found = self.floats(words)
-            low = [builder.lshr(found[place], self.words(16)) for place in (0, 2)]
-            return [builder.or_(one, other) for one, other in zip(low, (found[1], found[3]), strict=True)]
-        indices = builder.bitcast(words, _BYTES)
-        bits = np.arange(128, dtype=np.float32).view(np.uint32) >> 16
-        low, high = (self.look_up(indices, (bits >> shift) & 0xFF) for shift in (0, 8))
-        high = builder.or_(high, builder.and_(indices, ir.Constant(_BYTES, [0x80] * _LINE)))
-        found = []
-        for half in (0, 2):
-            places = [
-                4 * word + half + place + side for word in range(LANES) for place in (0, 1) for side in (0, _LINE)
-            ]
-            mask = ir.Constant(ir.VectorType(_INT32, _LINE), places)
-            found.append(builder.bitcast(builder.shuffle_vector(low, high, mask), _WORDS))
-        return found
+def _pairs_of(words: Value) -> list[Value]:
+    """Two vectors of pairs of bfloat16, as words: of the first two bytes, and of the others."""
+    if not _HAS_BYTE_TABLES:
+        found = _floats_of(words)
+        return [found[place] >> 16 | found[place + 1] for place in (0, 2)]
+    indices, bits = words.bits(_BYTES), np.arange(128, dtype=np.float32).view(np.uint32) >> 16
+    low, high = (_look_up(indices, ((bits >> shift) & 0xFF).tolist()) for shift in (0, 8))
+    high = high | (indices & 0x80)
+    return [
+        low.shuffle(
+            [4 * word + half + place + side for word in range(LANES) for place in (0, 1) for side in (0, _LINE)], high
+        ).bits(WORDS)
+        for half in (0, 2)
+    ]
 
-    def look_up(self, indices: Any, table: Any) -> Any:
-        """Numbers [128] at the lower 7 bits of each index."""
-        halves = [ir.Constant(_BYTES, [int(number) for number in half]) for half in (table[:_LINE], table[_LINE:])]
-        return self.call("x86.avx512.vpermi2var.qi.512", halves[0], indices, halves[1])
+
+def _look_up(indices: Value, table: list[int]) -> Value:
+    """Numbers [128] at the lower 7 bits of each index."""
+    first, second = (indices.constant(half) for half in (table[:_LINE], table[_LINE:]))
+    return first.call("x86.avx512.vpermi2var.qi.512", indices, second)
 
 
 @emitted(types.void, LIKE, types.int64, types.int64, types.int64)
-def bytes_to_numbers(builder: Any, like: Any, source: Any, count: Any, target: Any) -> None:
+def bytes_to_numbers(like: Any, source: Value, count: Value, target: Value) -> None:
     """Turns 16 * count words of 4 bytes into numbers, without their scales.
 
     like:   such a number: float32, or uint16 for bfloat16
@@ -117,83 +107,76 @@ def bytes_to_numbers(builder: Any, like: Any, source: Any, count: Any, target: A
     target: address of as many groups of vectors of 16 words: of float32 the first bytes of all words, then the second
             ones, and so on; of bfloat16 the first two bytes of all words, then the others
     """
-    emitter, size = _ByteEmitter(builder), 4 * _LINE if like == types.float32 else 2 * _LINE
-    with cgutils.for_range(builder, count) as loop:
-        words = emitter.read(source, builder.mul(loop.index, _INT64(_LINE)), _WORDS)
-        there = builder.add(target, builder.mul(loop.index, _INT64(size)))
-        for number, vector in enumerate(emitter.floats(words) if like == types.float32 else emitter.pairs(words)):
-            emitter.write(vector, there, number * _LINE)
+    numbers_of, size = (_floats_of, 4 * _LINE) if like == types.float32 else (_pairs_of, 2 * _LINE)
+    with for_range(count) as index:
+        words, there = (source + index * _LINE).read(WORDS), target + index * size
+        for number, vector in enumerate(numbers_of(words)):
+            (there + number * _LINE).write(vector)
 
 
 @emitted(types.void, types.int64, types.int64)
-def copy_vector(builder: Any, source: Any, target: Any) -> None:
+def copy_vector(source: Value, target: Value) -> None:
     """Copies 16 words from one address to another."""
-    emitter = VectorEmitter(builder)
-    emitter.write(emitter.read(source, 0, _WORDS), target, 0)
+    target.write(source.read(WORDS))
 
 
 @emitted(types.void, types.int64, types.int64)
-def _copy_word(builder: Any, source: Any, target: Any) -> None:
-    emitter = VectorEmitter(builder)
-    emitter.write(emitter.read(source, 0, _INT32), target, 0)
+def _copy_word(source: Value, target: Value) -> None:
+    target.write(source.read(INT32))
 
 
 @emitted(types.void, types.float32, types.int64)
-def _write_float(builder: Any, number: Any, target: Any) -> None:
-    VectorEmitter(builder).write(number, target, 0)
+def _write_float(number: Value, target: Value) -> None:
+    target.write(number)
 
 
 @emitted(types.void, types.int64, types.int64, types.int64)
-def _transpose_words(builder: Any, source: Any, stride: Any, target: Any) -> None:
+def _transpose_words(source: Value, stride: Value, target: Value) -> None:
     """Writes 16 rows of 16 words, `stride` bytes apart, as columns of a matrix [16, 16] at an address."""
-    emitter = VectorEmitter(builder)
-    rows = [emitter.read(source, builder.mul(stride, _INT64(row)), _WORDS) for row in range(LANES)]
+    rows = [(source + stride * row).read(WORDS) for row in range(LANES)]
     step = 1
     while step < LANES:  # exchanges the two blocks beside the diagonal in each square of 2 * step
-        upper = ir.Constant(_WORDS, [(lane ^ step) + LANES if lane & step else lane for lane in range(LANES)])
-        lower = ir.Constant(_WORDS, [lane + LANES if lane & step else lane ^ step for lane in range(LANES)])
+        upper = [(lane ^ step) + LANES if lane & step else lane for lane in range(LANES)]
+        lower = [lane + LANES if lane & step else lane ^ step for lane in range(LANES)]
         for row in range(LANES):
             if not row & step:
-                pair = rows[row], rows[row | step]
-                rows[row] = builder.shuffle_vector(*pair, upper)
-                rows[row | step] = builder.shuffle_vector(*pair, lower)
+                one, other = rows[row], rows[row | step]
+                rows[row], rows[row | step] = one.shuffle(upper, other), one.shuffle(lower, other)
         step *= 2
     for number, words in enumerate(rows):
-        emitter.write(words, target, number * LANES * _WORD)
+        (target + number * LANES * _WORD).write(words)
 
 
-def _read_elements(emitter: VectorEmitter, address: Any, offset: Any, bits: int) -> Any:
+def _read_elements(address: Value, bits: int) -> Value:
     """16 numbers of so many bits, each in a word of its own."""
-    loaded = emitter.read(address, offset, ir.VectorType(ir.IntType(bits), LANES))
-    return loaded if bits == 32 else emitter.builder.zext(loaded, _WORDS)
+    loaded = address.read(ir.VectorType(ir.IntType(bits), LANES))
+    return loaded if bits == 32 else loaded.to("zext", WORDS)
 
 
 @emitted(types.void, LIKE, types.int64, types.int64, types.int64)
-def _interleave(builder: Any, like: Any, source: Any, stride: Any, target: Any) -> None:
+def _interleave(like: Any, source: Value, stride: Value, target: Value) -> None:
     """Writes 16 words, each of one number of as many tokens as fit.
 
     like:   such a number
     stride: bytes between tokens
     """
-    emitter, size = VectorEmitter(builder), like.bitwidth
-    words = _read_elements(emitter, source, 0, size)
+    size = like.bitwidth
+    words = _read_elements(source, size)
     for place in range(1, 32 // size):
-        numbers = _read_elements(emitter, source, builder.mul(stride, _INT64(place)), size)
-        words = builder.or_(words, builder.shl(numbers, emitter.words(place * size)))
-    emitter.write(words, target, 0)
+        words = words | _read_elements(source + stride * place, size) << place * size
+    target.write(words)
 
 
 @emitted(types.void, LIKE, types.int64, types.int64, types.int64)
-def _insert(builder: Any, like: Any, source: Any, target: Any, place: Any) -> None:
+def _insert(like: Any, source: Value, target: Value, place: Value) -> None:
     """Writes 16 numbers of a token to its place in as many words. What is for later tokens becomes 0."""
-    emitter, size = VectorEmitter(builder), like.bitwidth
-    words = _read_elements(emitter, source, 0, size)
+    size = like.bitwidth
+    words = _read_elements(source, size)
     if size < 32:
-        shift = builder.mul(builder.trunc(place, _INT32), _INT32(size))
-        before = builder.sub(builder.shl(_INT32(1), shift), _INT32(1))
-        kept = builder.and_(emitter.read(target, 0, _WORDS), emitter.broadcast(before))
-        words = builder.or_(kept, builder.shl(words, emitter.broadcast(shift)))
-    emitter.write(words, target, 0)
+        shift = place.to("trunc", INT32) * size
+        before = (shift.constant(1) << shift) - 1
+        words = (target.read(WORDS) & before.broadcast()) | words << shift.broadcast()
+    target.write(words)
 
 
 @kernel

@@ -32,25 +32,7 @@ def inverse_rms(x: Any, eps: float) -> Any:
 
 
 @kernel
-def _rms_norm(x: Any, norm: NormParams, out: Any) -> None:
-    factor = inverse_rms(x, norm.eps)
-    if len(norm.weight):
-        for i in range(len(x)):
-            out[i] = from_float32(x[i] * factor * norm.weight[i], out)
-    else:
-        for i in range(len(x)):
-            out[i] = from_float32(x[i] * factor, out)
-
-
-@kernel
-def _layer_norm(x: Any, norm: NormParams, out: Any) -> None:
-    mean, squares = np.float32(0), np.float32(0)
-    for i in range(len(x)):
-        mean += x[i]
-    mean /= np.float32(len(x))
-    for i in range(len(x)):
-        squares += (x[i] - mean) * (x[i] - mean)
-    factor = np.float32(1) / np.sqrt(squares / np.float32(len(x)) + np.float32(norm.eps))
+def _scale(x: Any, mean: Any, factor: Any, norm: NormParams, out: Any) -> None:
     if len(norm.weight) == 0:
         for i in range(len(x)):
             out[i] = from_float32((x[i] - mean) * factor, out)
@@ -66,9 +48,16 @@ def _layer_norm(x: Any, norm: NormParams, out: Any) -> None:
 def normalize(x: Any, norm: NormParams, out: Any) -> None:
     """out = the norm of a row, which may be the row itself."""
     if norm.kind == RMS_NORM:
-        _rms_norm(x, norm, out)
+        _scale(x, np.float32(0), inverse_rms(x, norm.eps), norm, out)
     elif norm.kind == LAYER_NORM:
-        _layer_norm(x, norm, out)
+        mean, squares = np.float32(0), np.float32(0)
+        for i in range(len(x)):
+            mean += x[i]
+        mean /= np.float32(len(x))
+        for i in range(len(x)):
+            squares += (x[i] - mean) * (x[i] - mean)
+        factor = np.float32(1) / np.sqrt(squares / np.float32(len(x)) + np.float32(norm.eps))
+        _scale(x, mean, factor, norm, out)
     else:
         for i in range(len(x)):
             out[i] = from_float32(x[i], out)

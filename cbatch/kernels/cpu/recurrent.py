@@ -11,19 +11,30 @@ within a slot, a state is [heads, blocks, keys, columns of a block]. A token fet
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numpy.typing import NDArray
 
+from cbatch.kernels.cpu.emit import (
+    FLOAT,
+    FLOATS,
+    LANES,
+    LIKE,
+    PARTS,
+    Value,
+    Variable,
+    emitted,
+    for_range,
+    switch,
+)
 from cbatch.kernels.cpu.fast_math import exp, from_float32, silu, to_float32
-from cbatch.kernels.cpu.jit import HAS_AVX512, LIKE, PARTS, emitted, inlined, kernel
-from cbatch.kernels.cpu.matmul.microkernel import LANES, prefetch
+from cbatch.kernels.cpu.jit import HAS_AVX512, inlined, kernel
+from cbatch.kernels.cpu.matmul.microkernel import prefetch, read_broadcast
 from cbatch.kernels.cpu.norm import NormParams, normalize
-from cbatch.kernels.cpu.softmax import FloatEmitter
+from cbatch.kernels.cpu.softmax import load_floats, store_floats
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.state_pool import StatePool
@@ -36,8 +47,6 @@ _NORM_ROWS = 8
 
 _PANELS = (4, 2, 1) if HAS_AVX512 else (2, 1)
 """Numbers of vectors that a block may have. Sums of the most wait for no other, and fit into the registers."""
-
-_INT64, _FLOATS = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
 
 _ROWS_AHEAD = 2
 """Rows of a prompt whose columns are prefetched: they lie too far apart for the processor to do so by itself."""
@@ -244,119 +253,103 @@ def block_width(columns: int) -> int:
     return panels * LANES
 
 
-class _BlockEmitter(FloatEmitter):
-    """Emits code for one type of state and one number of panels."""
-
-    def __init__(self, builder: Any, element: Any, panels: int) -> None:
-        super().__init__(builder)
-        self.element = element
-        self.panels = range(panels)
-        self.stride = panels * LANES * (2 if element == types.uint16 else 4)
-
-    def number(self, start: Any, index: Any) -> Any:
-        """A float32 of a row, in all lanes."""
-        return self.read_broadcast(start, self.builder.mul(index, _INT64(4)), ir.FloatType())
-
-    def key_row(self, state: Any, index: Any) -> Any:
-        """The address of the numbers of a key."""
-        return self.builder.add(state, self.builder.mul(_INT64(self.stride), index))
-
-    def zeros(self) -> list[Any]:
-        """Sums in registers, one for each panel."""
-        return [cgutils.alloca_once_value(self.builder, ir.Constant(_FLOATS, None)) for _ in self.panels]
-
-    def add(self, sums: Any, one: Any, other: Any) -> None:
-        self.builder.store(self.fma(one, other, self.builder.load(sums)), sums)
-
-    def emit_delta(self, addresses: Any, factors: Any) -> None:
-        """Reads the state twice, the second time from the first cache, and writes it.
-
-        With a token's key k and query q as they are in the source:
-        error = rate * (v - seen * k S); out = old * q S + new * error; S = decay * S + key_factor * k outer error
-        """
-        state, keys, query, key, value, out = addresses
-        decay, rate, seen, old, new, key_factor = map(self.broadcast, factors)
-        builder, by_key, by_query, changes = self.builder, self.zeros(), self.zeros(), []
-        with cgutils.for_range(builder, keys) as loop:
-            row = self.key_row(state, loop.index)
-            one, other = (self.number(start, loop.index) for start in (key, query))
-            for panel in self.panels:
-                numbers = self.load(row, panel, self.element)
-                self.add(by_key[panel], one, numbers)
-                self.add(by_query[panel], other, numbers)
-        for panel in self.panels:
-            error = builder.fmul(seen, builder.load(by_key[panel]))
-            error = builder.fmul(rate, builder.fsub(self.load(value, panel, types.float32), error))
-            result = self.fma(new, error, builder.fmul(old, builder.load(by_query[panel])))
-            self.store(result, out, panel, types.float32)
-            changes.append(builder.fmul(key_factor, error))
-        with cgutils.for_range(builder, keys) as loop:
-            row, number = self.key_row(state, loop.index), self.number(key, loop.index)
-            for panel in self.panels:
-                numbers = builder.fmul(decay, self.load(row, panel, self.element))
-                self.store(self.fma(number, changes[panel], numbers), row, panel, self.element)
-
-    def emit_scan(self, addresses: Any, factors: Any) -> None:
-        """Reads and writes the state once: S = decay * S + b outer step * x; out = c S + skip * x."""
-        state, keys, b, c, x, out = addresses
-        decay, step, skip = map(self.broadcast, factors)
-        builder, sums = self.builder, self.zeros()
-        inputs = [self.load(x, panel, types.float32) for panel in self.panels]
-        changes = [builder.fmul(step, one) for one in inputs]
-        with cgutils.for_range(builder, keys) as loop:
-            row = self.key_row(state, loop.index)
-            one, other = (self.number(start, loop.index) for start in (b, c))
-            for panel in self.panels:
-                numbers = builder.fmul(decay, self.load(row, panel, self.element))
-                numbers = self.fma(one, changes[panel], numbers)
-                self.store(numbers, row, panel, self.element)
-                self.add(sums[panel], other, numbers)
-        for panel, one in zip(self.panels, inputs, strict=True):
-            self.store(self.fma(skip, one, builder.load(sums[panel])), out, panel, types.float32)
+def _zeros(like: Value, panels: range) -> list[Variable]:
+    """Sums in registers, one for each panel."""
+    return [Variable(like.constant(None, FLOATS)) for _ in panels]
 
 
-def _emit(builder: Any, like: Any, width: Any, name: str, *records: Any) -> None:
-    """The code for each number of panels, and the choice among them."""
-    end = builder.append_basic_block("end")
-    switch = builder.switch(width, end)
-    for panels in _PANELS:
-        block = builder.append_basic_block(f"panels.{panels}")
-        switch.add_case(_INT64(panels * LANES), block)
-        with builder.goto_block(block):
-            getattr(_BlockEmitter(builder, like, panels), name)(*records)
-            builder.branch(end)
-    builder.position_at_end(end)
+def _add(total: Variable, one: Value, other: Value) -> None:
+    total.value = one.fma(other, total.value)
+
+
+def _emit_delta(element: Any, panels: range, addresses: list[Value], factors: list[Value]) -> None:
+    """Reads the state twice, the second time from the first cache, and writes it.
+
+    With a token's key k and query q as they are in the source:
+    error = rate * (v - seen * k S); out = old * q S + new * error; S = decay * S + key_factor * k outer error
+    """
+    state, keys, query, key, value, out = addresses
+    decay, rate, seen, old, new, key_factor = (factor.broadcast() for factor in factors)
+    by_key, by_query, changes = _zeros(keys, panels), _zeros(keys, panels), []
+    stride = len(panels) * LANES * element.bitwidth // 8
+    with for_range(keys) as index:
+        row, one, other = state + index * stride, *(read_broadcast(at + index * 4, FLOAT) for at in (key, query))
+        for panel in panels:
+            numbers = load_floats(row, panel, element)
+            _add(by_key[panel], one, numbers)
+            _add(by_query[panel], other, numbers)
+    for panel in panels:
+        error = rate * (load_floats(value, panel, types.float32) - seen * by_key[panel].value)
+        store_floats(new.fma(error, old * by_query[panel].value), out, panel, types.float32)
+        changes.append(key_factor * error)
+    with for_range(keys) as index:
+        row, number = state + index * stride, read_broadcast(key + index * 4, FLOAT)
+        for panel in panels:
+            numbers = number.fma(changes[panel], decay * load_floats(row, panel, element))
+            store_floats(numbers, row, panel, element)
+
+
+def _emit_scan(element: Any, panels: range, addresses: list[Value], factors: list[Value]) -> None:
+    """Reads and writes the state once: S = decay * S + b outer step * x; out = c S + skip * x."""
+    state, keys, b, c, x, out = addresses
+    decay, step, skip = (factor.broadcast() for factor in factors)
+    sums, inputs = _zeros(keys, panels), [load_floats(x, panel, types.float32) for panel in panels]
+    changes, stride = [step * one for one in inputs], len(panels) * LANES * element.bitwidth // 8
+    with for_range(keys) as index:
+        row, one, other = state + index * stride, *(read_broadcast(at + index * 4, FLOAT) for at in (b, c))
+        for panel in panels:
+            numbers = one.fma(changes[panel], decay * load_floats(row, panel, element))
+            store_floats(numbers, row, panel, element)
+            _add(sums[panel], other, numbers)
+    for panel in panels:
+        store_floats(skip.fma(inputs[panel], sums[panel].value), out, panel, types.float32)
 
 
 @emitted(types.void, LIKE, types.int64, PARTS, PARTS)
-def _step_delta(builder: Any, like: Any, width: Any, addresses: Any, factors: Any) -> None:
-    """One token of a block of so many columns (see `emit_delta`).  like: a number of the state"""
-    _emit(builder, like, width, "emit_delta", addresses, factors)
+def _step_block(like: Any, width: Value, addresses: list[Value], factors: list[Value]) -> None:
+    """One token of a block of so many columns.
 
-
-@emitted(types.void, LIKE, types.int64, PARTS, PARTS)
-def _step_scan(builder: Any, like: Any, width: Any, addresses: Any, factors: Any) -> None:
-    """Likewise of a scan (see `emit_scan`)."""
-    _emit(builder, like, width, "emit_scan", addresses, factors)
+    like: a number of the state; factors: six of `_emit_delta`, or three of `_emit_scan`
+    """
+    emit = _emit_scan if len(factors) == 3 else _emit_delta
+    switch(width, {panels * LANES: partial(emit, like, range(panels), addresses, factors) for panels in _PANELS})
 
 
 class DeltaParams(NamedTuple):
-    """The heads of a gated delta rule (see `GatedDelta` in `model/ops`).
+    """The heads of a gated delta rule (see `GatedDelta` in `model/ops`), as those of a scan, each with such a state.
 
-    decay, decay_bias: [value_heads]; the decay is -exp(decay_log)
+    groups:      heads of queries and keys
+    decay, bias: [heads]; the decay is -exp(decay_log)
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
+    groups: int
+    heads: int
+    keys: int
+    columns: int
     decay: NDArray[np.float32]
-    decay_bias: NDArray[np.float32]
+    bias: NDArray[np.float32]
+
+
+class ScanParams(NamedTuple):
+    """The heads of a scan (see `SelectiveScan` in `model/ops`), each with a state [keys, columns].
+
+    decay, bias, skip: [heads]; the decay is -exp(decay_log)
+    """
+
+    heads: int
+    columns: int
+    groups: int
+    keys: int
+    decay: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    skip: NDArray[np.float32]
+    step_min: float
+    step_max: float
 
 
 @kernel
-def _delta_factors(query: Any, key: Any, decay: Any, rate: Any) -> Any:
-    """Of a token: decay, rate, seen, old, new and key_factor of `emit_delta`."""
+def _delta_factors(params: DeltaParams, query: Any, key: Any, controls: Any, head: int) -> Any:
+    """Those of a token, for `_emit_delta`."""
     queries, keys, both = np.float32(0), np.float32(0), np.float32(0)
     for i in range(len(key)):
         queries += query[i] * query[i]
@@ -364,36 +357,53 @@ def _delta_factors(query: Any, key: Any, decay: Any, rate: Any) -> Any:
         both += query[i] * key[i]
     unit = np.float32(1) / np.sqrt(keys + np.float32(1e-6))
     scale = np.float32(1) / np.sqrt((queries + np.float32(1e-6)) * np.float32(len(key)))
+    rate = np.float32(1) / (np.float32(1) + exp(-controls[head]))
+    decay = exp(params.decay[head] * _softplus(controls[params.heads + head] + params.bias[head]))
     return decay, rate, decay * unit, decay * scale, scale * unit * both, unit
 
 
 @kernel
-def _delta_chunk(
-    recurrence: Recurrence, state: int, chunk: int, head: int, left: int, width: int, params: DeltaParams, source: Any,
-    controls: Any, out: Any,
-) -> None:  # fmt: skip
-    """The columns from `left` of a head."""
-    keys, first, stop = params.key_dim, recurrence.starts[chunk], recurrence.starts[chunk + 1]
-    column, size = head * params.value_dim + left, keys * width
-    memory = _state_of(recurrence, state, recurrence.slots[chunk])[column * keys : column * keys + size]
-    inner = params.key_heads * keys
-    at_query, at_value = head // (params.value_heads // params.key_heads) * keys, 2 * inner + column
-    at_key = inner + at_query
-    for row in range(first, stop):
-        for at, numbers in ((at_query, keys), (at_key, keys), (at_value, width)):
-            _prefetch_row(source, row + _ROWS_AHEAD, at, numbers)
-        query, key = source[row, at_query : at_query + keys], source[row, at_key : at_key + keys]
-        rate = np.float32(1) / (np.float32(1) + exp(-controls[row, head]))
-        speed = _softplus(controls[row, params.value_heads + head] + params.decay_bias[head])
-        factors = _delta_factors(query, key, exp(params.decay[head] * speed), rate)
-        addresses = (
-            memory.ctypes.data, keys, query.ctypes.data, key.ctypes.data, source[row, at_value:].ctypes.data,
-            out[row, column:].ctypes.data,
-        )  # fmt: skip
-        _step_delta(memory[0], width, addresses, factors)
-        copied_to = _snapshot_slot(recurrence, chunk, row + 1 - first)
-        if copied_to >= 0:
-            _copy_numbers(memory, _state_of(recurrence, state, copied_to)[column * keys : column * keys + size])
+def _scan_factors(params: ScanParams, b: Any, c: Any, controls: Any, head: int) -> Any:
+    step = _softplus(controls[head] + params.bias[head])
+    step = min(max(step, np.float32(params.step_min)), np.float32(params.step_max))
+    return exp(params.decay[head] * step), step, params.skip[head]
+
+
+@kernel
+def _step_states(
+    worker: Worker, phase: int, recurrence: Recurrence, state: int, params: Any, factors_of: Any, at_keys: int,
+    at_columns: int, source: Any, controls: Any, control: int, out: Any,
+) -> int:  # fmt: skip
+    """Steps the states of all chunks.
+
+    at_keys, at_columns: where in the source there are two times [groups, keys], and [heads, columns]
+    control:             where in the controls those of the heads begin
+    """
+    keys, width = params.keys, block_width(params.columns)
+    parts, size = params.columns // width, keys * width
+    per_chunk = params.heads * parts
+    for task in claimed(worker, phase, (len(recurrence.starts) - 1) * per_chunk):
+        chunk, head = task // per_chunk, task % per_chunk // parts
+        first, stop = recurrence.starts[chunk], recurrence.starts[chunk + 1]
+        column = head * params.columns + task % parts * width
+        begin, value = column * keys, at_columns + column
+        one = at_keys + head // (params.heads // params.groups) * keys
+        other = one + params.groups * keys
+        memory = _state_of(recurrence, state, recurrence.slots[chunk])[begin : begin + size]
+        for row in range(first, stop):
+            for at, numbers in ((one, keys), (other, keys), (value, width)):
+                _prefetch_row(source, row + _ROWS_AHEAD, at, numbers)
+            query, key = source[row, one : one + keys], source[row, other : other + keys]
+            addresses = (
+                memory.ctypes.data, keys, query.ctypes.data, key.ctypes.data, source[row, value:].ctypes.data,
+                out[row, column:].ctypes.data,
+            )  # fmt: skip
+            factors = factors_of(params, query, key, controls[row, control:], head)
+            _step_block(memory[0], width, addresses, factors)
+            copied_to = _snapshot_slot(recurrence, chunk, row + 1 - first)
+            if copied_to >= 0:
+                _copy_numbers(memory, _state_of(recurrence, state, copied_to)[begin : begin + size])
+    return phase + 1
 
 
 @kernel
@@ -401,60 +411,12 @@ def gated_delta(
     worker: Worker, phase: int, recurrence: Recurrence, state: int, params: DeltaParams, source: Any, controls: Any,
     out: Any,
 ) -> int:  # fmt: skip
-    """out [T, value_heads * value_dim] = the gated delta rule over queries, keys and values (see `GatedDelta`).
+    """out [T, heads * columns] = the gated delta rule over queries, keys and values (see `GatedDelta`).
 
-    controls: [T, 2 * value_heads] b, then a; value_dim is a multiple of 16
+    controls: [T, 2 * heads] b, then a; columns is a multiple of 16
     """
-    width = block_width(params.value_dim)
-    parts = params.value_dim // width
-    per_chunk = params.value_heads * parts
-    for task in claimed(worker, phase, (len(recurrence.starts) - 1) * per_chunk):
-        chunk, head, left = task // per_chunk, task % per_chunk // parts, task % parts * width
-        _delta_chunk(recurrence, state, chunk, head, left, width, params, source, controls, out)
-    return phase + 1
-
-
-class ScanParams(NamedTuple):
-    """The heads of a scan (see `SelectiveScan` in `model/ops`).
-
-    decay, step_bias, skip: [heads]; the decay is -exp(decay_log)
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_size: int
-    decay: NDArray[np.float32]
-    step_bias: NDArray[np.float32]
-    skip: NDArray[np.float32]
-    step_min: float
-    step_max: float
-
-
-@kernel
-def _scan_chunk(
-    recurrence: Recurrence, state: int, chunk: int, head: int, left: int, width: int, params: ScanParams, source: Any,
-    steps: Any, start: int, out: Any,
-) -> None:  # fmt: skip
-    """The columns from `left` of a head."""
-    keys, first, stop = params.state_size, recurrence.starts[chunk], recurrence.starts[chunk + 1]
-    column, size = head * params.head_dim + left, keys * width
-    memory = _state_of(recurrence, state, recurrence.slots[chunk])[column * keys : column * keys + size]
-    at_b = params.heads * params.head_dim + head // (params.heads // params.groups) * keys
-    at_c = at_b + params.groups * keys
-    for row in range(first, stop):
-        for at, numbers in ((column, width), (at_b, keys), (at_c, keys)):
-            _prefetch_row(source, row + _ROWS_AHEAD, at, numbers)
-        step = _softplus(steps[row, start + head] + params.step_bias[head])
-        step = min(max(step, np.float32(params.step_min)), np.float32(params.step_max))
-        addresses = (
-            memory.ctypes.data, keys, source[row, at_b:].ctypes.data, source[row, at_c:].ctypes.data,
-            source[row, column:].ctypes.data, out[row, column:].ctypes.data,
-        )  # fmt: skip
-        _step_scan(memory[0], width, addresses, (exp(params.decay[head] * step), step, params.skip[head]))
-        copied_to = _snapshot_slot(recurrence, chunk, row + 1 - first)
-        if copied_to >= 0:
-            _copy_numbers(memory, _state_of(recurrence, state, copied_to)[column * keys : column * keys + size])
+    at = 2 * params.groups * params.keys
+    return _step_states(worker, phase, recurrence, state, params, _delta_factors, 0, at, source, controls, 0, out)
 
 
 @kernel
@@ -462,17 +424,12 @@ def selective_scan(
     worker: Worker, phase: int, recurrence: Recurrence, state: int, params: ScanParams, source: Any, steps: Any,
     start: int, out: Any,
 ) -> int:  # fmt: skip
-    """out [T, heads * head_dim] = the scan of x, B and C, side by side in the source (see `SelectiveScan`).
+    """out [T, heads * columns] = the scan of x, B and C, side by side in the source (see `SelectiveScan`).
 
-    steps: [T, ...], of which `heads` columns from `start` are the step; head_dim is a multiple of 16
+    steps: [T, ...], of which `heads` columns from `start` are the step; columns is a multiple of 16
     """
-    width = block_width(params.head_dim)
-    parts = params.head_dim // width
-    per_chunk = params.heads * parts
-    for task in claimed(worker, phase, (len(recurrence.starts) - 1) * per_chunk):
-        chunk, head, left = task // per_chunk, task % per_chunk // parts, task % parts * width
-        _scan_chunk(recurrence, state, chunk, head, left, width, params, source, steps, start, out)
-    return phase + 1
+    at = params.heads * params.columns
+    return _step_states(worker, phase, recurrence, state, params, _scan_factors, at, 0, source, steps, start, out)
 
 
 @kernel

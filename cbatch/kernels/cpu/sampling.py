@@ -19,12 +19,12 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
+from cbatch.kernels.cpu.emit import FLOAT, INT32, Value, emitted
 from cbatch.kernels.cpu.fast_math import bits_of, exp
-from cbatch.kernels.cpu.jit import emitted, entry, kernel
+from cbatch.kernels.cpu.jit import entry, kernel
 from cbatch.kernels.cpu.thread_pool import ThreadPool
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 
@@ -93,22 +93,21 @@ def draw_tokens(
     return tokens
 
 
-def _flip(builder: Any, bits: Any) -> Any:
+def _flip(bits: Value) -> Value:
     """Flips all bits but the sign if the sign is set."""
-    sign = builder.ashr(bits, ir.Constant(bits.type, 31))
-    return builder.xor(bits, builder.and_(sign, ir.Constant(bits.type, 0x7FFFFFFF)))
+    return bits ^ (bits.ashr(31) & 0x7FFFFFFF)
 
 
 @emitted(types.int32, types.float32)
-def _to_ordered_int(builder: Any, x: Any) -> Any:
+def _to_ordered_int(x: Value) -> Value:
     """A float32 as an int32 in the same order."""
-    return _flip(builder, builder.bitcast(x, ir.IntType(32)))
+    return _flip(x.bits(INT32))
 
 
 @emitted(types.float32, types.int32)
-def _from_ordered_int(builder: Any, order: Any) -> Any:
+def _from_ordered_int(order: Value) -> Value:
     """The float32 of an int32 from `_to_ordered_int`."""
-    return builder.bitcast(_flip(builder, order), ir.FloatType())
+    return _flip(order).bits(FLOAT)
 
 
 @kernel
@@ -140,18 +139,17 @@ def argmax(row: Any) -> Any:
 
 
 @emitted(types.float32, types.float32, types.float32)
-def divide(builder: Any, x: Any, y: Any) -> Any:
+def divide(x: Value, y: Value) -> Any:
     """x / y, rounded as in torch: without `arcp` the compiler does not multiply by 1 / y."""
-    return builder.fdiv(x, y, flags=("contract",))
+    return x.builder.fdiv(x.of, y.of, flags=("contract",))
 
 
 @emitted(types.uint32, types.uint32)
-def _mix(builder: Any, word: Any) -> Any:
+def _mix(word: Value) -> Value:
     """See `sampler._mix`. With Python's integers the compiler would compute in 64 bits, which takes twice as long."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        word = builder.xor(word, builder.lshr(word, ir.Constant(word.type, shift)))
-        word = builder.mul(word, ir.Constant(word.type, factor))
-    return builder.xor(word, builder.lshr(word, ir.Constant(word.type, 16)))
+        word = (word ^ word >> shift) * factor
+    return word ^ word >> 16
 
 
 @kernel

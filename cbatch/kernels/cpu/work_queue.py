@@ -20,7 +20,8 @@ from numba import types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from cbatch.kernels.cpu.jit import IS_X86, emitted, kernel
+from cbatch.kernels.cpu.emit import INT64, Value, emitted
+from cbatch.kernels.cpu.jit import IS_X86, kernel
 
 _DONE = 8 * 8
 """Bytes from the first number to the ninth."""
@@ -45,38 +46,35 @@ def new_work_queue() -> NDArray[np.int64]:
     return np.zeros(16, np.int64)
 
 
-def _pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, ir.IntType(64).as_pointer())
-
-
 @emitted(types.int64, types.int64)
-def _load(builder: Any, address: Any) -> Any:
-    return builder.load_atomic(_pointer(builder, address), "acquire", 8)
+def _load(address: Value) -> Any:
+    return address.builder.load_atomic(address.pointer(INT64), "acquire", 8)
 
 
 @emitted(types.void, types.int64, types.int64)
-def _store(builder: Any, address: Any, value: Any) -> None:
-    builder.store_atomic(value, _pointer(builder, address), "release", 8)
+def _store(address: Value, value: Value) -> None:
+    address.builder.store_atomic(value.of, address.pointer(INT64), "release", 8)
 
 
 @emitted(types.int64, types.int64, types.int64)
-def _fetch_add(builder: Any, address: Any, value: Any) -> Any:
+def _fetch_add(address: Value, value: Value) -> Any:
     """Adds, and returns the value before."""
-    return builder.atomic_rmw("add", _pointer(builder, address), value, "acq_rel")
+    return address.builder.atomic_rmw("add", address.pointer(INT64), value.of, "acq_rel")
 
 
 @emitted(types.boolean, types.int64, types.int64, types.int64)
-def _compare_exchange(builder: Any, address: Any, before: Any, after: Any) -> Any:
+def _compare_exchange(address: Value, before: Value, after: Value) -> Any:
     """Replaces `before` by `after`; returns whether `before` was there."""
-    return builder.extract_value(builder.cmpxchg(_pointer(builder, address), before, after, "acq_rel", "acquire"), 1)
+    builder, pointer = address.builder, address.pointer(INT64)
+    return builder.extract_value(builder.cmpxchg(pointer, before.of, after.of, "acq_rel", "acquire"), 1)
 
 
-@emitted(types.void)
-def _pause(builder: Any) -> None:
+@emitted(types.void, types.int64)
+def _pause(queue: Value) -> None:
     """Tells the processor that this thread waits for another."""
     if IS_X86:
         kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        queue.builder.call(cgutils.get_or_insert_function(queue.builder.module, kind, "llvm.x86.sse2.pause"), [])
 
 
 @kernel
@@ -101,7 +99,7 @@ def _claim(worker: Worker, phase: int, num_tasks: int, done: int) -> int:
             spins += 1
             if spins % _SPINS_BEFORE_YIELD == 0:
                 _yield()
-            _pause()
+            _pause(queue)
 
 
 @kernel

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.np.numpy_support import from_dtype
 
-from cbatch.kernels.cpu.jit import FEATURES, PARTS, Part, address_of, emitted
-from cbatch.kernels.cpu.matmul.microkernel import LANES, emit_prefetch
+from cbatch.kernels.cpu.emit import INT8, INT16, INT64, LANES, PARTS, Value, Variable, emitted, for_range, if_then
+from cbatch.kernels.cpu.jit import FEATURES, Part, address_of
+from cbatch.kernels.cpu.matmul.microkernel import emit_prefetch
 
 ROWS_AT_ONCE = 2 * LANES
 
@@ -36,7 +36,6 @@ MAX_ROWS = 4 * ROWS_AT_ONCE
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """Numbers of Linux: the system call, what is asked, and for which registers."""
 
-_INT8, _INT16, _INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(64)
 _PAIRS = LANES
 """Pairs of numbers along the depth that are multiplied at once."""
 _TILE_BYTES = 4 * LANES
@@ -56,122 +55,103 @@ def has_amx() -> bool:
     return int(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)) == 0
 
 
-class _Emitter:
-    """Emits code for groups of rows, of one or two tiles each."""
+def _call(name: str, like: Value, *arguments: Any) -> None:
+    """Calls an instruction of the unit. arguments: addresses, values, and numbers of tiles"""
+    first, *others = (like.constant(each, INT8) if isinstance(each, int) else each for each in arguments)
+    first.call(f"x86.{name}", *others, result=ir.VoidType())
 
-    def __init__(self, builder: Any, row_tiles: int) -> None:
-        self.builder = builder
-        self.row_tiles = row_tiles
-        self.config = cgutils.alloca_once(builder, ir.ArrayType(_INT8, 64))
 
-    def call(self, name: str, *arguments: Any) -> None:
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.x86.{name}"), arguments)
+def _load(tile: int, address: Value, stride: Value) -> None:
+    _call("tileloadd64", stride, tile, _pointer(address), stride)
 
-    def pointer(self, address: Any) -> Any:
-        return self.builder.inttoptr(address, _INT8.as_pointer())
 
-    def load(self, tile: int, address: Any, stride: Any) -> None:
-        self.call("tileloadd64", _INT8(tile), self.pointer(address), stride)
+def _pointer(address: Value) -> Value:
+    return Value(address.builder, address.pointer(INT8))
 
-    def configure(self, rows: list[Any], pairs: Any) -> None:
-        """Sets the sizes of all tiles: these rows, and so many pairs along the depth. It clears the tiles."""
-        builder, start = self.builder, self.builder.ptrtoint(self.config, _INT64)
-        self.builder.store(ir.Constant(ir.ArrayType(_INT8, 64), None), self.config)
-        shapes = {tile: (_INT64(_TILE_BYTES), pairs) for tile in _RIGHT}
-        for number, count in enumerate(rows):
-            shapes[_LEFT[number]] = builder.mul(pairs, _INT64(4)), count
-            shapes |= {tile: (_INT64(_TILE_BYTES), count) for tile in _SUMS[number]}
-        builder.store(_INT8(1), self.pointer(start))
-        for tile, (width, height) in shapes.items():
-            there = builder.inttoptr(builder.add(start, _INT64(16 + 2 * tile)), _INT16.as_pointer())
-            builder.store(builder.trunc(width, _INT16), there)
-            builder.store(builder.trunc(height, _INT8), self.pointer(builder.add(start, _INT64(48 + tile))))
-        self.call("ldtilecfg", self.pointer(start))
 
-    def emit(
-        self, left: tuple[Any, Any], panels: tuple[Any, ...], out: tuple[Any, Any], rows: list[Any], groups: Any,
-        add: Any,
-    ) -> None:  # fmt: skip
-        """Multiplies groups of rows. rows: of each tile of a group"""
-        (table, _, stride, depth), builder = panels, self.builder
-        columns = [
-            builder.load(builder.inttoptr(builder.add(table, _INT64(8 * panel)), _INT64.as_pointer()))
-            for panel in (0, 1)
-        ]
-        whole, rest = builder.udiv(depth, _INT64(_PAIRS)), builder.urem(depth, _INT64(_PAIRS))
-        parts = (_INT64(0), whole, _INT64(_PAIRS), add), (whole, _INT64(1), rest, builder.or_(add, whole))
-        for (first, blocks, pairs, adds), is_there in zip(parts, (whole, rest), strict=True):
-            with builder.if_then(builder.icmp_signed(">", is_there, _INT64(0))):
-                self.configure(rows, pairs)
-                with cgutils.for_range(builder, groups) as loop:
-                    is_first = builder.icmp_signed("==", loop.index, _INT64(0))
-                    there = [
-                        (builder.add(address, builder.mul(loop.index, builder.mul(width, _INT64(ROWS_AT_ONCE)))), width)
-                        for address, width in (left, out)
-                    ]
-                    self.multiply(there[0], columns, stride, there[1], first, blocks, adds, is_first)
+def _configure(config: Variable, rows: list[Value], pairs: Value) -> None:
+    """Sets the sizes of all tiles: these rows, and so many pairs along the depth. It clears the tiles."""
+    start, width = config.address, pairs.constant(_TILE_BYTES)
+    config.value = pairs.constant(None, ir.ArrayType(INT8, 64))
+    shapes = dict.fromkeys(_RIGHT, (width, pairs))
+    for number, count in enumerate(rows):
+        shapes[_LEFT[number]] = pairs * 4, count
+        shapes |= dict.fromkeys(_SUMS[number], (width, count))
+    start.write(pairs.constant(1, INT8))
+    for tile, (columns, height) in shapes.items():
+        (start + (16 + 2 * tile)).write(columns.to("trunc", INT16))
+        (start + (48 + tile)).write(height.to("trunc", INT8))
+    _call("ldtilecfg", start, _pointer(start))
 
-    def multiply(
-        self, left: tuple[Any, Any], columns: list[Any], stride: Any, out: tuple[Any, Any], first: Any, blocks: Any,
-        add: Any, fetches: Any,
-    ) -> None:  # fmt: skip
-        """Multiplies so many blocks of the depth; added to what is in `out` unless `add` is 0.
 
-        fetches: whether to ask for the columns of the next block
-        """
-        builder, numbers = self.builder, range(self.row_tiles)
-        (left_address, left_stride), (out_address, out_stride) = left, out
-        rows = [builder.add(left_address, builder.mul(left_stride, _INT64(LANES * number))) for number in numbers]
-        places = {
-            _SUMS[number][panel]: builder.add(
-                out_address,
-                builder.add(builder.mul(out_stride, _INT64(LANES * number)), _INT64(panel * _TILE_BYTES)),
-            )
-            for number in numbers
-            for panel in (0, 1)
-        }
-        with builder.if_else(builder.icmp_signed("!=", add, _INT64(0))) as (adds, begins):
-            with adds:
-                for tile, place in places.items():
-                    self.load(tile, place, out_stride)
-            with begins:
-                for tile in places:
-                    self.call("tilezero", _INT8(tile))
-        with cgutils.for_range(builder, blocks) as loop:
-            block = builder.add(first, loop.index)
-            along = builder.mul(block, _INT64(_TILE_BYTES))
-            down = builder.mul(block, builder.mul(stride, _INT64(_PAIRS)))
-            with builder.if_then(fetches):
-                coming = builder.add(columns[0], builder.add(down, builder.mul(stride, _INT64(_PAIRS))))
-                for line in range(2 * _PAIRS):  # both panels of a block lie side by side
-                    emit_prefetch(builder, builder.add(coming, _INT64(64 * line)))
+def _emit_groups(left: Any, panels: Any, out: Any, rows: list[Value], groups: Value, add: Value) -> None:
+    """Multiplies groups of rows, of one or two tiles each. rows: of each tile of a group"""
+    table, _, stride, depth = panels
+    config = Variable(groups.constant(None, ir.ArrayType(INT8, 64)))
+    columns = [(table + 8 * panel).read(INT64, align=8) for panel in (0, 1)]
+    whole, rest, nothing = depth // _PAIRS, depth % _PAIRS, depth.constant(0)
+    parts = (nothing, whole, depth.constant(_PAIRS), add), (whole, depth.constant(1), rest, add | whole)
+    for (first, blocks, pairs, adds), is_there in zip(parts, (whole, rest), strict=True):
+        with if_then(is_there.is_(">", 0)):
+            _configure(config, rows, pairs)
+            with for_range(groups) as group:
+                one, other = ((address + group * (width * ROWS_AT_ONCE), width) for address, width in (left, out))
+                _emit_blocks(one, columns, stride, other, len(rows), first, blocks, adds, group.is_("==", 0))
+
+
+def _emit_blocks(
+    left: Any, columns: list[Value], stride: Value, out: Any, row_tiles: int, first: Value, blocks: Value, add: Value,
+    fetches: Value,
+) -> None:  # fmt: skip
+    """Multiplies so many blocks of the depth; added to what is in `out` unless `add` is 0.
+
+    fetches: whether to ask for the columns of the next block
+    """
+    (left_address, left_stride), (out_address, out_stride), numbers = left, out, range(row_tiles)
+    rows = [left_address + left_stride * left_stride.constant(LANES * number) for number in numbers]
+    places = {
+        _SUMS[number][panel]: out_address + (out_stride * (LANES * number) + panel * _TILE_BYTES)
+        for number in numbers
+        for panel in (0, 1)
+    }
+    with add.builder.if_else(add.is_("!=", 0).of) as (adds, begins):
+        with adds:
+            for tile, place in places.items():
+                _load(tile, place, out_stride)
+        with begins:
+            for tile in places:
+                _call("tilezero", add, tile)
+    with for_range(blocks) as index:
+        block = first + index
+        along, down = block * _TILE_BYTES, block * (stride * _PAIRS)
+        with if_then(fetches):
+            coming = columns[0] + (down + stride * _PAIRS)
+            for line in range(2 * _PAIRS):  # both panels of a block lie side by side
+                emit_prefetch(coming + 64 * line)
+        for panel in (0, 1):
+            _load(_RIGHT[panel], columns[panel] + down, stride)
+        for number in numbers:
+            _load(_LEFT[number], rows[number] + along, left_stride)
             for panel in (0, 1):
-                self.load(_RIGHT[panel], builder.add(columns[panel], down), stride)
-            for number in numbers:
-                self.load(_LEFT[number], builder.add(rows[number], along), left_stride)
-                for panel in (0, 1):
-                    tiles = _SUMS[number][panel], _LEFT[number], _RIGHT[panel]
-                    self.call("tdpbf16ps", *(_INT8(tile) for tile in tiles))
-        for tile, place in places.items():
-            self.call("tilestored64", _INT8(tile), self.pointer(place), out_stride)
+                _call("tdpbf16ps", add, _SUMS[number][panel], _LEFT[number], _RIGHT[panel])
+    for tile, place in places.items():
+        _call("tilestored64", add, tile, _pointer(place), out_stride)
 
 
 @emitted(types.void, PARTS, PARTS, PARTS, types.int64, types.int64)
-def _emit_loop(builder: Any, left: Any, panels: Any, out: Any, count: Any, add: Any) -> None:
-    groups = builder.udiv(count, _INT64(ROWS_AT_ONCE))
-    done = builder.mul(groups, _INT64(ROWS_AT_ONCE))
-    rest = builder.sub(count, done)
-    with builder.if_then(builder.icmp_signed(">", groups, _INT64(0))):
-        _Emitter(builder, 2).emit(left, panels, out, [_INT64(LANES)] * 2, groups, add)
-    with builder.if_then(builder.icmp_signed(">", rest, _INT64(0))):
-        there = [(builder.add(address, builder.mul(done, width)), width) for address, width in (left, out)]
-        with builder.if_else(builder.icmp_signed(">", rest, _INT64(LANES))) as (many, few):
+def _emit_loop(left: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
+    groups, lanes = count // ROWS_AT_ONCE, count.constant(LANES)
+    done = groups * ROWS_AT_ONCE
+    rest = count - done
+    with if_then(groups.is_(">", 0)):
+        _emit_groups(left, panels, out, [lanes, lanes], groups, add)
+    with if_then(rest.is_(">", 0)):
+        there, one = [(address + done * width, width) for address, width in (left, out)], count.constant(1)
+        with count.builder.if_else(rest.is_(">", LANES).of) as (many, few):
             with many:
-                rows = [_INT64(LANES), builder.sub(rest, _INT64(LANES))]
-                _Emitter(builder, 2).emit(there[0], panels, there[1], rows, _INT64(1), add)
+                _emit_groups(there[0], panels, there[1], [lanes, rest - LANES], one, add)
             with few:
-                _Emitter(builder, 1).emit(there[0], panels, there[1], [rest], _INT64(1), add)
+                _emit_groups(there[0], panels, there[1], [rest], one, add)
 
 
 # Called by its address, like the loops of `microkernel.py`.

@@ -27,8 +27,9 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
+from cbatch.kernels.cpu.emit import FLOAT, INT16, Value, emitted
 from cbatch.kernels.cpu.fast_math import to_float32
-from cbatch.kernels.cpu.jit import emitted, kernel, shared
+from cbatch.kernels.cpu.jit import kernel, shared
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, pad_columns
 from cbatch.kernels.formats import (
     BFLOAT16,
@@ -172,11 +173,10 @@ def _unpack_groups(tile: Any, kind: int, lane: int, factor: float, out: Any) -> 
 
 
 @emitted(types.float32, types.uint8, types.uint8)
-def _to_float(builder: Any, low: Any, high: Any) -> Any:
+def _to_float(low: Value, high: Value) -> Value:
     """The float16 of two bytes as float32."""
-    short = ir.IntType(16)
-    bits = builder.or_(builder.zext(low, short), builder.shl(builder.zext(high, short), short(8)))
-    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+    bits = low.to("zext", INT16) | high.to("zext", INT16) << 8
+    return bits.bits(ir.HalfType()).to("fpext", FLOAT)
 
 
 def _in_panels(padded: NDArray[Any]) -> NDArray[Any]:

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numpy.typing import NDArray
 
 from cbatch.kernels.cpu.activation import CLIPPED_SILU, SILU, ActivationParams, activate, clipped_silu
+from cbatch.kernels.cpu.emit import FLOATS, PARTS, Value, Variable, emitted, for_range, if_then
 from cbatch.kernels.cpu.fast_math import from_float32, silu, to_float32
-from cbatch.kernels.cpu.jit import HAS_BFLOAT16, PARTS, emitted, kernel, shared
+from cbatch.kernels.cpu.jit import HAS_BFLOAT16, kernel, shared
 from cbatch.kernels.cpu.matmul import amx, quantized
 from cbatch.kernels.cpu.matmul.formats import group_bytes, is_quantized, tile_bytes
 from cbatch.kernels.cpu.matmul.microkernel import (
@@ -23,7 +22,6 @@ from cbatch.kernels.cpu.matmul.microkernel import (
     Ahead,
     Panels,
     Rows,
-    VectorEmitter,
     microkernel_address,
     multiply_tile,
     prefetch_ahead,
@@ -215,27 +213,24 @@ def _multiply(
 
 
 @emitted(types.void, PARTS, PARTS, PARTS, types.int64)
-def _emit_scaling(builder: Any, sums: Any, factors: Any, out: Any, count: Any) -> None:
+def _emit_scaling(sums: Any, factors: Any, out: Any, count: Value) -> None:
     """Rows of 32 float32 times a factor for each column, plus a bias, plus what is in `out` if that is asked for."""
-    emitter, word, vector = VectorEmitter(builder), ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
     (source, source_stride), (scale, bias, add), (target, target_stride) = sums, factors, out
 
-    def read_if(start: Any, panel: int, otherwise: float) -> Any:
+    def read_if(start: Value, panel: int, otherwise: float) -> Value:
         """The value at an address unless that is 0."""
-        found = cgutils.alloca_once_value(builder, ir.Constant(vector, [otherwise] * LANES))
-        with builder.if_then(builder.icmp_signed("!=", start, word(0))):
-            builder.store(emitter.read(start, 4 * LANES * panel, vector), found)
-        return builder.load(found)
+        found = Variable(start.constant(otherwise, FLOATS))
+        with if_then(start.is_("!=", 0)):
+            found.value = (start + 4 * LANES * panel).read(FLOATS)
+        return found.value
 
     both = [(read_if(scale, panel, 1.0), read_if(bias, panel, 0.0)) for panel in (0, 1)]
-    with cgutils.for_range(builder, count) as loop:
-        there = builder.add(target, builder.mul(target_stride, loop.index))
-        before = builder.select(builder.icmp_signed("!=", add, word(0)), there, word(0))
+    with for_range(count) as row:
+        there, here = target + target_stride * row, source + source_stride * row
+        before = add.is_("!=", 0).choose(there, 0)
         for panel, (factor, offset) in enumerate(both):
-            row = builder.add(source, builder.mul(source_stride, loop.index))
-            total = emitter.read(row, 4 * LANES * panel, vector)
-            total = builder.fadd(emitter.fma(total, factor, offset), read_if(before, panel, 0.0))
-            emitter.write(total, there, 4 * LANES * panel)
+            total = (here + 4 * LANES * panel).read(FLOATS).fma(factor, offset) + read_if(before, panel, 0.0)
+            (there + 4 * LANES * panel).write(total)
 
 
 @kernel

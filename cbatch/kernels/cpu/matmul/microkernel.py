@@ -14,20 +14,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from cbatch.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, LIKE, PARTS, Part, address_of, emitted, kernel, shared
-
-LANES = 16
-"""Columns of a panel."""
+from cbatch.kernels.cpu.emit import (
+    FLOAT,
+    FLOATS,
+    INT8,
+    INT32,
+    INT64,
+    LIKE,
+    PARTS,
+    WORDS,
+    Value,
+    Variable,
+    emitted,
+    for_range,
+    if_then,
+    switch,
+)
+from cbatch.kernels.cpu.emit import LANES as LANES
+from cbatch.kernels.cpu.jit import HAS_AVX512, HAS_BFLOAT16, Part, address_of, call_loop, kernel, shared
 
 COLUMNS = 2 * LANES
 """Columns of a tile."""
@@ -49,10 +62,6 @@ _AHEAD = 4096
 _FETCHING_PASSES = 4
 """The most passes over a tile that share in prefetching the next one."""
 
-_FLOAT, _INT8 = ir.FloatType(), ir.IntType(8)
-_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
-_SUMS = ir.VectorType(_FLOAT, LANES)
-_WORDS = ir.VectorType(_INT32, LANES)
 _NUM_ARGUMENTS = 11
 """int64 arguments of the compiled loop: the fields of Rows, Panels and Rows, a count, and a flag."""
 
@@ -135,173 +144,103 @@ class BFloat16(ir.Type):  # type: ignore[misc]
 _PAIRS = ir.VectorType(BFloat16(), 2 * LANES)
 
 
-class VectorEmitter:
-    """Emits code for vectors of 16 lanes."""
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-
-    def broadcast(self, value: Any) -> Any:
-        """A number in all lanes."""
-        vector = ir.VectorType(value.type, LANES)
-        first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INT32(0))
-        return self.builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Calls an intrinsic of LLVM, whose result has the type of its first argument."""
-        kind = ir.FunctionType(arguments[0].type, [argument.type for argument in arguments])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}"), arguments)
-
-    def fma(self, one: Any, other: Any, total: Any) -> Any:
-        return self.call(f"fma.v{LANES}f32", one, other, total)
-
-    def address(self, start: Any, offset: Any, kind: Any) -> Any:
-        """A pointer so many bytes behind an address."""
-        offset = _INT64(offset) if isinstance(offset, int) else offset
-        return self.builder.inttoptr(self.builder.add(start, offset), kind.as_pointer())
-
-    def read(self, start: Any, offset: Any, kind: Any) -> Any:
-        return self.builder.load(self.address(start, offset, kind), align=1)
-
-    def write(self, value: Any, start: Any, offset: Any) -> None:
-        self.builder.store(value, self.address(start, offset, value.type), align=1)
-
-    def read_broadcast(self, start: Any, offset: Any, kind: Any) -> Any:
-        """A number from memory in all lanes."""
-        return self.broadcast(self.read(start, offset, kind))
-
-    def words(self, value: int) -> Any:
-        """A constant in all lanes, of 32 bits each."""
-        return ir.Constant(_WORDS, [value] * LANES)
-
-    @contextmanager
-    def sums(self, outs: list[Any], add: Any) -> Iterator[dict[tuple[int, int], Any]]:
-        """The sums of rows and panels, which are written to these rows at the end; they begin there if `add` is 1."""
-        builder, places = self.builder, [(row, panel) for row in range(len(outs)) for panel in (0, 1)]
-        sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_SUMS, None)) for place in places}
-        targets = {(row, panel): self.address(outs[row], panel * LANES * 4, _SUMS) for row, panel in places}
-        with builder.if_then(builder.icmp_signed("!=", add, _INT64(0))):
-            for place in places:
-                builder.store(builder.load(targets[place], align=4), sums[place])
-        yield sums
-        for place in places:
-            builder.store(builder.load(sums[place]), targets[place], align=4)
+def read_broadcast(address: Value, kind: Any) -> Value:
+    """A number from memory in all lanes."""
+    return address.read(kind).broadcast()
 
 
-def emit_for_rows(builder: Any, count: Any, row_counts: tuple[int, ...], emit: Callable[[int], None]) -> None:
+@contextmanager
+def row_sums(outs: list[Value], add: Value) -> Iterator[dict[tuple[int, int], Variable]]:
+    """The sums of rows and panels, which are written to these rows at the end; they begin there if `add` is 1."""
+    places = [(row, panel) for row in range(len(outs)) for panel in (0, 1)]
+    sums = {place: Variable(add.constant(None, FLOATS)) for place in places}
+    # Each pointer is made once: of two alike, the compiler would keep both.
+    targets = {(row, panel): (outs[row] + panel * LANES * 4).pointer(FLOATS) for row, panel in places}
+    with if_then(add.is_("!=", 0)):
+        for place, target in targets.items():
+            sums[place].value = Value(add.builder, add.builder.load(target, align=4))
+    yield sums
+    for place, target in targets.items():
+        add.builder.store(sums[place].value.of, target, align=4)
+
+
+def emit_for_rows(count: Value, row_counts: tuple[int, ...], emit: Callable[[int], None]) -> None:
     """Code for each number of rows that there is code for, and the choice among them: the least that suffices."""
-    end = builder.append_basic_block("end")
-    blocks = {num_rows: builder.append_basic_block(f"rows.{num_rows}") for num_rows in row_counts}
-    switch = builder.switch(count, end)
-    for number in range(1, max(row_counts) + 1):
-        switch.add_case(_INT64(number), blocks[min(num_rows for num_rows in row_counts if num_rows >= number)])
-    for num_rows, block in blocks.items():
-        with builder.goto_block(block):
-            emit(num_rows)
-            builder.branch(end)
-    builder.position_at_end(end)
+    cases = {num_rows: partial(emit, num_rows) for num_rows in row_counts}
+    numbers = range(1, max(row_counts) + 1)
+    switch(count, {number: cases[min(each for each in row_counts if each >= number)] for number in numbers})
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def call_loop(context: Any, address: Any, arguments: Any) -> Any:
-    """Calls a loop by its address. arguments: a tuple, of exactly the types that it was compiled for"""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [context.get_value_type(each) for each in arguments])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), cgutils.unpack_tuple(builder, args[1]))
-        return context.get_dummy_value()
-
-    return types.void(address, arguments), generate
-
-
-class _TileEmitter(VectorEmitter):
+class _TileEmitter:
     """Emits the loop for one element type and one number of rows."""
 
-    def __init__(self, builder: Any, element: Any, num_rows: int) -> None:
-        super().__init__(builder)
-        self.element = element
-        self.num_rows = num_rows
-        self.step_bytes = 8 if element != types.float32 and not HAS_BFLOAT16 else 4
+    def __init__(self, element: Any, num_rows: int) -> None:
+        self.is_float, self.num_rows = element == types.float32, num_rows
+        self.step_bytes = 4 if self.is_float or HAS_BFLOAT16 else 8
         """Of a left-hand row: what is multiplied with one vector of a panel."""
 
-    def weights(self, at: Any, offset: Any) -> Any:
-        """One vector of a panel, as `multiply_add` takes it."""
-        if self.element == types.float32:
-            return self.read(at, offset, _SUMS)
-        if HAS_BFLOAT16:
-            return self.read(at, offset, _PAIRS)
-        words = self.read(at, offset, _WORDS)
-        halves = self.builder.shl(words, self.words(16)), self.builder.and_(words, self.words(0xFFFF0000))
-        return [self.builder.bitcast(half, _SUMS) for half in halves]
+    def weights(self, at: Value) -> list[Value]:
+        """What `multiply_add` takes of a panel: one vector, or those of the first and second numbers of pairs."""
+        if self.is_float or HAS_BFLOAT16:
+            return [at.read(FLOATS if self.is_float else _PAIRS)]
+        words = at.read(WORDS)
+        return [(words << 16).bits(FLOATS), (words & 0xFFFF0000).bits(FLOATS)]
 
-    def left(self, at: Any, offset: Any) -> Any:
-        """A number or a pair of a left-hand row, as `multiply_add` takes it."""
-        if self.element == types.float32:
-            return self.read_broadcast(at, offset, _FLOAT)
-        if HAS_BFLOAT16:
-            return self.builder.bitcast(self.read_broadcast(at, offset, _INT32), _PAIRS)
-        return [self.read_broadcast(at, self.builder.add(offset, _INT64(place)), _FLOAT) for place in (0, 4)]
+    def left(self, at: Value) -> list[Value]:
+        """The same of a left-hand row, in all lanes."""
+        if not self.is_float and HAS_BFLOAT16:
+            return [read_broadcast(at, INT32).bits(_PAIRS)]
+        return [read_broadcast(at + place, FLOAT) for place in range(0, self.step_bytes, 4)]
 
-    def multiply_add(self, total: Any, left: Any, right: Any) -> Any:
-        if self.element != types.float32 and HAS_BFLOAT16:
-            return self.call("x86.avx512bf16.dpbf16ps.512", total, left, right)
-        both = [(left, right)] if self.element == types.float32 else zip(left, right, strict=True)
-        for one, other in both:
-            total = self.fma(one, other, total)
+    def multiply_add(self, total: Value, left: list[Value], right: list[Value]) -> Value:
+        for one, other in zip(left, right, strict=True):
+            is_pairs = one.type == _PAIRS
+            total = total.call("x86.avx512bf16.dpbf16ps.512", one, other) if is_pairs else one.fma(other, total)
         return total
 
-    def emit(self, left: tuple[Any, Any], panels: tuple[Any, ...], out: tuple[Any, Any], count: Any, add: Any) -> None:
+    def emit(self, left: list[Value], panels: list[Value], out: list[Value], count: Value, add: Value) -> None:
         """Code for up to so many rows. If there are fewer, it computes the last one several times."""
-        (left_address, left_stride), (table, run, stride, depth, ahead), (out_address, out_stride) = left, panels, out
-        builder = self.builder
-        last = builder.sub(count, _INT64(1))
-        numbers = [
-            builder.select(builder.icmp_signed("<", _INT64(row), last), _INT64(row), last)
-            for row in range(self.num_rows)
-        ]
-        outs = [builder.add(out_address, builder.mul(out_stride, number)) for number in numbers]
-        rows = [builder.add(left_address, builder.mul(left_stride, number)) for number in numbers]
-        with (
-            self.sums(outs, add) as sums,
-            cgutils.for_range_slice(builder, _INT64(0), depth, run, inc=True) as (first, number),
-        ):
-            rest = builder.sub(depth, first)
-            steps = builder.select(builder.icmp_signed("<", rest, run), rest, run)
-            at = builder.mul(number, _INT64(32))
-            where = [self.read(table, builder.add(at, _INT64(8 * i)), _INT64) for i in range(4)]
-            self.emit_run(rows, where, builder.mul(first, _INT64(self.step_bytes)), steps, (stride, ahead), sums)
+        table, run, stride, depth, ahead = panels
+        last = count - 1
+        numbers = [last.constant(row) for row in range(self.num_rows)]
+        numbers = [number.is_("<", last).choose(number, last) for number in numbers]
+        outs, rows = ([start + stride * number for number in numbers] for start, stride in (out, left))
+        slices = cgutils.for_range_slice(depth.builder, INT64(0), depth.of, run.of, inc=True)
+        with row_sums(outs, add) as sums, slices as (at, index):
+            first, number = (Value(depth.builder, each) for each in (at, index))
+            rest = depth - first
+            steps = rest.is_("<", run).choose(rest, run)
+            where = [(table + (number * 32 + 8 * i)).read(INT64) for i in range(4)]
+            self.emit_run(rows, where, first * self.step_bytes, steps, (stride, ahead), sums)
 
-    def emit_run(self, rows: list[Any], places: list[Any], start: Any, steps: Any, strides: Any, sums: Any) -> None:
+    def emit_run(
+        self, rows: list[Value], places: list[Value], start: Value, steps: Value, strides: Any, sums: Any
+    ) -> None:
         """Code for the steps of one run.
 
         places: of both panels, and of what is prefetched
         start:  bytes from the beginning of a left-hand row
         """
-        builder, panels, ahead = self.builder, places[:2], places[2:]
-        with cgutils.for_range(builder, steps) as loop:
-            there = builder.add(start, builder.mul(loop.index, _INT64(self.step_bytes)))
-            down, further = (builder.mul(loop.index, stride) for stride in strides)
+        panels, ahead = places[:2], places[2:]
+        with for_range(steps) as step:
+            there, (down, further) = start + step * self.step_bytes, (step * stride for stride in strides)
             if self.num_rows > FEW_ROWS:  # products take longer than reading
-                emit_prefetch(builder, builder.add(ahead[0], further))
+                emit_prefetch(ahead[0] + further)
             else:
                 for place in ahead:
-                    emit_prefetch(builder, builder.add(place, further), near=SECOND_CACHE)
-            weights = [self.weights(panel, down) for panel in panels]
-            for row in range(self.num_rows):
-                number = self.left(rows[row], there)
+                    emit_prefetch(place + further, near=SECOND_CACHE)
+            weights = [self.weights(panel + down) for panel in panels]
+            for row, address in enumerate(rows):
+                number = self.left(address + there)
                 for panel in (0, 1):
-                    total = self.multiply_add(builder.load(sums[row, panel]), number, weights[panel])
-                    builder.store(total, sums[row, panel])
+                    total = sums[row, panel]
+                    total.value = self.multiply_add(total.value, number, weights[panel])
 
 
 @emitted(types.void, LIKE, PARTS, PARTS, PARTS, types.int64, types.int64)
-def _emit_tile(builder: Any, like: Any, left: Any, panels: Any, out: Any, count: Any, add: Any) -> None:
+def _emit_tile(like: Any, left: Any, panels: Any, out: Any, count: Value, add: Value) -> None:
     """The loop for each number of rows there is code for, and the choice among them."""
-
-    def emit(num_rows: int) -> None:
-        _TileEmitter(builder, like, num_rows).emit(left, panels, out, count, add)
-
-    emit_for_rows(builder, count, ROW_COUNTS, emit)
+    emit_for_rows(count, ROW_COUNTS, lambda rows: _TileEmitter(like, rows).emit(left, panels, out, count, add))
 
 
 # Called by its address, which passes numbers only.
@@ -334,20 +273,19 @@ def multiply_tile(microkernel: int, like: Any, left: Rows, panels: Panels, out: 
     call_loop(microkernel, (like, *where, out.address, out.stride, count, add))
 
 
-def emit_prefetch(builder: Any, address: Any, *, near: int = FIRST_CACHE, writes: bool = False) -> None:
-    """Prefetches the cache line at an address, an int64."""
-    kind = ir.FunctionType(ir.VoidType(), [_INT8.as_pointer(), _INT32, _INT32, _INT32])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(fetch, [builder.inttoptr(address, _INT8.as_pointer()), _INT32(int(writes)), _INT32(near), _INT32(1)])
-
-
-@emitted(types.void, types.int64)
-def prefetch(builder: Any, address: Any) -> None:
+def emit_prefetch(address: Value, *, near: int = FIRST_CACHE, writes: bool = False) -> None:
     """Prefetches the cache line at an address."""
-    emit_prefetch(builder, address)
+    pointer = Value(address.builder, address.pointer(INT8))
+    pointer.call("prefetch.p0", INT32(int(writes)), INT32(near), INT32(1), result=ir.VoidType())
 
 
 @emitted(types.void, types.int64)
-def prefetch_to_write(builder: Any, address: Any) -> None:
+def prefetch(address: Value) -> None:
+    """Prefetches the cache line at an address."""
+    emit_prefetch(address)
+
+
+@emitted(types.void, types.int64)
+def prefetch_to_write(address: Value) -> None:
     """Prefetches the cache line at an address, which will be written."""
-    emit_prefetch(builder, address, writes=True)
+    emit_prefetch(address, writes=True)
