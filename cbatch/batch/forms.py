@@ -107,8 +107,12 @@ def compressed(file: IO[bytes], kind: Compression | None) -> IO[bytes]:
     return cast(IO[bytes], io.BufferedWriter(cast(io.RawIOBase, _Unclosed(file)), 2**20))
 
 
-def check_compression(kind: Compression | None) -> None:
-    """Raises ConfigError if what is needed to write such a file is not installed."""
+def check_output(form: OutputForm, kind: Compression | None) -> None:
+    """Raises ConfigError if what is needed to write such a file is not installed, or it is no form at all."""
+    if form == "parquet":
+        import_pyarrow("Parquet")
+        if kind is not None:
+            raise ConfigError("Parquet is compressed inside: give the output a name that ends with .parquet.")
     if kind == "zst" and _own_zstd() is None:
         import_pyarrow("zstd")
 

@@ -61,7 +61,7 @@ def test_driving_a_batch_imports_no_model_library() -> None:
     """Guards the process that drives replicas: it starts in a moment, and needs no torch."""
     code = """if True:
         import sys
-        import cbatch.cli.run.batch_run, cbatch.cli.run.command, cbatch.cli.run.files
+        import cbatch.cli.run.batch_run, cbatch.cli.run.command
         from cbatch.cli.run.options import RunOptions
         import cbatch.batch.tables.table_writer
         RunOptions().row_options()

@@ -120,17 +120,3 @@ def test_signals_in_the_middle_of_a_write_lose_nothing() -> None:
     thread.join()
     os.close(reader)
     assert bytes(taken) == b"".join(row.data for row in rows) and len(signals) > 5
-
-
-class Dribble(io.BytesIO):
-    """A raw stream that takes three bytes at a time."""
-
-    def write(self, data: object) -> int:
-        return super().write(bytes(data)[:3])  # type: ignore[call-overload]
-
-
-def test_short_writes_lose_nothing() -> None:
-    """Guards against a pipe that takes only part of a row."""
-    stream = Dribble()
-    StreamWriter(stream, input_order=False).write([Row(0, 0, b"a longer row\n")])
-    assert stream.getvalue() == b"a longer row\n"

@@ -20,7 +20,7 @@ from cbatch.batch.row import format_result
 from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.common.console import show_progress
 from cbatch.cli.run.batch_run import run_batch
-from cbatch.cli.run.files import open_input, open_output
+from cbatch.cli.run.command import open_input, open_output
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from tests.support.model_folder import save_model

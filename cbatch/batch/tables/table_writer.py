@@ -13,9 +13,8 @@ from cbatch.batch.forms import (
     READ_ERRORS,
     Compression,
     OutputForm,
-    check_compression,
+    check_output,
     decompressed,
-    import_pyarrow,
 )
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line
@@ -134,15 +133,6 @@ class TableWriter(FileWriter):
             self.note = f"{self._name} stays beside the table: --resume --retry-errors runs its error rows again"
         else:
             self._path.unlink()
-
-
-def check_output(form: OutputForm, compression: Compression | None) -> None:
-    """Raises ConfigError if what is needed to write such a table is not installed, or it is no form at all."""
-    if form == "parquet":
-        import_pyarrow("Parquet")
-        if compression is not None:
-            raise ConfigError("Parquet is compressed inside: give the output a name that ends with .parquet.")
-    check_compression(compression)
 
 
 def journal_of(table: Path) -> Path:

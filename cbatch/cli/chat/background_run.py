@@ -23,8 +23,7 @@ from cbatch.cli.common.console import Details, ProgressState, notice
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.options import make_options
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.cli.run.command import run
-from cbatch.cli.run.files import open_input, open_output, stats_file
+from cbatch.cli.run.command import open_input, open_output, run, stats_file
 from cbatch.cli.run.options import RunOptions
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from cbatch.cli.common.console import emit, notice, show_progress
 from cbatch.cli.common.exits import handle_signals
 from cbatch.cli.common.loading import open_engine
 from cbatch.cli.common.options import engine_options, record_options, sampling_options
-from cbatch.cli.run.files import open_input
+from cbatch.cli.run.command import open_input
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.verify.options import ROW_OPTIONS, VerifyOptions
 

@@ -274,16 +274,6 @@ def test_other_names_of_parameters_as_options(run: Any, capfd: pytest.CaptureFix
         assert message in " ".join(capfd.readouterr().err.split())
 
 
-def test_check_counts_what_a_run_then_does(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards --check: the same rows, errors and prompt tokens as a run."""
-    run(ROWS, "--check", "-q")
-    report = json.loads(capfd.readouterr().out)
-    code, _ = run(ROWS, "--stats", str(tmp_path / "stats.json"), "-q")
-    stats = json.loads((tmp_path / "stats.json").read_text())
-    assert code == 1 and report["bad_rows"] == stats["errors"] and report["errors"] == stats["error_codes"]
-    assert report["prompt_tokens"]["total"] == stats["prompt_tokens"]
-
-
 def test_timings_and_verbose(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards rows against times unless --timings is given; -v prints each error."""
     _, (row,) = run(ROWS[:1], "--timings")

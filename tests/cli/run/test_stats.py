@@ -11,7 +11,6 @@ import pytest
 from cbatch.base.errors import RequestError
 from cbatch.batch.driver import ReplicaStatus
 from cbatch.batch.row import Row
-from cbatch.cli.run.batch_run import replica_lines
 from cbatch.cli.run.stats import RunStats, bottleneck, since
 from cbatch.engine.stats import EngineStats, total_stats
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
@@ -39,13 +38,6 @@ def test_figures_of_a_run() -> None:
     assert figures["elapsed_s"] == 4.5 and figures["output_tokens_per_s"] == pytest.approx(33 / 4.5)
     assert figures["ttft_s"] == {"p50": 0.75, "p90": 0.75, "p99": 0.75}
     assert figures["tpot_s"]["p50"] == pytest.approx((0.2 + 0.15) / 2)
-
-
-def test_nothing_was_run() -> None:
-    """Guards the figures of a run that was refused before its first row."""
-    figures = RunStats().as_dict()
-    assert figures["rows"] == 0 and figures["elapsed_s"] == 0 and figures["ttft_s"]["p50"] is None
-    assert figures["fallback"] == ""
 
 
 @pytest.mark.parametrize(
@@ -113,18 +105,6 @@ def test_figures_of_each_replica() -> None:
         "replicas: replica 2 died: killed by signal 9 (the last of 2 deaths); "
         "6 unfinished rows were also given to idle ones"
     )
-
-
-def test_a_line_for_each_replica() -> None:
-    """Guards the lines of -v: what a replica does, what it has done in this run, and its deaths."""
-    driver: Any = TwoReplicas()
-    stats = RunStats()
-    stats.attach(driver, STREAM)
-    driver.lives = 2
-    assert replica_lines(stats, driver) == [
-        "replica 1: 0 run, 0 wait, KV 0%, 0 rows, 100 tokens, 3 copies",
-        "replica 2: 0 run, 0 wait, KV 0%, 7 rows, 100 tokens, died: killed by signal 9",
-    ]
 
 
 def test_idle_replicas_are_counted_by_their_share() -> None:
