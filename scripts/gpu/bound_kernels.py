@@ -15,8 +15,9 @@ from cbatch.model.ops.attention import HeadNorms, PrepareHeads
 from cbatch.model.ops.convolution import ShortConvolution
 from cbatch.model.ops.device_kernel import KERNELS, DeviceOps
 from cbatch.model.ops.experts import Route
+from cbatch.model.ops.gated_delta import GatedDelta
 from cbatch.model.ops.products import logits
-from cbatch.model.ops.recurrence import GatedDelta, SelectiveScan
+from cbatch.model.ops.selective_scan import SelectiveScan
 from cbatch.runtime.kv_cache import LayerShape
 
 _NO_NORM = NormWeights("none")

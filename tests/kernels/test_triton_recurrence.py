@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cbatch.model.ops.device_kernel import by_torch, by_triton
-from cbatch.model.ops.recurrence import GatedDelta, SelectiveScan
+from cbatch.model.ops.gated_delta import GatedDelta
+from cbatch.model.ops.selective_scan import SelectiveScan
 from scripts.gpu.bound_kernels import BoundKernels, convolution, delta_rule, scan
 from tests.support.cuda_model import DEVICE
 from tests.support.kernels import draw

@@ -95,7 +95,7 @@ def _gate_kernel(
 
 
 def gate(gate: Tensor, width: int, function: str, factor: float, target: Tensor) -> None:
-    """See `model/ops/elementwise.py`."""
+    """See `model/ops/gate.py`."""
     rows, columns = target.shape
     block = min(power_of_2(columns), 1024)
     _gate_kernel[(rows, -(-columns // block))](

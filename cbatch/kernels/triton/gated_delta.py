@@ -193,7 +193,7 @@ def gated_delta(
     qkv: Tensor, controls: Tensor, heads: Any, weights: tuple[Tensor, Tensor], state: Tensor, recurrence: Recurrence,
     out: Tensor, *, capability: int,
 ) -> None:  # fmt: skip
-    """See `model/ops/recurrence.py`.  capability: of the chip, 90 for 9.0"""
+    """See `model/ops/gated_delta.py`.  capability: of the chip, 90 for 9.0"""
     given, ints = (qkv, controls, *weights), chunk_tensors(recurrence)
     rows, chunks = (qkv.stride(0), controls.stride(0)), len(recurrence.slots)
     sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim

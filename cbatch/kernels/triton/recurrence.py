@@ -255,7 +255,7 @@ def selective_scan(
     xbc: Tensor, steps: Tensor, heads: Any, weights: tuple[Tensor, Tensor, Tensor], state: Tensor,
     recurrence: Recurrence, out: Tensor, *, capability: int,
 ) -> None:  # fmt: skip
-    """See `model/ops/recurrence.py`.  capability: of the chip, 90 for 9.0"""
+    """See `model/ops/selective_scan.py`.  capability: of the chip, 90 for 9.0"""
     arguments = (
         xbc, steps, *weights, state, *chunk_tensors(recurrence), out, xbc.stride(0),
         steps.stride(0), out.stride(0), heads.heads, heads.head_dim, heads.groups, heads.state_size, heads.step_min,

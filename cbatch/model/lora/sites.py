@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from cbatch.model.lora_files import Adapter, LowRank
 from cbatch.model.ops.experts import Experts, Route
+from cbatch.model.ops.head import Head
 from cbatch.model.ops.linear import Linear
 from cbatch.model.ops.program import Program
-from cbatch.model.ops.vocabulary import Head
 from cbatch.model.weight import Weight, weights_of
 
 

@@ -20,7 +20,7 @@ from cbatch.model.ops.cpu_layout import CpuLayout, unpadded
 from cbatch.model.ops.device_kernel import device_kernel
 from cbatch.model.ops.device_plan import Step
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
-from cbatch.model.ops.recurrence import pieces
+from cbatch.model.ops.recurrent import pieces
 from cbatch.model.weight import Weight
 
 

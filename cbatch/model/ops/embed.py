@@ -1,4 +1,4 @@
-"""The first operation of a program and its last: the embedding of tokens, and the output head."""
+"""The first operation of a program: the embedding of tokens."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.kernels.cpu.fast_math import tanh, to_float32
+from cbatch.kernels.cpu.fast_math import to_float32
 from cbatch.kernels.cpu.matmul.formats import unpack_column
-from cbatch.kernels.cpu.matmul.linear import WRITE
 from cbatch.kernels.cpu.matmul.microkernel import pad_columns
 from cbatch.kernels.cpu.program import BUFFER, MATRIX, ROWS_PER_TASK, floats_of, instruction
-from cbatch.kernels.cpu.sampling import argmax
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.formats import ON_CPU
 from cbatch.kernels.operands import Embedding
 from cbatch.kernels.quantized_matrix import QuantizedMatrix
 from cbatch.model.ops.cpu_layout import CpuLayout, MatrixPlace
-from cbatch.model.ops.device_plan import Begin, Buffer, DeviceHead, DevicePlan, Run, Step
-from cbatch.model.ops.linear import product
-from cbatch.model.ops.normalize import norm_rows
+from cbatch.model.ops.device_plan import Begin, Buffer, DevicePlan, Run, Step
 from cbatch.model.ops.operation import Operation, operation, writes
 from cbatch.model.ops.products import look_up
 from cbatch.model.ops.residual import embed_and_norm
-from cbatch.model.weight import RESIDUAL, Matrix, Norm, Weight
+from cbatch.model.weight import RESIDUAL, Matrix, Weight
 
 
 @operation
@@ -108,56 +104,4 @@ def embed(worker: Worker, phase: int, op: Any, step: Any) -> int:
                 base = op.positions + (step.inputs.positions[row] + op.position_offset) * op.width
                 for i in range(op.width):
                     out[row, i] += to_float32(weights.tables[base + i])
-    return phase + 1
-
-
-@operation
-class Head(Operation):
-    """Logits of the wanted rows: softcap(factor * (norm(residual) times matrix + biases)); softcap 0 for none."""
-
-    norm: Norm
-    matrix: Matrix
-    factor: float = 1.0
-    softcap: float = 0.0
-
-    def on_cpu(self, layout: CpuLayout) -> None:
-        source, depth = layout.read(RESIDUAL)
-        normed = layout.elements("normed", layout.program.hidden_size, depth)
-        layout.add(
-            norm_rows, source=(source, depth), target=normed, start=0, width=layout.program.hidden_size, wanted=True,
-            norm=layout.norm(self.norm),
-        )  # fmt: skip
-        if layout.head is None:
-            matrix = layout.matrix(self.matrix, depth, factor=self.factor, is_head=True)
-        else:
-            matrix = layout.head._replace(scale=layout.scales(pad_columns(self.matrix.columns), self.factor))
-        layout.add(
-            product, source=normed, target=(0, 0), matrix=matrix, activation=layout.activation(None), mode=WRITE,
-            is_logits=True,
-        )  # fmt: skip
-        layout.add(finish_logits, self)
-
-    def on_device(self, plan: DevicePlan) -> None:
-        weights, added = plan.weights, None
-        if [(each.buffer, each.norm) for each in plan.pending] == [(None, None)]:
-            added = plan.pending.pop().factor
-        plan.flush()
-        lm_head = weights.output_head(self.matrix)
-        bias = weights.vector(*self.matrix.biases, factor=self.factor) if self.matrix.biases else None
-        plan.head = DeviceHead(added, weights.norm(self.norm), lm_head, bias, self.factor, self.softcap)
-
-
-@instruction(floats="softcap")
-def finish_logits(worker: Worker, phase: int, op: Any, step: Any) -> int:
-    """Caps the logits, and finds the largest of each row."""
-    outputs = step.outputs
-    num_tasks = len(outputs.tokens)
-    if num_tasks == 0:  # chunks of prompts only; a phase must have a task
-        return phase
-    for task in claimed(worker, phase, num_tasks):
-        row = outputs.logits[task, : outputs.vocabulary]
-        if op.softcap > 0:
-            for i in range(len(row)):
-                row[i] = op.softcap * tanh(row[i] / op.softcap)
-        outputs.tokens[task], outputs.largest[task] = argmax(row)
     return phase + 1
