@@ -70,7 +70,7 @@ class Constraint:
                  and backreferences; \\d is 0 to 9
     choice       one of several strings; `source` is a JSON list of them
     grammar      text of a context-free grammar with a rule `start`, in llguidance's dialect of Lark
-    tool_call    calls of a request's tools in the model's own format; `source` is what `tool_choice_constraint` makes
+    tool_call    calls of a request's tools in the model's own format; `source` is what `request_constraint` makes
     """
 
     kind: Kind

@@ -212,29 +212,19 @@ def request_constraint(
     tools: Sequence[Mapping[str, Any]] = (),
     choice: ToolChoice | None = None,
 ) -> Constraint | None:
-    """The constraint on a request's output: that of its parameters, or a call of a tool.
-
-    Raises RequestError (`invalid_row`) as `tool_choice_constraint` does, and if the request has both.
-    """
-    if choice is None:
-        return params.constraint
-    if params.constraint is not None:
-        raise RequestError("invalid_row", "A forced call of a tool cannot be combined with another constraint.")
-    return tool_choice_constraint(tokenizer, tools, choice)
-
-
-def tool_choice_constraint(
-    tokenizer: ChatTokenizer | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice
-) -> Constraint:
-    """The constraint of a forced call.
+    """The constraint on a request's output: that of its parameters, or a forced call of a tool.
 
     One call if the choice names a function, otherwise at least one, as far as the model's form has room for several.
 
     tools: the request's tools, as `check_tools` takes them
 
-    Raises RequestError (`invalid_row`) if there is no such tool, for parameters that are not those of an object, and
-    for a model whose form of calls is not known.
+    Raises RequestError (`invalid_row`) if the request has both, if there is no such tool, for parameters that are not
+    those of an object, and for a model whose form of calls is not known.
     """
+    if choice is None:
+        return params.constraint
+    if params.constraint is not None:
+        raise RequestError("invalid_row", "A forced call of a tool cannot be combined with another constraint.")
     functions = [tool["function"] for tool in tools]
     if choice.name is not None:
         functions = [function for function in functions if function["name"] == choice.name]

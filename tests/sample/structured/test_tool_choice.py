@@ -16,7 +16,6 @@ from cbatch.sample.structured.grammar import GrammarState
 from cbatch.sample.structured.lark import (
     MAX_TOOLS,
     request_constraint,
-    tool_choice_constraint,
 )
 from cbatch.sample.structured.token_bitmask import bitmask_size, to_bools
 from tests.support.chat_templates import MISTRAL_NAMED, QWEN3
@@ -39,7 +38,9 @@ def compilers() -> Iterator[dict[tuple[str, bool], ConstraintCompiler]]:
 
 
 def begin(compiler: ConstraintCompiler, choice: ToolChoice, tools: list[dict[str, Any]] = TOOLS) -> GrammarState:
-    return GrammarState(compiler.compile(tool_choice_constraint(compiler._tokenizer, tools, choice)), [STOP])
+    constraint = request_constraint(SamplingParams(), compiler._tokenizer, tools, choice)
+    assert constraint is not None
+    return GrammarState(compiler.compile(constraint), [STOP])
 
 
 def allowed_tokens(state: GrammarState) -> list[int]:
@@ -106,9 +107,8 @@ def test_a_forced_call_is_the_constraint_of_its_request() -> None:
     regex = SamplingParams(regex="a+")
     assert request_constraint(SamplingParams(), tokenizer, TOOLS) is None
     assert request_constraint(regex, None) == regex.constraint
-    found = request_constraint(SamplingParams(), tokenizer, TOOLS, ANY)
-    assert found == tool_choice_constraint(tokenizer, TOOLS, ANY) and found is not None
-    assert found != tool_choice_constraint(tokenizer, TOOLS, NAMED)
+    forced, named = (request_constraint(SamplingParams(), tokenizer, TOOLS, choice) for choice in (ANY, NAMED))
+    assert forced is not None and named is not None and forced != named
     with pytest.raises(RequestError, match="cannot be combined with another constraint"):
         request_constraint(regex, tokenizer, TOOLS, ANY)
 
@@ -127,7 +127,7 @@ def test_a_forced_call_is_the_constraint_of_its_request() -> None:
 def test_what_cannot_be_enforced_is_said(template: str, tools: list[dict[str, Any]], sentence: str) -> None:
     """Guards against a model that writes something else than it was asked for, and says nothing."""
     with pytest.raises(RequestError, match=sentence) as caught:
-        tool_choice_constraint(make_chat_tokenizer(template), tools, ANY)
+        request_constraint(SamplingParams(), make_chat_tokenizer(template), tools, ANY)
     assert caught.value.code == "invalid_row"
 
 
