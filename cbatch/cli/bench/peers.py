@@ -1,4 +1,4 @@
-"""The same work with the same weights in memory, done by transformers itself."""
+"""The same work with the same weights in memory, done by transformers itself, which is imported when it is to work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cbatch.cli.bench.workload import Outputs, Workload
 
@@ -61,6 +59,8 @@ def static_batches(setup: PeerSetup) -> Iterator[Generate]:
 
     Outputs are cut to their wanted lengths afterwards.
     """
+    from transformers import GenerationConfig
+
     setup.set_attention("sdpa", "eager")
     device = setup.network.device
 
@@ -89,6 +89,9 @@ def continuous(setup: PeerSetup, attention: str = "") -> Iterator[Generate]:
 
     Its cache is large enough for all slots and, as in our runs, shares no prefixes.
     """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     work = setup.work
     sdpa = "paged|sdpa" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "sdpa"  # the former up to 5.22
     setup.set_attention(attention or sdpa, "paged|eager")
@@ -146,6 +149,8 @@ def run_peer(name: str, setup: PeerSetup) -> tuple[Outputs, dict[str, Any]]:
     Returns the outputs and the figures of `--json`; `attention` is transformers' name of the backend it used.
     Meanwhile the model has no sampling defaults, which would be mixed in, and transformers' logger is silent.
     """
+    from transformers import GenerationConfig
+
     work, network = setup.work, setup.network
     attention, defaults = network.config._attn_implementation, network.generation_config
     logger = logging.getLogger("ContinuousBatchingLogger")
