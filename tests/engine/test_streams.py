@@ -199,22 +199,6 @@ def test_a_stream_keeps_its_engine() -> None:
 # Loops of asyncio.
 
 
-def test_tasks_complete_and_stream_at_once(engine: Engine, tokens: Callable[[list[int]], list[int]]) -> None:
-    """Guards one loop with several calls: each gets its own, in the order of its prompts."""
-    prompts = make_prompts([5, 9, 3])
-
-    async def read(prompt: list[int]) -> list[int | None]:
-        return [event.token_id async for event in engine.astream(prompt, WHOLE)]
-
-    async def main() -> Any:
-        single = engine.agenerate(prompts[0], WHOLE)
-        return await asyncio.gather(read(prompts[0]), read(prompts[1]), single, engine.agenerate(prompts, WHOLE))
-
-    first, second, single, several = run(main())
-    assert [first, second, list(single.token_ids)] == [tokens(prompts[0]), tokens(prompts[1]), tokens(prompts[0])]
-    assert [list(one.token_ids) for one in several] == [tokens(prompt) for prompt in prompts]
-
-
 @pytest.mark.parametrize("num_read", [0, 5])
 @pytest.mark.parametrize("way", ["break", "aclose", "async with", "cancel", "timeout"])
 def test_leaving_an_async_stream_frees_it(slow_engine: Engine, way: str, num_read: int) -> None:

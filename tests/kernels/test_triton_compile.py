@@ -61,23 +61,6 @@ def test_kernels_compile_and_fit(chips: str, heads: str, group: str, caches: str
     assert reads == {"_decode_kernel", "_prefill_kernel"} & names
 
 
-PTX = """
-	.loc	1 11 16, function_name $L__info_string0, inlined_at 2 98 13
-	ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
-	@%p4 cp.async.ca.shared.global [ %r195 + 0 ], [ %rd28 + 0 ], 0x10, %r196;
-	.loc	1 12 16
-	@%p4 ld.global.L1::evict_last.b16 { %rs1 }, [ %rd1 + 0 ];
-	.loc	1 40 16
-	ld.global.b8 { %rs1 }, [ %rd1 + 0 ];
-	.loc	2 11 16
-	ld.global.b32 { %r1 }, [ %rd1 + 0 ];
-	cp.async.wait_group 	3;
-	cp.async.wait_group 	0;
-	.file	1 "{here}"
-	.file	2 "/elsewhere.py"
-"""
-
-
 @pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up() -> None:
     """Guards against kernels that are compiled for a number of rows or tokens, or for an address, that changes from
