@@ -12,6 +12,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -122,16 +123,18 @@ class Chat:
         end = time.monotonic() + PATIENCE
         while not is_done():
             assert time.monotonic() < end, what + "\n" + "\n".join(self.lines)
-            self.pump()
+            self._read(0.05)
 
     def pump(self, seconds: float = 0.05) -> None:
         """Reads what the program writes for a while."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            try:
-                data = self._child.read_nonblocking(65536, timeout=left)
-            except (pexpect.TIMEOUT, pexpect.EOF, OSError):
-                return
+            self._read(left)
+
+    def _read(self, timeout_s: float) -> None:
+        """Reads what there is, or comes in time."""
+        with suppress(pexpect.TIMEOUT, pexpect.EOF, OSError):
+            data = self._child.read_nonblocking(65536, timeout=timeout_s)
             self.raw += data
             self._stream.feed(data)
 
@@ -154,7 +157,7 @@ class Chat:
         before: list[str] = []
         while before != self.lines:
             before = self.lines
-            self.pump(0.5)
+            self.pump(0.3)
 
     def resize(self, columns: int, rows: int) -> None:
         self._columns, self._rows = columns, rows
