@@ -176,7 +176,7 @@ PRELOADED = (
     "cbatch.engine.thread",
     "cbatch.model.cpu",
     "cbatch.cli.run.batch_run",
-    "cbatch.cli.chat.tui.terminal",
+    "cbatch.cli.chat.terminal",
 )
 
 

@@ -109,7 +109,7 @@ class BackgroundRun:
     def __init__(self, engines: BatchEngines | None = None) -> None:
         """`engines`: what computes the batches; None: the chat's own engine alone."""
         self._engines = engines or BatchEngines(EngineConfig())
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()
         self._interrupt: Callable[[int], None] | None = None
         self._is_stopping = False
         self.progress: list[str] = []
@@ -117,7 +117,7 @@ class BackgroundRun:
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
     def start(self, engine: Engine, command_line: str) -> None:
         """Starts a batch with the options of `cbatch run`.
@@ -145,7 +145,7 @@ class BackgroundRun:
 
     def close(self) -> None:
         """Stops the batch, waits a while for it to end, and ends the replicas."""
-        if self._thread is not None and self._thread.is_alive():
+        if self.is_running:
             notice("waiting for the batch to write its finished rows; Ctrl-C leaves at once")
             self.stop()
             self._thread.join(CLOSE_SECONDS)
@@ -170,10 +170,9 @@ class BackgroundRun:
             notice(f"{name}: the reader of {options.output} went away.")
         except (Interrupted, CbatchError) as error:
             notice(f"{name}: {error}")
-        except OSError as error:
-            notice(f"{name}: {error.strerror or error!r}; finished rows are on disk.")
         except BaseException as error:  # a bug ends the batch with a sentence, but not the chat
-            notice(f"{name}: {error!r}; finished rows are on disk.")
+            reason = isinstance(error, OSError) and error.strerror
+            notice(f"{name}: {reason or repr(error)}; finished rows are on disk.")
         finally:
             self.progress = []
 

@@ -35,11 +35,8 @@ from cbatch.cli.common.options import (
 from cbatch.cli.common.replica_options import ReplicaOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from cbatch.api import Engine
     from cbatch.cli.chat.controller import ChatController
-    from cbatch.cli.chat.lines import PipeMessage
     from cbatch.cli.chat.session.store import SessionStore
     from cbatch.runtime.tracing import StepTracer
 
@@ -125,9 +122,9 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
 
     from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
     from cbatch.cli.chat.lines import LineTerminal
+    from cbatch.cli.chat.screen import print_conversations
     from cbatch.cli.chat.session.store import InputHistory, SessionStore, default_folder
-    from cbatch.cli.chat.tui.screen import print_conversations
-    from cbatch.cli.chat.tui.terminal import WELCOME, Terminal
+    from cbatch.cli.chat.terminal import WELCOME, Terminal
 
     engines = BatchEngines(options.engine, options.replicas)
     store = SessionStore(default_folder())
@@ -157,24 +154,23 @@ def _run_in_terminal(options: ChatOptions, trace: StepTracer | None) -> Literal[
 
 
 def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1]:
-    from cbatch.batch.lines import MAX_LINE_BYTES, read_lines
-    from cbatch.cli.chat.lines import Pipe, read_document, read_messages
+    from cbatch.batch.lines import BOM, MAX_LINE_BYTES, Line, read_lines
+    from cbatch.cli.chat.lines import Pipe
     from cbatch.cli.chat.session.store import SessionStore, default_folder
 
     if options.replicas.are_given:
         raise UserError("--replicas and --ray are for /run, which needs a terminal; cbatch run takes them, too.")
-    is_terminal = sys.stdin.isatty()
-    messages: Iterable[PipeMessage]
-    if options.lines or (is_terminal and options.question is None):
-        messages = read_messages(read_lines(sys.stdin.buffer))
+    is_terminal, question = sys.stdin.isatty(), options.question or ""
+    takes_lines = options.lines or (is_terminal and options.question is None)
+    if takes_lines:
+        messages = read_lines(sys.stdin.buffer)
         if is_terminal and not options.quiet:
             notice("reading messages from the terminal, one per line; Ctrl-D ends the input")
     else:
         document = b"" if is_terminal else sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
-        message = read_document(document, options.question)
-        if not (message.text or message.problem):
+        if not (question or document.removeprefix(BOM).strip(b"\r\n")):
             raise UserError("There is no question: stdin is empty, and none was given.")
-        messages = [message]
+        messages = iter([Line.of(0, document)])
     store = SessionStore(default_folder())
     keeps = not options.no_history and (options.continued or options.load is not None)
     controller = _make_controller(options, options.engine, store if keeps else None, trace)
@@ -182,7 +178,8 @@ def _run_in_pipe(options: ChatOptions, trace: StepTracer | None) -> Literal[0, 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
-        return 0 if Pipe(controller, sys.stdout, as_json=options.json).run(messages) else 1
+        pipe = Pipe(controller, sys.stdout, as_json=options.json)
+        return 0 if pipe.run(messages, question=question, is_document=not takes_lines) else 1
     finally:
         controller.end_all()
         store.close()
@@ -225,11 +222,13 @@ def _make_controller(
 
 def _open_session(options: ChatOptions, controller: ChatController, store: SessionStore) -> None:
     """Opens what --continue, --load or --from name. Raises UserError if it is not there."""
-    if options.continued or options.load is not None:
-        from cbatch.cli.chat.session.store import read_session
-
-        path = store.find(options.load)
-        store.set_path(controller.open_saved(read_session(path)), path)
+    name = options.load
+    if options.continued or name is not None:
+        path = next((saved.path for saved in store.saved_sessions()), None) if name is None else store.lookup(name)
+        if path is None:
+            none = f"There is no saved session {name[:80]}; /load in a chat lists them." if name is not None else ""
+            raise UserError(none or "No session is saved yet.")
+        controller.open_saved(store.open(path))
     source, index = options.source, options.index
     if source is None or index is None:
         return
@@ -238,26 +237,23 @@ def _open_session(options: ChatOptions, controller: ChatController, store: Sessi
     from cbatch.cli.chat.session.session import as_plain_text
 
     prompts, sampling = Path(options.prompts) if options.prompts is not None else None, options.sampling
-    opened = from_result(Path(source), index, prompts, sampling.seed)
-    session = opened.session
+    session, prompt_tokens = from_result(Path(source), index, prompts, sampling.seed)
     session.params = with_overrides(session.params, sampling.params)
     session.system = session.system or sampling.system
     controller.open_saved(session)
     if prompts is None:
         session.add_notice("The file does not hold the question to this reply; --prompts FILE adds it.")
-    elif opened.prompt_tokens is not None and session.last is not None:
+    elif prompt_tokens is not None and session.last is not None:
         messages = session.messages(session.last)
 
         def measure(engine: Engine) -> int:
-            as_messages = takes_messages(engine)
-            return len(
-                engine.encode({"messages": messages} if as_messages else as_plain_text(messages), raw=not as_messages)
-            )
+            is_chat = takes_messages(engine)
+            return len(engine.encode({"messages": messages} if is_chat else as_plain_text(messages), raw=not is_chat))
 
         def compare(count: int) -> None:
-            if count != opened.prompt_tokens:
+            if count != prompt_tokens:
                 notice(
-                    f"row {index} of {source} was made from a prompt of {opened.prompt_tokens:,} tokens, but line "
+                    f"row {index} of {source} was made from a prompt of {prompt_tokens:,} tokens, but line "
                     f"{index + 1} of {prompts} gives {count:,} with this model: is it the right file?"
                 )
 

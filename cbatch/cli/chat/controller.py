@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.base.params import derive_seed
 from cbatch.cli.chat.engine_client import EngineClient, ReplyRequest
@@ -19,7 +19,6 @@ from cbatch.cli.chat.session.session import (
     Turn,
     pastes_in,
     round_messages,
-    unanswered,
 )
 from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.chat.toolbox import ToolBox
@@ -41,16 +40,10 @@ ALMOST_FULL = 0.85
 """Share of the context from which on the user is warned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One of several replies to the same message.
+class Variant(NamedTuple):
+    """One of several replies to the same message: parameters and a model that differ from the session's."""
 
-    params: sampling parameters that differ from the session's
-    label:  what the screen shows above it
-    model:  what replies; None is the session's own
-    """
-
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = {}
     label: str = ""
     model: str | None = None
 
@@ -68,17 +61,17 @@ def _is_name(text: str) -> bool:
 class ChatController:
     """Opens and closes sessions, requests replies to their messages, and saves them. Starts with one empty session.
 
-    client:         of the model that the chat begins with
-    model_name:     its hub id or folder; empty for the bundled one
-    open_model:     loads others by hub id or folder, with the chat's other options; None allows none
-    tools:          what models may call
+    client:     of the model that the chat begins with
+    model_name: its hub id or folder; empty for the bundled one
+    open_model: loads others by hub id or folder, with the chat's other options; None allows none
     system, params, seed: defaults of new sessions; None derives the seed from `run_seed`
-    auto_trim:      whether the oldest turns are dropped when the context is full
-    store:          where sessions are saved; None saves nothing
-    on_token:       called for every token, after it became part of its reply, with the new visible text
-    on_switch:      called when another session has become the current one
-    sessions:       those that are open, in order; `current` is the one on the screen
-    closed:         those that were open in this chat
+    auto_trim:  whether the oldest turns are dropped when the context is full
+    store:      where sessions are saved; None saves nothing
+    on_token:   called for every token, after it became part of its reply, with the new visible text
+    on_switch:  called when another session has become the current one
+    sessions:   those that are open, in order; `current` is the one on the screen
+    closed:     those that were open in this chat
+    clients:    of all models that are loaded or being loaded, by what `Session.model` calls them
 
     Methods raise UserError if something cannot be done.
     """
@@ -98,11 +91,11 @@ class ChatController:
     sessions: list[Session] = field(default_factory=list)
     closed: list[Session] = field(default_factory=list)
     _num_opened: int = 0
-    _requests: dict[Reply, tuple[EngineClient, ReplyRequest]] = field(default_factory=dict)
-    _others: dict[str, EngineClient] = field(default_factory=dict)  # by the names of models that were loaded beside it
+    _requests: dict[Reply, ReplyRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._initial: Session | None = self.new_session("main")
+        self.clients = {"": self.client}
+        self.new_session("main")
 
     def new_session(self, name: str | None = None) -> Session:
         """Opens an empty session and makes it the current one."""
@@ -114,8 +107,7 @@ class ChatController:
         if not self.has_model(session.model):
             session.add_notice(f"Replies came from {session.model}; /model {session.model} loads it again.")
             session.model = ""
-        initial, self._initial = self._initial, None
-        replaced = initial if initial in self.sessions and initial.is_unused else None
+        replaced = next((each for each in self.sessions if each.number == 1 and each.is_unused), None)
         taken = {other.name for other in self.sessions if other is not replaced}
         own = session.name if _is_name(session.name) else "loaded"
         names = (own if n == 1 else f"{own}-{n}" for n in count(1))
@@ -171,12 +163,11 @@ class ChatController:
 
     def find(self, which: str) -> Session:
         """The session of this name, or with this number in the list, from 1. Raises UserError if there is none."""
-        for session in self.sessions:
-            if session.name == which:
-                return session
-        if which in map(str, range(1, len(self.sessions) + 1)):
-            return self.sessions[int(which) - 1]
-        raise UserError(f"There is no session {which}; /list shows all sessions.")
+        numbered = {str(number): session for number, session in enumerate(self.sessions, start=1)}
+        found = {**numbered, **{session.name: session for session in self.sessions}}.get(which)
+        if found is None:
+            raise UserError(f"There is no session {which}; /list shows all sessions.")
+        return found
 
     def _new_name(self, name: str | None) -> str:
         """Checks a name for a session, or makes one up for None. Raises UserError if it is taken or cannot be one."""
@@ -188,12 +179,6 @@ class ChatController:
         if not _is_name(name):
             raise UserError("A name is one word of at most 60 characters, and not a number.")
         return name
-
-    def fold_paste(self, text: str) -> str:
-        """Keeps a long paste for the next message of the current session. Returns what stands for it."""
-        paste = self.current.fold_paste(text)
-        self.client_of(self.current).count_tokens(text, partial(setattr, paste, "num_tokens"))
-        return paste.name
 
     def send(self, session: Session, text: str) -> None:
         """Sends a message, with what is attached to it; it is queued while a reply is on its way.
@@ -218,8 +203,7 @@ class ChatController:
     def end(self, session: Session) -> None:
         """Stops the open replies, sends nothing more, and saves."""
         self._stop_replies(session)
-        session.items += [unanswered(turn) for turn in session.queue]
-        session.queue.clear()
+        session.finish()
         self.save(session)
 
     def end_all(self) -> None:
@@ -239,32 +223,23 @@ class ChatController:
         turn.fall_back_if_empty()
         for variant, reply in zip(variants, turn.add_replies(len(variants)), strict=True):
             reply.label = variant.label
-            client = self.client_of(session) if variant.model is None else self.client_for(variant.model)
+            client = self.client_for(session.model if variant.model is None else variant.model)
             is_greedy = client.params(session.params).greedy
             params = {**session.params, **({"temperature": RETRY_TEMPERATURE} if is_greedy else {}), **variant.params}
             self._request_reply(session, turn, reply, params, model=variant.model)
         return turn.chosen
 
-    def is_greedy(self, session: Session) -> bool:
-        """Whether it would give the same reply again."""
-        return self.client_of(session).params(session.params).greedy
-
-    @property
-    def clients(self) -> list[EngineClient]:
-        """Those of all models; the first is the chat's own."""
-        return [self.client, *self._others.values()]
-
     @property
     def model_names(self) -> list[str]:
         """All models that are loaded or being loaded; the first is the chat's own."""
-        return [self.model_name, *self._others]
+        return [self.model_name, *list(self.clients)[1:]]
 
     def has_model(self, name: str) -> bool:
-        return name == "" or name in self.model_names
+        return name in self.clients or name == self.model_name
 
     def client_for(self, name: str) -> EngineClient:
         """The client of a model. An empty name, or that of a model that is gone, stands for the chat's own."""
-        return self._others.get(name, self.client)
+        return self.clients.get(name, self.client)
 
     def client_of(self, session: Session) -> EngineClient:
         """The client that replies in a session."""
@@ -284,35 +259,36 @@ class ChatController:
             raise UserError("Another model can be loaded in a terminal only.")
 
         def on_open(error: BaseException | None) -> None:
-            if name not in self._others:  # it was closed meanwhile
+            if name not in self.clients:  # it was closed meanwhile
                 return
             told = session if session in self.sessions else self.current
             if error is None:
                 told.add_notice(f"{name} is loaded", is_passing=True)
             else:
-                del self._others[name]
+                del self.clients[name]
                 self._leave_model(name, str(error) or repr(error), told)
             told.is_unread = told is not self.current
 
-        self._others[name] = self.client.beside(partial(self.open_model, name), on_open)
+        self.clients[name] = self.client.beside(partial(self.open_model, name), on_open)
 
     def unload_model(self, name: str) -> None:
         """Closes a model; its sessions go back to the chat's own."""
-        client = self._others.get(name)
-        if client is None:
+        client = self.clients.get(name)
+        if client is None or client is self.client:
             what = "is the chat's own model" if self.has_model(name) else "is not loaded"
             raise UserError(f"{name or 'This'} {what}.")
-        writing = {reply for reply, (other, _) in self._requests.items() if other is client}
+        writing = {reply for reply, request in self._requests.items() if request.client is client}
         stopped = [each for each in self.sessions if each.last is not None and writing & {*each.last.replies}]
         for session in stopped:
             self._stop_replies(session)
-        self._others.pop(name).unload()
+        del self.clients[name]
+        client.unload()
         self._leave_model(name, f"{name} is closed.")
         for session in stopped:
             self._after_replies(session)
 
     def close_models(self) -> None:
-        for client in self.clients:
+        for client in self.clients.values():
             client.close()
 
     def _leave_model(self, name: str, why: str, *others: Session) -> None:
@@ -325,9 +301,12 @@ class ChatController:
             session.add_notice(text, is_error=True)
 
     def context_share(self, session: Session) -> float:
-        """How full the context of a session is, from 0 to 1; 0 before its first reply."""
+        """How full the context of a session is, from 0 to 1, as its last reply has counted it."""
         engine = self.client_of(session).engine
-        return min(session.context_tokens / engine.limits.max_model_len, 1.0) if engine is not None else 0.0
+        reply = next((turn.reply for turn in reversed(session.turns) if turn.reply and turn.reply.prompt_tokens), None)
+        if engine is None or reply is None:
+            return 0.0
+        return min((reply.prompt_tokens + reply.num_tokens) / engine.limits.max_model_len, 1.0)
 
     def pick(self, session: Session, number: int) -> None:
         """Keeps one of several replies, counted from 0."""
@@ -336,7 +315,7 @@ class ChatController:
             last = len(turn.replies) - 1
             raise UserError(f"Pick one of the replies 0 to {last}." if last else "There is only one reply.")
         self._stop_replies(session, but=turn.replies[number])
-        turn.pick(number)
+        turn.chosen, turn.fallback, turn.first_compared = number, number, 0
         self.save(session)
 
     def continue_reply(self, session: Session, *, may_trim: bool = False) -> None:
@@ -402,7 +381,7 @@ class ChatController:
 
     def save(self, session: Session) -> None:
         """Has a session written to disk soon, if sessions are saved and there is something in it."""
-        if self.store is not None and (session.turns or self.store.saved_path(session) is not None):
+        if self.store is not None and (session.turns or session.path is not None):
             self.store.save_later(session)
 
     def _send(self, session: Session, turn: Turn) -> None:
@@ -425,9 +404,8 @@ class ChatController:
             return False
         for reply in last.replies:
             if reply.is_open and reply is not but:
-                if reply in self._requests:
-                    client, request = self._requests.pop(reply)
-                    client.cancel(request)
+                if (request := self._requests.pop(reply, None)) is not None:
+                    request.client.cancel(request)
                 self.tools.stop(reply)
                 reply.stop()
         if but is None:
@@ -463,7 +441,16 @@ class ChatController:
         reply.params = dict(params)
         reply.begin(time.monotonic())
         *earlier, last = session.message_groups(turn)
-        request = ReplyRequest(
+        dropped_before = session.dropped
+
+        def on_start(prompt_tokens: int, num_dropped: int) -> None:
+            reply.prompt_tokens = prompt_tokens
+            if count := session.drop(dropped_before + num_dropped):
+                text = f"The context is full: from here on the model no longer sees {oldest_turns(count)}."
+                session.items.insert(session.items.index(turn), Notice(text))
+
+        request = self._requests[reply] = ReplyRequest(
+            client=client,
             system_messages=session.system_messages,
             message_groups=[*earlier, [*last, *round_messages(reply.rounds)]],
             params=reply.params,
@@ -472,10 +459,9 @@ class ChatController:
             tools=self.tools.offered_to(reply),
             reply_prefix=reply.generated,
             may_trim=may_trim or self.auto_trim,
-            on_start=partial(self._on_start, session, turn, reply, session.dropped),
-            on_event=partial(self._on_event, session, turn, reply, client),
+            on_start=on_start,
+            on_event=partial(self._on_event, session, turn, reply),
         )
-        self._requests[reply] = client, request
         client.submit(request)
 
     def answer_call(self, session: Session, *, is_allowed: bool, always: bool = False) -> None:
@@ -484,23 +470,12 @@ class ChatController:
             raise UserError("No call waits for an answer.")
         self.tools.answer(session.asking, is_allowed=is_allowed, always=always)
 
-    def _on_start(
-        self, session: Session, turn: Turn, reply: Reply, dropped_before: int, prompt_tokens: int, num_dropped: int
-    ) -> None:
-        reply.prompt_tokens = prompt_tokens
-        if count := session.drop(dropped_before + num_dropped):
-            text = f"The context is full: from here on the model no longer sees {oldest_turns(count)}."
-            session.items.insert(session.items.index(turn), Notice(text))
-
-    def _on_event(
-        self, session: Session, turn: Turn, reply: Reply, client: EngineClient, event: StreamEvent, when: float
-    ) -> None:
-        reply.append(event)
+    def _on_event(self, session: Session, turn: Turn, reply: Reply, event: StreamEvent, when: float) -> None:
+        reply.append(event, when)
         if event.token_id is not None:
-            reply.count_token(when)
             self.on_token(session, reply, event.text)
         if event.finish_reason is not None:
-            del self._requests[reply]
+            client = self._requests.pop(reply).client
             limit, has_failed = client.params(reply.params).max_tokens, client.failure is not None
             if event.completion is not None:
                 reply.cached_tokens = event.completion.usage.cached_tokens

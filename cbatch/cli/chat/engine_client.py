@@ -20,14 +20,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cbatch.base.errors import RequestError
-from cbatch.base.outputs import TokenEvent
 from cbatch.base.params import SamplingParams
-from cbatch.cli.chat.session.session import Message, as_plain_text
+from cbatch.cli.chat.session.session import Attachment, Message, as_plain_text
 
 if TYPE_CHECKING:
     from cbatch.api import Engine
     from cbatch.base.request import Request
-    from cbatch.requests.output_processor import OutputProcessor, StreamEvent
+    from cbatch.engine.streams import Received, RequestGroup
+    from cbatch.requests.output_processor import StreamEvent
 
 PRIORITY = -(2**64)
 """Replies run before every row of a batch in the background."""
@@ -39,21 +39,20 @@ Post = Callable[[Callable[[], None]], None]
 """Runs a callback on the front end's thread."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class ReplyRequest:
     """A request for one reply: the conversation, how to sample, and whom to tell.
 
     message_groups: what `Session.message_groups` gives; all groups but the last may be dropped
     params:         sampling parameters that differ from the model's defaults
     template_kwargs: variables for the chat template, beside the client's
-    tools:          functions that the model may call, in OpenAI's form
     reply_prefix:   the beginning of the reply, if it is continued
     may_trim:       whether the oldest turns may be dropped if the context is too small
-    on_start:       called on the front end's thread once the prompt is encoded, with the number of its tokens, and how
-                    many of the oldest turns were dropped to make it fit
+    on_start:       called on the front end's thread with the prompt's number of tokens, and of turns dropped for it
     on_event:       called there for every token, with the time when it came (`monotonic` clock)
     """
 
+    client: EngineClient
     system_messages: list[Message]
     message_groups: list[list[Message]]
     params: dict[str, Any]
@@ -65,14 +64,13 @@ class ReplyRequest:
     on_start: Callable[[int, int], None]
     on_event: Callable[[StreamEvent, float], None]
     is_cancelled: bool = False
-    submitted: Request | None = None
+    group: RequestGroup | None = None
 
 
 class EngineClient:
-    """Opens an engine and submits requests to it.
+    """Opens an engine and submits requests to it; `engine` is None until it is ready.
 
-    engine: None until it is ready
-    post:   runs something on the front end's thread, once `start` was called; for other threads
+    post: runs something on the front end's thread, once `start` was called; for other threads
     """
 
     def __init__(
@@ -82,10 +80,7 @@ class EngineClient:
         template_kwargs: Mapping[str, Any] | None = None,
         closes_engine: bool = False,
     ) -> None:
-        """
-        template_kwargs: variables for the chat template
-        closes_engine:   whether `close` waits for the step in flight, and so for the end of a trace
-        """
+        """`closes_engine`: whether `close` waits for the step in flight, and so for the end of a trace"""
         self.engine: Engine | None = None
         self.template_kwargs = template_kwargs or {}
         self.post: Post = lambda callback: None
@@ -128,17 +123,18 @@ class EngineClient:
         """Has something counted once the model is there. `on_count`: called on the front end's thread"""
         self._jobs.put(lambda engine: self.post(partial(on_count, measure(engine))))
 
-    def count_tokens(self, text: str, on_count: Callable[[int], None]) -> None:
+    def count_tokens(self, text: Attachment) -> None:
         """Has the tokens of a text counted; of a very long one, those of its beginning."""
-        beginning = text[:MOST_COUNTED]
+        beginning, size = text.text[:MOST_COUNTED], len(text.text)
         scale = max(len(beginning), 1)
-        self.count(lambda engine: len(engine.encode(beginning, raw=True)) * len(text) // scale, on_count)
+        on_count = partial(setattr, text, "num_tokens")
+        self.count(lambda engine: len(engine.encode(beginning, raw=True)) * size // scale, on_count)
 
     def cancel(self, request: ReplyRequest) -> None:
         """Stops a request, whose callbacks are not called any more."""
         request.is_cancelled = True
-        if request.submitted is not None and self.engine is not None:
-            self.engine.thread.cancel(request.submitted)
+        if request.group is not None:
+            request.group.close()
 
     @property
     def failure(self) -> BaseException | None:
@@ -153,62 +149,48 @@ class EngineClient:
         return replace(loaded.defaults, max_tokens=loaded.max_tokens).merged(params)
 
     def _run(self, on_open: Callable[[BaseException | None], None]) -> None:
+        failure: BaseException | None = None
         try:
-            engine = self._open_engine()
+            self.engine = self._open_engine()
         except BaseException as error:  # ends the chat with a sentence, not this thread with a traceback
-            if self._is_unloaded:
-                return
-            self.post(partial(on_open, error))
-            while (job := self._jobs.get()) is not None:
-                if isinstance(job, ReplyRequest):
-                    self._fail(job, f"The model could not be loaded: {error}")
-            return
-        self.engine = engine
+            failure = error
+        engine = self.engine
         if self._is_unloaded:
-            engine.close()
+            if engine is not None:
+                engine.close()
             return
-        self.post(partial(on_open, None))
+        self.post(partial(on_open, failure))
         while (job := self._jobs.get()) is not None:
             if not isinstance(job, ReplyRequest):
                 with suppress(BaseException):  # a number that is missing harms nobody
-                    job(engine)
+                    job(engine)  # type: ignore[arg-type]
+            elif engine is None:
+                self._fail(job, f"The model could not be loaded: {failure}")
             elif not job.is_cancelled:
                 try:
                     self._submit_to_engine(job, engine)
-                except RequestError as error:
-                    self._fail(job, error)
                 except BaseException as error:  # a message that breaks something must not end the chat
-                    self._fail(job, f"The message cannot be encoded: {error!r}")
+                    known = isinstance(error, RequestError)
+                    self._fail(job, error if known else f"The message cannot be encoded: {error!r}")
 
     def _submit_to_engine(self, request: ReplyRequest, engine: Engine) -> None:
+        from cbatch.engine.streams import RequestGroup
+
         encoded, num_dropped = self._encode(request, engine, self.params(request.params))
         self._tell(request, partial(request.on_start, len(encoded.prompt_ids), num_dropped))
-        outputs = engine.core.output_processor(encoded)
-        has_failed = False
+        group = request.group = RequestGroup(engine.thread)
 
-        def on_event(event: TokenEvent) -> None:
-            nonlocal has_failed
-            if has_failed:
-                return
-            try:
-                outputs.take(event)
-            except BaseException as error:  # the engine ends the request, and says so by another event
-                has_failed = True
-                self._fail(request, f"The reply cannot be taken: {error!r}")
-                raise
-            self._tell(request, partial(self._report, request, outputs, event, time.monotonic()))
+        def report(received: Received, when: float) -> None:  # makes the text, on the front end's thread
+            if (event := group.read(received)) is not None:
+                request.on_event(event, when)
 
-        request.submitted = encoded
-        engine.thread.submit(encoded, on_event)
-        if request.is_cancelled:  # before there was a request to cancel
-            engine.thread.cancel(request.submitted)
+        def on_event(received: Received) -> None:
+            when = time.monotonic()
+            self._tell(request, lambda: report(received, when))
 
-    def _report(self, request: ReplyRequest, outputs: OutputProcessor, event: TokenEvent, when: float) -> None:
-        """Hands on an event with its text, which is made here, on the front end's thread."""
-        read = outputs.read(event)
-        if read.error is not None and event.error is None:  # its text could not be made
-            self.cancel(request)
-        request.on_event(read, when)
+        group.submit(encoded, on_event)
+        if request.is_cancelled:  # before there was a group to close
+            group.close()
 
     def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[Request, int]:
         """The request as token ids. Drops as few of the oldest turns as necessary, if that is allowed: how many."""
@@ -246,10 +228,10 @@ class EngineClient:
         engine.core.max_new_tokens(whole.prompt_ids, params)
         return whole, num_dropped
 
-    def _fail(self, request: ReplyRequest, error: RequestError | str) -> None:
+    def _fail(self, request: ReplyRequest, error: BaseException | str) -> None:
         from cbatch.requests.output_processor import StreamEvent
 
-        error = RequestError("internal_error", error) if isinstance(error, str) else error
+        error = error if isinstance(error, RequestError) else RequestError("internal_error", str(error))
         event = StreamEvent(finish_reason="error", error=error)
         self._tell(request, partial(request.on_event, event, time.monotonic()))
 

@@ -8,56 +8,53 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from cbatch.base.errors import CbatchError, EngineError, ReaderGone, RunFailed
 from cbatch.batch.lines import MAX_LINE_BYTES, Line
-from cbatch.cli.chat.commands.registry import CommandContext, CommandUI, execute_line
+from cbatch.cli.chat.background_run import BackgroundRun
+from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.session import Notice, Reply, Session, ToolUse
-from cbatch.cli.chat.stats import ChatStats
+from cbatch.cli.chat.session.store import SessionStore
 from cbatch.cli.common.console import emit, notice, safe
 from cbatch.cli.common.stdout import without_library_output
-
-if TYPE_CHECKING:
-    from cbatch.cli.chat.background_run import BackgroundRun
-    from cbatch.cli.chat.session.store import SessionStore
 
 WELCOME = "This terminal shows lines only. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves."
 
 
-class _Chat:
+class Waiter:
     """Waits for the engine and for replies on this thread, which meanwhile runs the callbacks of the others."""
 
     def __init__(self, controller: ChatController) -> None:
         self._controller = controller
-        self._callbacks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.callbacks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Loads the engine. Raises what keeps it from opening."""
         opened: list[BaseException | None] = []
-        self._controller.client.start(self._callbacks.put, opened.append)
+        self._controller.client.start(self.callbacks.put, opened.append)
         while not opened:
-            self._callbacks.get()()
+            self.callbacks.get()()
         if opened[0] is not None:
             raise opened[0]
 
-    def _wait(self, session: Session, ask: Callable[[ToolUse], str]) -> None:
+    def wait(self, session: Session, ask: Callable[[ToolUse], str]) -> None:
         """Waits until the reply in a session is complete. `ask` says whether a call may run: `y`, `a` for always."""
         while session.is_busy:
             if (use := session.asking) is not None:
                 answer = ask(use)
                 self._controller.answer_call(session, is_allowed=answer in ("y", "a"), always=answer == "a")
             else:
-                self._callbacks.get()()
+                self.callbacks.get()()
 
 
-class LineTerminal(_Chat, CommandUI):
+class LineTerminal(FrontEnd):
     """Reads a line, does what it says, waits for the reply, and reads the next line."""
 
     def __init__(self, controller: ChatController, store: SessionStore, background: BackgroundRun) -> None:
-        super().__init__(controller)
-        self._context = CommandContext(controller, self, background, ChatStats(controller), store)
+        super().__init__(controller, store, background)
+        self._waiter = Waiter(controller)
         self._has_ended = False
         self._stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         controller.on_token = self._on_token
@@ -67,14 +64,12 @@ class LineTerminal(_Chat, CommandUI):
         emit(WELCOME)
         signal.signal(signal.SIGINT, lambda number, frame: self._on_ctrl_c())
         try:
-            self._open()
+            self._waiter.open()
             self._show_last_turn()
             while not self._has_ended and (line := self._ask_for_line(self._prompt)) is not None:
                 self._execute(line.strip())
         finally:
-            self._controller.end_all()
-            self._context.store.close()
-            self._context.background.close()
+            self.close()
 
     def exit(self) -> None:
         self._has_ended = True
@@ -93,24 +88,24 @@ class LineTerminal(_Chat, CommandUI):
         return (self._ask_for_line(question) or "n").strip().lower()[:1]
 
     def _execute(self, text: str) -> None:
-        session = self._controller.current
-        session.clear_passing_notices()
+        before = self.session
+        before.clear_passing_notices()
         try:
             if text:
-                execute_line(self._context, text)
+                execute_line(self, text)
         except CbatchError as error:
             notice(str(error))
         except Exception as error:  # a bug must not cost the conversations
             notice(f"Something went wrong: {error!r}")
         with suppress(queue.Empty):
             while True:
-                self._callbacks.get_nowait()()
-        if self._controller.current.is_busy:
-            self._wait(self._controller.current, self._ask_about)
+                self._waiter.callbacks.get_nowait()()
+        session = self.session
+        if session.is_busy:
+            self._waiter.wait(session, self._ask_about)
             self._end_reply()
-        if session is not self._controller.current:
+        if session is not before:
             self._show_last_turn()
-        session = self._controller.current
         for item in session.items:
             if isinstance(item, Notice):
                 emit(safe(item.text))
@@ -118,7 +113,7 @@ class LineTerminal(_Chat, CommandUI):
 
     def _end_reply(self) -> None:
         """Prints what the reply that has just streamed lacks."""
-        turn = self._controller.current.last
+        turn = self.session.last
         if turn is not None and turn.is_undecided:
             for number, reply in list(enumerate(turn.replies))[turn.first_compared :]:
                 emit(safe(f"[{number}] {reply.label}\n{reply.text}\n"))
@@ -129,88 +124,66 @@ class LineTerminal(_Chat, CommandUI):
 
     def _show_last_turn(self) -> None:
         """Prints the end of a session that the user comes to."""
-        if (last := self._controller.current.last) is not None:
+        if (last := self.session.last) is not None:
             emit(safe(f"> {last.text}\n{last.reply.text if last.reply is not None else ''}"))
 
     def _on_ctrl_c(self) -> None:
         """Stops the reply, or says how to leave. Runs in the middle of whatever this thread does."""
-        session = self._controller.current
+        session = self.session
         if session.is_busy:
-            self._callbacks.put(lambda: self._controller.stop(session))
+            self._waiter.callbacks.put(lambda: self.controller.stop(session))
         else:
             print(f"\nCtrl-D leaves.\n{self._prompt}", end="", flush=True)
 
     @property
     def _prompt(self) -> str:
-        return f"{safe(self._controller.current.name)}> "
+        return f"{safe(self.session.name)}> "
 
     def _on_token(self, session: Session, reply: Reply, text: str) -> None:
         last = session.last
-        if session is self._controller.current and last is not None and not last.is_undecided:
+        if session is self.session and last is not None and not last.is_undecided:
             print(safe(text), end="", flush=True)
 
 
-class PipeMessage(NamedTuple):
-    """A message: a text, or the problem with it.
-
-    place: what a complaint begins with, such as `line 3`
-    """
-
-    text: str = ""
-    problem: str = ""
-    place: str = ""
-
-    @classmethod
-    def of(cls, data: bytes | None, place: str) -> PipeMessage:
-        """A message from its bytes; None if there are too many of them."""
-        if data is None or len(data) > MAX_LINE_BYTES:
-            return cls(problem=f"longer than {MAX_LINE_BYTES >> 20} MiB", place=place)
-        try:
-            return cls(data.decode(), place=place)
-        except UnicodeDecodeError as error:
-            return cls(problem=f"not valid UTF-8 (byte {error.start + 1})", place=place)
-
-
-def read_document(data: bytes, question: str | None) -> PipeMessage:
-    """One message from a question and all of stdin. Without a question, stdin is the question."""
-    read = PipeMessage.of(data, "stdin")
-    if read.problem:
-        return read
-    document = read.text.removeprefix("\ufeff").strip("\r\n")
-    return PipeMessage("\n\n".join(part for part in (question, document) if part))
-
-
-def read_messages(lines: Iterable[Line]) -> Iterable[PipeMessage]:
-    """One message from each line."""
-    return (PipeMessage.of(line.data, f"line {line.index + 1}") for line in lines)
-
-
-class Pipe(_Chat):
+class Pipe:
     """Sends messages one after the other, and writes the replies as they stream, or as JSON when they are complete."""
 
     def __init__(self, controller: ChatController, output: TextIO, *, as_json: bool = False) -> None:
-        super().__init__(controller)
-        self._output = output
-        self._as_json = as_json
+        self._controller, self._waiter = controller, Waiter(controller)
+        self._output, self._as_json = output, as_json
         self._filter = safe if output.isatty() else str
         if not as_json:
             controller.on_token = lambda session, reply, text: self._write(text)
 
-    def run(self, messages: Iterable[PipeMessage]) -> bool:
+    def run(self, messages: Iterable[Line], *, question: str = "", is_document: bool = False) -> bool:
         """Returns whether every message got a reply.
+
+        question:    stands before the text of each message
+        is_document: whether there is one message, all of stdin, and no lines
 
         Raises what kept the engine from opening, EngineError, ReaderGone and RunFailed.
         """
         with without_library_output():
-            self._open()
+            self._waiter.open()
         num_failures = 0
-        for index, message in enumerate(messages):
-            problem = message.problem or self._reply_to(message.text, index)
+        for index, line in enumerate(messages):
+            place, text, problem = "" if is_document else f"line {line.index + 1}: ", "", ""
+            if line.data is None:
+                problem = f"longer than {MAX_LINE_BYTES >> 20} MiB"
+            else:
+                try:
+                    text = line.data.decode().removeprefix("\ufeff").strip("\r\n")
+                except UnicodeDecodeError as error:
+                    problem = f"not valid UTF-8 (byte {error.start + 1})"
+            if problem:
+                place = place or "stdin: "
+                if self._as_json:
+                    self._write_json({"index": index, "error": {"code": "invalid_row", "message": problem}})
+            else:
+                problem = self._reply_to("\n\n".join(part for part in (question, text) if part), index)
             if problem:
                 num_failures += 1
-                notice(f"{message.place}: {problem}" if message.place else problem)
-                if self._as_json and message.problem:
-                    self._write_json({"index": index, "error": {"code": "invalid_row", "message": problem}})
+                notice(place + problem)
         return not num_failures
 
     def _refuse(self, use: ToolUse) -> str:
@@ -221,7 +194,7 @@ class Pipe(_Chat):
         """Writes the reply to one message. Returns what went wrong; empty if nothing did."""
         session = self._controller.current
         self._controller.send(session, text)
-        self._wait(session, self._refuse)
+        self._waiter.wait(session, self._refuse)
         reply = session.last.reply if session.last else None
         assert reply is not None
         if self._as_json:

@@ -28,7 +28,7 @@ class ChatStats:
         """How far loading is, if a library tells."""
 
     def tick(self) -> None:
-        engines = [client.engine for client in self._controller.clients if client.engine is not None]
+        engines = [client.engine for client in self._controller.clients.values() if client.engine is not None]
         if engines:
             now = time.monotonic()
             self._counts.append((now, sum(engine.stats().num_tokens for engine in engines)))

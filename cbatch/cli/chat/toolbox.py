@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.cli.chat.engine_client import Post
@@ -23,23 +22,18 @@ class ToolBox:
     Tools run on threads of their own; everything else happens on the front end's thread.
     """
 
-    def __init__(
-        self, tools: Sequence[Tool] = (), *, allows_all: bool = False, max_rounds: int = MAX_TOOL_ROUNDS
-    ) -> None:
-        """
-        allows_all: whether no call is asked about
-        max_rounds: rounds of calls in one reply, after which the model has to do without tools
-        """
+    def __init__(self, tools: Sequence[Tool] = (), *, allows_all: bool = False) -> None:
+        """`allows_all`: whether no call is asked about"""
         self.tools = {tool.name: tool for tool in tools}
         self.allowed: set[str] = set(self.tools) if allows_all else set()
         """Names of the tools that run without asking."""
-        self._max_rounds = max_rounds
         self._threads = ThreadPoolExecutor(4, "cbatch-tool")
-        self._open: dict[Reply, _OpenRound] = {}
+        self._open: dict[Reply, tuple[threading.Event, Post, Callable[[], None]]] = {}
+        """Replies with calls that are not done: what ends their tools, and what `begin_round` got for them."""
 
     def offered_to(self, reply: Reply) -> list[dict[str, Any]]:
-        """The tools as the model is told of them; nothing after its last round."""
-        return [tool.schema for tool in self.tools.values()] if len(reply.rounds) < self._max_rounds else []
+        """The tools as the model is told of them; nothing after MAX_TOOL_ROUNDS rounds of calls in one reply."""
+        return [tool.schema for tool in self.tools.values()] if len(reply.rounds) < MAX_TOOL_ROUNDS else []
 
     def begin_round(self, reply: Reply, calls: Sequence[ToolCall], post: Post, on_done: Callable[[], None]) -> None:
         """Takes what a model has called, and runs what is allowed.
@@ -47,9 +41,11 @@ class ToolBox:
         post:    runs something on the front end's thread
         on_done: called there when all results are in the reply, unless it is stopped before
         """
-        made = reply.begin_round([ToolUse(call.name, call.arguments) for call in calls])
-        self._open[reply] = _OpenRound(made, post, on_done)
-        for use in made.uses:
+        uses = [ToolUse(call.name, call.arguments) for call in calls]
+        reply.rounds.append(ToolRound(reply.text, uses))  # the next text follows the results
+        reply.text, reply.raw, reply.state = "", "", "calling"
+        self._open[reply] = threading.Event(), post, on_done
+        for use in uses:
             if use.name not in self.tools:
                 self._finish(reply, use, f"There is no tool {use.name}.")
             elif use.name in self.allowed:
@@ -59,8 +55,8 @@ class ToolBox:
         """The user's answer about a call; `always` counts for all calls of that tool, now and later."""
         if always:
             self.allowed.add(use.name)
-        for reply, each in list(self._open.items()):
-            for other in each.round.uses:
+        for reply in list(self._open):
+            for other in reply.rounds[-1].uses:
                 if other.state == "asking" and (other is use or (always and other.name == use.name)):
                     if is_allowed:
                         self._run(reply, other)
@@ -70,36 +66,23 @@ class ToolBox:
     def stop(self, reply: Reply) -> None:
         """Ends the calls of a reply, if there are any. What they give later is ignored."""
         if reply in self._open:
-            self._open.pop(reply).stopped.set()
+            self._open.pop(reply)[0].set()
 
     def _run(self, reply: Reply, use: ToolUse) -> None:
         use.state = "running"
-        each, tool = self._open[reply], self.tools[use.name]
+        stopped, post, _ = self._open[reply]
 
         def run() -> None:
             try:
-                result = tool.run(use.arguments, each.stopped)
+                result = self.tools[use.name].run(use.arguments, stopped)
             except BaseException as error:  # the reply waits for a result
                 result = f"The tool {use.name} failed: {error!r}"
-            each.post(lambda: self._finish(reply, use, result))
+            post(lambda: self._finish(reply, use, result))
 
         self._threads.submit(run)
 
     def _finish(self, reply: Reply, use: ToolUse, result: str) -> None:
-        each = self._open.get(reply)
-        if each is None or use not in each.round.uses:  # the reply was stopped, and may have begun another round
-            return
-        use.finish(result)
-        if each.round.is_done:
-            del self._open[reply]
-            each.on_done()
-
-
-@dataclass(slots=True)
-class _OpenRound:
-    """Calls that are not all done. `stopped` ends the tools that run."""
-
-    round: ToolRound
-    post: Post
-    on_done: Callable[[], None]
-    stopped: threading.Event = field(default_factory=threading.Event)
+        if reply in self._open and use in reply.rounds[-1].uses:  # else it was stopped, and may call something else
+            use.finish(result)
+            if all(each.state == "done" for each in reply.rounds[-1].uses):
+                self._open.pop(reply)[2]()

@@ -16,7 +16,6 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ModelError
 from cbatch.cli.chat.background_run import BackgroundRun, BatchEngines
 from cbatch.cli.common.replica_options import ReplicaOptions
-from cbatch.cli.main import run_command
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import Place
 from tests.support.chat_harness import ChatHarness
@@ -128,9 +127,3 @@ def test_replicas_that_could_not_be_started_are_tried_again(
     wait_until(lambda: all(one.state == "running" for one in driver.each()))
     assert engines.driver(engine) is driver and [launcher.is_closed for launcher in launched] == [True, False]
     engines.close()
-
-
-def test_a_chat_without_a_terminal_runs_no_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against replicas that would never compute anything."""
-    assert run_command(["chat", "--replicas", "2"]) == 2
-    assert "--replicas and --ray are for /run" in capsys.readouterr().err

@@ -15,13 +15,13 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.utils import get_cwidth
 
 from cbatch.base.params import PARAMS
-from cbatch.cli.chat.commands import replies
-from cbatch.cli.chat.commands.registry import COMMANDS, CommandCompleter, CommandContext
+from cbatch.cli.chat.commands.registry import COMMANDS, CommandCompleter, FrontEnd
+from cbatch.cli.chat.commands.sessions import parse_variants
 from cbatch.cli.chat.controller import ChatController
+from cbatch.cli.chat.screen import _fitting
 from cbatch.cli.chat.session.files import expand_names, one_name, quoted, split_names
 from cbatch.cli.chat.session.session import Attachment, Session, Turn, compose, is_long_paste
 from cbatch.cli.chat.session.store import SessionStore, read_session, to_json
-from cbatch.cli.chat.tui.screen import _fitting
 from cbatch.cli.common.exits import UserError
 
 CLIENT: Any = SimpleNamespace(engine=None)
@@ -41,7 +41,7 @@ CLIENT: Any = SimpleNamespace(engine=None)
 )
 def test_what_retry_understands(typed: str, labels: list[str]) -> None:
     """Guards `/retry` with a number, with settings, and with both."""
-    variants = replies.parse_variants(typed)
+    variants = parse_variants(typed)
     assert [variant.label for variant in variants] == labels
     assert [variant.model for variant in variants if variant.model] == (["a/b", "./c"] if "model" in typed else [])
 
@@ -62,7 +62,7 @@ def test_what_retry_understands(typed: str, labels: list[str]) -> None:
 def test_what_retry_refuses(typed: str, message: str) -> None:
     """Guards against a retry that is understood in another way than it was meant."""
     with pytest.raises(UserError, match=message):
-        replies.parse_variants(typed)
+        parse_variants(typed)
 
 
 def test_a_message_with_files_and_pastes(tmp_path: Path) -> None:
@@ -163,10 +163,10 @@ def test_thinking_is_turned_on_and_off() -> None:
     engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{% if enable_thinking %}"), loaded=None)
     client: Any = SimpleNamespace(engine=engine, template_kwargs={})
     controller = ChatController(client)
-    context = CommandContext(controller, None, None, None, None)  # type: ignore[arg-type]
-    COMMANDS["think"].handler(context, "off")
+    chat = FrontEnd(controller, None)  # type: ignore[arg-type]
+    COMMANDS["think"].handler(chat, "off")
     assert controller.current.template_kwargs == {"enable_thinking": False}
     assert "thinking: off" in controller.current.items[-1].text
     engine.tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(UserError, match="cannot turn thinking"):
-        COMMANDS["think"].handler(context, "on")
+        COMMANDS["think"].handler(chat, "on")

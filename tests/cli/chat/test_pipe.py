@@ -109,6 +109,7 @@ def test_auto_trim(talk: Talk) -> None:
         (["--no-such-option"], "No such option"),
         (["--lines", "Hello."], "does not go with it"),
         (["--continue", "--load", "x"], "give one of them"),
+        (["--replicas", "2"], "--replicas and --ray are for /run"),
         (["--n", "3"], "/retry N gives several"),
         (["--logprobs", "3"], "--logprobs is for cbatch run"),
     ],

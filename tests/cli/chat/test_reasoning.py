@@ -14,10 +14,10 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.params import PARAMS
 from cbatch.cli.chat.commands.settings import do_set
 from cbatch.cli.chat.engine_client import EngineClient
+from cbatch.cli.chat.screen import Transcript
 from cbatch.cli.chat.session.export import to_row
 from cbatch.cli.chat.session.session import Session
 from cbatch.cli.chat.session.store import SessionStore, read_session
-from cbatch.cli.chat.tui.screen import Transcript
 from cbatch.cli.common.exits import UserError
 from tests.support.chat_harness import ChatHarness, reply_of
 

@@ -13,10 +13,10 @@ import pytest
 
 from cbatch.base.outputs import ToolCall
 from cbatch.cli.chat.controller import ChatController, Variant
+from cbatch.cli.chat.screen import Transcript
 from cbatch.cli.chat.session.session import CANCELLED, REFUSED
 from cbatch.cli.chat.session.store import read_session, to_json
 from cbatch.cli.chat.toolbox import ToolBox
-from cbatch.cli.chat.tui.screen import Transcript
 from cbatch.cli.common.exits import UserError
 from cbatch.requests.output_processor import StreamEvent
 from cbatch.tools.tool import Tool
@@ -119,9 +119,10 @@ def test_always_and_no(client: ScriptedClient) -> None:
         controller.answer_call(session, is_allowed=True)
 
 
-def test_rounds_are_bounded(client: ScriptedClient) -> None:
+def test_rounds_are_bounded(client: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a model that calls tools for ever: at last it has to reply without them."""
-    controller = make(client, allows_all=True, max_rounds=2)
+    monkeypatch.setattr("cbatch.cli.chat.toolbox.MAX_TOOL_ROUNDS", 2)
+    controller = make(client, allows_all=True)
     controller.send(controller.current, "x")
     for _ in range(2):
         client.reply("", ("echo", {"text": "a"}))
@@ -148,7 +149,7 @@ def test_another_model_goes_on_with_its_own_calls(client: ScriptedClient) -> Non
     """Guards `/retry model=A,B` with tools: the results go back to the model that has called them."""
     other = ScriptedClient()
     controller = make(client, allows_all=True)
-    controller._others["other"] = other  # type: ignore[assignment]
+    controller.clients["other"] = other  # type: ignore[assignment]
     client.engine = object()  # type: ignore[assignment]
     controller.context_share = lambda session: 0.0  # type: ignore[method-assign]
     session = controller.current

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 import time
 from contextlib import suppress
-from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 
 from cbatch.base.units import format_count
-from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, CommandContext, command, parse_number
+from cbatch.cli.chat.commands.registry import ALIASES, COMMANDS, FrontEnd, command, did_you_mean, parse_number
 from cbatch.cli.chat.engine_client import takes_messages
 from cbatch.cli.chat.session.export import append_row, to_markdown, to_row
 from cbatch.cli.chat.session.files import as_path, expand_names, one_name, read_text
 from cbatch.cli.chat.session.session import Attachment
-from cbatch.cli.chat.session.store import read_session
+from cbatch.cli.chat.session.store import has_own_name, modified_at
 from cbatch.cli.common.exits import UserError
 
 PAGE = 15
 """Sessions that `/load` lists at once; they fit a screen of 24 lines."""
 
+_GIVEN_NAME = re.compile(r"(main|s\d+|loaded)(-\d+)?")
+"""Names that sessions get by themselves; they tell nothing."""
+
 
 @command("save", "[NAME]", "saved")
-def do_save(context: CommandContext, name: str) -> None:
+def do_save(chat: FrontEnd, name: str) -> None:
     """save under a name
 
     Sessions are saved anyway; a name makes one easy to find again. A name with a slash, or one that ends in .json, is
@@ -31,20 +33,21 @@ def do_save(context: CommandContext, name: str) -> None:
     Example: /save recipes
     """
     name = one_name(name)
-    if not name and context.store.has_own_name(context.session):
-        name = str(context.store.saved_path(context.session))
-    path = context.store.save_as(context.session, name or context.session.name)
-    if path.parent == context.store.sessions_folder and path.stem != context.session.name:
+    session, store = chat.session, chat.store
+    if not name and has_own_name(session.path):
+        name = str(session.path)
+    path = store.save_as(session, name or session.name)
+    if path.parent == store.sessions_folder and path.stem != session.name:
         with suppress(UserError):  # it is more than one word, or another session's name
-            context.controller.rename(context.session, path.stem)
-            context.store.save_as(context.session, str(path))
-    is_kept = context.controller.store is not None
+            chat.controller.rename(session, path.stem)
+            store.save_as(session, str(path))
+    is_kept = chat.controller.store is not None
     later = "and kept up to date there" if is_kept else "as it is now; with --no-history it is not kept up to date"
-    context.show(f"saved as {path}, {later}")
+    chat.show(f"saved as {path}, {later}")
 
 
 @command("load", "[NAME|NUMBER|FILE|TEXT]", "saved")
-def do_load(context: CommandContext, which: str) -> None:
+def do_load(chat: FrontEnd, which: str) -> None:
     """find and open an old session
 
     Lists the saved sessions, the newest first; /load more goes on. A name or number of the list opens one. Other words
@@ -53,101 +56,101 @@ def do_load(context: CommandContext, which: str) -> None:
               /load sourdough
     """
     if which in ("", "more"):
-        _list_page(context, context.searched_text if which else "", start=len(context.listed_sessions) if which else 0)
+        _list_page(chat, chat.searched_text if which else "", start=len(chat.listed_sessions) if which else 0)
         return
-    path = _find_path(context, which)
+    path = _find_path(chat, which)
     if path is None:
-        found = list(islice(context.store.saved_sessions(which), 2))
+        found = list(islice(chat.store.saved_sessions(which), 2))
         if not found:
             raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
         if len(found) > 1:
-            _list_page(context, which, start=0)
+            _list_page(chat, which, start=0)
             return
         path = found[0].path
-    for session in context.controller.sessions:
-        if context.store.saved_path(session) == path:  # two sessions would overwrite each other in one file
-            context.controller.switch(session)
-            context.show("this session is open already")
+    assert path is not None
+    for session in chat.controller.sessions:
+        if session.path == path:  # two sessions would overwrite each other in one file
+            chat.controller.switch(session)
+            chat.show("this session is open already")
             return
-    context.store.wait()
-    context.store.set_path(context.controller.open_saved(read_session(path)), path)
+    chat.controller.open_saved(chat.store.open(path))
 
 
 @command("delete", "NAME|NUMBER", "saved")
-def do_delete(context: CommandContext, which: str) -> None:
+def do_delete(chat: FrontEnd, which: str) -> None:
     """delete a saved session
 
     Asks first: the same command again deletes the file. Numbers are those of /load.
     Example: /delete 3
     """
-    path = _find_path(context, which)
-    saved = next((each for each in context.store.saved_sessions() if each.path == path), None)
-    if saved is None:
+    path = _find_path(chat, which)
+    saved = next((each for each in chat.store.saved_sessions() if each.path == path), None)
+    if path is None or saved is None:
         raise UserError(f"There is no saved session {which[:80]}; /load lists them.")
-    if any(context.store.saved_path(session) == saved.path for session in context.controller.sessions):
+    if any(session.path == path for session in chat.controller.sessions):
         raise UserError("That session is open; /close it first.")
-    if context.to_delete is None or context.to_delete.path != saved.path:
-        context.to_delete = saved
-        context.show(f"“{saved.title}”, {format_count(saved.num_turns, 'turn')}: the same command again deletes it")
+    if chat.to_delete != path:
+        chat.to_delete = path
+        chat.show(f"“{saved.title}”, {format_count(len(saved.turns), 'turn')}: the same command again deletes it")
         return
-    context.store.delete(saved.path)
-    context.to_delete = None
-    context.listed_sessions = [each for each in context.listed_sessions if each.path != saved.path]
-    context.show(f"deleted: {saved.title}")
+    chat.store.delete(path)
+    chat.to_delete = None
+    chat.listed_sessions = [each for each in chat.listed_sessions if each.path != path]
+    chat.show(f"deleted: {saved.title}")
 
 
-def _list_page(context: CommandContext, text: str, start: int) -> None:
+def _list_page(chat: FrontEnd, text: str, start: int) -> None:
     """Lists the sessions that hold a text, from one number on."""
-    found = list(islice(context.store.saved_sessions(text), start + PAGE + 1))
+    found = list(islice(chat.store.saved_sessions(text), start + PAGE + 1))
     if len(found) <= start:
-        context.show("these are all of them" if found else "no session is saved yet")
+        chat.show("these are all of them" if found else "no session is saved yet")
         return
-    context.searched_text, context.listed_sessions = text, found[: start + PAGE]
+    chat.searched_text, chat.listed_sessions = text, found[: start + PAGE]
     more = "; /load more lists more" if len(found) > start + PAGE else ""
-    footer = f"/load NUMBER opens one, /load TEXT searches in all of them{more}"
     lines = []
-    for number, saved in enumerate(context.listed_sessions[start:], start=start + 1):
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(saved.modified_at))
-        name = f"{saved.name}: " if saved.has_own_name else ""
-        lines.append(f"{number:>2}  {when}  {format_count(saved.num_turns, 'turn'):>9}  {name}{saved.title}")
-    context.show(*lines, footer)
+    for number, saved in enumerate(chat.listed_sessions[start:], start=start + 1):
+        assert saved.path is not None
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified_at(saved.path)))
+        name = "" if _GIVEN_NAME.fullmatch(saved.name) else f"{saved.name}: "
+        lines.append(f"{number:>2}  {when}  {format_count(len(saved.turns), 'turn'):>9}  {name}{saved.title}")
+    chat.show(*lines, f"/load NUMBER opens one, /load TEXT searches in all of them{more}")
 
 
-def _find_path(context: CommandContext, which: str) -> Path | None:
+def _find_path(chat: FrontEnd, which: str) -> Path | None:
     """The file of a session by its number in the last list, or by what the store knows it by."""
-    if not context.listed_sessions and which.isdecimal():
-        context.listed_sessions = list(islice(context.store.saved_sessions(), PAGE))
-    numbered = {str(number): saved.path for number, saved in enumerate(context.listed_sessions, start=1)}
-    return numbered.get(which) or context.store.lookup(one_name(which))
+    if not chat.listed_sessions and which.isdecimal():
+        chat.listed_sessions = list(islice(chat.store.saved_sessions(), PAGE))
+    numbered = {str(number): saved.path for number, saved in enumerate(chat.listed_sessions, start=1)}
+    return numbered.get(which) or chat.store.lookup(one_name(which))
 
 
 @command("read", "[FILE …]", "files")
-def do_read(context: CommandContext, names: str) -> None:
+def do_read(chat: FrontEnd, names: str) -> None:
     """attach files
 
     The model gets the files, with their names, before your next message; the screen shows their names and
     tokens above the input line. Blanks in a name are quoted or follow a backslash. /detach takes a file away again.
     Example: /read notes.md src/*.py
     """
-    session = context.session
+    session = chat.session
     if not names:
         lines = [f"{number:>2}  {one.label}" for number, one in enumerate(session.attached, start=1)]
-        context.show(*(lines or ["nothing is attached; /read FILE attaches a file to your next message"]))
+        chat.show(*(lines or ["nothing is attached; /read FILE attaches a file to your next message"]))
         return
     files = [Attachment(str(path), read_text(path)) for path in expand_names(names)]
     for file in files:
         session.attached = [other for other in session.attached if other.name != file.name] + [file]
-        context.controller.client_of(session).count_tokens(file.text, partial(setattr, file, "num_tokens"))
+        chat.controller.client_of(session).count_tokens(file)
 
 
 @command("detach", "[N|all]")
-def do_detach(context: CommandContext, which: str) -> None:
+def do_detach(chat: FrontEnd, which: str) -> None:
     """take attached files away
 
     N is the number in the list of /read; without it the last one goes.
     Example: /detach 2
     """
-    attached = context.session.attached
+    attached = chat.session.attached
     if not attached:
         raise UserError("Nothing is attached.")
     if which == "all":
@@ -157,18 +160,16 @@ def do_detach(context: CommandContext, which: str) -> None:
 
 
 @command("export", "FILE", "file")
-def do_export(context: CommandContext, name: str) -> None:
+def do_export(chat: FrontEnd, name: str) -> None:
     """write FILE.md or FILE.jsonl
 
     FILE.md is the conversation to read. To FILE.jsonl it adds a row that `cbatch run` answers as this session would.
     Example: /export talk.md
     """
-    path, session = as_path(one_name(name)), context.session
-    client = context.controller.client_of(session)
-    engine = client.engine
-    if session.last is None or engine is None:
-        raise UserError("There is no message yet." if session.last is None else "The model is still loading.")
-    reply = session.last.reply
+    path, session = as_path(one_name(name)), chat.session
+    if session.last is None:
+        raise UserError("There is no message yet.")
+    client, engine, reply = chat.controller.client_of(session), chat.engine, session.last.reply
     try:
         if path.suffix == ".md":
             with path.open("x", encoding="utf-8", errors="replace") as file:
@@ -186,28 +187,27 @@ def do_export(context: CommandContext, name: str) -> None:
             raise UserError(f"{path.name} must end in .md or .jsonl.")
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}.") from error
-    context.show(f"written to {path}")
+    chat.show(f"written to {path}")
 
 
 @command("run", "FILE -o OUT | stop", "files")
-def do_run(context: CommandContext, line: str) -> None:
+def do_run(chat: FrontEnd, line: str) -> None:
     """run a batch beside the chat
 
     Takes the options of `cbatch run` that do not concern the engine. Replies in the chat go first, and the bar shows
     how far the batch is. `stop` ends it; --resume continues it later.
     Example: /run prompts.jsonl -o out.jsonl --max-tokens 200
     """
-    session, background = context.session, context.background
-    engine = context.controller.client.engine
-    if line == "stop":
-        if not background.is_running:
-            raise UserError("No batch is running.")
-        background.stop()
-    elif engine is None:
-        raise UserError("The model is still loading.")
+    if line != "stop":
+        engine = chat.controller.client.engine
+        if engine is None:
+            raise UserError("The model is still loading.")
+        chat.batch_session = chat.session  # before the first report
+        chat.background.start(engine, line)
+    elif chat.background.is_running:
+        chat.background.stop()
     else:
-        context.batch_session = session  # before the first report
-        background.start(engine, line)
+        raise UserError("No batch is running.")
 
 
 NAME_WIDTH, COLUMN_WIDTH = 10, 39
@@ -236,7 +236,7 @@ KEYS = (
 
 
 @command("help", "[NAME|keys]", "command")
-def do_help(context: CommandContext, name: str) -> None:
+def do_help(chat: FrontEnd, name: str) -> None:
     """list the commands
 
     /help NAME explains a command, /help keys lists the keys.
@@ -244,16 +244,15 @@ def do_help(context: CommandContext, name: str) -> None:
     """
     name = name.lstrip("/")
     if name == "keys":
-        context.show(*(f"{keys:<27} {action}" for keys, action in KEYS))
+        chat.show(*(f"{keys:<27} {action}" for keys, action in KEYS))
     elif not name:
         entries = [f"/{item.name}".ljust(NAME_WIDTH) + item.description for item in COMMANDS.values()]
         height = (len(entries) + 1) // 2  # two columns, read downwards, so that all fit on a screen of 24 lines
         columns = zip_longest(entries[:height], entries[height:], fillvalue="")
         rows = [(left.ljust(COLUMN_WIDTH) + right).rstrip() for left, right in columns]
-        context.show(*rows, "/help NAME explains a command and gives an example; /help keys lists the keys.")
+        chat.show(*rows, "/help NAME explains a command and gives an example; /help keys lists the keys.")
     elif found := COMMANDS.get(ALIASES.get(name, name)):
-        context.show(f"/{found.name} {found.usage}".rstrip(), f"{found.description}.", found.details)
+        chat.show(f"/{found.name} {found.usage}".rstrip(), f"{found.description}.", found.details)
     else:
-        close = difflib.get_close_matches(name, [*COMMANDS, "keys"], 1)
-        hint = f"did you mean /help {close[0]}?" if close else "/help lists all of them."
+        hint = did_you_mean(name, [*COMMANDS, "keys"], "/help ") or "/help lists all of them."
         raise UserError(f"There is no command /{name[:40]}; {hint}")

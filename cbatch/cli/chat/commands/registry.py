@@ -6,9 +6,8 @@ import difflib
 import inspect
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +16,11 @@ from prompt_toolkit.document import Document
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
+from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.controller import ChatController
 from cbatch.cli.chat.session.files import quoted
 from cbatch.cli.chat.session.session import Session
-from cbatch.cli.chat.session.store import SavedSession, SessionStore
+from cbatch.cli.chat.session.store import SessionStore, has_own_name
 from cbatch.cli.chat.stats import ChatStats
 from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
@@ -29,7 +29,8 @@ from cbatch.cli.common.options import RUN_ONLY_PARAMS
 from cbatch.requests.param_names import own_params
 
 if TYPE_CHECKING:
-    from cbatch.cli.chat.background_run import BackgroundRun
+    from cbatch.api import Engine
+    from cbatch.cli.chat.screen import TranscriptView
 
 SETTABLE = ("seed", *(name for name in PARAM_NAMES if name not in ("seed", *RUN_ONLY_PARAMS)))
 """The parameters that `/set` knows."""
@@ -56,16 +57,65 @@ def parse_parameter(name: str, text: str) -> dict[str, Any]:
 ArgumentKind = Literal["", "session", "file", "files", "saved", "parameter", "command", "model"]
 
 
-class CommandUI(ABC):
-    """The terminal that commands were typed on. A request that it cannot meet raises UserError."""
+class FrontEnd:
+    """A terminal on which somebody chats, as commands see it.
 
-    @abstractmethod
+    store:           where `/save` and `/load` look, even if nothing is saved automatically
+    listed_sessions: what `/load` listed last; it also takes the numbers of that list
+    searched_text:   what the sessions of that list hold
+    listed_models:   the same of `/model`
+    to_delete:       what `/delete` asked about; the same command again deletes it
+    batch_session:   where the last batch was started, and where it reports
+    """
+
+    def __init__(
+        self, controller: ChatController, store: SessionStore, background: BackgroundRun | None = None
+    ) -> None:
+        """`background`: runs batches; None: on the chat's own engine alone"""
+        self.controller, self.store = controller, store
+        self.background = background or BackgroundRun()
+        self.stats = ChatStats(controller)
+        self.listed_sessions: list[Session] = []
+        self.searched_text = ""
+        self.listed_models: list[str] = []
+        self.to_delete: Path | None = None
+        self.batch_session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The current one."""
+        return self.controller.current
+
+    @property
+    def engine(self) -> Engine:
+        """What replies in the current session. Raises UserError while it is loaded."""
+        engine = self.controller.client_of(self.session).engine
+        if engine is None:
+            raise UserError("The model is still loading.")
+        return engine
+
+    def show(self, *lines: str) -> None:
+        """Answers a command in the current session; the next command or message takes the answer away."""
+        self.session.add_notice("\n".join(lines), is_passing=True)
+
+    def close(self) -> None:
+        """Stops all replies and the batch, and saves what is left."""
+        self.controller.end_all()
+        self.store.close()
+        self.background.close()
+
     def exit(self) -> None:
         """Ends the chat."""
+        raise NotImplementedError
 
-    @abstractmethod
     def set_input(self, text: str) -> None:
         """Replaces the text in the input line."""
+        raise NotImplementedError
+
+    @property
+    def screen(self) -> TranscriptView:
+        """Where the sessions are shown. Raises UserError on a terminal without a screen, as the next two do."""
+        raise UserError("This terminal shows lines only: nothing can be scrolled, compared or folded.")
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         """Opens a text in the user's editor. Calls `then` with the result if the user changed it."""
@@ -75,62 +125,16 @@ class CommandUI(ABC):
         """Puts a text on the clipboard."""
         raise UserError("This terminal has no clipboard.")
 
-    def find(self, text: str) -> None:
-        """Scrolls to the next place above that holds a text; an empty one goes on. Raises UserError for none, too."""
-        raise UserError("This terminal cannot scroll.")
 
-    def compare(self, sessions: Sequence[Session]) -> None:
-        """Shows sessions side by side; none goes back to the current one alone."""
-        raise UserError("This terminal cannot show sessions side by side.")
-
-    def show_reasoning(self, is_shown: bool) -> None:
-        """Shows what models think before they reply, or folds it into a line."""
-        raise UserError("This terminal does not show what models think.")
-
-
-@dataclass(slots=True)
-class CommandContext:
-    """The state that commands act on.
-
-    store:           where `/save` and `/load` look, even if nothing is saved automatically
-    listed_sessions: what `/load` listed last; it also takes the numbers of that list
-    searched_text:   what the sessions of that list hold
-    listed_models:   what `/model` listed last; it also takes the numbers of that list
-    to_delete:       what `/delete` asked about; the same command again deletes it
-    batch_session:   where the last batch was started, and where it reports
-    """
-
-    controller: ChatController
-    ui: CommandUI
-    background: BackgroundRun
-    stats: ChatStats
-    store: SessionStore
-    listed_sessions: list[SavedSession] = field(default_factory=list)
-    searched_text: str = ""
-    listed_models: list[str] = field(default_factory=list)
-    to_delete: SavedSession | None = None
-    batch_session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        return self.controller.current
-
-    def show(self, *lines: str) -> None:
-        """Answers a command in the current session; the next command or message takes the answer away."""
-        self.session.add_notice("\n".join(lines), is_passing=True)
-
-
-CommandHandler = Callable[[CommandContext, str], None]
+CommandHandler = Callable[[FrontEnd, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command after a slash.
+    """A command after a slash, with its line in `/help` and the `details` that `/help NAME` adds.
 
-    usage:       its argument, as `/help` shows it; one that does not begin with `[` must be given
-    description: its line in `/help`
-    details:     what `/help NAME` adds, with an example
-    argument:    what Tab completes
+    usage:    its argument, as `/help` shows it; one that does not begin with `[` must be given
+    argument: what Tab completes
     """
 
     name: str
@@ -160,30 +164,30 @@ def command(name: str, usage: str = "", argument: ArgumentKind = "") -> Callable
     return register
 
 
-def execute_command(context: CommandContext, line: str) -> None:
-    """Runs a line that begins with a slash. Raises UserError if it cannot be done."""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A question that names the most similar one that is known; empty if none is."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {prefix}{close[0]}?" if close else ""
+
+
+def execute_line(chat: FrontEnd, line: str) -> None:
+    """Runs a command, or sends a message to the current session. Raises UserError if it cannot be done."""
+    if not line.startswith("/") or line.startswith("//"):
+        chat.to_delete = None
+        chat.controller.send(chat.session, line.removeprefix("/"))
+        return
+    line = line if line.startswith("/all ") else chat.session.unfold(line)
     name, argument = [*line[1:].split(maxsplit=1), "", ""][:2]
     found = COMMANDS.get(ALIASES.get(name, name))
     if found is None:
-        close = difflib.get_close_matches(name, COMMANDS, 1)
-        context.ui.set_input(line)
-        hint = f"did you mean /{close[0]}?" if close else "/help lists the commands."
+        chat.set_input(line)
+        hint = did_you_mean(name, COMMANDS, "/") or "/help lists the commands."
         raise UserError(f"There is no command /{name[:40]}; {hint} (Begin with // to send the line to the model.)")
     if not argument and found.usage and not found.usage.startswith("["):
         raise UserError(f"Something is missing: /{found.name} {found.usage} ({found.description})")
     if found.name != "delete":
-        context.to_delete = None
-    found.handler(context, argument.strip())
-
-
-def execute_line(context: CommandContext, line: str) -> None:
-    """Runs a command, or sends a message to the current session. Raises UserError if it cannot be done."""
-    session = context.session
-    if line.startswith("/") and not line.startswith("//"):
-        execute_command(context, line if line.startswith("/all ") else session.unfold(line))
-    else:
-        context.to_delete = None
-        context.controller.send(session, line.removeprefix("/"))
+        chat.to_delete = None
+    found.handler(chat, argument.strip())
 
 
 def parse_number(text: str, low: int, high: int) -> int:
@@ -243,7 +247,7 @@ class CommandCompleter(Completer):
         if kind == "session":
             return [session.name for session in self._controller.sessions]
         if kind == "saved":
-            return self._store.saved_names()
+            return sorted(path.stem for path in self._store.files() if has_own_name(path))
         if kind == "model":
             names = (model.name for model in local_models())
             return list(dict.fromkeys([*self._controller.model_names[1:], *names]))

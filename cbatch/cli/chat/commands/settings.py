@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from cbatch.base.params import PARAMS, SamplingParams, with_overrides
-from cbatch.cli.chat.commands.registry import SETTABLE, CommandContext, command, parse_parameter
+from cbatch.cli.chat.commands.registry import SETTABLE, FrontEnd, command, did_you_mean, parse_parameter
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.common.local_models import local_models
 
@@ -20,20 +19,20 @@ THINK_VARIABLES = ("enable_thinking", "thinking")
 
 
 @command("system", "[TEXT|-]")
-def do_system(context: CommandContext, text: str) -> None:
+def do_system(chat: FrontEnd, text: str) -> None:
     """show or set the instruction
 
     The system message of this session, which the model sees before everything else; - removes it.
     Example: /system Answer in one sentence.
     """
     if text:
-        context.session.system = None if text == "-" else text
-        context.controller.save(context.session)
-    context.show(f"system message: {context.session.system or 'none'}")
+        chat.session.system = None if text == "-" else text
+        chat.controller.save(chat.session)
+    chat.show(f"system message: {chat.session.system or 'none'}")
 
 
 @command("set", "[all] [NAME [VALUE]]", "parameter")
-def do_set(context: CommandContext, text: str) -> None:
+def do_set(chat: FrontEnd, text: str) -> None:
     """show or set parameters
 
     How replies of this session are sampled; the value `default` takes a parameter back. With `all` it holds for all
@@ -48,23 +47,21 @@ def do_set(context: CommandContext, text: str) -> None:
     value = value.strip()
     if value in ("", "default", "null"):
         if name and name not in SETTABLE:
-            close = difflib.get_close_matches(name, SETTABLE, 1)
-            raise UserError(f"There is no parameter {name}" + (f"; did you mean {close[0]}?" if close else "."))
+            raise UserError(f"There is no parameter {name}; {did_you_mean(name, SETTABLE) or '/set lists them.'}")
         if value:
-            _change(context, {name: None}, for_all)
-        _show(context, [name] if name else SETTABLE, *([f"  {PARAMS[name].help}"] if name and not value else []))
+            _change(chat, {name: None}, for_all)
+        _show(chat, [name] if name else SETTABLE, *([f"  {PARAMS[name].help}"] if name and not value else []))
         return
-    given = parse_parameter(name, value)
-    made = SamplingParams().merged(given)
+    made = SamplingParams().merged(given := parse_parameter(name, value))
     changes = {own: list(new) if isinstance(new := getattr(made, own), tuple) else new for own in given}
-    _change(context, changes, for_all)
-    _show(context, list(given))
+    _change(chat, changes, for_all)
+    _show(chat, list(given))
 
 
-def _change(context: CommandContext, changes: dict[str, Any], for_all: bool) -> None:
+def _change(chat: FrontEnd, changes: dict[str, Any], for_all: bool) -> None:
     """Sets parameters; None takes one back."""
-    controller = context.controller
-    for session in controller.sessions if for_all else [context.session]:
+    controller = chat.controller
+    for session in controller.sessions if for_all else [chat.session]:
         if "seed" in changes:
             session.seed = changes["seed"]
         session.params = _changed(session.params, changes)
@@ -79,9 +76,9 @@ def _changed(params: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _show(context: CommandContext, names: Sequence[str], *more: str) -> None:
-    session = context.session
-    params = context.controller.client_of(session).params(session.params)
+def _show(chat: FrontEnd, names: Sequence[str], *more: str) -> None:
+    session = chat.session
+    params = chat.controller.client_of(session).params(session.params)
     lines = []
     for name in names:
         value = session.seed if name == "seed" else getattr(params, name)
@@ -90,51 +87,49 @@ def _show(context: CommandContext, names: Sequence[str], *more: str) -> None:
         if value is None:
             shown = {"max_tokens": "the rest of the context", "seed": "the chat's own, from --seed"}.get(name, "none")
         lines.append(f"{name:<19} {shown}" + ("  (default)" if is_default else ""))
-    context.show(*lines, *more)
+    chat.show(*lines, *more)
 
 
 @command("think", "[on|off|show|hide]")
-def do_think(context: CommandContext, what: str) -> None:
+def do_think(chat: FrontEnd, what: str) -> None:
     """turn thinking on or off
 
     `on` and `off` tell models that can think whether to do so, in this session. `show` and `hide` unfold and fold what
     they think on the screen, as Ctrl-T does.
     Example: /think off
     """
-    session = context.session
+    session = chat.session
     if what in ("show", "hide"):
-        context.ui.show_reasoning(what == "show")
+        chat.screen.show_reasoning(what == "show")
         return
     if what not in ("", "on", "off"):
         raise UserError("Type /think on, off, show or hide.")
-    engine = context.controller.client_of(session).engine
-    if engine is None:
-        raise UserError("The model is still loading.")
-    template = (engine.tokenizer.chat_template if engine.tokenizer is not None else None) or ""
+    tokenizer = chat.engine.tokenizer
+    template = (tokenizer.chat_template if tokenizer is not None else None) or ""
     variable = next((name for name in THINK_VARIABLES if name in template), None)
     if variable is None:
         raise UserError("The chat template of this model cannot turn thinking on or off.")
     if what:
         session.template_kwargs = {**session.template_kwargs, variable: what == "on"}
-        context.controller.save(session)
-    client = context.controller.client_of(session)
+        chat.controller.save(session)
+    client = chat.controller.client_of(session)
     value = {**client.template_kwargs, **session.template_kwargs}.get(variable)
     state = "as the model's template has it" if value is None else "on" if value else "off"
-    context.show(f"thinking: {state}")
+    chat.show(f"thinking: {state}")
 
 
 @command("stats")
-def do_stats(context: CommandContext, _: str) -> None:
+def do_stats(chat: FrontEnd, _: str) -> None:
     """speed, memory and times
 
     What the engine does now and has done, and how fast the last reply was: its time to the first token, and tokens per
     second after that.
     """
-    context.show(*context.stats.lines())
+    chat.show(*chat.stats.lines())
 
 
 @command("model", "[NAME|NUMBER|close NAME]", "model")
-def do_model(context: CommandContext, which: str) -> None:
+def do_model(chat: FrontEnd, which: str) -> None:
     """list models; use another
 
     Lists the models that are loaded and those on this machine. With a name, a folder or a number of the list, replies
@@ -143,29 +138,29 @@ def do_model(context: CommandContext, which: str) -> None:
     Examples: /model Qwen/Qwen3-0.6B
               /model close Qwen/Qwen3-0.6B
     """
-    controller, session = context.controller, context.session
+    controller, session = chat.controller, chat.session
     action, _, name = which.partition(" ")
     if not which:
-        context.listed_models = _known_models(controller.model_names)
+        chat.listed_models = _known_models(controller.model_names)
         used = session.model or controller.model_names[0]
         lines = []
-        for number, each in enumerate(context.listed_models, start=1):
+        for number, each in enumerate(chat.listed_models, start=1):
             state = ""
             if each in controller.model_names:
                 is_ready = controller.client_for(each).engine is not None
                 state = "  used here" if each == used else "  loaded" if is_ready else "  loading"
             lines.append(f"{number:>2}  {each or DEMO_NAME}{state}")
-        context.show(*lines)
+        chat.show(*lines)
     elif action == "close":
         if not name:
             raise UserError("Type /model close NAME.")
-        controller.unload_model(_model_name(context, name))
+        controller.unload_model(_model_name(chat, name))
     else:
-        chosen = _model_name(context, which)
+        chosen = _model_name(chat, which)
         controller.use_model(session, "" if chosen == controller.model_names[0] else chosen)
-        is_ready = context.controller.client_of(session).engine is not None
+        is_ready = chat.controller.client_of(session).engine is not None
         later = "" if is_ready else ", as soon as it is loaded"
-        context.show(f"replies of this session come from {chosen or DEMO_NAME}{later}")
+        chat.show(f"replies of this session come from {chosen or DEMO_NAME}{later}")
 
 
 def _known_models(loaded: Sequence[str]) -> list[str]:
@@ -173,22 +168,22 @@ def _known_models(loaded: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*loaded, *(model.name for model in local_models())]))
 
 
-def _model_name(context: CommandContext, which: str) -> str:
+def _model_name(chat: FrontEnd, which: str) -> str:
     """The name that a number of the last list stands for, or the name itself."""
-    known = context.listed_models or _known_models(context.controller.model_names)
+    known = chat.listed_models or _known_models(chat.controller.model_names)
     if which.isdecimal() and 1 <= int(which) <= len(known):
         return known[int(which) - 1]
     return "" if which == DEMO_NAME else which
 
 
 @command("tools", "[allow NAME|ask NAME]")
-def do_tools(context: CommandContext, which: str) -> None:
+def do_tools(chat: FrontEnd, which: str) -> None:
     """list what models may call
 
     The files of --tool define them. `allow` runs a tool without asking, `ask` asks before each call again.
     Example: /tools allow weather
     """
-    toolbox = context.controller.tools
+    toolbox = chat.controller.tools
     if not toolbox.tools:
         raise UserError("There are no tools; cbatch chat --tool FILE.py lets the model call the functions of a file.")
     action, _, name = which.partition(" ")
@@ -200,4 +195,4 @@ def do_tools(context: CommandContext, which: str) -> None:
     for tool in toolbox.tools.values():
         state = "runs" if tool.name in toolbox.allowed else "asks"
         lines.append(f"{tool.name:<16} {state}  {tool.description}".rstrip())
-    context.show(*lines)
+    chat.show(*lines)

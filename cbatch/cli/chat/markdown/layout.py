@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
 from markdown_it.token import Token
+from prompt_toolkit.styles.pygments import pygments_token_to_classname
 from prompt_toolkit.utils import get_cwidth
 from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
-from pygments.token import Comment, Keyword, Literal, Name, Number, Operator, String, _TokenType
 from pygments.util import ClassNotFound
 
 from cbatch.cli.chat.markdown.lines import (
@@ -45,21 +46,6 @@ MIN_COLUMN = 4
 _ONLY_MARKERS = re.compile(r" {0,3}(?:=|-){1,2} *")
 _TASK = re.compile(r"\[([ xX])\](?: +|$)")
 _TEXT_STYLES = {"strong": "class:strong", "em": "class:emphasis", "s": "class:strike"}
-_CODE_STYLES = {
-    Keyword: "class:code.keyword",
-    Operator.Word: "class:code.keyword",
-    String: "class:code.string",
-    Comment: "class:code.comment",
-    Number: "class:code.number",
-    Literal: "class:code.number",
-    Name.Attribute: "class:code.name",
-    Name.Builtin: "class:code.name",
-    Name.Class: "class:code.name",
-    Name.Decorator: "class:code.name",
-    Name.Function: "class:code.name",
-    Name.Tag: "class:code.name",
-    Operator: "class:code.operator",
-}
 
 
 class MarkdownLayout:
@@ -141,10 +127,7 @@ class Row(NamedTuple):
 def _rows(
     source: list[str], blocks: Iterable[list[Token]], width: int, code_width: int, *, follows: bool = False
 ) -> list[Row]:
-    """Rows of blocks that follow one another, with blank lines where the source has them.
-
-    follows: whether there are others before them
-    """
+    """Rows of blocks, with blank lines where the source has them. `follows`: whether there are others before them"""
     rows: list[Row] = []
     for block in blocks:
         start = _start(block)
@@ -237,63 +220,48 @@ def inline_lines(text: str, style: str = "") -> list[StyledLine]:
 @lru_cache(maxsize=256)
 def _parsed_lines(text: str, style: str) -> list[StyledLine]:
     """Lines of at most LONG_LINE characters: some texts take quadratic time. Do not change them: they are cached."""
-    writer = _Writer(style)
-    tokens = PARSER.inline.parse(text, PARSER, {}, [])
-    for place, token in enumerate(tokens):
-        if token.type == "link_open":
-            inside = takewhile(lambda token: token.type != "link_close", tokens[place + 1 :])
-            writer.open_link(str(token.attrs["href"]), "".join(each.content for each in inside))
-        else:
-            writer.add(token)
-    return writer.lines
+    lines: list[StyledLine] = [[]]
+    styles = [style] if style else []  # of all that the text is inside of
+    url = ""
 
-
-class _Writer:
-    """Writes tokens as fragments, with the styles of all that they are inside of."""
-
-    def __init__(self, style: str) -> None:
-        self.lines: list[StyledLine] = [[]]
-        self._styles = [style] if style else []
-        self._url = ""
-
-    def open_link(self, url: str, text: str) -> None:
-        """Begins a link. One whose text is its URL shows it once."""
-        self._url = "" if url in (text, f"mailto:{text}") else url
-        self._styles.append("" if self._url else "class:link")
-
-    def add(self, token: Token) -> None:
-        if token.tag in _TEXT_STYLES:
-            if token.nesting > 0:
-                self._styles.append(_TEXT_STYLES[token.tag])
-            else:
-                self._styles.remove(_TEXT_STYLES[token.tag])
-        elif token.type == "link_close":
-            self._styles.remove("" if self._url else "class:link")
-            self._write_url(self._url)
-        elif token.type == "code_inline":
-            self._write(token.content, "class:code")
-        elif token.type == "image":
-            self._write(f"[image: {''.join(child.content for child in token.children or [])}]")
-            self._write_url(str(token.attrs["src"]))
-        elif token.type in ("softbreak", "hardbreak"):
-            self.lines.append([])
-        else:
-            for number, line in enumerate(token.content.split("\n")):
-                if number:
-                    self.lines.append([])
-                self._write(line)
-
-    def _write(self, text: str, style: str = "") -> None:
+    def write(text: str, style: str = "") -> None:
         # Entities such as `&#9;` bring in what was removed from the source.
         text = safe(text).replace("\n", " ").replace("\t", " ")
         if text:
-            append_text(self.lines[-1], " ".join(filter(None, [*self._styles, style])), text)
+            append_text(lines[-1], " ".join(filter(None, [*styles, style])), text)
 
-    def _write_url(self, url: str) -> None:
+    def write_url(url: str) -> None:
         if url:
-            self._write(" (")
-            self._write(url, "class:link")
-            self._write(")")
+            for part, style in ((" (", ""), (url, "class:link"), (")", "")):
+                write(part, style)
+
+    tokens = PARSER.inline.parse(text, PARSER, {}, [])
+    for place, token in enumerate(tokens):
+        match token.type:
+            case "strong_open" | "em_open" | "s_open":
+                styles.append(_TEXT_STYLES[token.tag])
+            case "strong_close" | "em_close" | "s_close":
+                styles.remove(_TEXT_STYLES[token.tag])
+            case "link_open":  # one whose text is its URL shows it once
+                inside = takewhile(lambda token: token.type != "link_close", tokens[place + 1 :])
+                name, url = "".join(each.content for each in inside), str(token.attrs["href"])
+                url = "" if url in (name, f"mailto:{name}") else url
+                styles.append("" if url else "class:link")
+            case "link_close":
+                styles.remove("" if url else "class:link")
+                write_url(url)
+            case "code_inline":
+                write(token.content, "class:code")
+            case "image":
+                write(f"[image: {''.join(child.content for child in token.children or [])}]")
+                write_url(str(token.attrs["src"]))
+            case "softbreak" | "hardbreak":
+                lines.append([])
+            case _:
+                for number, line in enumerate(token.content.split("\n")):
+                    lines += [[]] if number else []
+                    write(line)
+    return lines
 
 
 def _table(tokens: list[Token], width: int) -> list[StyledLine]:
@@ -381,30 +349,23 @@ def _code_lines(code: str, language: str, width: int) -> list[StyledLine]:
 @lru_cache(maxsize=64)
 def _chunk_lines(code: str, language: str, width: int) -> list[StyledLine]:
     """Do not change them: they are cached."""
-    return [row for line in _coloured(code, language) for row in wrap(line, width, at_words=False)]
+    lines: list[StyledLine] = [[]]
+    for style, text in _coloured(code + "\n", language):
+        first, *others = text.split("\n")
+        append_text(lines[-1], style, first)
+        lines += [[(style, part)] for part in others]
+    return [row for line in lines[:-1] for row in wrap(line, width, at_words=False)]
 
 
 @lru_cache(maxsize=64)
-def _coloured(code: str, language: str) -> list[StyledLine]:
-    """Do not change them: they are cached."""
-    plain = [[("class:code", line)] for line in code.split("\n")]
-    source, lexer = code + "\n", _lexer(language)
-    if lexer is None or len(source) > 2 * CODE_CHUNK + LONG_LINE:
-        return plain
-    try:
-        tokens = list(lexer.get_tokens(source))
-    except Exception:  # a lexer's bug must not cost the screen
-        return plain
-    if "".join(text for _, text in tokens) != source:
-        return plain
-    lines: list[StyledLine] = [[]]
-    for kind, text in tokens:
-        for number, part in enumerate(text.split("\n")):
-            if number:
-                lines.append([])
-            if part:
-                append_text(lines[-1], _code_style(kind), part)
-    return lines[:-1]
+def _coloured(code: str, language: str) -> StyledLine:
+    lexer = _lexer(language)
+    if lexer is not None and len(code) <= 2 * CODE_CHUNK + LONG_LINE:
+        with suppress(Exception):  # a lexer's bug must not cost the screen
+            tokens = list(lexer.get_tokens(code))
+            if "".join(text for _, text in tokens) == code:
+                return [(f"class:code class:{pygments_token_to_classname(kind)}", text) for kind, text in tokens]
+    return [("class:code", code)]
 
 
 @lru_cache(maxsize=256)
@@ -413,8 +374,3 @@ def _lexer(language: str) -> Lexer | None:
         return get_lexer_by_name(language, stripnl=False) if language else None
     except ClassNotFound:
         return None
-
-
-@lru_cache(maxsize=512)
-def _code_style(kind: _TokenType) -> str:
-    return next((_CODE_STYLES[parent] for parent in reversed(kind.split()) if parent in _CODE_STYLES), "class:code")

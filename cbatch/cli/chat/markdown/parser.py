@@ -6,9 +6,12 @@ import re
 import unicodedata
 
 from markdown_it import MarkdownIt
+from markdown_it.parser_inline import ParserInline
 from markdown_it.rules_block import StateBlock
 from markdown_it.rules_inline import StateInline
-from markdown_it.rules_inline.state_inline import Delimiter
+from markdown_it.rules_inline.state_inline import Scanned
+from markdown_it.token import Token
+from markdown_it.utils import EnvType
 
 _FENCE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _NESTING_LANGUAGES = {"", "markdown", "md", "mdx", "text"}
@@ -101,58 +104,37 @@ def _formula(state: StateInline, silent: bool) -> bool:
     return True
 
 
-def _emphasis(state: StateInline, silent: bool) -> bool:
-    marker = state.src[state.pos]
-    if silent or marker not in "*_":
-        return False
-    if marker == "_":
-        scanned = state.scanDelims(state.pos, False)
-        can_open, can_close, length = scanned.can_open, scanned.can_close, scanned.length
-    else:
-        length = _run_length(state)
-        can_open, can_close = _flanking(state, length)
-    _push_delimiters(state, [marker] * length, length, can_open, can_close)
-    return True
+class _InlineState(StateInline):
+    """Finds emphasis beside East Asian text, as https://github.com/tats-u/markdown-cjk-friendly proposes."""
+
+    def scanDelims(self, start: int, canSplitWord: bool) -> Scanned:
+        """Whether a run of markers can open and close emphasis.
+
+        CommonMark's rule, but East Asian characters and their punctuation count as letters beside which punctuation
+        may stand. `2**3` opens nothing.
+        """
+        scanned = super().scanDelims(start, canSplitWord)
+        if not canSplitWord:  # underscores
+            return scanned
+        end = start + scanned.length
+        before = self.src[start - 1] if start > 0 else " "
+        after = self.src[end] if end < self.posMax else " "
+        can_open = not after.isspace() and (not _is_punctuation(after) or _may_touch_punctuation(before))
+        can_close = not before.isspace() and (not _is_punctuation(before) or _may_touch_punctuation(after))
+        if self.src[start] == "~":
+            can_open, can_close = can_open and scanned.length == 2, can_close and scanned.length == 2
+        elif _is_latin(before) and _is_latin(after):
+            can_open = before.isalpha() and _STRONG_LETTERS.match(self.src, start) is not None
+        return Scanned(can_open, can_close, scanned.length)
 
 
-def _strikethrough(state: StateInline, silent: bool) -> bool:
-    if silent or state.src[state.pos] != "~":
-        return False
-    length = _run_length(state)
-    if length == 2:
-        _push_delimiters(state, ["~~"], 0, *_flanking(state, length))
-    else:
-        state.pending += "~" * length
-        state.pos += length
-    return True
-
-
-def _push_delimiters(state: StateInline, texts: list[str], length: int, can_open: bool, can_close: bool) -> None:
-    for text in texts:
-        state.push("text", "", 0).content = text
-        state.delimiters.append(Delimiter(ord(text[0]), length, len(state.tokens) - 1, -1, can_open, can_close))
-        state.pos += len(text)
-
-
-def _run_length(state: StateInline) -> int:
-    rest = state.src[state.pos : state.posMax]
-    return len(rest) - len(rest.lstrip(rest[0]))
-
-
-def _flanking(state: StateInline, length: int) -> tuple[bool, bool]:
-    """Whether a run of markers can open and close emphasis.
-
-    CommonMark's rule, but East Asian characters and their punctuation count as letters beside which punctuation may
-    stand, as https://github.com/tats-u/markdown-cjk-friendly proposes. `2**3` opens nothing.
-    """
-    end = state.pos + length
-    before = state.src[state.pos - 1] if state.pos > 0 else " "
-    after = state.src[end] if end < state.posMax else " "
-    can_open = not after.isspace() and (not _is_punctuation(after) or _may_touch_punctuation(before))
-    can_close = not before.isspace() and (not _is_punctuation(before) or _may_touch_punctuation(after))
-    if _is_latin(before) and _is_latin(after):
-        can_open = before.isalpha() and _STRONG_LETTERS.match(state.src, state.pos) is not None
-    return can_open, can_close
+class _InlineParser(ParserInline):
+    def parse(self, src: str, md: MarkdownIt, env: EnvType, tokens: list[Token]) -> list[Token]:
+        state = _InlineState(src, md, env, tokens)
+        self.tokenize(state)
+        for rule in self.ruler2.getRules(""):
+            rule(state)
+        return state.tokens
 
 
 def _may_touch_punctuation(character: str) -> bool:
@@ -172,7 +154,9 @@ def _is_wide(character: str) -> bool:
 
 
 def _make_parser() -> MarkdownIt:
-    parser = _Parser("commonmark", {"breaks": True, "html": False, "maxNesting": 100})
+    parser = _Parser()
+    parser.inline = _InlineParser()
+    parser.configure("commonmark", {"breaks": True, "html": False, "maxNesting": 100})
     parser.enable(["table", "strikethrough"])
     # References would let the end of a text change its beginning.
     parser.disable(["reference", "html_block", "html_inline"])
@@ -180,8 +164,6 @@ def _make_parser() -> MarkdownIt:
     parser.block.ruler.at("fence", _fence, {"alt": alt})
     parser.block.ruler.before("fence", "formula", _formula_lines, {"alt": alt})
     parser.inline.ruler.before("escape", "formula", _formula)
-    parser.inline.ruler.at("emphasis", _emphasis)
-    parser.inline.ruler.at("strikethrough", _strikethrough)
     return parser
 
 

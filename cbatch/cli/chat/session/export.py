@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams, derive_seed
@@ -45,7 +46,6 @@ def to_row(
     params:      the effective sampling parameters of that reply
     context:     length of the model's context in tokens; the limit of a reply without `max_tokens`
     as_messages: whether the model takes messages; otherwise the row is plain text to continue
-    template_kwargs: variables for the chat template
     """
     turn = session.last
     assert turn is not None
@@ -66,34 +66,31 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         file.write((b"" if starts_line else b"\n") + format_row(row))
 
 
-class OpenedRow(NamedTuple):
-    """A session from a row of output, and what tells whether its question is the right one.
-
-    prompt_tokens: length of the prompt that the row was made from; None if it is unknown, or cannot be compared
-    """
-
-    session: Session
-    prompt_tokens: int | None
-
-
-def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> OpenedRow:
-    """A session from a row of a batch's output.
+def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0) -> tuple[Session, int | None]:
+    """A session from a row of a batch's output, and the length of the row's prompt, if it can be compared.
 
     prompts:  the batch's input, which holds the question; None leaves it out
     run_seed: the batch's seed, which gives a row without one its seed
 
     Raises UserError if there is no such row, it is an error row, or the question belongs to another row.
     """
-    result = _find_result(path, index)
-    reply = _reply_of(result, f"row {index} of {path}")
-    session = Session(f"row-{index}")
-    prompt_tokens: int | None = None
+    from cbatch.requests.completion import Completion
+
+    result, where = _find_result(path, index), f"row {index} of {path}"
+    try:
+        done = Completion.from_row(result)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"{where} is not a row of cbatch run: {error!r}.") from error
+    if done.error is not None:
+        raise UserError(f"{where} is an error: {done.error}")
+    if not isinstance(done.text, str):
+        raise UserError(f"{where} has no text.")
+    reply = Reply(done.text, state="length" if done.finish_reason == "length" else "stop")
+    session, prompt_tokens = Session(f"row-{index}"), None
     if prompts is not None:
         row = _find_row(prompts, index)
-        _check_same_row(result, row, f"Row {index} of {path}", f"line {index + 1} of {prompts}")
-        usage = _body(result).get("usage")
-        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        prompt_tokens = count if isinstance(count, int) and not row.raw else None
+        _check_same_row(result, row, f"R{where[1:]}", f"line {index + 1} of {prompts}")
+        prompt_tokens = None if row.raw else done.usage.prompt_tokens
         session.load_messages([dict(one) for one in row.messages or [{"role": "user", "content": row.text or ""}]])
         kind, name = ("id", row.id) if row.id is not None else ("index", row.index)
         reply.params = {name: value for name, value in row.given.items() if name != "seed"}
@@ -105,7 +102,7 @@ def from_result(path: Path, index: int, prompts: Path | None, run_seed: int = 0)
         last.replies.append(reply)
     else:
         session.prelude.append({"role": "assistant", "content": reply.text})
-    return OpenedRow(session, prompt_tokens)
+    return session, prompt_tokens
 
 
 def _check_same_row(result: Mapping[str, Any], row: Request, output: str, source: str) -> None:
@@ -122,12 +119,10 @@ def _check_same_row(result: Mapping[str, Any], row: Request, output: str, source
 def _find_result(path: Path, index: int) -> dict[str, Any]:
     found: dict[str, Any] | None = None
     for line in _lines(path):
-        try:
-            fields = parse_json_object((line.data or b"").decode(), f"{path}, line {line.index + 1}", "a row")
-        except (RequestError, UnicodeDecodeError):
-            continue  # the last line of a journal may be torn
-        if type(fields.get("index")) is int and fields["index"] == index:
-            found = fields  # the last row of an index counts
+        with suppress(RequestError):  # the last line of a journal may be torn
+            fields = parse_json_object(line.text(str(path)), str(path), "a row")
+            if type(fields.get("index")) is int and fields["index"] == index:
+                found = fields  # the last row of an index counts
     if found is None:
         raise UserError(f"There is no row with index {index} in {path}.")
     return found
@@ -157,28 +152,3 @@ def _lines(path: Path) -> Iterator[Line]:
             yield from read_lines(file)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-
-
-def _body(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of a result: ours, or the body of OpenAI's response."""
-    response = result.get("response")
-    body = response.get("body") if isinstance(response, dict) else result
-    return body if isinstance(body, dict) else {}
-
-
-def _reply_of(result: dict[str, Any], where: str) -> Reply:
-    """The reply in a row of output, ours or OpenAI's."""
-    if isinstance(error := result.get("error"), dict):
-        raise UserError(f"{where} is an error: {error.get('message')}")
-    body = _body(result)
-    text, reason = body.get("text"), body.get("finish_reason")
-    if isinstance(result.get("response"), dict):
-        try:
-            choice = body["choices"][0]
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            reason = choice.get("finish_reason")
-        except (KeyError, IndexError, TypeError):
-            text = None
-    if not isinstance(text, str):
-        raise UserError(f"{where} has no text.")
-    return Reply(text, state="length" if reason == "length" else "stop")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.base.units import format_count
@@ -15,19 +16,21 @@ if TYPE_CHECKING:
     from cbatch.base.errors import RequestError
     from cbatch.requests.output_processor import StreamEvent
 
+Message = dict[str, Any]
+
 PASTE_LINES, PASTE_CHARACTERS = 12, 1500
 """A paste of at least so many lines or characters is folded into an attachment."""
+
+TITLE_CHARACTERS = 48
 
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 
 
 @dataclass(eq=False, slots=True)
 class Attachment:
-    """A text beside a message.
+    """A file before a message, or a paste, whose name stands for it in the message: `[pasted 1: 40 lines]`.
 
-    name:       of the file; of a paste, what stands for it in the message, such as `[pasted 1: 40 lines]`
-    is_paste:   whether it stands inside the message, and not before it
-    num_tokens: its length; None until the model's tokenizer is there
+    num_tokens: None until the model's tokenizer is there
     """
 
     name: str
@@ -67,24 +70,17 @@ def pastes_in(text: str, pastes: Iterable[Attachment]) -> list[Attachment]:
     return [paste for paste in pastes if paste.name in text]
 
 
-UseState = Literal["asking", "running", "done"]
-"""Waiting for the user to allow it, running, or with its result."""
-
 REFUSED = "The user does not allow this call."
 CANCELLED = "The user stopped this call."
 
 
 @dataclass(eq=False, slots=True)
 class ToolUse:
-    """One call of a tool.
-
-    arguments: JSON, as the model wrote it
-    result:    what the model is told, once the call is done
-    """
+    """One call of a tool: the JSON that the model wrote, and what it is told once the call is `done`."""
 
     name: str
     arguments: str
-    state: UseState = "asking"
+    state: Literal["asking", "running", "done"] = "asking"
     result: str = ""
 
     def finish(self, result: str) -> None:
@@ -96,28 +92,19 @@ class ToolUse:
 
 @dataclass(eq=False, slots=True)
 class ToolRound:
-    """A reply that called tools, and their results; the model replies again after it.
-
-    text: what the model wrote beside the calls
-    """
+    """A reply that called tools: its text, and the calls; the model replies again after their results."""
 
     text: str
     uses: list[ToolUse] = field(default_factory=list)
 
-    @property
-    def is_done(self) -> bool:
-        return all(use.state == "done" for use in self.uses)
 
-
-def round_messages(rounds: Sequence[ToolRound]) -> list[dict[str, Any]]:
+def round_messages(rounds: Sequence[ToolRound]) -> list[Message]:
     """The model's calls and their results, as it is shown them."""
-    messages: list[dict[str, Any]] = []
-    number = 0
+    messages: list[Message] = []
+    names = map("{:09}".format, count(1))  # nine letters or digits, which some templates insist on
     for each in rounds:
         calls, results = [], []
-        for use in each.uses:
-            number += 1
-            name = f"{number:09}"  # nine letters or digits, which some templates insist on
+        for use, name in zip(each.uses, names, strict=False):
             function = {"name": use.name, "arguments": use.arguments}
             calls.append({"id": name, "type": "function", "function": function})
             results.append({"role": "tool", "tool_call_id": name, "name": use.name, "content": use.result})
@@ -139,16 +126,14 @@ CONTEXT_FULL = "context_full"
 class Reply:
     """One reply, while it streams and after.
 
-    text:           the visible part, which the model is shown in later turns
-    reasoning:      what the model wrote between its think tags
-    raw:            both as the model wrote them, if it uses think tags
-    seed, params:   how it is sampled; params holds only what differs from the model's defaults
-    error, code:    what went wrong, if anything
-    remark:         why it ended early, and what the user can do about it
-    model:          hub id or folder of what wrote it, if it is not the chat's own
-    rounds:         what the model called before this text
-    label:          what is special about it among those it stands beside, such as `temperature=0.7`
-    num_requests:   how often it was asked for or continued; only then its text may become shorter
+    text:         the visible part, which the model is shown in later turns
+    raw:          text and reasoning as the model wrote them, if it uses think tags
+    params:       sampling parameters that differ from the model's defaults
+    remark:       why it ended early, and what the user can do about it
+    rounds:       what the model called before this text
+    label:        what is special about it among those it stands beside, such as `temperature=0.7`
+    model:        hub id or folder of what wrote it, if it is not the chat's own
+    num_requests: how often it was asked for or continued; only then its text may become shorter
     requested_at, first_token_at, last_token_at: seconds on the `monotonic` clock
     """
 
@@ -179,13 +164,12 @@ class Reply:
 
     @property
     def uses(self) -> list[ToolUse]:
-        """Every call of a tool."""
         return [use for each in self.rounds for use in each.uses]
 
     @property
     def is_open(self) -> bool:
         """Whether more of it may come."""
-        return self.state in ("waiting", "streaming", "calling")
+        return self.state not in FINAL_STATES
 
     @property
     def is_in_history(self) -> bool:
@@ -205,19 +189,17 @@ class Reply:
         self.requested_at, self.first_token_at, self.num_tokens = now, None, 0
         self.num_requests += 1
 
-    def append(self, event: StreamEvent) -> None:
-        """Adds what an event brings."""
+    def append(self, event: StreamEvent, when: float) -> None:
+        """Adds what an event brings. `when`: its token came"""
         if event.reasoning or event.raw != event.text or self.raw:  # from here on the text alone does not tell
             self.raw = self.generated + event.raw
         self.text += event.text
         self.reasoning += event.reasoning
-
-    def count_token(self, now: float) -> None:
-        """Records that a token came."""
-        self.state = "streaming"
-        self.num_tokens += 1
-        self.first_token_at = now if self.first_token_at is None else self.first_token_at
-        self.last_token_at = now
+        if event.token_id is not None:
+            self.state = "streaming"
+            self.num_tokens += 1
+            self.first_token_at = when if self.first_token_at is None else self.first_token_at
+            self.last_token_at = when
 
     def finish(
         self, state: ReplyState, error: RequestError | None, limit: int | None, *, has_failed: bool, can_trim: bool
@@ -243,13 +225,6 @@ class Reply:
             self.code = CONTEXT_FULL
             self.remark = "cut off because the context is full; /trim drops the oldest turns and resumes it"
 
-    def begin_round(self, uses: list[ToolUse]) -> ToolRound:
-        """Takes what it is so far for a round of calls; the next text follows their results."""
-        self.rounds.append(ToolRound(self.text, uses))
-        self.text = self.raw = ""
-        self.state = "calling"
-        return self.rounds[-1]
-
     def stop(self) -> None:
         """Ends it where it is."""
         self.state = "stopped"
@@ -258,28 +233,14 @@ class Reply:
                 use.finish(CANCELLED)
         self.remark = STOPPED_REMARK if self.generated else UNANSWERED_REMARK
 
-    def finished_copy(self) -> Reply:
-        """A copy, which is stopped if more was still to come."""
-        made = deepcopy(self)
-        if made.is_open:
-            made.stop()
-        return made
-
-
-Message = dict[str, Any]
-
-TITLE_CHARACTERS = 48
-
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Turn:
     """A message of the user and the replies to it: several after a retry, one of which is chosen.
 
-    text:           what was typed
     chosen:         index of the reply that counts
     first_compared: index of the first reply shown side by side until one is picked; 0 shows only the chosen one
     fallback:       index of the reply that was chosen before the last retry
-    attachments:    files and long pastes that belong to the message
     """
 
     text: str
@@ -291,7 +252,7 @@ class Turn:
 
     @property
     def message(self) -> str:
-        """The messages that the model is shown."""
+        """The message that the model is shown."""
         return compose(self.text, self.attachments)
 
     @property
@@ -321,11 +282,6 @@ class Turn:
         self.replies += [Reply() for _ in range(count)]
         return self.replies[first:]
 
-    def pick(self, number: int) -> None:
-        """Chooses a reply for good."""
-        self.chosen = self.fallback = number
-        self.first_compared = 0
-
     def fall_back_if_empty(self) -> None:
         """Goes back to the reply before the last retry if the chosen one came to nothing."""
         reply = self.reply
@@ -341,13 +297,6 @@ class Turn:
             return []
         answer = [_message("assistant", reply.text)] if reply.text or not reply.rounds else []
         return [_message("user", self.message), *round_messages(reply.rounds), *answer]
-
-    def finished_copy(self) -> Turn:
-        """A copy in which replies that still stream are stopped."""
-        made = replace(self, replies=[reply.finished_copy() for reply in self.replies], first_compared=0)
-        made.attachments = list(self.attachments)
-        made.fall_back_if_empty()
-        return made
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -374,13 +323,10 @@ class Session:
     prelude:   messages before the first turn, if the conversation was opened from a file
     items:     turns and notices in the order in which they are shown
     dropped:   how many of the oldest turns the model is no longer shown; the prelude counts as one
-    queue:     messages sent while a reply was still streaming, without replies
-    draft:     what is typed and not yet sent
-    attached:  files that go with the next message
-    pastes:    long pastes that stand in the draft, or may come back into it
+    queue:     messages sent while a reply was still streaming
+    draft:     what is typed; `attached` files go with it, and `pastes` stand in it, or may come back into it
     attempts:  replies requested so far, which give each reply a seed of its own
-    is_unread: whether something came while the user was in another session
-    is_almost_full: whether its last reply left little room in the context
+    path:      the file that it is saved to, once it has one
     """
 
     name: str
@@ -400,6 +346,7 @@ class Session:
     is_unread: bool = False
     is_almost_full: bool = False
     model: str = ""
+    path: Path | None = None
 
     @property
     def turns(self) -> list[Turn]:
@@ -447,8 +394,8 @@ class Session:
 
     def fold_paste(self, text: str) -> Attachment:
         """Keeps a long paste, under a name that no other one of this session has."""
-        turns = [*self.turns, *self.queue]
-        names = {one.name for one in [*self.pastes, *(one for turn in turns for one in turn.attachments)]}
+        attachments = chain(self.pastes, *(turn.attachments for turn in [*self.turns, *self.queue]))
+        names = {one.name for one in attachments}
         size = format_count(text.count("\n") + (not text.endswith("\n")), "line")
         name = next(name for number in count(1) if (name := f"[pasted {number}: {size}]") not in names)
         self.pastes.append(Attachment(name, text, is_paste=True))
@@ -457,12 +404,6 @@ class Session:
     def unfold(self, text: str) -> str:
         """A text with pastes in the places of what stands for them."""
         return compose(text, pastes_in(text, self.pastes))
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of the conversation so far, as the last reply has counted them; 0 if there is none."""
-        reply = next((turn.reply for turn in reversed(self.turns) if turn.reply and turn.reply.prompt_tokens), None)
-        return reply.prompt_tokens + reply.num_tokens if reply is not None else 0
 
     def add_notice(self, text: str, *, is_error: bool = False, is_passing: bool = False) -> None:
         self.items.append(Notice(text, is_error, is_passing))
@@ -491,23 +432,28 @@ class Session:
         self.items.remove(turn)
         self.dropped = min(self.dropped, self.num_droppable)
 
+    def finish(self) -> None:
+        """Stops replies that are still open; queued messages become turns without a reply."""
+        for turn in self.turns:
+            for reply in turn.replies:
+                if reply.is_open:
+                    reply.stop()
+            turn.fall_back_if_empty()
+        unanswered = Reply(state="stopped", remark=UNANSWERED_REMARK)
+        self.items += [replace(turn, replies=[deepcopy(unanswered)]) for turn in self.queue]
+        self.queue = []
+
     def copied(self, name: str) -> Session:
         """An independent session at the same point; it gets what has come so far of an open reply."""
-        items = [
-            item.finished_copy() if isinstance(item, Turn) else item
-            for item in self.items
-            if isinstance(item, Turn) or not item.is_passing
-        ]
-        own = {field: copy(getattr(self, field)) for field in ("params", "template_kwargs", "prelude", "pastes")}
-        new: dict[str, Any] = {
-            "number": 0,
-            "queue": [],
-            "draft": "",
-            "attached": [],
-            "is_unread": False,
-            "is_almost_full": False,
-        }
-        return replace(self, name=name, items=items, **own, **new)
+        made = deepcopy(self)
+        made.name, made.number, made.path, made.draft = name, 0, None, ""
+        made.queue, made.attached = [], []
+        made.is_unread = made.is_almost_full = False
+        made.clear_passing_notices()
+        made.finish()
+        for turn in made.turns:
+            turn.first_compared = 0
+        return made
 
     def load_messages(self, messages: list[Message]) -> None:
         """Fills an empty session. Messages that do not alternate between user and assistant become the prelude."""
@@ -526,11 +472,6 @@ class Session:
                     self.prelude.append(_message("user", last.message))
                 self.prelude.append(message)
                 self.items.clear()
-
-
-def unanswered(turn: Turn) -> Turn:
-    """A message that the model was never asked to reply to, from one that was queued."""
-    return Turn(turn.text, [Reply(state="stopped", remark=UNANSWERED_REMARK)], attachments=turn.attachments)
 
 
 def as_plain_text(messages: Sequence[Message]) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -31,7 +31,6 @@ from cbatch.cli.chat.session.session import (
     ToolUse,
     Turn,
     pastes_in,
-    unanswered,
 )
 from cbatch.cli.common.console import safe
 from cbatch.cli.common.exits import UserError
@@ -50,7 +49,9 @@ SAVED: dict[type, dict[str, str]] = {
     ToolRound: _keys("text", uses="calls"),
     Reply: _keys("text reasoning raw seed params error code remark rounds label model prompt_tokens num_tokens state"),
     Turn: _keys("chosen", text="user", attachments="attached", replies="answers"),
-    Session: _keys("name system params model seed template_kwargs draft pastes attached prelude dropped attempts"),
+    Session: _keys(
+        "name system params model seed template_kwargs draft pastes attached prelude dropped attempts turns"
+    ),
 }
 """The fields of each record that are saved, and their keys in the file."""
 
@@ -58,22 +59,18 @@ _hints = cache(get_type_hints)
 
 
 def to_json(session: Session) -> dict[str, Any]:
-    turns = [*session.turns, *(unanswered(turn) for turn in session.queue)]
-    return {
-        "cbatch_session": VERSION,
-        **_to_json(session),
-        "pastes": _to_json(pastes_in(session.draft, session.pastes)),
-        "turns": _to_json(turns),
-    }
+    """A session as it is saved: what is still to come counts as stopped."""
+    made = deepcopy(session)
+    made.finish()
+    made.pastes = pastes_in(made.draft, made.pastes)
+    return {"cbatch_session": VERSION, **_to_json(made)}
 
 
 def _to_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_to_json(one) for one in value]
-    if type(value) not in SAVED:
-        return value
-    record = value.finished_copy() if isinstance(value, Reply) else value
-    return {key: _to_json(getattr(record, name)) for name, key in SAVED[type(value)].items()}
+    keys = SAVED.get(type(value))
+    return value if keys is None else {key: _to_json(getattr(value, name)) for name, key in keys.items()}
 
 
 def read_session(path: Path) -> Session:
@@ -93,8 +90,8 @@ def read_session(path: Path) -> Session:
 
 
 def _session(fields: dict[str, Any]) -> Session:
+    turns: list[Turn] = _from_json(list[Turn], fields.pop("turns"))
     session: Session = _from_json(Session, fields)
-    turns: list[Turn] = _from_json(list[Turn], fields["turns"])
     replies = [reply for turn in turns for reply in turn.replies]
     for params in (session.params, *(reply.params for reply in replies)):
         SamplingParams().merged(params)
@@ -144,35 +141,15 @@ _AUTOMATIC = re.compile(r"\d{8}-\d{6}-\d+-\d+")
 _NAME = re.compile(r"[\w][\w .+@-]{0,99}")
 
 
-def is_path(text: str) -> bool:
-    """Whether a text names a file, and not a session in the store's folder."""
-    return "/" in text or text.endswith(".json")
+def has_own_name(path: Path | None) -> bool:
+    """Whether the user has named the file of a session."""
+    return path is not None and not _AUTOMATIC.fullmatch(path.stem)
 
 
 def default_folder() -> Path:
     """$XDG_STATE_HOME/cbatch, by default ~/.local/state/cbatch."""
     base = os.environ.get("XDG_STATE_HOME")
     return Path(base if base and Path(base).is_absolute() else Path.home() / ".local" / "state") / "cbatch"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSession:
-    """A session on disk, as `/load` lists it.
-
-    modified_at: seconds since the epoch
-    title:       the beginning of the first message
-    """
-
-    path: Path
-    name: str
-    modified_at: float
-    num_turns: int
-    title: str
-
-    @property
-    def has_own_name(self) -> bool:
-        """Whether somebody named it: the names that sessions get by themselves tell nothing."""
-        return not re.fullmatch(r"main|s\d+|loaded|(main|s\d+|loaded)-\d+", self.name)
 
 
 class SessionStore:
@@ -189,34 +166,28 @@ class SessionStore:
         self.save_error = ""
         self._run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._has_conflict = False
-        self._paths: dict[int, Path] = {}
         self.written: set[Path] = set()
         self._known_versions: dict[Path, tuple[int, int] | None] = {}
         self._writer = ThreadPoolExecutor(1, "cbatch-store")
 
     def path_of(self, name: str) -> Path:
-        """Where a session is saved under this name. A path may be given as well.
-
-        Raises UserError if it cannot be the name of a file.
-        """
-        if is_path(name):
+        """Where a session is saved under this name, or a path. Raises UserError if it cannot be the name of a file."""
+        if _is_path(name):
             return as_path(name).resolve()
         if not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot be a name; use letters, digits, blanks and .+@-_ only.")
         return (self.sessions_folder / f"{name}.json").resolve()
 
-    def saved_path(self, session: Session) -> Path | None:
-        """The file that a session is saved to, once it has one."""
-        return self._paths.get(session.number)
-
-    def set_path(self, session: Session, path: Path) -> None:
-        """Saves a session to the file it was read from."""
-        self._paths[session.number] = path
-        self._known_versions[path] = _file_version(path)
+    def open(self, path: Path) -> Session:
+        """Reads a session, which will be saved to the same file. Raises UserError as `read_session` does."""
+        self.wait()
+        session = read_session(path)
+        session.path, self._known_versions[path] = path, _file_version(path)
+        return session
 
     def save_as(self, session: Session, name: str) -> Path:
         """Saves a session under a name, now and from now on. Raises UserError if that is not possible."""
-        path, before = self.path_of(name), self.saved_path(session)
+        path, before = self.path_of(name), session.path
         self.wait()
         try:
             if path.exists() and path != before:
@@ -229,14 +200,14 @@ class SessionStore:
         if before is not None and before != path and before.name.startswith(self._run_id):
             before.unlink(missing_ok=True)
             self.written.discard(before)
-        self._paths[session.number] = path
+        session.path = path
         return path
 
     def save_later(self, session: Session) -> None:
         """Has a session saved soon, as it is now, to the file it has. What goes wrong is told by `save_error`."""
         own = self.sessions_folder / f"{self._run_id}-{session.number}.json"
-        path = self._paths.setdefault(session.number, own)
-        self._writer.submit(self._try_to_write, session.number, path, own, to_json(session))
+        session.path = session.path or own
+        self._writer.submit(self._try_to_write, session, session.path, own, to_json(session))
 
     def wait(self) -> None:
         """Waits until everything submitted so far is written."""
@@ -246,26 +217,24 @@ class SessionStore:
         """Writes what is left, then stops the writer."""
         self._writer.shutdown()
 
-    @property
-    def num_files(self) -> int:
-        """How many sessions there are at most; quick, because none is read."""
-        return sum(1 for _ in self.sessions_folder.glob("*.json"))
+    def files(self) -> list[Path]:
+        """Those of the sessions in the folder, newest first."""
+        return sorted(self.sessions_folder.glob("*.json"), key=modified_at, reverse=True)
 
-    def saved_sessions(self, text: str = "") -> Iterator[SavedSession]:
+    def saved_sessions(self, text: str = "") -> Iterator[Session]:
         """The sessions in the folder that hold a text, newest first, without empty ones and damaged files.
 
-        They are read one by one, so that the first ones come at once.
+        They are read one by one, so that the first ones come at once. One whose file was named has that name.
         """
-        for path in sorted(self.sessions_folder.glob("*.json"), key=_modified_at, reverse=True):
+        for path in self.files():
             with suppress(OSError, UserError):
                 session = read_session(path)
-                texts = [
-                    text for turn in session.turns for text in (turn.text, *(reply.text for reply in turn.replies))
-                ]
-                if session.turns and text.casefold() in "\n".join([session.name, *texts]).casefold():
-                    name = session.name if _AUTOMATIC.fullmatch(path.stem) else path.stem
-                    when = path.stat().st_mtime
-                    yield SavedSession(path.resolve(), name, when, len(session.turns), session.title)
+                replies = (reply.text for turn in session.turns for reply in turn.replies)
+                texts = [session.name, *(turn.text for turn in session.turns), *replies]
+                if session.turns and text.casefold() in "\n".join(texts).casefold():
+                    session.path = path.resolve()
+                    session.name = path.stem if has_own_name(path) else session.name
+                    yield session
 
     def lookup(self, name: str) -> Path | None:
         """The file of a session by its path or its name: the newest one of that name. None if there is none.
@@ -279,16 +248,7 @@ class SessionStore:
         except OSError as error:
             raise UserError(f"Cannot read {name[:80]}: {error.strerror}.") from error
         named = (saved.path for saved in self.saved_sessions() if saved.name == name)
-        return next(named, self.path_of(name) if is_path(name) else None)  # reading it says what is wrong
-
-    def find(self, name: str | None) -> Path:
-        """The file that `lookup` finds, or that of the last session for None. Raises UserError if there is none."""
-        path = next((saved.path for saved in self.saved_sessions()), None) if name is None else self.lookup(name)
-        if path is None and name is not None:
-            raise UserError(f"There is no saved session {name[:80]}; /load in a chat lists them.")
-        if path is None:
-            raise UserError("No session is saved yet.")
-        return path
+        return next(named, self.path_of(name) if _is_path(name) else None)  # reading it says what is wrong
 
     def delete(self, path: Path) -> None:
         """Removes a saved session. Raises UserError if that is not possible."""
@@ -299,22 +259,12 @@ class SessionStore:
             raise UserError(f"Cannot delete {path}: {error.strerror}.") from error
         self.written.discard(path)
 
-    def saved_names(self) -> list[str]:
-        """The names that users have given to sessions in the folder."""
-        stems = (path.stem for path in self.sessions_folder.glob("*.json"))
-        return sorted(stem for stem in stems if not _AUTOMATIC.fullmatch(stem))
-
-    def has_own_name(self, session: Session) -> bool:
-        """Whether the user has named the file of a session."""
-        path = self.saved_path(session)
-        return path is not None and not _AUTOMATIC.fullmatch(path.stem)
-
-    def _try_to_write(self, number: int, path: Path, own: Path, fields: dict[str, Any]) -> None:
+    def _try_to_write(self, session: Session, path: Path, own: Path, fields: dict[str, Any]) -> None:
         try:
             if _file_version(path) != self._known_versions.get(path):
                 self.save_error = f"Another chat has changed {path}; this session is saved as {own.stem} from now on."
                 self._has_conflict = True
-                self._paths[number] = path = own
+                session.path = path = own
             elif not self._has_conflict:
                 self.save_error = ""
             self._write(path, fields)
@@ -367,11 +317,15 @@ class InputHistory(History):
                 file.write(json.dumps(string).encode() + b"\n")
 
 
-def _modified_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # somebody has just deleted it
-        return 0.0
+def modified_at(path: Path) -> float:
+    """Seconds since the epoch; 0 if somebody has just deleted the file."""
+    version = _file_version(path)
+    return version[1] / 1e9 if version is not None else 0.0
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text names a file, and not a session in the store's folder."""
+    return "/" in text or text.endswith(".json")
 
 
 def _file_version(path: Path) -> tuple[int, int] | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TextIO
 from weakref import WeakKeyDictionary
 
 from prompt_toolkit import print_formatted_text
-from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.formatted_text import FormattedText, fragment_list_to_text
 from prompt_toolkit.layout.controls import UIContent, UIControl
 from prompt_toolkit.mouse_events import MouseEvent, MouseEventType
 from prompt_toolkit.output import create_output
@@ -47,12 +47,13 @@ STYLE = Style.from_dict(
         "link": "ansiblue underline",
         "marker": "ansicyan",
         "code": "ansiyellow",
-        "code.keyword": "ansimagenta",
-        "code.string": "ansigreen",
-        "code.comment": "italic ansibrightblack",
-        "code.number": "ansicyan",
-        "code.name": "ansiblue",
-        "code.operator": "ansiyellow",
+        "pygments.keyword": "ansimagenta",
+        "pygments.operator.word": "ansimagenta",
+        "pygments.literal": "ansicyan",
+        "pygments.literal.string": "ansigreen",
+        "pygments.comment": "italic ansibrightblack",
+        **{f"pygments.name.{kind}": "ansiblue" for kind in ("attribute", "builtin", "class", "decorator")},
+        **{f"pygments.name.{kind}": "ansiblue" for kind in ("function", "tag")},
         "quote": "ansibrightblack",
         "table": "ansibrightblack",
         "fence": "ansibrightblack",
@@ -78,33 +79,28 @@ MANY_LINES = 12
 RESULT_LINES = 4
 """Lines of a tool's result that are shown."""
 
-UNBROKEN = 10**6
-"""A width that no line of code has."""
-
 WHEEL_LINES = 3
 
 
 class Transcript:
-    """Lays out sessions and caches the lines, each item's with the state that they show.
+    """Lays out sessions and caches the lines, each item's with the state that they show."""
 
-    shows_reasoning: whether all that models think is shown; else a line says how much it is
-    """
-
-    def __init__(self, *, breaks_code: bool = True) -> None:
-        """`breaks_code`: whether lines of code that do not fit are broken; else the terminal does that."""
+    def __init__(self, code_width: int | None = None) -> None:
+        """`code_width`: where lines of code are broken, if not where the text is"""
         self.shows_reasoning = False
-        self._breaks_code = breaks_code
+        """Whether all that models think is shown; else a line says how much it is."""
+        self._code_width = code_width
         self._items: WeakKeyDictionary[Turn | Notice, tuple[object, list[StyledLine]]] = WeakKeyDictionary()
         self._layouts: WeakKeyDictionary[Reply, tuple[tuple[int, int], MarkdownLayout]] = WeakKeyDictionary()
         """How the text of each reply is laid out, with the width and the request for which it holds."""
 
     def chunks(self, session: Session, width: int) -> list[list[StyledLine]]:
         """All lines of a session, item by item."""
-        chunks: list[list[StyledLine]] = []
-        for message in session.prelude:
-            chunks.append(
-                [*wrap_plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: "), []]
-            )
+        prelude = (
+            wrap_plain(message["content"], width, "class:note", first=f"{safe(message['role'])}: ")
+            for message in session.prelude
+        )
+        chunks = [[*lines, []] for lines in prelude]
         unit = int(bool(session.prelude))
         before: Turn | Notice | None = None
         for item in session.items:
@@ -116,8 +112,7 @@ class Transcript:
                 unit += 1
             chunks.append(self._item(item, width))
             before = item
-        chunks += [[*wrap_plain(turn.text, width, "class:note", first="(next) > "), []] for turn in session.queue]
-        return chunks
+        return chunks + [[*wrap_plain(turn.text, width, "class:note", first="(next) > "), []] for turn in session.queue]
 
     def _item(self, item: Turn | Notice, width: int) -> list[StyledLine]:
         state: tuple[object, ...] = (width, self.shows_reasoning)
@@ -141,17 +136,15 @@ class Transcript:
     def turn(self, turn: Turn, width: int) -> list[StyledLine]:
         """A message and its reply, or several replies side by side."""
         lines = wrap_plain(turn.text, width, "class:user", first="> ")
-        for attachment in turn.attachments:
-            if not attachment.is_paste:
-                lines += wrap_plain(attachment.label, width, "class:note", first="+ ")
-        lines.append([])
+        files = (wrap_plain(one.label, width, "class:note", first="+ ") for one in turn.attachments if not one.is_paste)
+        lines += [*chain.from_iterable(files), []]
         if not turn.first_compared:
             return lines + (self._reply(turn.reply, width) if turn.reply else []) + [[]]
         shown = turn.replies[turn.first_compared :]
-        heads: list[Fragment] = []
-        for number, reply in enumerate(shown, turn.first_compared):
-            style = "class:chosen" if number == turn.chosen else "class:heading"
-            heads.append((style, f"[{number}] {safe(reply.label)}".rstrip()))
+        heads: list[Fragment] = [
+            ("class:heading" if reply is not turn.reply else "class:chosen", f"[{number}] {safe(reply.label)}".rstrip())
+            for number, reply in enumerate(shown, turn.first_compared)
+        ]
         hint = wrap_plain(turn.pick_hint, width, "class:note", first="· ")
         column = (width - len(COLUMN_GAP) * (len(shown) - 1)) // len(shown)
         if column >= MIN_COLUMN:
@@ -188,11 +181,11 @@ class Transcript:
     def _layout(self, reply: Reply, width: int) -> MarkdownLayout:
         from cbatch.cli.chat.markdown.layout import MarkdownLayout  # takes a tenth of a second, and the prompt waits
 
-        known, version = self._layouts.get(reply), (width, reply.num_requests)
-        if known is None or known[0] != version:
-            known = version, MarkdownLayout(width, code_width=None if self._breaks_code else UNBROKEN)
-            self._layouts[reply] = known
-        return known[1]
+        version, (known, layout) = (width, reply.num_requests), self._layouts.get(reply, (None, None))
+        if layout is None or known != version:
+            layout = MarkdownLayout(width, code_width=self._code_width)
+            self._layouts[reply] = version, layout
+        return layout
 
 
 def _round_lines(each: ToolRound, width: int) -> list[StyledLine]:
@@ -213,14 +206,11 @@ def _round_lines(each: ToolRound, width: int) -> list[StyledLine]:
 
 
 class TranscriptView(UIControl):
-    """Shows the end of the current session, or the part that the user has scrolled to, or several side by side.
-
-    compared: sessions that stand side by side; none shows the current one alone
-    """
+    """Shows the end of the current session, or the part that the user has scrolled to, or the `compared` ones."""
 
     def __init__(self, controller: ChatController) -> None:
         self._controller = controller
-        self._transcript, self._columns = Transcript(), Transcript()
+        self._transcript = Transcript()
         self._session: Session | None = None
         self.compared: list[Session] = []
         self._top: int | None = None
@@ -260,30 +250,27 @@ class TranscriptView(UIControl):
         """Goes to a line; None goes to the end, and stays there."""
         self._top = top
 
-    def scroll(self, lines: int) -> None:
-        """Scrolls by lines; negative is up. Several calls before the screen is drawn add up."""
+    def scroll(self, lines: int = 0, pages: int = 0) -> None:
+        """Scrolls by lines and pages; negative is up. Several calls before the screen is drawn add up."""
         before = self._start if self._top is None else self._top
-        self._top = max(0, min(before + lines, self._end))
-
-    def scroll_pages(self, pages: int) -> None:
-        self.scroll(pages * max(self._height - 2, 1))
+        self._top = max(0, min(before + lines + pages * max(self._height - 2, 1), self._end))
 
     def show_reasoning(self, is_shown: bool | None = None) -> None:
         """Shows or folds what models think; None changes it."""
-        for transcript in (self._transcript, self._columns):
-            transcript.shows_reasoning = not transcript.shows_reasoning if is_shown is None else is_shown
+        self._transcript.shows_reasoning = not self._transcript.shows_reasoning if is_shown is None else is_shown
 
     def end_search(self) -> None:
         self.searched, self._top = "", None
 
     def find(self, text: str) -> None:
         """Scrolls to the next line above that holds a text; an empty one goes on. Raises UserError if there is none."""
+        self.compared = []
         if not text and not self.searched:
             raise UserError("Type what to find: /find TEXT.")
         is_next, self.searched = not text, text or self.searched
         lines = chain.from_iterable(self._transcript.chunks(self._controller.current, self._width))
         wanted = self.searched.casefold()
-        found = [number for number, line in enumerate(lines) if wanted in _plain(line).casefold()]
+        found = [number for number, line in enumerate(lines) if wanted in fragment_list_to_text([*line]).casefold()]
         if not found:
             text, self.searched = self.searched, ""
             raise UserError(f"Nothing above holds {text!r}." if is_next else f"There is no {text!r} in this session.")
@@ -296,26 +283,21 @@ class TranscriptView(UIControl):
         """The compared sessions in columns, each with its end at the bottom."""
         shown = self.compared[: max(width // (MIN_COLUMN + len(COLUMN_GAP)), 2)]
         column = max((width - len(COLUMN_GAP) * (len(shown) - 1)) // len(shown), 1)
-        whole = [list(chain.from_iterable(self._columns.chunks(session, column))) for session in shown]
+        whole = [list(chain.from_iterable(self._transcript.chunks(session, column))) for session in shown]
         longest = max(map(len, whole))
         self._height = max(height - 1, 1)
-        self._end = max(longest - self._height, 0)
-        self._start = self._end if self._top is None else max(0, min(self._top, self._end))
         columns: list[list[StyledLine]] = []
         for session, lines in zip(shown, whole, strict=True):
-            padded: list[StyledLine] = [[] for _ in range(longest - len(lines))] + lines
-            head: StyledLine = [("class:heading", safe(session.name)[:column])]
-            columns.append([head, *padded[self._start : self._start + self._height]])
+            padded = [*([[]] * (longest - len(lines))), *lines]
+            visible, self._start, self._end = visible_lines([padded], self._height, self._top)
+            columns.append([[("class:heading", safe(session.name)[:column])], *visible])
         return side_by_side(columns, column)
 
 
 def visible_lines(
     chunks: Sequence[Sequence[StyledLine]], height: int, top: int | None
 ) -> tuple[list[StyledLine], int, int]:
-    """The visible lines, the number of the first of them, and what that is at the end.
-
-    top: number of the first visible line; None follows the end
-    """
+    """The visible lines, the number of the first of them (`top`; None follows the end), and what that is at the end."""
     end = max(sum(map(len, chunks)) - height, 0)
     start = end if top is None else max(0, min(top, end))
     return list(islice(chain.from_iterable(chunks), start, start + height)), start, end
@@ -323,17 +305,14 @@ def visible_lines(
 
 def highlighted(line: StyledLine, text: str) -> StyledLine:
     """A line in which every place that holds a text stands out."""
-    spans = [match.span() for match in re.finditer(re.escape(text), _plain(line), re.IGNORECASE)]
-    marked = {place for start, end in spans for place in range(start, end)}
+    spans = [match.span() for match in re.finditer(re.escape(text), fragment_list_to_text([*line]), re.IGNORECASE)]
+    if not spans:
+        return line
+    marked = {place for span in spans for place in range(*span)}
     made: StyledLine = []
-    styled = ((style, character) for style, part in line for character in part)
-    for place, (style, character) in enumerate(styled if marked else ()):
+    for place, (style, character) in enumerate((style, character) for style, part in line for character in part):
         append_text(made, "class:found" if place in marked else style, character)
-    return made or line
-
-
-def _plain(line: StyledLine) -> str:
-    return "".join(text for _, text in line)
+    return made
 
 
 def print_conversations(sessions: Iterable[Session], stream: TextIO) -> None:
@@ -341,18 +320,17 @@ def print_conversations(sessions: Iterable[Session], stream: TextIO) -> None:
     output = create_output(stdout=stream)
     for session in sessions:
         for line in conversation_lines(session, output.get_size().columns):
-            print_formatted_text(FormattedText(line), output=output, style=STYLE)
+            text = FormattedText(line)
+            print_formatted_text(text, output=output, style=STYLE, include_default_pygments_style=False)
 
 
-def conversation_lines(session: Session, width: int) -> Iterator[StyledLine]:
+def conversation_lines(session: Session, width: int) -> list[StyledLine]:
     """The turns of a session that this chat has added, under its name. Code is not broken, so that it can be copied."""
-    transcript = Transcript(breaks_code=False)
-    name = f"── {safe(session.name)} "
-    head: list[StyledLine] = [[("class:fence", name + "─" * max(min(width, 60) - len(name), 0))]]
-    for turn in session.turns:
-        if any(reply.requested_at for reply in turn.replies):
-            yield from [*head, *transcript.turn(turn, width)]
-            head = []
+    transcript, name = Transcript(code_width=10**6), f"── {safe(session.name)} "
+    turns = [turn for turn in session.turns if any(reply.requested_at for reply in turn.replies)]
+    head: StyledLine = [("class:fence", name + "─" * max(min(width, 60) - len(name), 0))]
+    lines = [line for turn in turns for line in transcript.turn(turn, width)]
+    return [head, *lines] if turns else []
 
 
 def status_bar(controller: ChatController, stats: ChatStats, background: BackgroundRun, width: int) -> StyledLine:
@@ -389,19 +367,16 @@ def _session_labels(controller: ChatController, width: int) -> StyledLine:
         labels.append((style, f"[{label}]" if is_current else f" {label} "))
     sizes = [get_cwidth(label) for _, label in labels]
     first = last = controller.sessions.index(controller.current)
-    current, used = labels[first], sizes[first]
-    while True:
-        if last + 1 < len(labels) and used + sizes[last + 1] <= width - 4:
-            last += 1
-            used += sizes[last]
-        elif first > 0 and used + sizes[first - 1] <= width - 4:
-            first -= 1
-            used += sizes[first]
-        else:
-            break
+    used = sizes[first]
+    while last + 1 < len(labels) and used + sizes[last + 1] <= width - 4:
+        last += 1
+        used += sizes[last]
+    while first > 0 and used + sizes[first - 1] <= width - 4:
+        first -= 1
+        used += sizes[first]
     before, after = "< " if first else "", " >" if last + 1 < len(labels) else ""
     if used + len(before) + len(after) > width:
-        return [("class:bar.current", _cut(current[1], width))]
+        return [("class:bar.current", _cut(labels[controller.sessions.index(controller.current)][1], width))]
     return [("class:bar", before), *labels[first : last + 1], ("class:bar", after)]
 
 

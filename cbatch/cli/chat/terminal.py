@@ -8,15 +8,17 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread
-from typing import Any, TextIO
+from typing import TextIO
 
 from prompt_toolkit.application import Application, get_app, in_terminal
+from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.cursor_shapes import ModalCursorShapeConfig
+from prompt_toolkit.document import Document
 from prompt_toolkit.enums import EditingMode
 from prompt_toolkit.filters import Condition, Filter, has_focus, is_searching, vi_insert_mode, vi_replace_mode
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -36,16 +38,16 @@ from prompt_toolkit.layout import (
 )
 from prompt_toolkit.layout.dimension import Dimension
 from prompt_toolkit.output import create_output
+from prompt_toolkit.widgets import SearchToolbar, TextArea
 
 from cbatch.base.errors import CbatchError, Interrupted
 from cbatch.cli.chat.background_run import BackgroundRun
-from cbatch.cli.chat.commands.registry import CommandCompleter, CommandContext, CommandUI, execute_line
+from cbatch.cli.chat.commands.registry import CommandCompleter, FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController
-from cbatch.cli.chat.session.session import Reply, Session, Turn, pastes_in
+from cbatch.cli.chat.editor import Editor
+from cbatch.cli.chat.screen import STYLE, TranscriptView, status_bar
+from cbatch.cli.chat.session.session import Reply, Session, Turn, is_long_paste, pastes_in
 from cbatch.cli.chat.session.store import SessionStore
-from cbatch.cli.chat.stats import ChatStats
-from cbatch.cli.chat.tui.input import Editor, InputLine
-from cbatch.cli.chat.tui.screen import STYLE, TranscriptView, status_bar
 from cbatch.cli.common.console import safe, without_bidi
 from cbatch.cli.common.exits import SIGNALS, UserError, raise_interrupted
 from cbatch.cli.common.stdout import capture_output
@@ -82,18 +84,7 @@ class ChatApplication(Application[None]):
         """The library sets a default, which does not matter here."""
 
 
-class ChatKeys(KeyBindings):
-    """Keys, and what they do."""
-
-    def bind(self, keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
-        """Keys that follow one another stand with blanks between them."""
-
-        @self.add(*keys.split(), filter=when)
-        def _(event: KeyPressEvent) -> None:
-            action()
-
-
-class Terminal(CommandUI):
+class Terminal(FrontEnd):
     """Shows the sessions of a controller, and carries out what is typed."""
 
     def __init__(
@@ -110,10 +101,7 @@ class Terminal(CommandUI):
         is_vi:       whether lines are edited as in vi
         takes_mouse: whether the wheel scrolls; then Shift is needed to select text
         """
-        self.controller = controller
-        self.background = background or BackgroundRun()
-        self.stats = ChatStats(controller)
-        self._context = CommandContext(controller, self, self.background, self.stats, store)
+        super().__init__(controller, store, background)
         self._is_vi, self._takes_mouse = is_vi, takes_mouse
         self._loading_error: BaseException | None = None
         self._captured_lines: deque[str] = deque(maxlen=50)
@@ -125,10 +113,23 @@ class Terminal(CommandUI):
         self._is_awake = self._is_loading = self._has_asked_to_leave = False
         self._undrawn_token_times: list[float] = []
         self._app: Application[None]
-        self._line = InputLine(controller, history, CommandCompleter(controller, store), self._on_enter)
         self._view = TranscriptView(controller)
+        self._search = SearchToolbar()
+        self._line = TextArea(
+            wrap_lines=True,
+            height=Dimension(min=1, max=8),
+            dont_extend_height=True,
+            prompt=lambda: [("class:prompt", f"{safe(self.session.name)}> ")],
+            history=history,
+            auto_suggest=AutoSuggestFromHistory(),
+            completer=CommandCompleter(controller, store),
+            complete_while_typing=False,
+            search_field=self._search,
+        )
+        # Text that is typed belongs to the session: it stays there, and comes back with it.
+        self._line.buffer.on_text_changed += lambda _: setattr(self.session, "draft", self._line.text)
         controller.on_token = self._on_token
-        controller.on_switch = lambda: self._line.put(controller.current.draft)
+        controller.on_switch = lambda: self.set_input(self.session.draft)
         controller.on_switch()
 
     def run(self) -> None:
@@ -143,9 +144,7 @@ class Terminal(CommandUI):
             try:
                 self._run_callbacks()
             finally:
-                self.controller.end_all()
-                self._context.store.close()
-                self.background.close()
+                self.close()
         if self._loading_error is not None:
             for line in self._captured_lines:  # what libraries printed may say why
                 print(safe(line), file=sys.stderr)
@@ -154,12 +153,17 @@ class Terminal(CommandUI):
     def exit(self) -> None:
         if self.background.is_running and not self._has_asked_to_leave:
             self._has_asked_to_leave = True  # until something else is typed
-            self.controller.current.add_notice(BATCH_RUNS, is_passing=True)
+            self.show(BATCH_RUNS)
         elif not self._app.is_done:
             self._app.exit()
 
     def set_input(self, text: str) -> None:
-        self._line.put(text)
+        text = safe(text)
+        self._line.buffer.set_document(Document(text, len(text)), bypass_readonly=True)
+
+    def _clear_input(self) -> None:
+        self._line.buffer.reset()
+        self.session.draft = ""
 
     def copy(self, text: str) -> None:
         data = base64.b64encode(text.encode("utf-8", "replace"))
@@ -168,15 +172,9 @@ class Terminal(CommandUI):
         self._app.output.write_raw(f"\x1b]52;c;{data.decode()}\x07")
         self._app.output.flush()
 
-    def find(self, text: str) -> None:
-        self._view.compared = []
-        self._view.find(text)
-
-    def compare(self, sessions: Sequence[Session]) -> None:
-        self._view.compared = list(sessions)
-
-    def show_reasoning(self, is_shown: bool) -> None:
-        self._view.show_reasoning(is_shown)
+    @property
+    def screen(self) -> TranscriptView:
+        return self._view
 
     def open_editor(self, text: str, then: Callable[[str], None]) -> None:
         async def run() -> None:
@@ -202,6 +200,7 @@ class Terminal(CommandUI):
             layout=self._make_layout(),
             key_bindings=self._make_key_bindings(),
             style=STYLE,
+            include_default_pygments_style=False,
             full_screen=True,
             mouse_support=self._takes_mouse,
             editing_mode=EditingMode.VI if self._is_vi else EditingMode.EMACS,
@@ -216,9 +215,6 @@ class Terminal(CommandUI):
         return app
 
     def _make_layout(self) -> Layout:
-        def bar() -> StyleAndTextTuples:
-            return [*status_bar(self.controller, self.stats, self.background, self._app.output.get_size().columns)]
-
         attached = Window(
             FormattedTextControl(self._attached),
             height=Dimension(min=1, max=4),
@@ -227,78 +223,87 @@ class Terminal(CommandUI):
         )
         rows: list[AnyContainer] = [
             Window(self._view, wrap_lines=False),
-            Window(FormattedTextControl(bar), height=1, style="class:bar"),
+            Window(FormattedTextControl(self._bar), height=1, style="class:bar"),
             ConditionalContainer(attached, Condition(lambda: bool(self._attached()))),
             self._line,
-            self._line.search,
+            self._search,
         ]
         menu = Float(CompletionsMenu(max_height=8, scroll_offset=1), xcursor=True, ycursor=True)
         return Layout(FloatContainer(HSplit(rows), [menu]), focused_element=self._line)
 
+    def _bar(self) -> StyleAndTextTuples:
+        return [*status_bar(self.controller, self.stats, self.background, self._app.output.get_size().columns)]
+
     def _attached(self) -> StyleAndTextTuples:
         """The line above the input that lists what goes with the message."""
-        session = self.controller.current
-        labels = [f"{number} {safe(one.label)}" for number, one in enumerate(session.attached, start=1)]
-        labels += [safe(paste.label) for paste in pastes_in(self._line.text, session.pastes)]
+        labels = [f"{number} {safe(one.label)}" for number, one in enumerate(self.session.attached, start=1)]
+        labels += [safe(paste.label) for paste in pastes_in(self._line.text, self.session.pastes)]
         return [("class:note", "+ " + " · ".join(labels))] if labels else []
 
     def _make_key_bindings(self) -> KeyBindings:
         """The chat's own keys, which go before those of an Emacs-like or vi-like line editor."""
         controller, line, view = self.controller, self._line, self._view
-        bindings = ChatKeys()
-        bind = bindings.bind
+        bindings = KeyBindings()
+
+        def bind(keys: str, action: Callable[[], object], when: Filter | bool = True) -> None:
+            """Keys that follow one another stand with blanks between them."""
+
+            @bindings.add(*keys.split(), filter=when)
+            def _(event: KeyPressEvent) -> None:
+                action()
+
         typing = has_focus(line) & ~is_searching
         on_empty_line = typing & Condition(lambda: not line.text)
 
         @bindings.add(Keys.BracketedPaste, filter=typing)
         def _(event: KeyPressEvent) -> None:
-            line.paste(event.data)
+            text = event.data.encode("utf-8", "replace").decode().replace("\r\n", "\n").replace("\r", "\n")
+            if is_long_paste(text):
+                paste = self.session.fold_paste(text)
+                controller.client_of(self.session).count_tokens(paste)
+                text = paste.name
+            line.buffer.insert_text(text)
 
-        bind("enter", line.enter, typing)
+        bind("enter", self._on_enter, typing)
         for keys in ("c-j", "escape enter"):
             bind(keys, lambda: line.buffer.insert_text("\n"), typing)
         bind("escape", self._on_escape, typing & ~vi_insert_mode & ~vi_replace_mode)
         bind("c-c", self._on_ctrl_c, ~is_searching)
         bind("c-d", self.exit, on_empty_line)
         bind("c-z", lambda: get_app().suspend_to_background())
-        bind("c-x c-e", lambda: self.open_editor(line.text, line.put), typing)
+        bind("c-x c-e", lambda: self.open_editor(line.text, self.set_input), typing)
         bind("c-t", view.show_reasoning)
-        bind("pageup", lambda: view.scroll_pages(-1))
-        bind("pagedown", lambda: view.scroll_pages(1))
-        bind("home", lambda: view.go_to(0), on_empty_line)
-        bind("end", lambda: view.go_to(None), on_empty_line)
-        bind("escape left", lambda: controller.switch_by(-1))
-        bind("escape right", lambda: controller.switch_by(1))
+        bind("pageup", partial(view.scroll, pages=-1))
+        bind("pagedown", partial(view.scroll, pages=1))
+        bind("home", partial(view.go_to, 0), on_empty_line)
+        bind("end", partial(view.go_to, None), on_empty_line)
+        bind("escape left", partial(controller.switch_by, -1))
+        bind("escape right", partial(controller.switch_by, 1))
         for index in range(9):
             bind(f"escape {index + 1}", partial(controller.switch_to, index))
-        self._bind_answers(bindings, on_empty_line)
-        return bindings
 
-    def _bind_answers(self, bindings: ChatKeys, on_empty_line: Filter) -> None:
-        """The keys that say whether a call may run, and which of several replies to keep."""
-        bind = bindings.bind
-        is_asking = on_empty_line & Condition(lambda: self.controller.current.asking is not None)
-        for key, answer in {"y": (True, False), "a": (True, True), "n": (False, False)}.items():
-            bind(key, partial(self._answer_call, *answer), is_asking)
+        is_asking = on_empty_line & Condition(lambda: self.session.asking is not None)
+        for key, is_allowed, always in (("y", True, False), ("a", True, True), ("n", False, False)):
+            answer = partial(controller.answer_call, is_allowed=is_allowed, always=always)
+            bind(key, lambda answer=answer: answer(self.session), is_asking)  # type: ignore[misc]
+
         picking = on_empty_line & Condition(lambda: self._undecided is not None)
         bind("left", partial(self._move_choice, -1), picking)
         bind("right", partial(self._move_choice, 1), picking)
         bind("enter", self._pick, picking)
 
-        def offers(number: int) -> bool:
+        def is_offered(number: int) -> bool:
             turn = self._undecided
             return turn is not None and (number == turn.fallback or turn.first_compared <= number < len(turn.replies))
 
         for number in range(10):
-            bind(str(number), partial(self._pick, number), on_empty_line & Condition(partial(offers, number)))
-
-    def _answer_call(self, is_allowed: bool, always: bool) -> None:
-        self.controller.answer_call(self.controller.current, is_allowed=is_allowed, always=always)
+            bind(str(number), partial(self._pick, number), on_empty_line & Condition(partial(is_offered, number)))
+        return bindings
 
     @property
     def _undecided(self) -> Turn | None:
         """The last turn, if several replies stand side by side there."""
-        last = self.controller.current.last
+        last = self.session.last
         return last if last is not None and last.is_undecided else None
 
     def _move_choice(self, offset: int) -> None:
@@ -310,48 +315,58 @@ class Terminal(CommandUI):
     def _pick(self, number: int | None = None) -> None:
         """Keeps the reply with a number, or the one that stands out."""
         if (turn := self._undecided) is not None:
-            self.controller.pick(self.controller.current, turn.chosen if number is None else number)
-            self.controller.current.clear_passing_notices()  # they say how to pick
+            self.controller.pick(self.session, turn.chosen if number is None else number)
+            self.session.clear_passing_notices()  # they say how to pick
 
     def _on_escape(self) -> None:
         """Closes what is open, else stops the reply, else takes notices away."""
-        session = self.controller.current
         if self._line.buffer.complete_state is not None:
             self._line.buffer.cancel_completion()
         elif self._view.searched:
             self._view.end_search()
         elif self._view.compared:
             self._view.compared = []
-        elif not self.controller.stop(session):
-            session.clear_passing_notices()
+        elif not self.controller.stop(self.session):
+            self.session.clear_passing_notices()
 
     def _on_ctrl_c(self) -> None:
         """Stops the reply; if there is none, clears the input; if that is empty, says how to leave."""
-        session = self.controller.current
-        if self.controller.stop(session):
+        if self.controller.stop(self.session):
             return
         if self._line.text:
-            self._line.clear()
+            self._clear_input()
         else:
-            session.clear_passing_notices()
-            session.add_notice(LEAVING, is_passing=True)
+            self.session.clear_passing_notices()
+            self.show(LEAVING)
 
-    def _on_enter(self, text: str) -> None:
-        """Carries out what was typed."""
+    def _on_enter(self) -> None:
+        """Takes the entry of an open menu; after a backslash begins a new line; else carries out what was typed."""
+        buffer = self._line.buffer
+        if buffer.complete_state is not None and buffer.complete_state.current_completion is not None:
+            buffer.complete_state = None
+            return
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+            return
+        text = buffer.text.encode("utf-8", "replace").decode().strip()
+        if text:
+            buffer.history.append_string(self.session.unfold(buffer.text))
+        get_app().vi_state.reset()  # each line begins in the insert mode
+        self._clear_input()  # first, because what is sent may put something else here
         self._view.go_to(None)
-        text, session = text.strip(), self.controller.current
         if not text:
             return
         self._has_asked_to_leave = False
-        session.clear_passing_notices()
+        self.session.clear_passing_notices()
         if not text.startswith("/find"):
             self._view.end_search()
         with self._showing_errors():
             try:
-                execute_line(self._context, text)
+                execute_line(self, text)
             except UserError:
                 if not text.startswith("/") or text.startswith("//"):
-                    self._line.put(text)
+                    self.set_input(text)
                 raise
 
     @contextmanager
@@ -360,18 +375,17 @@ class Terminal(CommandUI):
         try:
             yield
         except CbatchError as error:
-            self.controller.current.add_notice(str(error), is_error=True, is_passing=True)
-        except Exception as error:  # a bug must not cost the conversations
-            self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)
+            self.session.add_notice(str(error), is_error=True, is_passing=True)
+        except Exception as error:  # must not cost the conversations
+            self._show_bug(error)
+
+    def _show_bug(self, error: object) -> None:
+        self.session.add_notice(f"Something went wrong: {error!r}", is_error=True)
 
     async def _run(self) -> None:
         loop = self._loop = asyncio.get_running_loop()
-
-        def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:  # a bug in an event handler
-            error = context.get("exception") or context.get("message")
-            self.controller.current.add_notice(f"Something went wrong: {error!r}", is_error=True)
-
-        loop.set_exception_handler(on_error)
+        # A bug in an event handler.
+        loop.set_exception_handler(lambda _, found: self._show_bug(found.get("exception") or found.get("message")))
         for signum in (*SIGNALS, signal.SIGHUP):
             loop.add_signal_handler(signum, self._on_signal, signum)
         self._run_callbacks()
@@ -426,10 +440,9 @@ class Terminal(CommandUI):
     def _after_render(self) -> None:
         if not self._is_loading:  # only after the first draw: importing torch blocks for seconds
             self._is_loading = True
-            if self.controller.store is not None and (count := self._context.store.num_files):
+            if self.controller.store is not None and (count := len(self.store.files())):
                 chats = "1 chat is" if count == 1 else f"{count:,} chats are"
-                text = f"{chats} saved: /load lists them, cbatch chat --continue opens the last one."
-                self.controller.current.add_notice(text, is_passing=True)
+                self.show(f"{chats} saved: /load lists them, cbatch chat --continue opens the last one.")
                 self._app.invalidate()
             Thread(target=import_module, args=["cbatch.cli.chat.markdown.layout"], daemon=True).start()
             self.controller.client.start(self._post, self._on_open)
@@ -447,19 +460,17 @@ class Terminal(CommandUI):
             for session in self.controller.sessions:
                 if session.is_busy:
                     self.controller.save(session)
-        before, self._shown_save_error = self._shown_save_error, self._context.store.save_error
+        before, self._shown_save_error = self._shown_save_error, self.store.save_error
         if self._shown_save_error not in ("", before):
-            self.controller.current.add_notice(self._shown_save_error, is_error=True)
+            self.session.add_notice(self._shown_save_error, is_error=True)
 
     def _on_output_line(self, line: str) -> None:
         """Shows a line that this program printed as a notice. Lines of libraries are kept in case loading fails."""
         name, _, text = line.partition("cbatch: ")
         if not name:
-            session = self._context.batch_session
-            if session not in self.controller.sessions or session is None:
-                session = self.controller.current
-            session.add_notice(text, is_passing=self._context.batch_session is None)
-            session.is_unread = session is not self.controller.current
+            told = next((one for one in self.controller.sessions if one is self.batch_session), self.session)
+            told.add_notice(text, is_passing=self.batch_session is None)
+            told.is_unread = told is not self.session
         else:
             self._captured_lines.append(line)
             self.stats.loading_detail = line.strip()
