@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 MB = 1_000_000
 POLL_SECONDS = 0.02
@@ -114,7 +115,7 @@ def run(rows: Rows, output: Path, options: list[str], form: str) -> Cost:
     assert process.stdin is not None
     threading.Thread(target=write, args=(process.stdin, rows, form), daemon=True).start()
     while process.poll() is None:
-        most = max(most, sum(map(resident, tree(process.pid))))
+        most = max(most, resident(process.pid))
         time.sleep(POLL_SECONDS)
     return Cost(time.monotonic() - started, most / 2**20, process.returncode, outcomes(output))
 
@@ -127,21 +128,15 @@ def write(file: IO[bytes], rows: Rows, form: str) -> None:
         file.write(after)
 
 
-def tree(pid: int) -> list[int]:
-    """A process and all that it has started."""
-    try:
-        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
-    except OSError:
-        return []
-    return [pid, *(one for child in children for one in tree(int(child)))]
-
-
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has in RAM."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+    """Bytes of memory that a process, and all that it has started, have in RAM."""
+    found = 0
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                found += one.memory_info().rss
+    return found
 
 
 def outcomes(output: Path) -> Counter[str]:

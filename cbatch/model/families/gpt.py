@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 
 from cbatch.model.families.builder import Builder, HeadSizes, Layer, NormKind, rows_of
-from cbatch.model.families.decoder import (
-    LAYERNORMS,
-    MakeQkv,
-    attention,
-    decoder,
-    family,
-    feed_forward,
-    head_norms,
-)
+from cbatch.model.families.decoder import LAYERNORMS, MakeQkv, attention, decoder, family, feed_forward, head_norms
 from cbatch.model.ops.all import HeadNorms, Matrix, Norm
 
 

@@ -12,15 +12,7 @@ import torch
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.families.builder import Builder, Layer
 from cbatch.model.families.decoder import Part
-from cbatch.model.ops.all import (
-    GatedDelta,
-    GatedNorm,
-    Linear,
-    Matrix,
-    Norm,
-    SelectiveScan,
-    ShortConvolution,
-)
+from cbatch.model.ops.all import GatedDelta, GatedNorm, Linear, Matrix, Norm, SelectiveScan, ShortConvolution
 
 
 @dataclass(frozen=True, slots=True)

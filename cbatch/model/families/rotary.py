@@ -49,15 +49,25 @@ def read_rotary(
     if kind == "proportional":
         return _proportional(head_dim, share, rope)
     width = int(head_dim * share)
-    frequencies = _frequencies(rope["rope_theta"], width)
-    known = {"default": _default, "dynamic": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn,
-             "factors": _by_factors}  # fmt: skip
-    if kind == "longrope":
-        return _longrope(config, frequencies, rope)
-    if kind not in known:
-        raise UnsupportedConfig(f"its rotary embedding has the type {kind}")
-    inv_freq, factor = known[kind](config, frequencies, rope)
-    return Rotary(tuple(inv_freq.tolist()), factor)
+    # torch rounds these as transformers does.
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    factor = 1.0
+    match kind:
+        case "longrope":
+            return _longrope(config, frequencies, rope)
+        case "linear":
+            frequencies = frequencies / float(rope["factor"])
+        case "factors":  # a divisor for each frequency, as GGUF files have them
+            frequencies = frequencies / torch.tensor(rope["factors"], dtype=torch.float32)
+        case "llama3":
+            frequencies = _llama3(frequencies, rope)
+        case "yarn":
+            frequencies, factor = _yarn(config, len(frequencies), rope)
+        case "default" | "dynamic":  # which changes beyond `max_position_embeddings`, where a model's context ends here
+            pass
+        case _:
+            raise UnsupportedConfig(f"its rotary embedding has the type {kind}")
+    return Rotary(tuple(frequencies.tolist()), factor)
 
 
 def rope_settings(
@@ -78,25 +88,6 @@ def rope_settings(
     return given
 
 
-def _frequencies(theta: float, width: int) -> Tensor:
-    # torch rounds these as transformers does.
-    return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
-
-
-def _default(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Those of `dynamic` change beyond `max_position_embeddings`, which is where a model's context ends here."""
-    return frequencies, 1.0
-
-
-def _linear(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    return frequencies / float(rope["factor"]), 1.0
-
-
-def _by_factors(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """A divisor for each frequency, as GGUF files have them."""
-    return frequencies / torch.tensor(rope["factors"], dtype=torch.float32), 1.0
-
-
 def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> Rotary:
     """The last frequencies are 0, so that a rotation of the whole head leaves a part as it is (Gemma 4)."""
     count = int(share * head_dim // 2)
@@ -105,7 +96,7 @@ def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> Rotar
     return Rotary((*rotated.tolist(), *[0.0] * (head_dim // 2 - count)))
 
 
-def _llama3(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Scales low frequencies, keeps high ones, and blends those between, as in Llama 3.1."""
     factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     context = float(rope["original_max_position_embeddings"])
@@ -113,14 +104,14 @@ def _llama3(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) 
     kept = (context / lengths - low) / (high - low)
     blended = (1 - kept) * frequencies / factor + kept * frequencies
     stretched = torch.where(lengths > context / low, frequencies / factor, blended)
-    return torch.where(lengths < context / high, frequencies, stretched), 1.0
+    return torch.where(lengths < context / high, frequencies, stretched)
 
 
-def _yarn(config: ConfigReader, frequencies: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+def _yarn(config: ConfigReader, count: int, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Interpolates low frequencies and keeps high ones (YaRN, Peng et al., 2023)."""
     context = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     factor = float(rope["factor"] or config["max_position_embeddings"] / context)
-    width, theta = 2 * len(frequencies), rope["rope_theta"]
+    width, theta = 2 * count, rope["rope_theta"]
 
     def dimension(rotations: float) -> float:
         return width * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))

@@ -51,13 +51,7 @@ from cbatch.model.hf.facts import (
 )
 from cbatch.model.hf.indexed import INDEXED_LAYERS, serve_indexers
 from cbatch.model.hf.placement import accept_host_rows, input_device, parameters_once
-from cbatch.model.hf.recurrent import (
-    RecurrentStep,
-    StateLayout,
-    modules_with_conventions,
-    recurring,
-    serve_modules,
-)
+from cbatch.model.hf.recurrent import RecurrentStep, StateLayout, modules_with_conventions, recurring, serve_modules
 from cbatch.model.lora.device import ModuleAdapters
 from cbatch.model.lora_files import Adapter
 from cbatch.runtime.batch import Logits, RaggedBatch

@@ -18,7 +18,6 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.formats import BFLOAT16, INT4, INT4_ZEROS, INT8
 from cbatch.model.cpu import CpuModel
 from cbatch.model.families import read_program
-from cbatch.model.formats.methods import compressed_tensors
 from cbatch.model.formats.quantized import QuantizedCheckpoint, without_quantization
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.loader import load_fast_model
@@ -159,13 +158,3 @@ def test_numbers_and_tokens_are_those_of_the_package(name: str, tmp_path: Path) 
 
     model = load_fast_model(LoadPlan(str(folder)))
     assert isinstance(model, CpuModel) and model.formats == {case.format, BFLOAT16}
-
-
-def test_other_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the comparison: integers that are one too large are not those of the package."""
-    scheme = write_folder(tmp_path / "model", CASES["w4a16"])
-    right = compressed_tensors.unpacked
-    monkeypatch.setattr(compressed_tensors, "unpacked", lambda *given: right(*given) + 1)
-    found, expected = read(tmp_path / "model"), unpacked(tmp_path / "model", scheme)
-    different = [name for name in expected if not torch.equal(found[name].float(), expected[name])]
-    assert len(different) == 14 and all(name.endswith("_proj.weight") for name in different)

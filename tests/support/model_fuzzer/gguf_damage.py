@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import gguf
 
 from tests.support.model_fuzzer.documents import NUMBERS, Generator, damaged_bytes, pick
 
@@ -13,11 +16,12 @@ _TEXT, _ARRAY = 8, 9
 _TEXTS = [b"", b"llama", b"x", b"\x1b[31m\x07", b"\xff", b"gpt2", b"y" * 100_000, b"{{ messages }}", b"{% for x in"]
 
 
-def damaged_gguf(content: bytes, generator: Generator) -> bytes:
+def damaged_gguf(path: Path, generator: Generator) -> bytes:
     """A damaged copy of a file."""
     if generator.random() < 0.3:
+        content = path.read_bytes()
         return damaged_bytes(content, generator, content.index(b"output_norm.weight") + 64)
-    header = _Header.read(content)
+    header = _Header.read(path)
     for _ in range(int(generator.integers(1, 3))):
         change = _change_tensor if generator.random() < 0.35 else _change_entry
         change(header, generator)
@@ -33,18 +37,15 @@ class _Header:
     data: bytes
 
     @classmethod
-    def read(cls, content: bytes) -> _Header:
-        tensors, entries, reader = [], [], _Reader(content)
-        reader.take("I"), reader.take("I")
-        num_tensors, num_entries = reader.take("Q"), reader.take("Q")
-        for _ in range(num_entries):
-            key, kind, start = reader.text(), reader.take("I"), reader.place
-            reader.skip_value(kind)
-            entries.append((key, kind, content[start : reader.place]))
-        for _ in range(num_tensors):
-            name, count = reader.text(), reader.take("I")
-            tensors.append((name, [reader.take("Q") for _ in range(count)], reader.take("I"), reader.take("Q")))
-        return cls(entries, tensors, content[-(-reader.place // 32) * 32 :])
+    def read(cls, path: Path) -> _Header:
+        reader = gguf.GGUFReader(path)
+        fields = [[part.tobytes() for part in field.parts] for field in reader.fields.values()][3:]
+        entries = [(key, int.from_bytes(kind, "little"), b"".join(rest)) for _, key, kind, *rest in fields]
+        tensors = [
+            (one.name.encode(), one.shape.tolist(), int(one.tensor_type), int(one.field.parts[-1][0]))
+            for one in reader.tensors
+        ]
+        return cls(entries, tensors, reader.data[reader.data_offset :].tobytes())
 
     def file(self) -> bytes:
         parts = [b"GGUF", struct.pack("<IQQ", 3, len(self.tensors), len(self.entries))]
@@ -55,31 +56,6 @@ class _Header:
             parts.append(struct.pack("<IQ", kind, place))
         start = b"".join(parts)
         return start + bytes(-len(start) % 32) + self.data
-
-
-class _Reader:
-    def __init__(self, content: bytes) -> None:
-        self._content, self.place = content, 0
-
-    def take(self, form: str) -> int:
-        value: int = struct.unpack_from("<" + form, self._content, self.place)[0]
-        self.place += struct.calcsize("<" + form)
-        return value
-
-    def text(self) -> bytes:
-        size = self.take("Q")
-        self.place += size
-        return self._content[self.place - size : self.place]
-
-    def skip_value(self, kind: int) -> None:
-        if kind == _TEXT:
-            self.text()
-        elif kind == _ARRAY:
-            inner, count = self.take("I"), self.take("Q")
-            for _ in range(count):
-                self.skip_value(inner)
-        else:
-            self.take(_FORMATS[kind])
 
 
 def _text(text: bytes) -> bytes:

@@ -297,7 +297,7 @@ _DAMAGES: dict[str, Damage] = {
     "index": _index,
     "weights": _weights,
     "files": _files,
-    "gguf": lambda whole, generator: {"model.gguf": damaged_gguf(whole.content("gguf", "model.gguf"), generator)},
+    "gguf": lambda whole, generator: {"model.gguf": damaged_gguf(whole.path("gguf") / "model.gguf", generator)},
     "lora": _lora,
     "packed weights": _packed,
 }

@@ -107,10 +107,10 @@ class Metadata:
             return None
         found = self.file.tensors[tensor]
         if found.shape != (count,):
-            raise InvalidFile(f"{self.file.paths[0]}: the tensor {tensor!r} has the shape {found.shape}.")
+            raise self.refused(f"is damaged: the tensor {tensor!r} has the shape {found.shape}")
         values = [float(value) for value in values_of(found.type, found.data)[0].tolist()]
         if not all(math.isfinite(value) and value > 0 for value in values):
-            raise InvalidFile(f"{self.file.paths[0]} is damaged: {tensor!r} has numbers that cannot be factors.")
+            raise self.refused(f"is damaged: {tensor!r} has numbers that cannot be factors")
         return values
 
 
@@ -130,10 +130,9 @@ class Rule:
     name:      of the weight in its layer. The ending of the tensor follows, unless the rule is for a whole name; `{}`
                stands for the number of an expert, or of a head
     parts:     tensors whose rows follow those of this one
-    rows, columns: their order in the file, see `Source`
+    rows, columns: their order in the file, see `GgufMatrix`
     shape:     of the weight, given that of the tensors
-    is_transposed: see `Source`
-    combine:   makes the weight of the whole tensors; see `Source`
+    is_transposed, combine: see `GgufMatrix`
     """
 
     name: str
@@ -152,14 +151,11 @@ BEHIND = Rule("")
 """Of tensors whose rows follow those of another one."""
 
 MODEL: Rules = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-ATTENTION: Rules = {
+LAYER: Rules = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}  # fmt: skip
-LAYER: Rules = {
-    **ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 
 
