@@ -43,8 +43,8 @@ def main() -> None:
             print(report(counts, number - arguments.simulation, 1, began))
             states = " --recurrent" if arguments.recurrent else ""
             again = f"--seed {arguments.seed} --simulation {number} --steps 1{states}"
-            sys.exit(f"{walk.simulation.sizes}\nTo repeat it: {again}")
-        counts += walk.simulation.counts + Counter(preemptions=walk.simulation.scheduler.num_preemptions)
+            sys.exit(f"{walk.sizes}\nTo repeat it: {again}")
+        counts += walk.counts + Counter(preemptions=walk.scheduler.num_preemptions)
         number += 1
         if counts["steps"] - told >= 100_000:
             told = counts["steps"]

@@ -22,11 +22,6 @@ PROMPTS = make_prompts([20, 3, 25, 1])
 PARAMS = [SamplingParams(max_tokens=40, temperature=1.0, seed=seed) for seed in range(4)]
 
 
-def made(kind: str, path: str) -> LoadedModel:
-    network = make_architecture(kind)
-    return fast(network) if path == "fast" else loaded(network)
-
-
 def outputs(model: LoadedModel, speculate: Any, **config: Any) -> tuple[list[list[int]], SteppingEngine]:
     settings: dict[str, Any] = {"block_size": 16, "kv_blocks": 40, "max_seqs": 4} | config
     with SteppingEngine(EngineConfig(device="cpu", speculate=speculate, **settings), model) as engine:
@@ -36,15 +31,17 @@ def outputs(model: LoadedModel, speculate: Any, **config: Any) -> tuple[list[lis
         return found, engine
 
 
+RARER = [("lfm2", fast), ("qwen3_5_text", loaded), ("bamba", loaded)]
+
+
 @pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("kind", "path"),
-    [("qwen3_5_text", "fast"), ("lfm2", "fast"), ("qwen3_5_text", "transformers"), ("bamba", "transformers")],
+    ("kind", "make"), [("qwen3_5_text", fast), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in RARER)]
 )
-def test_output_is_the_same(kind: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_the_same(kind: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards states after drafts that are right, wrong and partly right; few slots, preemption, overlap, n."""
-    model = made(kind, path)
+    model = make(make_architecture(kind))
     wanted, _ = outputs(model, "off")
     propose_by(monkeypatch, Prophet(wanted, 80))
     accepted = 0
@@ -91,7 +88,7 @@ def replay_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", [keep_the_state, replay_too_little])
 def test_planted_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above: a wrong state changes outputs."""
-    model = made("qwen3_5_text", "fast")
+    model = fast(make_architecture("qwen3_5_text"))
     wanted, _ = outputs(model, "off")
     propose_by(monkeypatch, Prophet(wanted, 80))
     fault(monkeypatch)
@@ -101,7 +98,7 @@ def test_planted_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.kernels
 def test_replayed_tokens_are_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the step-time controller and what a bench records: a request that replays tokens decodes."""
-    model, replayed = made("lfm2", "fast"), 0
+    model, replayed = fast(make_architecture("lfm2")), 0
     propose_by(monkeypatch, Prophet(outputs(model, "off")[0], 80))
     engine = SteppingEngine(EngineConfig(device="cpu", speculate=5, block_size=16, kv_blocks=40, max_seqs=4), model)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.support.all_features import SETTINGS, add_all, expected, make, run, s
 from tests.support.architectures import make_architecture
 from tests.support.drafts import Prophet, decide_at_random, propose_by
 from tests.support.generation import generate
+from tests.support.samples import sampled
 from tests.support.tiny_models import fast, make_engine, make_network, make_prompts
 
 
@@ -37,39 +37,41 @@ def prophet() -> Prophet:
     return Prophet([[event[0] for event in events if event[0] is not None] for events in expected().values()], 300)
 
 
+CASES: list[dict[str, Any]] = [{"ahead": ahead, **settings} for settings in SETTINGS for ahead in (False, True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "ahead"), product(SETTINGS, (False, True)), ids=str)
-def test_output_is_the_same(settings: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", sampled(CASES, 3), ids=str)
+def test_output_is_the_same(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards every feature with drafts that are right, wrong and partly right, with and without overlap."""
     propose_by(monkeypatch, prophet())
-    engine = make(ahead=ahead, speculate=5, **settings)
+    engine = make(speculate=5, **case)
     assert run(engine) == expected()
     assert run(engine) == expected()
     stats = engine.stats()
     assert 0 <= stats.num_accepted_tokens <= stats.num_drafted_tokens
-    if settings.get("max_batch_tokens", 20) >= 20:
+    if case.get("max_batch_tokens", 20) >= 20:
         assert stats.num_accepted_tokens > 40 and stats.num_drafted_tokens > stats.num_accepted_tokens + 20
 
 
-@pytest.mark.parametrize(("prefix_cache", "ahead"), product((True, False), (False, True)))
-def test_output_is_the_same_after_preemption(prefix_cache: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", sampled(CASES[:4], 2), ids=str)
+def test_output_is_the_same_after_preemption(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards requests that lose their blocks while a draft is in flight."""
     propose_by(monkeypatch, prophet())
-    engine = make(ahead=ahead, prefix_cache=prefix_cache, max_batch_tokens=100, speculate=4)
+    engine = make(max_batch_tokens=100, speculate=4, **case)
     assert run(engine, shaken=True) == expected()
     assert engine.stats().num_preemptions > 15 and engine.stats().num_accepted_tokens > 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "ahead"), product(SETTINGS, (False, True)), ids=str)
-def test_the_decision_changes_no_output(settings: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", sampled(CASES, 3, seed=1), ids=str)
+def test_the_decision_changes_no_output(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `auto` with its own sources (texts, finished outputs, forms), whatever part of a draft is tried."""
     decide_at_random(monkeypatch)
-    engine = make(ahead=ahead, speculate="auto", **settings)
-    assert run(engine) == expected()
+    engine = make(speculate="auto", **case)
     assert run(engine) == expected()
     assert run(engine, shaken=True) == expected()
-    if settings.get("max_batch_tokens", 20) >= 20:
+    if case.get("max_batch_tokens", 20) >= 20:
         stats = engine.stats()
         assert stats.num_accepted_tokens > 40, "the second round finds the outputs of the first"
         assert stats.num_drafted_tokens > stats.num_accepted_tokens
@@ -95,11 +97,6 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
         return sequences, [at + (not first) for at, first in zip(positions, is_first, strict=True)]
 
     monkeypatch.setattr(output, "_sampled_rows", planted)
-
-
-def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plants: penalties and the like do not see the tokens of the draft."""
-    monkeypatch.setattr(TokenSequence, "followed_by", lambda self, tokens: self)
 
 
 def test_what_is_kept_of_a_request_ends_with_it() -> None:
@@ -142,19 +139,14 @@ def test_penalties_see_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = penalized("off")
     propose_by(monkeypatch, lambda sequence, count: Proposal(wanted[len(sequence.token_ids) - 3 :][:count], 20))
     assert penalized(5) == wanted
-    forget_the_draft(monkeypatch)
+    monkeypatch.setattr(TokenSequence, "followed_by", lambda self, tokens: self)
     assert penalized(5) != wanted
-
-
-def rejecting(monkeypatch: pytest.MonkeyPatch, wrong: list[int]) -> None:
-    """Always drafts the same tokens."""
-    propose_by(monkeypatch, lambda _, count: Proposal(wrong[:count], 20))
 
 
 def outputs_after_rejected(monkeypatch: pytest.MonkeyPatch, *, speculate: bool) -> list[list[int]]:
     """A request with drafts that are wrong, and one whose prompt goes on like its draft."""
     (prompt,), wrong = make_prompts([7], seed=3), [3, 3, 3, 3, 3, 3]
-    rejecting(monkeypatch, wrong)
+    propose_by(monkeypatch, lambda _, count: Proposal(wrong[:count], 20))
     engine = make_engine(make_network("llama"), speculate=6 if speculate else "off")
     (first,) = generate(engine, [prompt], SamplingParams(max_tokens=9))
     (second,) = generate(engine, [[*prompt, first.token_ids[0], *wrong, 5]], SamplingParams(max_tokens=9))
@@ -180,8 +172,11 @@ def logprobs_of(engine: SteppingEngine, prompts: list[list[int]]) -> list[Any]:
     return [one.logprobs for one in generate(engine, prompts, SamplingParams(max_tokens=40, logprobs=5))]
 
 
+KINDS = ["float32", "bfloat16", "int8", "int4", "u8 cache", "lfm2", "qwen3_5_text"]
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "u8 cache", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", sampled(KINDS, 4, keep=["int4", "u8 cache", "qwen3_5_text"]))
 def test_drafts_change_no_bit_on_the_fast_path(kind: str) -> None:
     """Guards the CPU's kernels: the logits of a chunk's row are those of the same token alone, to the last bit."""
     prompts = [[5, 6, 7, 8, 9] * 6, [1, 2] * 9, *make_prompts([20, 11])]
