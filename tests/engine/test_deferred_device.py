@@ -22,9 +22,8 @@ from cbatch.runtime.memory import DeviceMemory
 from cbatch.runtime.transfer import HostCopy
 from cbatch.sample.output import PendingSample
 from tests.engine import test_overlap as overlap
-from tests.support.deferred_device import DeferredDevice
 from tests.support.device import HAS_GPU
-from tests.support.fake_cuda import CUDA
+from tests.support.fake_cuda import CUDA, DeferredDevice
 from tests.support.tiny_models import generate_alone, loaded, make_engine, make_network, make_prompts
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")

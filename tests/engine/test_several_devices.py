@@ -25,9 +25,8 @@ from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache, LayerShape
 from cbatch.runtime.memory import DeviceMemory
 from cbatch.schedule.limits import StepLimits
-from tests.support.deferred_device import DeferredDevice
 from tests.support.device import HAS_GPU
-from tests.support.fake_cuda import CUDA
+from tests.support.fake_cuda import CUDA, DeferredDevice
 from tests.support.generation import generate
 from tests.support.tiny_models import loaded, make_engine, make_network, make_prompts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -196,26 +195,22 @@ def forget_rows(self: Dispatcher, number: int) -> None:
         self._rows[index].deaths += 1
 
 
-def give_all_suspects(self: Any) -> int:
-    """Gives one replica all rows that were there at a death."""
-    return 9
-
-
 def accept_doubles(self: Dispatcher, number: int, index: int) -> Any:
     """Takes the answer of a second replica for another row."""
     return finish(self, number, index) or (new_row(index // 10, Line(index, b"{}")), 0.0)
 
 
 finish = Dispatcher.finish
-FAULTS: list[tuple[type, str, Callable[..., Any] | property]] = [
-    (Dispatcher, "leave", forget_rows),
-    (Dispatcher, "finish", accept_doubles),
-    (dispatcher_module._Hand, "max_suspects", property(give_all_suspects)),
-]
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "fault"), FAULTS, ids=[getattr(fault, "fget", fault).__name__ for _, _, fault in FAULTS]
+    ("owner", "method", "fault"),
+    [
+        (Dispatcher, "leave", forget_rows),
+        (Dispatcher, "finish", accept_doubles),
+        (dispatcher_module._Hand, "max_suspects", property(lambda self: 9)),  # gives one replica all of them
+    ],
+    ids=["forget_rows", "accept_doubles", "give_all_suspects"],
 )
 def test_planted_faults_are_seen(owner: type, method: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test itself: it finds these faults."""

@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,9 +40,9 @@ def open_driver(launcher: FakeLauncher, **options: Any) -> ReplicaDriver:
     return ReplicaDriver(launcher, EngineConfig(), **{"backoff_s": 0.001, **options})
 
 
-def lines(count: int, *special: tuple[int, bytes]) -> list[Line]:
+def lines(number: int, *special: tuple[int, bytes]) -> list[Line]:
     texts = dict(special)
-    return [Line(index, texts.get(index, b"text %d" % index)) for index in range(count)]
+    return [Line(index, texts.get(index, b"text %d" % index)) for index in range(number)]
 
 
 def taken(stream: ReplicaStream, source: Iterable[Line]) -> Iterator[list[Row]]:
@@ -103,7 +105,7 @@ def test_rows_are_counted_before_they_are_delivered() -> None:
         assert sum(one.rows for one in driver.each()) == 30
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_deaths_at_any_moment_lose_nothing(seed: int) -> None:
     """Guards rows against deaths before, in and after every call; three deaths of a row, and no fewer, fail it."""
     chance = random.Random(seed)
@@ -147,19 +149,6 @@ def test_a_replica_that_does_not_answer_is_killed() -> None:
     assert any(connection.has_died and connection.killed.is_set() for connection in launcher.connections)
 
 
-def test_an_engine_that_makes_no_step_is_killed() -> None:
-    """Guards the run against a replica that answers and computes nothing; one without rows may do so for ever."""
-    given = [Line(0, b"stuck")]
-    with open_driver(FakeLauncher(1), timeout_s=0.3) as driver:
-        time.sleep(0.5)
-        assert driver.each()[0].deaths == 0
-        stream = driver.open(OPTIONS)
-        for _ in taken(stream, given):
-            if driver.each()[0].deaths:
-                break
-        assert "no step for 0.3 s" in driver.each()[0].problem
-
-
 def test_an_idle_replica_takes_a_row_at_once() -> None:
     """Guards an input that comes slowly, line by line, against waiting for a replica that rests."""
 
@@ -193,10 +182,7 @@ def test_rows_of_a_slow_replica_are_copied_at_the_end() -> None:
 def test_a_model_that_cannot_be_loaded_ends_the_run_at_once() -> None:
     """Guards a wrong model or option against being tried again and again."""
 
-    def info(number: int, life: int) -> ReplicaInfo:
-        raise ModelError("There is no such model.")
-
-    launcher = FakeLauncher(2, info=info)
+    launcher = FakeLauncher(2, info=Mock(side_effect=ModelError("There is no such model.")))
     with pytest.raises(ModelError, match="no such model"):
         open_driver(launcher)
     assert launcher.is_closed and max(launcher.lives.values()) == 1
@@ -253,16 +239,12 @@ def test_what_is_finished_is_given_before_the_last_replica_is_gone() -> None:
 def test_a_machine_on_which_every_row_dies_ends_the_run() -> None:
     """Guards an input against error rows for all of it, if it is the machine that kills replicas and not the rows."""
 
-    def endless() -> Iterator[Line]:
-        for index in range(10**9):
-            yield Line(index, b"poison")
-
     info = replace(INFO, limits=replace(LIMITS, max_seqs=128))  # so that many rows are left to run alone
     launcher, found = FakeLauncher(2, info=lambda number, life: info), list[Row]()
     with open_driver(launcher) as driver:
         stream = driver.open(OPTIONS)
         with pytest.raises(EngineError, match="it finished no row in 15 lives"):
-            for rows in taken(stream, endless()):
+            for rows in taken(stream, (Line(index, b"poison") for index in count())):
                 found += rows
     assert len(found) <= launcher.num_deaths == 30
 
@@ -293,16 +275,12 @@ def test_another_model_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch:
 def test_stop_gives_what_is_finished_within_two_seconds(hangs: bool) -> None:
     """Guards the end after a signal: what replicas have finished is fetched, a hanging one is not waited for."""
     launcher = FakeLauncher(2, step_s=0.05)
-
-    def endless() -> Iterator[Line]:
-        for index in range(10**9):
-            yield Line(index, b"hang" if hangs and index == 10 else b"text")
-
+    source = (Line(index, b"hang" if hangs and index == 10 else b"text") for index in count())
     found: list[Row] = []
     with open_driver(launcher) as driver:
         stream = driver.open(OPTIONS)
         stopped_at = 0.0
-        for rows in taken(stream, endless()):
+        for rows in taken(stream, source):
             found += rows
             if len(found) > 20 and not stopped_at:
                 stopped_at = time.monotonic()
@@ -348,14 +326,8 @@ def test_times_and_stats_survive_a_death() -> None:
 def test_keys_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards --resume: keys in the order of the lines, from all replicas, in bounded memory, whatever dies."""
     monkeypatch.setattr(driver_module, "PIECE_LINES", 10)
-    taken = 0
-
-    def counted() -> Iterator[Line]:
-        nonlocal taken
-        for line in lines(205):
-            taken += 1
-            yield line
-
+    taken = list[Line]()
+    source = (line for line in lines(205) if not taken.append(line))  # type: ignore[func-returns-value]
     chance = random.Random(1)
 
     def dies(connection: FakeConnection, method: str, after: bool) -> bool:
@@ -363,15 +335,17 @@ def test_keys_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     launcher = FakeLauncher(2, dies=dies)
     with open_driver(launcher) as driver:
-        pairs = driver.keyed(OPTIONS, counted())
-        assert next(pairs)[1] == "key of 0" and taken <= 40
-        found, deadline = [(0, "key of 0")], threading.Timer(20, driver.close)  # so that it does not wait for ever
+        deadline = threading.Timer(20, driver.close)  # so that it does not wait for ever
         deadline.start()
-        found += [(line.index, key) for line, key in pairs]
+        pairs = driver.keyed(OPTIONS, source)
+        found = [next(pairs)]
+        assert len(taken) <= 40
+        found += pairs
         deadline.cancel()
         given = lines(12)
         check(run(driver, given), given)  # after keys come rows
-    assert found == [(index, f"key of {index}") for index in range(205)] and launcher.num_deaths >= 1
+    keys = [(line.index, key) for line, key in found]
+    assert keys == [(index, f"key of {index}") for index in range(205)] and launcher.num_deaths >= 1
 
 
 def test_wrong_defaults_are_refused_before_a_batch_begins() -> None:
@@ -397,19 +371,24 @@ def test_deaths_over_the_options_of_a_batch_end_it() -> None:
         driver.open(OPTIONS)
 
 
-def test_an_engine_is_not_blamed_for_time_in_which_its_driver_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a replica in the middle of a long step against Ctrl-Z of its parent; a later hang is noticed."""
+def test_an_engine_that_makes_no_step_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the run against a replica that computes nothing; one without rows may, and one whose parent was stopped.
+
+    Ctrl-Z stops both: what a replica in the middle of a long step says then is no reason.
+    """
     now = 0.0
     monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now))
-    reply = Reply([], total_stats(()))
     life = Life(0, FakeConnection(FakeLauncher(1), 0, 1), INFO, timeout_s=300)
-    now = 1000.0
-    life.check(reply, num_held=1)
-    now = 1100.0
-    life.check(reply, num_held=1)
-    now = 1200.0
+
+    def check_at(moment: float, num_held: int) -> None:
+        nonlocal now
+        now = moment
+        life.check(Reply([], total_stats(())), num_held)
+
+    for moment, num_held in ((1000, 1), (1100, 1), (1200, 0), (1350, 0), (1400, 1), (1500, 1), (1600, 1)):
+        check_at(moment, num_held)
     with pytest.raises(WorkerDied, match="no step for 300 s"):
-        life.check(reply, num_held=1)
+        check_at(1700, 1)
 
 
 def test_closing_the_driver_ends_the_batch() -> None:

@@ -28,17 +28,21 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     for variable in (*local._THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CBATCH_DEVICE"):
         monkeypatch.delenv(variable, raising=False)
 
+    def cpus_of(core: str) -> Sequence[int]:
+        (tmp_path / "list").write_text(core)
+        return local._cpu_list(tmp_path / "list")
+
     def make(*nodes: Sequence[str], usable: Sequence[int] | None = None) -> None:
         folder = tmp_path / "system"
         for number, cores in enumerate(nodes):
             (folder / f"node/node{number}").mkdir(parents=True)
             (folder / f"node/node{number}/cpulist").write_text(",".join(cores) + "\n")
             for core in cores:
-                for cpu in local._cpu_list(_file(tmp_path, core)):
+                for cpu in cpus_of(core):
                     topology = folder / f"cpu/cpu{cpu}/topology"
                     topology.mkdir(parents=True)
                     (topology / "thread_siblings_list").write_text(core + "\n")
-        cpus = {cpu for cores in nodes for core in cores for cpu in local._cpu_list(_file(tmp_path, core))}
+        cpus = {cpu for cores in nodes for core in cores for cpu in cpus_of(core)}
         allowed = cpus if usable is None else set(usable)
         monkeypatch.setattr(local, "_SYSTEM", folder)
         monkeypatch.setattr(local, "_DEVICES", tmp_path / "dev")
@@ -47,12 +51,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
 
     return make
-
-
-def _file(folder: Path, text: str) -> Path:
-    path = folder / "list"
-    path.write_text(text)
-    return path
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple[str, int, bool] | Exception) -> list[str]:

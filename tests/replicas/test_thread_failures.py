@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -60,14 +59,13 @@ def test_a_batch_ends_whatever_fails(owner: type, name: str, always: bool, monke
     def dies(connection: FakeConnection, method: str, after: bool) -> bool:
         return connection.life == 1 and connection.number == 0 and connection.calls["exchange"] == 3 and after
 
-    def source() -> Iterator[Line]:
-        yield from (Line(index, b"text %d" % index) for index in range(ROWS))
+    source = [Line(index, b"text %d" % index) for index in range(ROWS)]
 
     def work() -> None:
         with ReplicaDriver(FakeLauncher(dies=dies), EngineConfig(), timeout_s=1.0, backoff_s=0.001) as driver:
-            assert [key for _, key in driver.keyed(RowOptions(), source())] == [f"key of {n}" for n in range(ROWS)]
+            assert [key for _, key in driver.keyed(RowOptions(), source)] == [f"key of {n}" for n in range(ROWS)]
             stream = driver.open(RowOptions(RequestDefaults()))
-            with closing(stream.finished(source())) as finished:
+            with closing(stream.finished(source)) as finished:
                 for rows in finished:
                     stream.release([row.position for row in rows])
                     found.extend(rows)

@@ -1,4 +1,4 @@
-"""A CUDA device without CUDA: tensors on `cuda:0` that have shapes, and an error for whatever a GPU would wait for.
+"""A CUDA device without CUDA, and an error for whatever a GPU would wait for, or may not have done yet.
 
 While a `FakeCuda` is active, `torch.cuda` says that there is a GPU. Operations on its tensors compute shapes only; a
 launch of a Triton kernel is noted and computes nothing; a copy to the host brings made-up numbers. What fails:
@@ -9,18 +9,23 @@ launch of a Triton kernel is noted and computes nothing; a copy to the host brin
 
 A fault is raised, and once more at the end of the `with` block, because an engine survives some errors.
 
-`DeferredDevice` (deferred_device.py) is the same with numbers.
+A `DeferredDevice` has numbers, and is as late as a GPU may be: operations, copies and launches of kernels (in Triton's
+interpreter) are queued by stream. Waiting for an event does what its stream was given before the event, and what that
+had to wait for on other streams; nothing else, or else all that other streams have (`others_first`). Until then
+results are poisoned: NaN, or the number 1, which is wrong and yet a place in every table, since the interpreter reads
+memory without a check. Freed memory is poisoned in the order of the stream that it was made on. Memory of the host is
+read and written only when the copy is done; if it was overwritten before, that is a fault.
+So a program that reads, writes, frees or reuses too early gets other tokens there, or an error.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -55,6 +60,10 @@ class HiddenWait(DeviceFault):
 
 class DeviceMix(DeviceFault):
     """One operation gets tensors of the host and of the device."""
+
+
+class HostMemoryReused(DeviceFault):
+    """The host wrote into memory that a copy had still to read."""
 
 
 class Memory:
@@ -106,71 +115,84 @@ class DeviceTensor(Tensor):
         return f"DeviceTensor({list(self.shape)}, {self.dtype})"
 
 
+class Mark:
+    """A place in a stream."""
+
+    is_reached = False
+
+
 class Stream:
-    """Stands for `torch.cuda.Stream`."""
+    """Stands for `torch.cuda.Stream`: work in order. `queue`: what is still to be done, if the device computes."""
 
     def __init__(self, device: FakeCuda) -> None:
         self.owner, self.device = device, CUDA
+        self.queue: deque[Work] = deque()
+        device.streams.append(self)
+
+    def put(self, work: Work) -> None:
+        if self.owner.computes:
+            self.queue.append(work)
+
+    def mark(self) -> Mark:
+        mark = Mark()
+        self.put(lambda: setattr(mark, "is_reached", True))
+        return mark
+
+    def run_until(self, mark: Mark | None = None) -> None:
+        """Does all work, or that before a place."""
+        while self.queue and not (mark and mark.is_reached):
+            self.queue.popleft()()
 
     def synchronize(self) -> None:
         self.owner.wait_for("a stream")
 
     def wait_event(self, event: Event) -> None:
-        """Later work of this stream waits for the event."""
+        if event.place is not None:
+            stream, mark = event.place
+            self.put(lambda: stream.run_until(mark))
 
     def wait_stream(self, other: Stream) -> None:
-        event = self.owner.event_class(self.owner)
+        event = Event(self.owner)
         event.record(other)
         self.wait_event(event)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or self.owner.event_class(self.owner)
-        event.record(self)
-        return event
-
 
 class Event:
-    """Stands for `torch.cuda.Event`."""
+    """Stands for `torch.cuda.Event`: a place in a stream, once it is recorded."""
+
+    place: tuple[Stream, Mark] | None = None
 
     def __init__(self, device: FakeCuda) -> None:
         self.owner = device
 
     def record(self, stream: Stream | None = None) -> None:
-        """Marks a place in a stream."""
+        stream = stream or self.owner.current_stream
+        self.place = stream, stream.mark()
 
     def synchronize(self) -> None:
         self.owner.check_event_wait()
-
-    def query(self) -> bool:
-        return False
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.owner.current_stream).wait_event(self)
-
-    def elapsed_time(self, other: Event) -> float:
-        """Milliseconds; no time passes here."""
-        return 0.0
+        if self.place is not None:
+            stream, mark = self.place
+            with self.owner.computing():
+                for other in self.owner.streams if self.owner.others_first else ():
+                    if other is not stream:
+                        other.run_until()
+                stream.run_until(mark)
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph`."""
+    """Stands for `torch.cuda.CUDAGraph`: what was launched during a capture, to be queued again by each replay."""
 
     def __init__(self, device: FakeCuda) -> None:
         self.owner = device
-        self._pool: object = object()
-        self.num_replays = 0
+        self.work: list[Work] = []
 
-    def pool(self) -> object:
-        return self._pool
-
-    def begin(self, pool: object | None) -> None:
-        self._pool = pool or self._pool
-
-    def end(self) -> None:
-        """The capture is over."""
+    def pool(self) -> Graph:
+        return self
 
     def replay(self) -> None:
-        self.num_replays += 1
+        for work in self.work:
+            self.owner.enqueue(work)
 
     def reset(self) -> None:
         """Frees what the graph holds."""
@@ -181,7 +203,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     launches:  how often each Triton kernel was launched
     faults:    what was raised
-    num_waits: how often the host has waited
     allocated, peak: bytes, as if memory were given out by the byte
     """
 
@@ -190,47 +211,39 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     computes = False
     multiprocessors = 132
-    stream_class, event_class, graph_class = Stream, Event, Graph
 
-    def __init__(self, memory_bytes: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(
+        self, *, memory_bytes: int = 80 * 2**30, capability: tuple[int, int] = (9, 0), others_first: bool = False
+    ) -> None:
+        """others_first: when the host waits for a stream, all others run ahead as far as they can"""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory_bytes, self.capability = memory_bytes, capability
+        self.memory_bytes, self.capability, self.others_first = memory_bytes, capability, others_first
         self.launches: Counter[str] = Counter()
         self.faults: list[DeviceFault] = []
         self.allocated = self.peak = 0
+        self.streams: list[Stream] = []
+        self.default_stream = self.current_stream = Stream(self)
         self.capturing: Graph | None = None
-        self.default_stream = self.current_stream = self.stream_class(self)
-        self.num_waits = 0
         self._may_wait = True
         self._in_host_copy = False
         self._computing = False
-        self._outcomes: dict[Any, _Outcome] = {}
+        self._outcomes: dict[Any, tuple[Callable[..., Any], list[int | Tensor]]] = {}
+        """By operation and shapes: the kind of result, and arguments that it returns, by number, or tensors like it."""
         self._pinned: dict[int, Tensor] = {}
         self._made_up = 0
         self._stack = ExitStack()
 
-    # What a device that computes does differently.
+    # Memory and work.
 
-    def allocate(self, meta: Tensor) -> Tensor:
+    def allocate(self, blank: Tensor) -> Tensor:
         """Memory for the values of a tensor."""
-        return meta
-
-    def enqueue(self, work: Work) -> None:
-        """Adds work on the values of tensors to the current stream."""
-
-    def copy_to_device(self, target: Tensor, source: Tensor) -> None:
-        """Enqueues a copy from pinned memory to the values of a tensor."""
-
-    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
-        """Enqueues a copy to pinned memory."""
-        self._made_up = (self._made_up + 7) % 31  # small numbers, which are ids of tokens in any model
-        target.fill_(0 if target.dtype == torch.uint8 else self._made_up)
-
-    def copy_now(self, target: Tensor, source: Tensor) -> None:
-        """Copies between the host and the values of a tensor; all work before is done."""
-
-    def finish(self) -> None:
-        """Does all the work of all streams."""
+        if not self.computes:
+            return blank
+        made = torch.empty_strided(blank.size(), blank.stride(), dtype=blank.dtype)
+        poison(made)
+        if self.capturing is not None:  # each replay begins with garbage again
+            self.enqueue(lambda: poison(made))
+        return made
 
     def took(self, memory: Memory) -> None:
         if self.allocated + memory.num_bytes > self.memory_bytes:
@@ -241,6 +254,40 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def freed(self, memory: Memory) -> None:
         self.allocated -= memory.num_bytes
+        values = memory.values
+        if memory.graph is None:
+            memory.stream.put(lambda: poison(values))
+        elif memory.graph is self.capturing:
+            self.enqueue(lambda: poison(values))
+
+    def enqueue(self, work: Work) -> None:
+        """Adds work on the values of tensors to the current stream, or to the graph that is captured."""
+        if self.capturing is None:
+            self.current_stream.put(work)
+        elif self.computes:
+            self.capturing.work.append(work)
+
+    def copy_to_device(self, target: Tensor, source: Tensor) -> None:
+        """Enqueues a copy from pinned memory to the values of a tensor."""
+        if not self.computes:
+            return
+        seen = source.clone()
+
+        def copy() -> None:
+            if not torch.equal(_bytes(seen), _bytes(source)):
+                self.fail(HostMemoryReused("The host overwrote memory before its copy to the device was done."))
+            target.copy_(source)
+
+        self.enqueue(copy)
+
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
+        """Enqueues a copy to pinned memory."""
+        if self.computes:
+            poison(target)
+            self.enqueue(lambda: target.copy_(source))
+        else:
+            self._made_up = (self._made_up + 7) % 31  # small numbers, which are ids of tokens in any model
+            target.fill_(0 if target.dtype == torch.uint8 else self._made_up)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -264,14 +311,14 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.fail(HiddenWait(f"The host waits for {what} during a capture."))
         if not self._may_wait:
             self.fail(HiddenWait(f"The host waits for {what}."))
-        self.num_waits += 1
-        self.finish()
+        with self.computing():
+            for stream in self.streams:
+                stream.run_until()
 
     def check_event_wait(self) -> None:
         """The host waits for an event. Fails where it must not."""
         if self.capturing is not None or not (self._may_wait or self._in_host_copy):
             self.fail(HiddenWait("The host waits for an event."))
-        self.num_waits += 1
 
     @contextmanager
     def no_waits(self) -> Iterator[None]:
@@ -307,13 +354,16 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._on_host(func, name, _mapped(_blank, args), _mapped(_blank, kwargs))
             if name in WAITING or _sizes_by_value(func, name, args, kwargs):
                 self.wait_for(f"{name} of {there}")
-                return self.compute_now(func, args, kwargs)
+                return self._compute_now(func, args, kwargs)
             self._check_devices(func, name, leaves, there)
-            return self._compute(func, there, leaves, args, kwargs)
+            return self._compute(func, there, args, kwargs)
 
-    def compute_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the host gets that has waited for an operation."""
-        raise NotImplementedError(f"{func} needs a device that computes.")
+        assert self.computes, f"{func} needs a device that computes."
+        with self.computing():
+            found = func(*mapped_numbers(args), **mapped_numbers(kwargs))
+        return DeviceTensor(found.to("meta"), found, Memory(self, found)) if isinstance(found, Tensor) else found
 
     def _check_devices(self, func: Any, name: str, leaves: Sequence[Any], there: Sequence[Tensor]) -> None:
         takes_numbers = torch.Tag.pointwise in func.tags or name.startswith(("index_put", "masked_fill", "fill"))
@@ -354,7 +404,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy_into(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
             pair = target, source
-            return self._compute(aten.copy_.default, pair, pair, pair, {})  # type: ignore[no-any-return]
+            return self._compute(aten.copy_.default, pair, pair, {})  # type: ignore[no-any-return]
         to_device = isinstance(target, DeviceTensor)
         host = source if to_device else target
         what = f"a copy {'from' if to_device else 'to'} {_described(host)} of the host"
@@ -372,36 +422,36 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (self.copy_to_device if to_device else self.copy_to_host)(_numbers(target), _numbers(source))
             return target
         self.wait_for(what)
-        self.copy_now(_numbers(target), _numbers(source))
+        if self.computes:
+            _numbers(target).copy_(_numbers(source))
         return target
 
-    def _compute(
-        self, func: Any, inputs: Sequence[DeviceTensor], leaves: Sequence[Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """An operation. inputs, leaves: the tensors on the device, and everything, in its arguments."""
-        numbers, named = _mapped(_numbers, args), _mapped(_numbers, kwargs)
-        key = func, *kwargs, *map(_key, leaves)
+    def _compute(self, func: Any, inputs: Sequence[DeviceTensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation. inputs: the tensors on the device in its arguments"""
+        numbers, named = mapped_numbers(args), mapped_numbers(kwargs)
+        key = func, *kwargs, *map(_key, _leaves([*args, *kwargs.values()]))
         outcome = self._outcomes.get(key)
         if outcome is None:
             found = func(*_mapped(_blank, args), **_mapped(_blank, kwargs))
-            blanks = found if isinstance(found, tuple | list) else [found]
+            blanks, kind = _leaves([found]), type(found) if isinstance(found, tuple | list) else next
             owners = {tensor.blank.untyped_storage()._cdata: tensor.memory for tensor in inputs}
             memories = [owners.get(blank.untyped_storage()._cdata) for blank in blanks]
             if None not in memories and not func._schema.is_mutable:
-                views = func(*numbers, **named) if self.computes else found
-                views = views if isinstance(views, tuple | list) else [views]
-                made = [DeviceTensor(*one) for one in zip(blanks, views, memories, strict=True)]  # type: ignore[arg-type]
-                return type(found)(made) if isinstance(found, tuple | list) else made[0]
-            outcome = self._outcomes[key] = _Outcome.of(found, blanks, inputs)
-        made = [inputs[one] if isinstance(one, int) else self._make(one()) for one in outcome.results]
+                views = _leaves([func(*numbers, **named)]) if self.computes else blanks
+                return kind(map(DeviceTensor, blanks, views, memories))  # type: ignore[arg-type]
+            given = {id(tensor.blank): place for place, tensor in enumerate(inputs)}
+            outcome = self._outcomes[key] = kind, [given.get(id(blank), blank) for blank in blanks]
+        made = [inputs[one] if isinstance(one, int) else self._make(one) for one in outcome[1]]
         if self.computes and not func._overloadpacket.__name__.startswith(("empty", "new_empty")):
             fresh = [] if func._schema.is_mutable else [tensor.numbers for tensor in made]
             self.enqueue(_work(func, numbers, named, fresh))
-        return made[0] if outcome.kind is None else outcome.kind(made)
+        return outcome[0](iter(made))
 
     def _make(self, meta: Tensor) -> DeviceTensor:
-        values = self.allocate(meta)
-        return DeviceTensor(meta, values, Memory(self, values))
+        """A tensor like another one, in memory of its own."""
+        blank = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device="meta")
+        values = self.allocate(blank)
+        return DeviceTensor(blank, values, Memory(self, values))
 
     def launch(self, kernel: Any, run: Callable[..., object], args: Any, kwargs: dict[str, Any]) -> None:
         """A launch of a Triton kernel."""
@@ -410,7 +460,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.fail(DeviceMix(f"The kernel {kernel.__name__} gets {_described(tensor)} on the host."))
         self.launches[kernel.__name__] += 1
         if self.computes:
-            args, kwargs = _mapped(_numbers, args), _mapped(_numbers, kwargs)
+            args, kwargs = mapped_numbers(args), mapped_numbers(kwargs)
             self.enqueue(lambda: run(kernel, *args, **kwargs))
 
     # torch.cuda.
@@ -487,14 +537,12 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             graph: Graph, pool: object = None, stream: Stream | None = None, *_: Any, **__: Any
         ) -> Iterator[None]:
             self.wait_for("a capture, before which torch waits")
-            with on_stream(stream or self.stream_class(self)):
-                graph.begin(pool)
+            with on_stream(stream or Stream(self)):
                 self.capturing = graph
                 try:
                     yield
                 finally:
                     self.capturing = None
-                    graph.end()
 
         def bound(kind: type[Any]) -> type[Any]:
             """The class without its argument."""
@@ -526,13 +574,20 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "default_stream": lambda *_: self.default_stream,
             "set_stream": use,
             "stream": on_stream,
-            "Stream": bound(self.stream_class),
-            "Event": bound(self.event_class),
-            "CUDAGraph": bound(self.graph_class),
+            "Stream": bound(Stream),
+            "Event": bound(Event),
+            "CUDAGraph": bound(Graph),
             "graph": capture,
             "graph_pool_handle": object,
             "is_current_stream_capturing": lambda: self.capturing is not None,
         }
+
+
+class DeferredDevice(FakeCuda):  # type: ignore[no-untyped-call]
+    """See the module."""
+
+    computes = True
+    multiprocessors = 2  # since the interpreter runs one program after the other
 
 
 @contextmanager
@@ -551,25 +606,6 @@ class _Generator(torch.Generator):
 
     def __new__(cls, device: object = None) -> Self:
         return super().__new__(cls)
-
-
-class _Outcome(NamedTuple):
-    """What an operation returns: a number for the input that it returns, or what makes a tensor like its result.
-
-    kind: tuple or list, if it returns several
-    """
-
-    results: list[int | Callable[[], Tensor]]
-    kind: type[Any] | None
-
-    @classmethod
-    def of(cls, found: Any, blanks: Sequence[Tensor], inputs: Sequence[DeviceTensor]) -> _Outcome:
-        places = {id(tensor.blank): place for place, tensor in enumerate(inputs)}
-        results: list[int | Callable[[], Tensor]] = []
-        for blank in blanks:
-            make = partial(torch.empty_strided, blank.size(), blank.stride(), dtype=blank.dtype, device="meta")
-            results.append(places.get(id(blank), make))
-        return cls(results, type(found) if isinstance(found, tuple | list) else None)
 
 
 def _key(leaf: Any) -> Any:
@@ -653,6 +689,18 @@ def _sizes_by_value(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> 
     return name == "where" and len(args) == 1
 
 
+def poison(values: Tensor) -> None:
+    """Overwrites a tensor with what nobody can have wanted."""
+    if values.is_floating_point():
+        values.fill_(torch.nan)
+    else:
+        values.fill_(0 if values.dtype == torch.uint8 else 1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _described(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
@@ -709,16 +757,8 @@ def _setitem(tensor: Tensor, index: Any, value: Any) -> None:
         aten.fill_.Scalar(view, value)
 
 
-def _tolist(tensor: Tensor) -> Any:
-    return tensor.cpu().tolist()
-
-
 def _numpy(tensor: Tensor, *_: Any, **__: Any) -> Any:
     raise TypeError(f"{tensor} is on cuda:0 and cannot be an array of numpy.")
-
-
-def _nonzero(tensor: Tensor) -> Tensor:
-    return aten.nonzero.default(tensor)  # type: ignore[no-any-return]
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -731,10 +771,10 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__int__: lambda tensor: int(tensor.item()),
     Tensor.__index__: lambda tensor: int(tensor.item()),
     Tensor.__float__: lambda tensor: float(tensor.item()),
-    Tensor.tolist: _tolist,
+    Tensor.tolist: lambda tensor: tensor.cpu().tolist(),
     Tensor.numpy: _numpy,
     Tensor.__array__: _numpy,
-    Tensor.nonzero: _nonzero,
-    torch.nonzero: _nonzero,
+    Tensor.nonzero: aten.nonzero.default,
+    torch.nonzero: aten.nonzero.default,
 }
 """Functions that torch does not pass on to a mode, or for which it asks for a driver first."""

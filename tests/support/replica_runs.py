@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from cbatch.base.config import EngineConfig
@@ -23,7 +22,6 @@ from cbatch.batch.row import Row
 from cbatch.batch.writer import FileWriter, run_stream
 from cbatch.isolate.worker import Worker
 from cbatch.replicas.local import LocalLauncher, find_places
-from cbatch.replicas.stream import FAILED
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_seqs=4)
 OPTIONS = RowOptions(RequestDefaults(seed=5))
@@ -110,24 +108,6 @@ def run_to_file(
                 stream.interrupt(signal.SIGINT)
 
         run_stream(stream, writer, read_lines(lines), on_rows, kept=kept)
-
-
-@dataclass
-class Comparison:
-    """How two outputs differ, in rows. Those that `failed` say that replicas died of them three times."""
-
-    lost: int = 0
-    doubled: int = 0
-    changed: int = 0
-    failed: int = 0
-
-    @classmethod
-    def of(cls, found: bytes, expected: bytes) -> Comparison:
-        rows, wanted = found.splitlines(), expected.splitlines()
-        seen = Counter(json.loads(row)["index"] for row in rows)
-        changed = set(rows) - set(wanted)
-        failed = sum(FAILED.encode() in row for row in changed)
-        return cls(len(wanted) - len(seen), seen.total() - len(seen), len(changed) - failed, failed)
 
 
 @contextmanager
