@@ -7,12 +7,13 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from cbatch.base import hub
+from cbatch.base import hub, model_files
 from cbatch.base.errors import ModelNotFound
 from cbatch.base.hub import can_connect, check_hub_model, reachable_source
 from cbatch.model.load_plan import LoadPlan
@@ -94,6 +95,21 @@ def test_a_model_in_the_cache_loads_without_a_network(cache: Path, model_folder:
     assert reachable_source("me/tiny", None) == str(folder)
     loaded = load_model(LoadPlan("me/tiny", dtype="float32", fast=False))
     assert loaded.name == "me/tiny" and loaded.tokenizer is not None
+    for revision in (None, COMMIT):
+        assert model_files.model_folder("me/tiny", revision, ["config.json", "no_such_file.json"]) == folder
+    assert model_files.read_json_object(folder / "no_such_file.json") == {}
+    with pytest.raises(OSError):
+        model_files.model_folder("me/no-such-model", None)
+
+
+def test_weights_are_the_files_that_transformers_loads(tmp_path: Path) -> None:
+    """Guards against other exports of the weights that lie beside them."""
+    index = tmp_path / model_files.WEIGHTS_INDEX
+    assert model_files.weight_files(tmp_path) == []
+    index.write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}))
+    assert model_files.weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    (tmp_path / "model.safetensors").touch()
+    assert model_files.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
@@ -125,20 +141,17 @@ def test_a_network_that_swallows_everything(
 def test_a_server_that_never_answers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the limit of the first answer: one request, and no retries, to a server that only listens."""
     monkeypatch.setattr(hub, "ANSWER_TIMEOUT_S", 0.05)
+    num_accepted = 0
     with socket.create_server(("127.0.0.1", 0)) as server:
         use_endpoint(monkeypatch, f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(ModelNotFound, match="cannot be reached"):
             check_hub_model("me/tiny", None)
         server.setblocking(False)
-        accepted = []
-        while True:
-            try:
-                accepted.append(server.accept()[0])
-            except BlockingIOError:
-                break
-        for one in accepted:
-            one.close()
-    assert len(accepted) == 2  # whether it listens, and the request
+        with suppress(BlockingIOError):
+            while True:
+                server.accept()[0].close()
+                num_accepted += 1
+    assert num_accepted == 2  # whether it listens, and the request
 
 
 @pytest.mark.parametrize(
@@ -152,13 +165,9 @@ def test_a_server_that_never_answers(cache: Path, monkeypatch: pytest.MonkeyPatc
         (503, "", None),
     ],
 )
+@pytest.mark.usefixtures("cache")
 def test_what_the_hub_answers(
-    status: int,
-    error_code: str,
-    sentence: str | None,
-    cache: Path,
-    fake_hub: FakeHub,
-    monkeypatch: pytest.MonkeyPatch,
+    status: int, error_code: str, sentence: str | None, fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards what is said of a wrong name; a hub that is busy, and a gated model, are left to the download."""
     use_endpoint(monkeypatch, fake_hub.url)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import Request, RequestDefaults
+from cbatch.base.request import RequestDefaults
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
-from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor, ModelInfo
 from cbatch.requests.recorded_outputs import content_key
 from cbatch.schedule.limits import SequenceLimits
@@ -25,7 +24,8 @@ def call(**body: Any) -> dict[str, Any]:
     return {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": [1, 2], **body}}
 
 
-def processed(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> Request | Completion:
+def request(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> Any:
+    """What a line becomes: a request, or the completion of one that is refused."""
     model = ModelInfo(
         tokenizer=None,
         default_params=SamplingParams(),
@@ -36,12 +36,6 @@ def processed(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **par
     )
     lines = LineProcessor(InputProcessor(model, RequestDefaults(params=params)))
     return lines.process(Line(4, json.dumps(fields).encode()))
-
-
-def request(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> Request:
-    made = processed(fields, adapters, **params)
-    assert isinstance(made, Request), made
-    return made
 
 
 @pytest.mark.parametrize(
@@ -66,35 +60,27 @@ def test_which_adapter_is_asked_for(fields: dict[str, Any], default: str, expect
     assert made.params.lora == expected and made.adapter == ADAPTERS.get(expected, "")
 
 
-def test_an_unknown_adapter_is_an_error_row() -> None:
+@pytest.mark.parametrize(
+    ("name", "adapters", "sentence"),
+    [
+        ("sqI", ADAPTERS, "there is no LoRA adapter 'sqI': there are sql, chat"),
+        ("sqI", {}, "there is no LoRA adapter 'sqI': none is loaded; --lora NAME=PATH loads one"),
+        (3, ADAPTERS, "lora must be the name of an adapter, not 3."),
+    ],
+)
+def test_an_unknown_adapter_is_an_error_row(name: Any, adapters: dict[str, str], sentence: str) -> None:
     """Guards misspelt names, wrong types, and engines without adapters, whose rows would silently be the base's."""
-    for adapters, message in (
-        (ADAPTERS, "line 5: there is no LoRA adapter 'sqI': there are sql, chat"),
-        ({}, "line 5: there is no LoRA adapter 'sqI': none is loaded; --lora NAME=PATH loads one"),
-    ):
-        made = processed(ROW | {"lora": "sqI"}, adapters)
-        assert isinstance(made, Completion) and made.error is not None
-        assert (made.error.code, str(made.error)) == ("invalid_row", message)
-    made = processed(ROW | {"lora": 3})
-    assert isinstance(made, Completion)
-    assert made.error is not None and "lora must be the name of an adapter, not 3" in str(made.error)
+    error = request(ROW | {"lora": name}, adapters).error
+    assert (error.code, str(error)) == ("invalid_row", f"line 5: {sentence}")
 
 
-@pytest.mark.parametrize("fields", [ROW, call()])
-def test_keys_have_the_weights_and_not_the_name(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("plain", [ROW, call()])
+def test_keys_have_the_weights_and_not_the_name(plain: dict[str, Any]) -> None:
     """Guards `--resume`, the cache of answers and `verify`: other weights are another answer, another name is not."""
-    if "body" in fields:
-        plain, adapted = fields, fields | {"body": fields["body"] | {"lora": "sql"}}
-        renamed = fields | {"body": fields["body"] | {"lora": "new"}}
-    else:
-        plain, adapted, renamed = fields, fields | {"lora": "sql"}, fields | {"lora": "new"}
-    base, first, same, other = (
-        request(plain),
-        request(adapted),
-        request(renamed, {"new": "f1"}),
-        request(adapted, {"sql": "f3"}),
-    )
+    adapted, renamed = (call(lora=name) if "body" in plain else ROW | {"lora": name} for name in ("sql", "new"))
+    base, first, other = request(plain), request(adapted), request(adapted, {"sql": "f3"})
+    same = request(renamed, {"new": "f1"})
+    made = base, first, same, other
     assert base.key == request(plain, {}).key
-    assert first.key == same.key and len({base.key, first.key, other.key}) == 3
-    keys = [content_key("model", LIMITS, one) for one in (base, first, same, other)]
-    assert keys[1] == keys[2] and len(set(keys)) == 3
+    for keys in ([one.key for one in made], [content_key("model", LIMITS, one) for one in made]):
+        assert keys[1] == keys[2] and len({*keys}) == 3

@@ -59,7 +59,7 @@ def ask(engine: SteppingEngine, *requests: Request) -> list[Completion]:
 
 
 def request(choice: ToolChoice | None, *more: dict[str, Any], seed: int = 0, **fields: Any) -> Request:
-    params = SamplingParams(**{"max_tokens": 400} | fields.pop("params", {}))
+    params = SamplingParams(**{"max_tokens": 300} | fields.pop("params", {}))
     return Request(messages=[QUESTION, *more], tools=TOOLS, choice=choice, params=params, seed=seed, **fields)
 
 
@@ -79,7 +79,7 @@ def check_calls(completion: Completion, choice: ToolChoice) -> None:
 @pytest.mark.parametrize(("engine"), CALL_TEMPLATES.values(), ids=CALL_TEMPLATES, indirect=True)
 def test_a_random_model_calls_tools_in_every_format(engine: SteppingEngine) -> None:
     """Guards `required` and a named function, greedy and at temperature 1, from the prompt to the parsed calls."""
-    hot = {"temperature": 1.0, "n": 4}
+    hot = {"temperature": 1.0, "n": 2}
     asked = [(choice, params) for choice in (ANY, NAMED) for params in ({}, hot)]
     requests = [request(choice, params=params, seed=seed) for seed, (choice, params) in enumerate(asked)]
     for (choice, _), completion in zip(asked, ask(engine, *requests), strict=True):
@@ -92,47 +92,45 @@ def tags_of(engine: SteppingEngine) -> tuple[int, int]:
     return opening, closing
 
 
+def likely_end(engine: SteppingEngine) -> dict[str, Any]:
+    """Parameters with which a model often ends its reasoning."""
+    return {"temperature": 1.0, "n": 4, "max_tokens": 200, "logit_bias": {tags_of(engine)[1]: LIKELY}}
+
+
 @pytest.mark.parametrize("engine", [OPENED], ids=["opened"], indirect=True)
 def test_a_call_comes_after_the_reasoning(engine: SteppingEngine) -> None:
-    """Guards models whose template opens the think tag: they reason freely, and the call follows."""
-    likely = {"temperature": 1.0, "n": 4, "logit_bias": {tags_of(engine)[1]: LIKELY}}
-    for choice in (ANY, NAMED):
-        (completion,) = ask(engine, request(choice, params=likely))
+    """Guards models whose template opens the think tag: they reason freely, and the call, or the form, follows."""
+    asked = [request(choice, params=likely_end(engine)) for choice in (ANY, NAMED)]
+    for choice, completion in zip((ANY, NAMED), ask(engine, *asked), strict=True):
         check_calls(completion, choice)
         assert any(made.reasoning for made in completion.choices)
+    for answer, text in (("hm</think>", "Hi"), ("hm</think>\n\nOh", "\n\nHi")):
+        (completion,) = ask(engine, request(None, answer=answer, params={"regex": "\n\nHi"}))
+        assert (completion.text, completion.reasoning, completion.finish_reason) == (text, None, "stop")
+
+
+BEGUN = {"<think>\nI should": True, "<think>\nhm\n</think>": False, "": False}
+"""What stands in a message that is continued, and whether it leaves reasoning open."""
 
 
 @pytest.mark.parametrize("engine", [QWEN3], ids=["Hermes"], indirect=True)
-def test_a_model_that_would_reason_calls_at_once(engine: SteppingEngine) -> None:
-    """Guards against a call that never comes if the model would begin with a think block of its own."""
-    (free,) = ask(engine, request(None, params={"logit_bias": {tags_of(engine)[0]: 100.0}, "max_tokens": 5}))
-    assert free.reasoning is not None or free.text == "", "the bias makes it begin a think block"
-    (completion,) = ask(engine, request(NAMED, params={"logit_bias": {tags_of(engine)[0]: 100.0}}))
-    check_calls(completion, NAMED)
-    assert completion.reasoning is None
-
-
-@pytest.mark.parametrize("engine", [QWEN3], ids=["Hermes"], indirect=True)
-@pytest.mark.parametrize(
-    ("begun", "thinks"), [("<think>\nI should", True), ("<think>\nhm\n</think>", False), ("", False)]
-)
-def test_a_call_in_a_message_that_is_continued(engine: SteppingEngine, begun: str, thinks: bool) -> None:
-    """Guards `continue_final_message`: reasoning that was begun goes on first, and nothing is given twice."""
+def test_reasoning_of_its_own(engine: SteppingEngine) -> None:
+    """Guards calls of a model that would begin a think block, and `continue_final_message`: what was begun goes on."""
+    opening = {"logit_bias": {tags_of(engine)[0]: 100.0}}
     template = TemplateOptions(continue_final_message=True)
-    likely = {"temperature": 1.0, "n": 4, "logit_bias": {tags_of(engine)[1]: LIKELY}}
-    asked = request(NAMED, {"role": "assistant", "content": begun}, template=template, params=likely)
-    assert engine.input_processor().encode(asked).is_thinking is thinks
-    (completion,) = ask(engine, asked)
-    check_calls(completion, NAMED)
-    assert all("should" not in (made.reasoning or "") for made in completion.choices)
-    assert any(made.reasoning for made in completion.choices) is thinks
-
-
-@pytest.mark.parametrize("engine", [OPENED], ids=["opened"], indirect=True)
-@pytest.mark.parametrize(("answer", "text"), [("hm</think>", "Hi"), ("hm</think>\n\nOh", "\n\nHi")])
-def test_an_answer_whose_reasoning_is_over_is_constrained_at_once(
-    engine: SteppingEngine, answer: str, text: str
-) -> None:
-    """Guards against a constraint that waits for the end of reasoning that the beginning of the answer has closed."""
-    (completion,) = ask(engine, request(None, answer=answer, params={"regex": "\n\nHi"}))
-    assert (completion.text, completion.reasoning, completion.finish_reason) == (text, None, "stop")
+    begun = [{"role": "assistant", "content": content} for content in BEGUN]
+    asked = [request(NAMED, one, template=template, params=likely_end(engine)) for one in begun]
+    free, called, *continued = ask(
+        engine,
+        request(None, params=opening | {"max_tokens": 5}),
+        request(NAMED, params=opening),
+        *asked,
+    )
+    assert free.reasoning is not None or free.text == "", "the bias makes it begin a think block"
+    check_calls(called, NAMED)
+    assert called.reasoning is None
+    for one, completion, thinks in zip(asked, continued, BEGUN.values(), strict=True):
+        assert engine.input_processor().encode(one).is_thinking is thinks
+        check_calls(completion, NAMED)
+        assert all("should" not in (made.reasoning or "") for made in completion.choices)
+        assert any(made.reasoning for made in completion.choices) is thinks

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
 from cbatch.base.template_options import TemplateOptions
@@ -23,6 +22,7 @@ from cbatch.text.tokenizer import ChatTokenizer
 from tests.support.chat_templates import QWEN3
 from tests.support.model_folder import TEMPLATE, make_tokenizer
 
+LONGEST = 1024
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 NAMED = {"type": "function", "function": {"name": "look"}}
@@ -41,7 +41,7 @@ def processor(
     model = ModelInfo(
         tokenizer=ChatTokenizer(of_transformers(tokenizer)),
         default_params=SamplingParams(),
-        limits=SequenceLimits(1 << 20, 1 << 20),
+        limits=SequenceLimits(LONGEST, LONGEST),
         fingerprint="model",
         compile=lambda params, tools, choice: compiled.append(choice) if compiled is not None else None,
     )
@@ -106,44 +106,35 @@ def test_keys_of_finished_rows_stay(index: int) -> None:
 
 def test_what_is_said_to_the_template_is_in_the_key() -> None:
     """Guards --resume against rows that got another prompt; what equals the default changes no key."""
-    plain = encode({"messages": [USER]}).key
+    asked: dict[str, Any] = {"messages": [USER], "tools": [TOOL]}
     same: list[dict[str, Any]] = [
+        {},
         {"chat_template_kwargs": {}},
         {"add_generation_prompt": True},
         {"continue_final_message": False},
-        {"parallel_tool_calls": False},
         {"tool_choice": "auto"},
         {"system": ""},
     ]
-    assert {encode({"messages": [USER], **fields}).key for fields in same} == {plain}
+    assert len({encode(asked | one, QWEN3).key for one in same}) == 1
     other: list[dict[str, Any]] = [
+        {},
         {"enable_thinking": False},
         {"enable_thinking": True},
         {"chat_template_kwargs": {"a": 1}},
         {"add_generation_prompt": False},
         {"continue_final_message": True},
         {"system": "s"},
-    ]
-    keys = [encode({"messages": [USER], **fields}).key for fields in other]
-    assert len({plain, *keys}) == len(other) + 1
-    off = TemplateOptions(kwargs={"enable_thinking": False})
-    assert encode({"messages": [USER]}, template=off).key == keys[0]
-    raw = {"prompt": "Hi", "raw": True}
-    assert encode(raw, template=off).key == encode(raw).key, "no template sees the variables"
-
-
-def test_forced_calls_are_in_the_key() -> None:
-    """Guards --resume against rows whose tool_choice has changed."""
-    asked = {"prompt": "a", "tools": [TOOL]}
-    fields: list[dict[str, Any]] = [
-        {},
         {"tool_choice": "none"},
         {"tool_choice": "required"},
         {"tool_choice": NAMED},
         {"parallel_tool_calls": False},
     ]
-    assert len({encode(asked | one, QWEN3).key for one in fields}) == len(fields)
-    assert encode(asked | {"tool_choice": "auto"}, QWEN3).key == encode(asked, QWEN3).key
+    keys = [encode(asked | one, QWEN3).key for one in other]
+    assert len({*keys}) == len(other)
+    off = TemplateOptions(kwargs={"enable_thinking": False})
+    assert encode(asked, QWEN3, template=off).key == keys[1]
+    raw = {"prompt": "Hi", "raw": True}
+    assert encode(raw, template=off).key == encode(raw).key, "no template sees the variables"
 
 
 def test_a_row_tells_the_template_more_than_the_run() -> None:
@@ -160,27 +151,43 @@ def test_a_row_tells_the_template_more_than_the_run() -> None:
 
 
 def test_a_message_is_continued() -> None:
-    """Guards continue_final_message and add_generation_prompt, and that they exclude each other."""
+    """Guards continue_final_message and add_generation_prompt."""
     messages = [USER, {"role": "assistant", "content": "Hello w"}]
     open_end = encode({"messages": messages, "continue_final_message": True})
     assert text_of(open_end).endswith("<|im_start|>assistant\nHello w")
     closed = encode({"messages": messages, "add_generation_prompt": False})
     assert text_of(closed).endswith("Hello w<|im_end|>\n")
-    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
-    assert "ask for one of them" in error_of(both)
-    assert "must be true or false" in error_of({"messages": messages, "continue_final_message": 1})
-    with pytest.raises(RequestError, match="add_generation_prompt must be"):
-        processor(params={"add_generation_prompt": "yes"})
 
 
 def test_a_system_message_comes_from_the_row_first() -> None:
-    """Guards ollama's `system`: it counts more than --system, and a conversation that has one refuses it."""
+    """Guards ollama's `system`: it counts more than --system."""
     asked = {"prompt": "Hi", "system": "Be brief."}
     assert text_of(encode(asked, system="Be kind.")).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert text_of(encode({"prompt": "Hi"}, system="Be kind.")).startswith("<|im_start|>system\nBe kind.")
-    told = [{"role": "system", "content": "s"}, USER]
-    assert "both system and a message" in error_of({"messages": told, "system": "Be brief."})
-    assert "system must be a string" in error_of({"prompt": "Hi", "system": 3})
+
+
+OTHER = {"type": "function", "function": {"name": "hear"}}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [USER], "continue_final_message": True, "add_generation_prompt": True}, "ask for one of them"),
+    ({"messages": [USER], "continue_final_message": 1}, "must be true or false"),
+    ({"messages": [{"role": "system", "content": "s"}], "system": "Be brief."}, "both system and a message"),
+    ({"prompt": "Hi", "system": 3}, "system must be a string"),
+    ({"prompt": "Hi", "id": "a", "custom_id": "b"}, "two names of one thing"),
+    ({"prompt": "Hi", "id": 1, "custom_id": 1.0}, "two names of one thing"),
+    ({"prompt": "Hi", "custom_id": [1]}, "custom_id must be a string or a number"),
+    ({"tool_choice": OTHER}, "line 1: tool_choice names 'hear', which is not one of the tools"),
+    ({"tool_choice": "any"}, "tool_choice must be auto, none, required or"),
+    ({"tool_choice": "required", "tools": []}, "there are no tools"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools is not available"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), WRONG)
+def test_what_is_wrong_is_said(fields: dict[str, Any], sentence: str) -> None:
+    """Guards wishes that contradict each other, and values that nobody would read."""
+    asked = fields if "prompt" in fields or "messages" in fields else {"prompt": "a", "tools": [TOOL]} | fields
+    assert sentence in error_of(asked, QWEN3)
 
 
 @pytest.mark.parametrize(
@@ -202,35 +209,16 @@ def test_custom_id_is_the_id_of_a_row() -> None:
     assert (by_id.key, by_id.seed) == (by_custom_id.key, by_custom_id.seed)
     assert encode({"prompt": "Hi", "custom_id": 4}).id == 4
     assert encode({"prompt": "Hi", "id": "a", "custom_id": "a"}).key == by_id.key
-    assert "two names of one thing" in error_of({"prompt": "Hi", "id": "a", "custom_id": "b"})
-    assert "two names of one thing" in error_of({"prompt": "Hi", "id": 1, "custom_id": 1.0})
-    assert "custom_id must be a string or a number" in error_of({"prompt": "Hi", "custom_id": [1]})
 
 
 def test_a_forced_call_is_compiled() -> None:
     """Guards tool_choice in all of its forms, and parallel_tool_calls."""
     compiled: list[ToolChoice | None] = []
-    lines = processor(QWEN3, compiled)
-
-    def made(**fields: Any) -> Request | Completion:
-        return lines.process(Line(0, json.dumps({"prompt": "a", "tools": [TOOL], **fields}).encode()))
-
+    asked = {"prompt": "a", "tools": [TOOL]}
     for choice in "auto", "none", "required", NAMED:
-        assert isinstance(made(tool_choice=choice), Request)
+        encode(asked | {"tool_choice": choice}, QWEN3, compiled=compiled)
     assert compiled == [None, None, ToolChoice(), ToolChoice("look")]
-    (several, one) = (made(parallel_tool_calls=value) for value in (True, False))
-    assert isinstance(several, Request) and several.max_calls is None
-    assert isinstance(one, Request) and one.max_calls == 1
-    other = {"type": "function", "function": {"name": "hear"}}
-    for fields, message in (
-        ({"tool_choice": other}, "line 1: tool_choice names 'hear', which is not one of the tools"),
-        ({"tool_choice": "any"}, "tool_choice must be auto, none, required or"),
-        ({"tool_choice": "required", "tools": []}, "there are no tools"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools is not available"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls must be true or false"),
-    ):
-        refused = made(**fields)
-        assert isinstance(refused, Completion) and message in str(refused.error)
+    assert [encode(asked | {"parallel_tool_calls": one}, QWEN3).max_calls for one in (True, False)] == [None, 1]
 
 
 def request(inputs: InputProcessor, fields: dict[str, Any], params: SamplingParams | None = None) -> SamplingParams:
@@ -258,12 +246,12 @@ def test_parameters_come_in_layers() -> None:
 
 def test_a_prompt_that_does_not_fit_does_not_wait_for_the_engine() -> None:
     """Guards memory: rows whose prompts are too long are finished at once, and keep none of their tokens."""
-    fields = {"prompt_token_ids": [300] * (1 << 20), "max_tokens": 1}
-    assert isinstance(processor().process(Line(0, json.dumps(fields).encode())), Request)
-    fields["prompt_token_ids"] = [300] * ((1 << 20) + 1)
-    refused = processor().process(Line(0, json.dumps(fields).encode()))
-    assert isinstance(refused, Completion) and refused.error is not None
-    assert refused.error.code == "prompt_too_long" and str(refused.error).startswith("line 1: The prompt has 1048577 ")
+    whole, refused = (
+        processor().process(Line(0, json.dumps({"prompt_token_ids": [300] * count, "max_tokens": 1}).encode()))
+        for count in (LONGEST, LONGEST + 1)
+    )
+    assert isinstance(whole, Request) and isinstance(refused, Completion) and refused.error is not None
+    assert refused.error.code == "prompt_too_long" and str(refused.error).startswith("line 1: The prompt has 1025 ")
 
 
 @pytest.mark.parametrize("broken", ["encode_chat", "compile"])

@@ -20,6 +20,9 @@ from cbatch.requests.param_names import COLUMN_NAMES, READERS, REFUSED, REST_OF_
 from cbatch.requests.rows import set_defaults
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+UNREAD = ("guided_decoding_backend", "do_sample")
+"""Names that stay columns: they only agree with the others."""
+TOLD = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 OF_SCHEMA = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 
 VLLM_PARAMS = (
@@ -109,20 +112,8 @@ def test_every_name_of_theirs_is_known(name: str) -> None:
         ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
         ({"logprobs": True}, {"logprobs": 0}),
         ({"logprobs": 2, "top_logprobs": 2}, {"logprobs": 2}),
-    ],
-)
-def test_other_names_are_understood(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Guards that a name of theirs means what ours means, in a row and from Python, and that its value is valid."""
-    row = parse(theirs)
-    assert row.error is None and row.given == ours and not row.given_template
-    assert row.extra == {name: theirs[name] for name in ("guided_decoding_backend",) if name in theirs}
-    assert own_params({name: value for name, value in theirs.items() if name not in row.extra}) == (ours, {})
-    SamplingParams().merged(row.given)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": False, "temperature": 0}, {"temperature": 0}),
         ({"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
         ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
         (
@@ -143,18 +134,24 @@ def test_other_names_are_understood(theirs: dict[str, Any], ours: dict[str, Any]
         ),
     ],
 )
-def test_what_templates_are_told(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Guards the fields for chat templates, by all of their names, in a row and from Python."""
+def test_other_names_are_understood(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Guards names of theirs, also those for chat templates, in a row and from Python, and that values are valid."""
     row = parse(theirs)
-    assert row.error is None and row.given_template == ours and row.given == {} and row.extra == {}
-    assert own_params(theirs) == ({}, ours)
+    assert row.error is None and row.given | row.given_template == ours and not row.given.keys() & TOLD
+    assert row.extra == {name: theirs[name] for name in UNREAD if name in theirs}
+    assert own_params({name: value for name, value in theirs.items() if name not in row.extra}) == (
+        row.given,
+        row.given_template,
+    )
+    SamplingParams().merged(row.given)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_is_not_available_says_so(name: str) -> None:
-    """Guards each refusal: from Python, in a body of OpenAI's, and in a row, with advice; null asks for nothing."""
+    """Guards each refusal, with advice, from Python, in a body and in a row; and what asks for nothing, as files do."""
     others = {"mirostat": 2} if name.startswith("mirostat_") else {}
     asked = {"template": "{{ .Prompt }}", "add_special_tokens": "x"}.get(name, {"stream": True}.get(name, [{}]))
+    assert "--" not in REFUSED[name] or "in Python" in REFUSED[name]
     with pytest.raises(RequestError, match=f"^{name} is not available: ") as caught:
         own_params({name: asked, **others})
     assert len(str(caught.value)) < 150 and not str(caught.value).endswith(".")
@@ -164,15 +161,8 @@ def test_what_is_not_available_says_so(name: str) -> None:
     assert refused is not None and f"{name} is not available" in str(refused)
     if name not in COLUMN_NAMES:
         assert f"{name} is not available" in message({name: asked, **others})
-        assert parse({name: None}).extra == {name: None}
         assert parse({name: asked}, allow_unknown=True).extra == {name: asked}
-    assert own_params({name: None}) == ({}, {})
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_asks_for_nothing_is_accepted(name: str) -> None:
-    """Guards files made for other programs, which spell out every default."""
-    for nothing in param_names.NOTHING[name]:
+    for nothing in (None, *param_names.NOTHING[name]):
         assert own_params({name: nothing}) == ({}, {})
         row = parse({name: nothing})
         assert row.error is None and row.given == {} and row.extra == {name: nothing}
@@ -217,36 +207,22 @@ MISSPELT = (
 ).split()
 
 
-@pytest.mark.parametrize(("name", "meant"), [pair.split("=") for pair in MISSPELT])
+@pytest.mark.parametrize(("name", "meant"), [*(pair.split("=") for pair in MISSPELT), ("Stop", "stop")])
 def test_misspelt_names_are_refused_with_a_hint(name: str, meant: str) -> None:
-    """Guards names that nobody has, in a row, in a body, in ollama's options and from Python."""
-    error = parse({name: 1}).error
+    """Guards names that nobody has, in a row, in a body, in ollama's options and from Python; Stop may be a column."""
+    value = 1 if name != "Stop" else ["END"]
+    error = parse({name: value}).error
     assert error is not None and error.code == "unknown_parameter" and f"did you mean {meant!r}" in str(error)
-    assert parse({name: 1}, allow_unknown=True).extra == {name: 1}
-    body = {"prompt": "a", name: 1}
+    assert parse({name: value}, allow_unknown=True).extra == {name: value}
+    body = {"prompt": "a", name: value}
     error = parse_line(Line(0, json.dumps({"url": "/v1/completions", "body": body}).encode())).error
     assert error is not None and error.code == "unknown_parameter"
-    for params in {name: 1}, {"options": {"top_k": 3, name: 1}}:
+    for params in {name: value}, {"options": {"top_k": 3, name: value}}:
         with pytest.raises(RequestError, match="There is no sampling parameter") as caught:
             own_params(params)
         assert caught.value.code == "unknown_parameter"
-
-
-def test_another_writing_of_stop_is_refused_if_it_holds_text() -> None:
-    """Guards stop strings that would be ignored, and columns called Stop that hold something else."""
-    for value in "END", ["END"]:
-        error = parse({"Stop": value}).error
-        assert error is not None and "did you mean 'stop'" in str(error)
-    assert parse({"Stop": 4, "STOP": {"a": 1}}).extra == {"Stop": 4, "STOP": {"a": 1}}
-    with pytest.raises(RequestError, match="There is no sampling parameter 'Stop'; did you mean 'stop'"):
-        own_params({"Stop": "END"})
-
-
-def test_do_sample_agrees_with_the_temperature() -> None:
-    """Guards parameters of transformers that say twice whether to sample."""
-    for sampled, temperature in (True, 0.5), (False, 0), (None, 1):
-        row = parse({"do_sample": sampled, "temperature": temperature})
-        assert row.error is None and row.given == {"temperature": temperature}
+    for other in "enable_thinking", "label", "tools":
+        assert "line 1: There is no" in str(parse({"options": {"top_k": 3, other: True}}).error)
 
 
 @pytest.mark.parametrize("name", param_names.ROW_FIELDS)
@@ -256,19 +232,6 @@ def test_fields_of_a_row_are_no_parameters(name: str) -> None:
         own_params({name: 1})
     assert caught.value.code == "unknown_parameter"
     assert ("engine.chat" in str(caught.value)) == ("tool" in name)
-
-
-def test_options_are_named_for_python_too() -> None:
-    """Guards advice that only the command line could follow."""
-    for name, why in REFUSED.items():
-        assert "--" not in why or "in Python" in why, name
-
-
-def test_options_hold_sampling_parameters_only() -> None:
-    """Guards ollama's `options` against names that belong beside it, and names that nobody has."""
-    for name in "enable_thinking", "label", "tools":
-        error = parse({"options": {"top_k": 3, name: True}}).error
-        assert error is not None and error.code == "unknown_parameter" and "line 1: There is no" in str(error)
 
 
 def test_params_of_a_call_come_under_those_of_a_row() -> None:
@@ -285,14 +248,6 @@ def test_params_of_a_call_come_under_those_of_a_row() -> None:
     }
     set_defaults(row, {"num_ctx": 3})
     assert row.error is not None and "num_ctx is not available" in str(row.error)
-
-
-def test_long_names_cost_nothing() -> None:
-    """Guards memory and time against names of columns as long as a line; they resemble no parameter."""
-    before = param_names._intended.cache_info().currsize
-    assert parse({"x" * 100_000 + str(number): 1 for number in range(3)}).error is None
-    assert param_names._intended.cache_info().currsize == before
-    assert max(map(len, param_names.UNDERSTOOD)) < param_names.MAX_NAME
 
 
 @pytest.mark.parametrize(
@@ -346,9 +301,10 @@ def test_names_one_edit_apart_share_a_shortened_one(one: str, other: str) -> Non
         assert not shortened(one).isdisjoint(shortened(other))
 
 
-def test_columns_are_not_compared_with_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the time that a row of many columns takes: 100,000 of them held up a run for half a minute."""
+def test_many_columns_and_long_names_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the time that columns take: 100,000 held up a run for half a minute; and memory against long names."""
     compared: list[str] = []
     monkeypatch.setattr(param_names, "similar_name", lambda name, known: compared.append(name))
-    row = parse_line(Line(0, json.dumps({"prompt": "a", **{f"column{n}": 0 for n in range(5000)}}).encode()))
-    assert row.error is None and len(row.extra) == 5000 and len(compared) < 10
+    row = parse({"x" * 100_000: 1, **{f"column{n}": 0 for n in range(5000)}})
+    assert row.error is None and len(row.extra) == 5001 and len(compared) < 10
+    assert max(map(len, param_names.UNDERSTOOD)) < param_names.MAX_NAME > max(map(len, compared), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,46 +48,45 @@ def apply(logits: torch.Tensor, sequences: list[TokenSequence]) -> torch.Tensor:
     return processed
 
 
-@pytest.mark.parametrize("penalty", [1.3, 0.7, 4.0])
-def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
-    """Guards the rule for positive and negative logits, over prompt and output, beside rows without it."""
-    sequences = [make_request(0, repetition_penalty=penalty), make_request(1), make_request(2, repetition_penalty=2.0)]
+LOWER = logits_process.RepetitionPenaltyLogitsProcessor(0.7)
+BIAS = logits_process.SequenceBiasLogitsProcessor([[[3], 5.5], [[7], -100.0]])
+FORBIDDEN = logits_process.SuppressTokensLogitsProcessor([0, 1, *range(30, VOCABULARY)])
+CASES: dict[str, tuple[dict[str, Any], Callable[..., torch.Tensor]]] = {
+    "repetition": ({"repetition_penalty": 4.0}, logits_process.RepetitionPenaltyLogitsProcessor(4.0)),
+    "repetition below 1": ({"repetition_penalty": 0.7}, LOWER),
+    "bias": ({"logit_bias": {3: 5.5, "7": -100}}, BIAS),
+    "presence": ({"presence_penalty": -1.5}, lambda ids, logits: by_formula(ids, logits, -1.5, 0.0)),
+    "frequency": ({"frequency_penalty": 0.7}, lambda ids, logits: by_formula(ids, logits, 0.0, 0.7)),
+    "everything": (
+        {
+            "logit_bias": {3: 5.5, 7: -100},
+            "repetition_penalty": 0.7,
+            "presence_penalty": 0.3,
+            "frequency_penalty": 0.2,
+            "allowed_token_ids": list(range(2, 30)),
+        },
+        lambda ids, logits: FORBIDDEN(ids, by_formula(ids, LOWER(ids, BIAS(ids, logits)), 0.3, 0.2)),
+    ),
+}
+
+
+def by_formula(ids: torch.Tensor, logits: torch.Tensor, presence: float, frequency: float) -> torch.Tensor:
+    """The published one, over the output alone: `logit - count * frequency - (count > 0) * presence`."""
+    counts = torch.bincount(ids[0, 6:], minlength=VOCABULARY)
+    return logits - counts * frequency - (counts > 0) * presence
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processors_are_those_of_transformers(name: str) -> None:
+    """Guards signs, the tokens that count, which row gets what, and the order if a row asks for everything."""
+    params, theirs = CASES[name]
+    sequences = [make_request(1), make_request(0, output=30, **params), make_request(2)]
+    ids = torch.tensor([sequences[1].token_ids])
+    assert len({*ids[0, 6:].tolist()}) < 30 and {*ids[0, :6].tolist()} - {*ids[0, 6:].tolist()}, "it shows nothing"
     logits = random_logits(3)
     processed = apply(logits, sequences)
-    for row, strength in ((0, penalty), (2, 2.0)):
-        ids = torch.tensor([sequences[row].token_ids])
-        expected = logits_process.RepetitionPenaltyLogitsProcessor(strength)(ids, logits[row : row + 1].clone())
-        assert torch.equal(processed[row], expected[0])
-    assert torch.equal(processed[1], logits[1])
-
-
-@pytest.mark.parametrize("presence, frequency", [(0.5, 0.0), (0.0, 0.7), (-1.5, 0.4), (2.0, 2.0)])
-def test_presence_and_frequency_follow_the_published_formula(presence: float, frequency: float) -> None:
-    """Guards `logit - count * frequency - (count > 0) * presence`, over the output alone."""
-    params = {"presence_penalty": presence, "frequency_penalty": frequency}
-    sequences = [make_request(1), make_request(0, output=30, **params)]
-    logits = random_logits(2)
-    processed = apply(logits, sequences)
-    counts = Counter(sequences[1].token_ids[sequences[1].num_prompt :])
-    assert max(counts.values()) > 1 and set(sequences[1].token_ids[:6]) - set(counts), "the case shows nothing"
-    expected = [
-        float(logits[1, token]) - counts[token] * frequency - (counts[token] > 0) * presence
-        for token in range(VOCABULARY)
-    ]
-    assert torch.allclose(processed[1], torch.tensor(expected), atol=1e-5)
-    assert torch.equal(processed[0], logits[0])
-
-
-def test_bias_is_that_of_transformers() -> None:
-    """Guards logit_bias: added to its own tokens of its own row."""
-    sequences = [make_request(), make_request(logit_bias={3: 5.5, 7: -100}), make_request(logit_bias={"0": 1})]
-    logits = random_logits(3)
-    processed = apply(logits, sequences)
-    expected = logits_process.SequenceBiasLogitsProcessor([[[3], 5.5], [[7], -100.0]])(
-        torch.tensor([[1]]), logits[1:2].clone()
-    )
-    assert torch.equal(processed[1], expected[0])
-    assert processed[2, 0] == logits[2, 0] + 1 and torch.equal(processed[0], logits[0])
+    assert torch.allclose(processed[1:2], theirs(ids, logits[1:2].clone()), atol=1e-5)
+    assert torch.equal(processed[::2], logits[::2])
 
 
 def test_bad_words_are_those_of_transformers() -> None:
@@ -104,13 +103,15 @@ def test_bad_words_are_those_of_transformers() -> None:
     assert [token for token in range(VOCABULARY) if processed[0, token] == -math.inf] == [5, 6, 7]
 
 
-def test_allowed_tokens_are_looked_up_once() -> None:
-    """Guards the time of a step, since a list may be as long as the vocabulary."""
+def test_what_costs_nothing() -> None:
+    """Guards the time of a step: no copy for rows that ask for nothing; a long list of tokens is looked up once."""
+    logits = random_logits(1)
+    assert process_logits(logits, [make_request(temperature=1.0)]) is logits
     sequence = make_request(allowed_token_ids=[4, 2, 4])
     assert sequence.params.allowed_token_ids == (2, 4)
-    first = apply(random_logits(1), [sequence])
+    first = apply(logits, [sequence])
     bitmask = sequence.allowed_bitmask
-    assert torch.equal(apply(random_logits(1), [sequence]), first) and sequence.allowed_bitmask is bitmask is not None
+    assert torch.equal(apply(logits, [sequence]), first) and sequence.allowed_bitmask is bitmask is not None
 
 
 def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
@@ -127,51 +128,16 @@ def test_a_forbidden_token_that_is_not_a_number_does_no_harm() -> None:
     assert processed[0].isfinite().nonzero().flatten().tolist() == [5] and processed[0, 5] == logits[0, 5]
 
 
-def test_all_at_once_is_one_after_the_other() -> None:
-    """Guards the order if a row asks for everything: bias, repetition, presence and frequency, bad words, lists."""
-    sequence = make_request(
-        5,
-        output=20,
-        logit_bias={3: 9},
-        repetition_penalty=1.5,
-        presence_penalty=0.3,
-        frequency_penalty=0.2,
-        allowed_token_ids=list(range(2, 30)),
-    )
-    sequence.request.bad_words = [[4]]
-    logits = random_logits(1)
-    ids = torch.tensor([sequence.token_ids])
-    expected = logits.clone()
-    expected[0, 3] += 9
-    expected = logits_process.RepetitionPenaltyLogitsProcessor(1.5)(ids, expected)
-    for token, count in Counter(sequence.token_ids[sequence.num_prompt :]).items():
-        expected[0, token] -= 0.3 + 0.2 * count
-    expected[0, 4] = expected[0, :2] = expected[0, 30:] = -math.inf
-    assert torch.allclose(apply(logits, [sequence]), expected, atol=1e-5)
-
-
-def test_rows_that_ask_for_nothing_cost_nothing() -> None:
-    """Guards the common step: no copy of the logits, no tensors."""
-    logits = random_logits(2)
-    assert process_logits(logits, [make_request(), make_request(temperature=1.0)]) is logits
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype) -> None:
-    """Guards values, the likeliest tokens in order, different counts side by side, and what JSON cannot say."""
+def test_logprobs_are_a_softmax_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards values, the likeliest tokens in order, what JSON cannot say, and parts, without a copy of all logits."""
     logits = random_logits(3).to(dtype)
     logits[1, 4] = -math.inf
-    found = PendingLogprobs(logits, torch.tensor([7, 4, 0]), [3, 0, VOCABULARY + 5]).get()
-    expected = logits.double().log_softmax(-1)
+    asked = logits, torch.tensor([7, 4, 0]), [3, 0, VOCABULARY + 5]
+    found, expected = PendingLogprobs(*asked).get(), logits.double().log_softmax(-1)
     assert abs(found[0].logprob - float(expected[0, 7])) < 1e-5 and found[1].logprob == MIN_LOGPROB
     assert [len(one.top) for one in found] == [3, 0, VOCABULARY]
     assert [token for token, _ in found[0].top] == logits[0].float().topk(3).indices.tolist()
     assert all(abs(value - float(expected[2, token])) < 1e-5 for token, value in found[2].top)
-
-
-def test_logprobs_of_many_rows_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards a long prompt with a large vocabulary against a float32 copy of all its logits at once."""
-    logits = random_logits(7)
-    whole = PendingLogprobs(logits, torch.arange(7), [2] * 7).get()
-    monkeypatch.setattr("cbatch.sample.output.MAX_ELEMENTS", 3 * VOCABULARY)
-    assert PendingLogprobs(logits, torch.arange(7), [2] * 7).get() == whole
+    monkeypatch.setattr("cbatch.sample.output.MAX_ELEMENTS", 2 * VOCABULARY)
+    assert PendingLogprobs(*asked).get() == found

@@ -92,15 +92,18 @@ def test_each_row_keeps_its_own_tokens() -> None:
 
 
 def test_masks_of_all_rows_are_taken_as_they_are() -> None:
-    """Guards the common step of structured output: no copy of the masks, in whatever order rows are constrained."""
-    logits, made = logits_of(3), masks_of([4], [5, 50], [6])
+    """Guards the common step of structured output, in half precision too: no copy of the masks, in whatever order."""
+    logits, made = logits_of(3).bfloat16(), masks_of([4], [5, 50], [6])
     sequences = [make_request(constrained=True) for _ in range(3)]
-    masks = RowMasks.build(sequences, made, [0, 1, 2], logits)
-    assert masks is not None and masks.bitmasks is made.bitmasks
-    assert masks.apply(logits).isfinite().nonzero().tolist() == [[0, 4], [1, 5], [1, 50], [2, 6]]
-    masks = RowMasks.build(sequences, made, [2, 0, 1], logits)
-    assert masks is not None
-    assert masks.apply(logits).isfinite().nonzero().tolist() == [[0, 5], [0, 50], [1, 6], [2, 4]]
+    for order, expected in (
+        ([0, 1, 2], [[0, 4], [1, 5], [1, 50], [2, 6]]),
+        ([2, 0, 1], [[0, 5], [0, 50], [1, 6], [2, 4]]),
+    ):
+        masks = RowMasks.build(sequences, made, order, logits)
+        assert masks is not None and masks.bitmasks is made.bitmasks
+        masked, (rows, tokens) = masks.apply(logits), torch.tensor(expected).T
+        assert masked.dtype == torch.float32 and masked.isfinite().nonzero().tolist() == expected
+        assert torch.equal(masked[rows, tokens], logits[rows, tokens].float())
     assert RowMasks.build([make_request()], None, [], logits) is None
 
 
@@ -150,13 +153,3 @@ def test_masked_steps_on_a_gpu_wait_for_nothing(kernel: bool) -> None:
                 pending(rows, logits[: len(rows)], masks, sampler).get()
         filler.close()
     assert (device.launches["_choose_kernel"] == 3) == kernel
-
-
-def test_logits_of_half_precision_stay_what_they_are() -> None:
-    """Guards logits of a model in half precision: masked in float32, with the same values."""
-    logits = logits_of(2).bfloat16()
-    masks = RowMasks.build([make_request([3, 4]), make_request()], None, [], logits)
-    assert masks is not None
-    masked = masks.apply(logits)
-    assert masked.dtype == torch.float32 and torch.equal(masked[1], logits[1].float())
-    assert masked[0].isfinite().nonzero().flatten().tolist() == [3, 4]

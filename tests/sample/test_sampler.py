@@ -43,14 +43,6 @@ def random_logits(rows: int, vocabulary: int = 50) -> torch.Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3)) * 3
 
 
-def test_greedy_is_argmax_beside_rows_that_are_drawn() -> None:
-    """Guards against temperature of one row touching another."""
-    logits = random_logits(4)
-    sequences = [make_request(), make_request(temperature=2.0), make_request(), make_request(temperature=1e-7)]
-    drawn = draw(logits, sequences)
-    assert [drawn[row] for row in (0, 2, 3)] == [int(logits[row].argmax()) for row in (0, 2, 3)]
-
-
 FILTERS = [
     {"top_k": 7},
     {"top_p": 0.6},
@@ -62,17 +54,20 @@ FILTERS = [
 ]
 
 
+WARPERS = {
+    "top_k": logits_process.TopKLogitsWarper,
+    "top_p": logits_process.TopPLogitsWarper,
+    "min_p": logits_process.MinPLogitsWarper,
+}
+
+
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters_keep_what_transformers_keeps(filters: dict[str, Any]) -> None:
     """Guards the order and the edges of top-k, top-p and min-p: 400 draws stay inside, and reach, the kept set."""
     logits = random_logits(1)
     kept = logits / 0.8
-    if "top_k" in filters:
-        kept = logits_process.TopKLogitsWarper(filters["top_k"])(None, kept)
-    if "top_p" in filters:
-        kept = logits_process.TopPLogitsWarper(filters["top_p"])(None, kept)
-    if "min_p" in filters:
-        kept = logits_process.MinPLogitsWarper(filters["min_p"])(None, kept)
+    for name, value in filters.items():
+        kept = WARPERS[name](value)(None, kept)
     probabilities = kept.softmax(-1)[0]
     sequences = [make_request(seed=seed, temperature=0.8, **filters) for seed in range(400)]
     tokens = Counter(draw(logits.expand(400, -1), sequences))
@@ -112,20 +107,13 @@ def test_draws_follow_the_softmax() -> None:
 
 
 def test_noise_differs_in_every_coordinate() -> None:
-    """Guards against seeds, samples or positions that share their randomness."""
+    """Guards against coordinates that share their randomness, and noise of minus infinity, which lost even alone."""
     keys = {noise_key(s, n, p) for s in (0, 1, -1, 2**63) for n in range(4) for p in range(50)}
     assert len(keys) == 800
     noise = gumbel_noise(torch.tensor(sorted(keys)), torch.arange(1000)[None])
     assert bool(noise.isfinite().all())
     assert abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - math.pi**2 / 6) < 0.02
     assert len(set(noise.flatten().tolist())) > 0.95 * noise.numel()
-
-
-def test_the_only_token_left_is_drawn() -> None:
-    """Guards against noise of minus infinity, which one draw in 30 million had: it lost even alone."""
-    logits = torch.full((1, 90_000), -math.inf)
-    logits[0, 88373] = 0.0
-    assert draw(logits, [make_request(seed=452, position=10, temperature=1.0)]) == [88373]
     assert bool(gumbel_noise(torch.tensor([noise_key(452, 0, 10)]), torch.tensor([[88373]])).isfinite())
 
 
@@ -144,12 +132,13 @@ def test_min_tokens_forbids_end_tokens() -> None:
     "params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1, "top_p": 0.5}], ids=str
 )
 def test_rows_that_are_not_finite_are_marked(bad: float, params: dict[str, float]) -> None:
-    """Guards against a broken row passing as text, and against it harming its neighbour or the step."""
+    """Guards against a broken or a hot row harming its neighbours, and against it passing as text."""
     logits = random_logits(3)
     logits[1, 2] = bad
-    sequences = [make_request(), make_request(**params), make_request()]
+    sequences = [make_request(), make_request(**params), make_request(temperature=1e-7)]
     tokens, largest = sample(logits, sequences).get()
-    assert list(map(math.isfinite, largest)) == [True, False, True] and tokens[0] == logits[0].argmax()
+    assert list(map(math.isfinite, largest)) == [True, False, True]
+    assert [tokens[0], tokens[2]] == logits[::2].argmax(-1).tolist()
 
 
 def test_parameters_are_packed_before_the_tokens_in_flight_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

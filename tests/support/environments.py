@@ -65,16 +65,15 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-def _open_to_all(folder: Path) -> None:
-    for name in ("cache", "cache/cbatch", "cache/cbatch/weights", "numba"):
-        (folder / name).mkdir()
-        (folder / name).chmod(0o777)
+def _folders(mode: int = 0o777, owner: int | None = None) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        for name in ("cache", "cache/cbatch", "cache/cbatch/weights", "numba"):
+            (folder / name).mkdir()
+            (folder / name).chmod(mode)
+            if owner is not None:
+                os.chown(folder / name, owner, owner)
 
-
-def _of_others(folder: Path) -> None:
-    for name in ("cache", "cache/cbatch", "cache/cbatch/weights", "numba"):
-        (folder / name).mkdir()
-        os.chown(folder / name, 65534, 65534)
+    return make
 
 
 def _files(folder: Path) -> None:
@@ -85,11 +84,18 @@ def _files(folder: Path) -> None:
 _CACHES = {"XDG_CACHE_HOME": "{folder}/cache", "NUMBA_CACHE_DIR": "{folder}/numba"}
 _HUGE = "1" + "0" * 30
 
-_THREADS = [
-    Case(f"{name}={value}", {name: value}, codes=(0, 2))
-    for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    for value in ("0", "-1", "1000000000", "many", "")
-]
+
+def _each(values: Mapping[str, Sequence[str]], *codes: int, prefix: str = "") -> list[Case]:
+    """A case for each value of a variable."""
+    return [
+        Case(f"{prefix}{name}={value[:20]}", {prefix + name: value}, codes=codes)
+        for name, each in values.items()
+        for value in each
+    ]
+
+
+_NAMES = ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_THREADS = _each(dict.fromkeys(_NAMES, ("0", "-1", "1000000000", "many", "")), 0, 2)
 
 _LISTS = [
     Case(f"CBATCH_RUN_PARAM, {name}", {"CBATCH_RUN_PARAM": text}, codes=(2,))
@@ -106,36 +112,31 @@ _LISTS = [
     }.items()
 ]
 
+_WRONG_OPTIONS = {
+    "MAX_SEQS": ("many", "0"),
+    "MAX_TOKENS": ("1e3",),
+    "KV_BLOCKS": (_HUGE,),
+    "BLOCK_SIZE": (_HUGE,),
+    "KV_CACHE_MEMORY": ("lots", "1e400GiB"),
+    "WINDOW": ("-1",),
+    "DEVICE": ("toaster", "cuda:99"),
+    "MODEL": ("\x01",),
+    "QUIET": ("perhaps",),
+    "REPLICAS": (_HUGE, "x"),
+    "SEED": ("x",),
+    "TEMPERATURE": ("nan",),
+    "DATE": ("someday",),
+    "FORMAT": ("xml",),
+    "SHARD": ("9/3",),
+    "ATTENTION": ("none",),
+    "STOP": (nested(50_000),),
+    "TEMPLATE_KWARGS": (nested(50_000),),
+    "SYSTEM": ("\udcff\udcfe",),
+}
 _OPTIONS = [
-    Case(f"CBATCH_RUN_{name}={value[:20]}", {f"CBATCH_RUN_{name}": value}, codes=codes)
-    for name, value, codes in [
-        ("MAX_SEQS", "many", (2,)),
-        ("MAX_SEQS", "0", (2,)),
-        ("MAX_SEQS", _HUGE, (0, 2)),
-        ("MAX_TOKENS", "1e3", (2,)),
-        ("MAX_BATCH_TOKENS", _HUGE, (0, 2)),
-        ("KV_BLOCKS", _HUGE, (2,)),
-        ("BLOCK_SIZE", _HUGE, (2,)),
-        ("KV_CACHE_MEMORY", "lots", (2,)),
-        ("KV_CACHE_MEMORY", "1e400GiB", (2,)),
-        ("WINDOW", "-1", (2,)),
-        ("DEVICE", "toaster", (2,)),
-        ("DEVICE", "cuda:99", (2,)),
-        ("MODEL", "\x01", (2,)),
-        ("QUIET", "perhaps", (2,)),
-        ("REPLICAS", _HUGE, (2,)),
-        ("REPLICAS", "x", (2,)),
-        ("SEED", "x", (2,)),
-        ("TEMPERATURE", "nan", (2,)),
-        ("DATE", "someday", (2,)),
-        ("FORMAT", "xml", (2,)),
-        ("SHARD", "9/3", (2,)),
-        ("ATTENTION", "none", (2,)),
-        ("STOP", nested(50_000), (2,)),
-        ("TEMPLATE_KWARGS", nested(50_000), (2,)),
-        ("TEMPLATE_KWARGS", '{"a":' + nested(900) + "}", (0, 1, 2)),
-        ("SYSTEM", "\udcff\udcfe", (2,)),
-    ]
+    *_each(_WRONG_OPTIONS, 2, prefix="CBATCH_RUN_"),
+    *_each({"MAX_SEQS": (_HUGE,), "MAX_BATCH_TOKENS": (_HUGE,)}, 0, 2, prefix="CBATCH_RUN_"),
+    *_each({"TEMPLATE_KWARGS": ('{"a":' + nested(900) + "}",)}, 0, 1, 2, prefix="CBATCH_RUN_"),
 ]
 
 _LIMITS = [
@@ -162,38 +163,34 @@ _STREAMS = [
     Case("all streams closed", closed=(0, 1, 2), codes=(2,)),
 ]
 
-_WITH_CODES: list[tuple[str, str, tuple[int, ...]]] = [
-    ("CBATCH_DEVICE", "toaster", (2,)),
-    ("CUDA_VISIBLE_DEVICES", "a,b;-7", (0,)),
-    ("NUMBA_DISABLE_JIT", "1", (2,)),
-    ("NUMBA_THREADING_LAYER", "none", (0,)),
-    ("NUMBA_OPT", "nine", (0,)),
-    ("LANG", "C", (0,)),
-    ("LC_ALL", "xx_YY.nonsense", (0,)),
-    ("LC_ALL", "POSIX", (0,)),
-    ("PYTHONIOENCODING", "ascii", (0,)),
-    ("PYTHONUTF8", "0", (0,)),
-    ("TERM", "", (0,)),
-    ("TERM", "x" * 300, (0,)),
-    ("COLUMNS", "0", (0,)),
-    ("COLUMNS", "-5", (0,)),
-    ("COLUMNS", "wide", (0,)),
-    ("LINES", "0", (0,)),
-    ("TMPDIR", "/nothing/here", (0,)),
-    ("TMPDIR", "/proc", (0,)),
-    ("PYTHONOPTIMIZE", "2", (0,)),
-    ("PYTHONHASHSEED", "1", (0,)),
-    ("PYTHONWARNINGS", "error", (0,)),
-    ("PYTHONDEVMODE", "1", (0,)),
-    ("PYTHONDONTWRITEBYTECODE", "1", (0,)),
-    ("PYTHONUNBUFFERED", "1", (0,)),
-    ("PYTHONINTMAXSTRDIGITS", "640", (0,)),
-    ("HF_HOME", "/dev/null", (0,)),
-    ("TRITON_CACHE_DIR", "/dev/null", (0,)),
-    ("TORCH_LOGS", "nonsense", (0, 3)),
-    ("TZ", "Nowhere/Atlantis", (0,)),
+_HARMLESS = {
+    "CUDA_VISIBLE_DEVICES": ("a,b;-7",),
+    "NUMBA_THREADING_LAYER": ("none",),
+    "NUMBA_OPT": ("nine",),
+    "LANG": ("C",),
+    "LC_ALL": ("xx_YY.nonsense", "POSIX"),
+    "TERM": ("", "x" * 300),
+    "COLUMNS": ("0", "-5", "wide"),
+    "LINES": ("0",),
+    "TMPDIR": ("/nothing/here", "/proc"),
+    "PYTHONIOENCODING": ("ascii",),
+    "PYTHONUTF8": ("0",),
+    "PYTHONOPTIMIZE": ("2",),
+    "PYTHONHASHSEED": ("1",),
+    "PYTHONWARNINGS": ("error",),
+    "PYTHONDEVMODE": ("1",),
+    "PYTHONDONTWRITEBYTECODE": ("1",),
+    "PYTHONUNBUFFERED": ("1",),
+    "PYTHONINTMAXSTRDIGITS": ("640",),
+    "HF_HOME": ("/dev/null",),
+    "TRITON_CACHE_DIR": ("/dev/null",),
+    "TZ": ("Nowhere/Atlantis",),
+}
+_VARIABLES = [
+    *_each(_HARMLESS, 0),
+    *_each({"CBATCH_DEVICE": ("toaster",), "NUMBA_DISABLE_JIT": ("1",)}, 2),
+    *_each({"TORCH_LOGS": ("nonsense",)}, 0, 3),
 ]
-_VARIABLES = [Case(f"{name}={value[:20]}", {name: value}, codes=codes) for name, value, codes in _WITH_CODES]
 
 CASES = [
     Case("nothing odd"),
@@ -206,8 +203,8 @@ CASES = [
     Case("LC_ALL=C without UTF-8 mode", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     Case("no HOME", {"HOME": None, "XDG_CACHE_HOME": None, "XDG_CONFIG_HOME": None}),
     Case("HOME=/dev/null/x", {"HOME": "/dev/null/x", "XDG_CACHE_HOME": None, "XDG_CONFIG_HOME": None}),
-    Case("caches open to all", _CACHES, prepare=_open_to_all),
-    Case("caches of others", _CACHES, prepare=_of_others),
+    Case("caches open to all", _CACHES, prepare=_folders()),
+    Case("caches of others", _CACHES, prepare=_folders(0o755, 65534)),
     Case("caches that are files", _CACHES, prepare=_files),
     Case("caches that cannot be made", {"XDG_CACHE_HOME": "relative", "NUMBA_CACHE_DIR": "/proc/nothing"}),
     Case("the working folder is gone", cwd_is_gone=True, codes=(2,)),

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, normalizers
 
-from cbatch.base.errors import ModelError
+from cbatch.base.errors import ModelError, RequestError
 from cbatch.model.load_plan import DEMO_MODEL
 from cbatch.text import isolated
 from cbatch.text.backend import TokenizerBackend
 from cbatch.text.isolated import WorkerBackend, load_tokenizer
 from cbatch.text.ordinary import QWEN2, is_known_pattern, is_ordinary, is_ordinary_file
-from tests.support.evil_tokenizers import ORIGINAL, RARE, REFUSED, WORKS, split, write_folder
-from tests.support.fork_server import ForkServer
+from cbatch.text.tokenizer import ChatTokenizer
+from tests.support.evil_tokenizers import GROWS, ORIGINAL, RARE, REFUSED, Change, split, write_folder
 
 TEXTS = ["", "hello world", "日本語 é e\u0301 👩‍👩‍👧", "<|im_start|>x", " \n\n ", "\x00"]
 
@@ -41,17 +41,16 @@ def test_what_breaks_the_library_is_refused(name: str, tmp_path: Path, capfd: py
     assert str(caught.value).isprintable() and capfd.readouterr().err == ""
 
 
-def test_a_text_that_breaks_it_is_one_row(tmp_path: Path, runs: ForkServer) -> None:
+def test_a_text_that_breaks_it_is_one_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards the other rows, and the run, against a process that aborts on one text."""
-    folder = write_folder(tmp_path / "model", WORKS["one character that grows"], weights=True)
-    rows, output, said = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "err"
-    texts = ["hello", RARE, "hello"]
-    rows.write_text("".join(json.dumps({"prompt": text, "max_tokens": 2, "seed": 1}) + "\n" for text in texts))
-    said.touch()
-    assert runs.start("run", rows, "-m", folder, "-o", output, "-q", stderr=str(said)).code() == 1
-    first, broken, last = map(json.loads, output.read_text().splitlines())
-    assert broken["error"]["code"] == "tokenizer_error" and "memory" in broken["error"]["message"]
-    assert first["text"] == last["text"] and not {"Traceback", "panicked"} & set(said.read_text().split())
+    found = load_tokenizer(str(write_folder(tmp_path, GROWS)), None)
+    assert found is not None
+    tokenizer = ChatTokenizer(found)
+    before = tokenizer.encode("hello")
+    with pytest.raises(RequestError, match="memory") as caught:
+        tokenizer.encode(RARE)
+    assert caught.value.code == "tokenizer_error"
+    assert tokenizer.encode("hello") == before and capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -82,10 +81,13 @@ def test_a_text_goes_on_in_a_new_process(worker: WorkerBackend, local: Tokenizer
 
 @pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"separators": (",", ":")}])
 def test_ordinary_files_stay_here(layout: dict[str, Any], tmp_path: Path) -> None:
-    """Guards the speed of ordinary tokenizers, whatever their file looks like."""
+    """Guards the speed of ordinary tokenizers, whatever their file looks like; a part that is replaced is seen."""
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(ORIGINAL, **layout))
-    assert is_ordinary_file(path) and is_ordinary(Tokenizer.from_file(str(path)))
+    tokenizer = Tokenizer.from_file(str(path))
+    assert is_ordinary_file(path) and is_ordinary(tokenizer)
+    tokenizer.normalizer = normalizers.Prepend("")
+    assert not is_ordinary(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +104,6 @@ def test_keys_behind_the_vocabulary_count(late: str, tmp_path: Path, monkeypatch
     assert not is_ordinary_file(path)
 
 
-def test_parts_that_replace_ordinary_ones_are_seen() -> None:
-    """Guards against a second normalizer in a file, of which the last one counts."""
-    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    tokenizer.normalizer = normalizers.Prepend("")
-    assert not is_ordinary(tokenizer)
-
-
 @pytest.mark.parametrize(
     ("pattern", "is_known"),
     [
@@ -122,16 +117,18 @@ def test_known_patterns(pattern: str, is_known: bool) -> None:
     assert is_known_pattern(pattern) is is_known
 
 
-def test_a_trial_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the start against a tokenizer that takes for ever."""
-    monkeypatch.setattr(isolated, "LIMITS", isolated.LIMITS._replace(cpu_seconds=1))
-    folder = write_folder(tmp_path, split(r"\s*\s*[^\s\S]"))
-    with pytest.raises(ModelError, match=r"does not end within 1 s"):
-        load_tokenizer(str(folder), None)
-
-
-def test_files_are_not_larger_than_real_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards memory against a vocabulary of gigabytes."""
-    monkeypatch.setattr(isolated, "MAX_VOCABULARY_BYTES", 1000)
-    with pytest.raises(ModelError, match=r"tokenizer.json has .* KiB, which is more than a tokenizer may have"):
-        load_tokenizer(str(write_folder(tmp_path, lambda tokenizer: None)), None)
+@pytest.mark.parametrize(
+    ("limit", "change", "sentence"),
+    [
+        (("LIMITS", isolated.LIMITS._replace(cpu_seconds=0.2)), split(r"\s*\s*[^\s\S]"), "does not end within 0.2 s"),
+        (("MAX_VOCABULARY_BYTES", 1000), split("a"), "has .* KiB, which is more than a tokenizer may have"),
+    ],
+    ids=["time", "size"],
+)
+def test_a_trial_has_bounds(
+    limit: tuple[str, Any], change: Change, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the start against a tokenizer that takes for ever, and memory against a vocabulary of gigabytes."""
+    monkeypatch.setattr(isolated, *limit)
+    with pytest.raises(ModelError, match=sentence):
+        load_tokenizer(str(write_folder(tmp_path, change)), None)

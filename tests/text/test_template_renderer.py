@@ -17,16 +17,16 @@ from tests.support.chat_templates import TEMPLATES
 from tests.text.test_chat_template import DAY, MESSAGES, SPECIAL, TOOL, VARIABLES
 
 ONE_MESSAGE = "{% if messages | length == 1 %}"
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
 FILLS = "{% set x = 'a' * 4000000000 %}"
-WRITES = "{{ 'a' * 50000000 }}"
+WRITES = "{{ 'a' * 3000000 }}"
 ENDS = "{% endif %}{{ messages[0].content }}"
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[TemplateRenderer]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_renderer, "LIMITS", template_renderer.LIMITS._replace(cpu_seconds=1))
+        patch.setattr(template_renderer, "LIMITS", template_renderer.LIMITS._replace(cpu_seconds=0.3))
         made = TemplateRenderer()
     yield made
     made.sandbox.close()
@@ -40,11 +40,11 @@ def render(worker: TemplateRenderer, template: str, messages: list[dict[str, Any
 @pytest.mark.parametrize(
     ("when", "what", "reason"),
     [
-        (ONE_MESSAGE, LOOPS, "it does not end within 1 s"),
+        (ONE_MESSAGE, LOOPS, "it does not end within 0.3 s"),
         ("{% if bos_token %}", FILLS, "it takes too much memory"),
         ("{% generation %}{% if true %}", WRITES, "it writes too much"),
     ],
-    ids=["loops", "fills memory", "writes 50 MB"],
+    ids=["loops", "fills memory", "writes 3 MB"],
 )
 def test_a_template_that_is_bad_for_real_conversations_harms_only_them(
     worker: TemplateRenderer, what: str, reason: str, when: str
@@ -57,10 +57,19 @@ def test_a_template_that_is_bad_for_real_conversations_harms_only_them(
     assert render(worker, good, [{"role": "user", "content": "é\ud800"}, *MESSAGES]) == "é\ud800"
 
 
-def test_arguments_of_filters_are_bounded_too(worker: TemplateRenderer) -> None:
-    """Guards against native code that gets a width from a template or a row."""
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        ("{{ messages | tojson(indent=width) }}", MESSAGES),
+        ("{% for m in messages %}{{ messages | tojson }}{% endfor %}", [{"role": "user", "content": "a" * 100}] * 5000),
+    ],
+    ids=["a width from a row", "an ordinary template and a large row"],
+)
+def test_rows_are_bounded_too(worker: TemplateRenderer, template: str, messages: list[dict[str, Any]]) -> None:
+    """Guards against native code that gets a width from a row, and work that is bounded, but not small."""
+    assert (bounded(template) is None) == ("width" in template)
     with pytest.raises(WorkerFailed, match=r"writes too much|does not end|too much memory"):  # as fast as it writes
-        render(worker, "{{ messages | tojson(indent=width) }}", MESSAGES, width=99_999_999)
+        render(worker, template, messages, width=99_999_999)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -73,22 +82,6 @@ def test_both_ways_give_the_same_text(worker: TemplateRenderer, name: str, monke
     assert worker.render(TEMPLATES[name], MESSAGES[:2], **given) == expected
 
 
-def test_a_refusal_keeps_its_words(worker: TemplateRenderer) -> None:
-    """Guards the sentence in the row's error."""
-    template = "{% macro f() %}{% endmacro %}{{ raise_exception('no system messages') }}"
-    with pytest.raises(WorkerFailed, match=r"^no system messages$"):
-        render(worker, template, MESSAGES)
-
-
-def test_large_rows_of_ordinary_templates_take_the_other_way(worker: TemplateRenderer) -> None:
-    """Guards against work that is bounded, but not small: each message writes all of them."""
-    template = "{% for m in messages %}{{ messages | tojson }}{% endfor %}"
-    assert bounded(template) is not None
-    messages = [{"role": "user", "content": "a" * 100}] * 5000
-    with pytest.raises(WorkerFailed, match=r"too much|does not end"):
-        render(worker, template, messages)
-
-
 @pytest.mark.parametrize("template", ["a" * 50_000_000, "{%if a%}{%endif%}" * 150_000], ids=["long", "many tags"])
 def test_an_enormous_template_is_refused_before_it_is_read(template: str) -> None:
     """Guards the start against templates that take minutes only to be parsed."""
@@ -96,19 +89,21 @@ def test_an_enormous_template_is_refused_before_it_is_read(template: str) -> Non
         TemplateRenderer().try_out(template)
 
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
-WITH_TOOLS = "{% if tools and messages[2].role == 'tool' and messages[1].tool_calls %}" + ENDLESS + "{% endif %}"
+WITH_TOOLS = "{% if tools and messages[2].role == 'tool' and messages[1].tool_calls %}" + LOOPS + "{% endif %}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", [ENDLESS, "{{ 'x' * 10 ** 10 }}", WITH_TOOLS])
+@pytest.mark.parametrize("template", ["{{ 'x' * 10 ** 10 }}", WITH_TOOLS], ids=["memory", "loops with tools"])
 def test_a_template_that_never_ends_is_refused_at_load(worker: TemplateRenderer, template: str) -> None:
     """Guards the engine against a template that hangs, or eats all memory, with every first message."""
     with pytest.raises(ModelError, match=r"chat template cannot be used: it (does not end|takes too much memory)"):
         worker.try_out(template)
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% unknown %}"])
-def test_other_templates_pass_their_trial(worker: TemplateRenderer, template: str) -> None:
-    """Guards against refusing a model for what only its rows can decide."""
-    worker.try_out(template)
+def test_other_templates_pass_their_trial(worker: TemplateRenderer) -> None:
+    """Guards against refusing a model for what only its rows can decide; a refusal keeps its words."""
+    refuses = "{% macro f() %}{% endmacro %}{{ raise_exception('no system messages') }}"
+    worker.try_out(refuses)
+    worker.try_out("{% unknown %}")
+    with pytest.raises(WorkerFailed, match=r"^no system messages$"):
+        render(worker, refuses, MESSAGES)

@@ -13,10 +13,7 @@ from cbatch.base.params import SamplingParams
 from cbatch.base.request import ToolChoice
 from cbatch.sample.structured.compiler import ConstraintCompiler
 from cbatch.sample.structured.grammar import GrammarState
-from cbatch.sample.structured.lark import (
-    MAX_TOOLS,
-    request_constraint,
-)
+from cbatch.sample.structured.lark import MAX_TOOLS, request_constraint
 from cbatch.sample.structured.token_bitmask import bitmask_size, to_bools
 from tests.support.chat_templates import MISTRAL_NAMED, QWEN3
 from tests.support.tool_calls import CALL_TEMPLATES, TOOLS, make_chat_tokenizer, parse, tool
