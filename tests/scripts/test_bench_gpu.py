@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,69 +140,58 @@ def test_the_tests_are_a_part_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
 
 
-def test_what_tests_print_is_kept() -> None:
-    """Guards the report of the tests: failures and their sum, without dots."""
-    output = (
-        "..F.x  [ 50%]\n.....                    [100%]\n\nFAILED tests/a.py::b - assert 0\n1 failed, 9 passed in 3s\n"
-    )
-    assert suite.lines_of(output)[-2:] == ["FAILED tests/a.py::b - assert 0", "1 failed, 9 passed in 3s"]
-    assert len(suite.lines_of(output)) == 2
-
-
 def test_failing_tests_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the exit status, tests that hang, and machines without pytest."""
+    """Guards the exit status, tests that hang, and the report: failures and their sum, without dots."""
     commands: list[list[str]] = []
+    printed = [
+        "..F.x  [ 50%]",
+        ".....                    [100%]",
+        "",
+        "FAILED tests/a.py::b - assert 0",
+        "1 failed in 3s",
+    ]
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)
         if len(commands) == 3:
             raise subprocess.TimeoutExpired(command, options["timeout"], b"tests/a.py::b\n")
-        return subprocess.CompletedProcess(command, len(commands) - 1, "1 passed")
+        return subprocess.CompletedProcess(command, len(commands) - 1, "\n".join(printed))
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert list(suite.test_lines(on_gpu=True, few=False)) == ["1 passed"]
+    assert list(suite.test_lines(on_gpu=True, few=False)) == printed[-2:]
     assert commands[0][-len(suite.modules()) - 2 :] == ["-m", "gpu", *suite.modules()]
     for reason in ("pytest ended with exit code 1.", "The tests were not finished after 450 s."):
         with pytest.raises(RuntimeError, match=f"^{re.escape(reason)}$"):
             list(suite.test_lines(on_gpu=False, few=True))
     assert commands[1][-2:] == ["kernels", "tests/kernels/test_triton_layer.py"]
-    monkeypatch.setattr(suite, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="The tests need pytest"):
-        next(suite.test_lines(on_gpu=True, few=False))
 
 
 DECODE = Line("a", 1.0, "GB/s", 0.86, "decode attention", 256)
+RUN, SMALL_RUN = (Run("c", shape, 512, "cbatch", 1.0, share) for shape, share in (("8B", 0.76), ("0.6B", 0.7)))
 STEADY = Steady("b", 256, True, 1.0, 0.01, 0.009, 0.04)
-RUN = Run("c", "8B", 512, "cbatch", 1.0, 0.76)
 SERVED = Served("d", "8B", 128, 1.0, 0.4, 0.019, 1.0, "")
 OTHERS = [
     "text",
-    Line("a", 1.0, "GB/s", 0.2, "decode attention", 32),
-    Line("a", 1.0, "TFLOP/s", 0.2, "prefill attention", 256),
-    Steady("b", 256, False, 1.0, 0.01, 0.3, 0.04),
-    Steady("b", 256, True, 1.0, 0.01, None, None, "too few steps"),
-    Run("c", "8B", 128, "cbatch", 1.0, 0.2),
-    Run("c", "8B", 512, "transformers-cb", 1.0, 0.2),
-    Served("d", "8B", 256, 0.1, 4.0, 0.2, 1.0, ""),
+    replace(DECODE, kind="prefill attention", share=0.2),
+    replace(RUN, requests=128, share=0.2),
+    replace(RUN, by="transformers-cb", share=0.2),
+    replace(STEADY, overlapped=False, idle_share=0.3),
+    replace(SERVED, users=256, ttft_p99_s=4.0),
 ]
-
-
-def reached(*lines: Any) -> list[bool | None]:
-    return [result.is_reached for result in check_goals([*OTHERS, *lines])]
 
 
 def test_goals_are_found() -> None:
     """Guards each goal: its own figure decides, and what was not measured is neither reached nor missed."""
+
+    def reached(*lines: Any) -> list[bool | None]:
+        return [result.is_reached for result in check_goals([*OTHERS, *lines])]
+
     assert reached() == [None] * 5
-    assert reached(DECODE, RUN, Run("c", "0.6B", 512, "cbatch", 1.0, 0.7), STEADY, SERVED) == [True] * 5
-    assert reached(DECODE, Line("a", 1.0, "GB/s", 0.84, "decode attention", 256))[0] is False
-    assert (
-        reached(Run("c", "8B", 512, "cbatch", 1.0, 0.74), Run("c", "0.6B", 512, "cbatch", 1.0, 0.69))[1:3]
-        == [False] * 2
-    )
-    assert reached(STEADY, Steady("b", 256, True, 1.0, 0.01, 0.011, 0.0))[3] is False
-    for first, between, error in ((0.51, 0.01, ""), (0.4, 0.021, ""), (None, None, ""), (0.4, 0.01, "nan_logits")):
-        assert reached(Served("d", "8B", 128, 1.0, first, between, 1.0, error))[4] is False
+    assert reached(DECODE, RUN, SMALL_RUN, STEADY, SERVED) == [True] * 5
+    missed = replace(DECODE, share=0.84), replace(RUN, share=0.74), replace(SMALL_RUN, share=0.69)
+    assert reached(*missed, replace(STEADY, idle_share=0.011), replace(SERVED, ttft_p99_s=0.51)) == [False] * 5
+    for bad in ({"error": "nan_logits"}, {"ttft_p99_s": None}, {"tpot_p99_s": 0.021}):
+        assert reached(replace(SERVED, **bad))[4] is False  # type: ignore[arg-type]
     text = str(next(check_goals([DECODE])))
     assert text == "goal reached: decode attention reads 256 ragged sequences at 85% of the copy rate (86.0%)"
     assert "not measured: x (measured by --load)" in str(GoalResult("x", None, "measured by --load"))

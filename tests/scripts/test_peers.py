@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from cbatch.kernels.formats import INT4
 from scripts.benchmarks.harness import main, parse
-from scripts.benchmarks.peers import grid, llama_cpp_peer
+from scripts.benchmarks.peers import grid, llama_cpp_peer, process
 from scripts.benchmarks.peers.cbatch_peer import make_engine
 from scripts.benchmarks.peers.process import PeerProcess, call, disturbance
 from scripts.benchmarks.peers.work import (
@@ -43,19 +44,19 @@ def test_the_work_is_the_same_everywhere() -> None:
     """Guards figures that are compared over time: the default work has the same requests on every machine."""
     work = make_work(32, 7, PEER_SHAPES["135m"]["vocab_size"])
     assert work == make_work(32, 7, PEER_SHAPES["135m"]["vocab_size"])
-    assert work != make_work(32, 8, PEER_SHAPES["135m"]["vocab_size"])
     assert (work.prompt_tokens, work.output_tokens) == (3708, 2049)
 
 
-def test_prompts_that_begin_alike() -> None:
-    """Guards the floor of shared prefixes, and warm-ups: those fill no prefix cache with tokens of the work."""
-    work = make_equal_work(3, prompt=9, output=2, seed=1, vocabulary=512, common=6)
-    assert [len(prompt) for prompt in work.prompts] == [9] * 3 and work.lengths == [2] * 3
-    assert len({tuple(prompt[:6]) for prompt in work.prompts}) == 1 and len(set(map(tuple, work.prompts))) == 3
-    assert [len(prompt) for prompt in work.distinct_prompts] == [9, 3, 3]
-    warm = work.warm_up().prompts
-    assert len({tuple(prompt[:6]) for prompt in warm}) == 1
-    assert all(one != other for pair in zip(warm, work.prompts, strict=True) for one, other in zip(*pair, strict=True))
+def test_prompts_share_what_they_should() -> None:
+    """Guards shared prefixes, and the prefix cache: warm-ups and later turns have no token of the work in its place."""
+    vocabulary = PEER_SHAPES["tiny"]["vocab_size"]
+    work = make_equal_work(3, prompt=40, output=2, seed=1, vocabulary=vocabulary, common=20)
+    assert [len(prompt) for prompt in work.prompts] == [40] * 3 and work.lengths == [2] * 3
+    assert [len(prompt) for prompt in work.distinct_prompts] == [40, 20, 20]
+    turns = [work, work.warm_up(), *(work.turn(number) for number in range(1, 32))]
+    for tokens in zip(*(turn.prompts[0] for turn in turns), strict=True):
+        assert len(set(tokens)) == len(turns) and max(tokens) < vocabulary
+    assert all(len({tuple(prompt[:20]) for prompt in turn.prompts}) == 1 for turn in turns)
 
 
 def test_what_was_cut_off_is_made_anew(tmp_path: Path) -> None:
@@ -76,14 +77,12 @@ def test_what_was_cut_off_is_made_anew(tmp_path: Path) -> None:
     assert target.is_dir() and len(made) == 2
 
 
-def test_less_work_is_no_work(job: PeerJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_work_is_no_work(job: PeerJob) -> None:
     """Guards against a speed for less work than was asked for, and figures of a busy machine."""
-    process = PeerProcess("cbatch", [job], {"cbatch": "/no/such/python"})
-    assert process.ask("load") == {"error": "failed: /no/such/python cannot be run: No such file or directory"}
-    assert process._error_of({"outputs": [[1] * 4, [2] * 8, [3] * 2]}, ("work", 0, 1)) == (
-        "not comparable: request 2 got 8 of 9 tokens"
-    )
-    assert process._error_of({"outputs": [[1] * 4, [2] * 9, [3]]}, ("work", 0, 1)) == ""
+    peer = PeerProcess("cbatch", [job], {"cbatch": "/no/such/python"})
+    error = peer._error_of({"outputs": [[1] * 4, [2] * 8, [3] * 2]}, ("work", 0, 1))
+    assert error == "not comparable: request 2 got 8 of 9 tokens"
+    assert peer._error_of({"outputs": [[1] * 4, [2] * 9, [3]]}, ("work", 0, 1)) == ""
     assert disturbance(0.05) == "" and disturbance(1.26) == "Disturbed: something else took 1.3 cores."
 
 
@@ -154,40 +153,47 @@ def test_a_package_that_is_missing(job: PeerJob, tmp_path: Path) -> None:
     assert call("llama.cpp", "prepare", [job], {"llama.cpp": str(bare)}) == {"error": sentence}
 
 
-def test_turns_share_no_token() -> None:
-    """Guards speeds of later turns: a prefix cache that is left from earlier ones has nothing that they could use."""
-    vocabulary = PEER_SHAPES["tiny"]["vocab_size"]
-    work = make_equal_work(2, 40, 3, 7, vocabulary, common=20)
-    turns = [work, work.warm_up(), *(work.turn(number) for number in range(1, 32))]
-    for tokens in zip(*(turn.prompts[0] for turn in turns), strict=True):
-        assert len(set(tokens)) == len(turns) and max(tokens) < vocabulary
-    assert all(turn.prompts[0][:20] == turn.prompts[1][:20] for turn in turns)
+class Here(PeerProcess):
+    """A system that works in this process, or whose interpreter cannot be run."""
+
+    def __init__(self, name: str, jobs: Sequence[PeerJob], interpreters: dict[str, str]) -> None:
+        self.worker = Worker(PEERS[name], jobs)
+        super().__init__(name, jobs, {name: "/nowhere"})
+
+    def ask(self, *task: object) -> dict[str, Any]:
+        if self._name != "cbatch":
+            return super().ask(*task)
+        name, *arguments = map(str, task)
+        return self.worker.tasks[name](*arguments) | {"cores_elsewhere": 0.0}
 
 
 @pytest.mark.slow
-def test_a_grid_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_grid_goes_on_where_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards hours of measuring: what is in the file is not measured again, and its medians make the table."""
     monkeypatch.setitem(grid.KINDS, "mixed", grid.Kind(lambda vocabulary: SMALL, 2))
-    options = ["--shape", "tiny", "--kind", "mixed", "--weights", "f32", "--peers", "cbatch,openvino"]
-    options += ["--threads", "1", "--work-dir", str(tmp_path), "--results", str(tmp_path / "grid.json")]
-    options += ["--python", f"openvino={tmp_path / 'nowhere'}"]
-    assert main(["grid", *options, "--rounds", "1"]) == 0
+    monkeypatch.setattr(process, "PeerProcess", Here)
+    monkeypatch.setattr(grid, "PeerProcess", Here)
     file = tmp_path / "grid.json"
-    first = json.loads(file.read_text())
+    options = ["--shape", "tiny", "--kind", "mixed", "--weights", "f32", "--peers", "cbatch,openvino"]
+    options += ["--threads", "1", "--work-dir", str(tmp_path), "--results", str(file)]
+
+    def measured(*more: str) -> dict[str, Any]:
+        assert main(["grid", *options, *more]) == 0
+        return json.loads(file.read_text())
+
+    first = measured("--rounds", "1")
     [floor] = first["floors"]["tiny/f32/mixed"]
     assert floor["seconds"] == max(floor["weights_s"], floor["compute_s"]) + floor["cache_s"] > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid, "PeerProcess", None)
-        assert main(["grid", *options, "--rounds", "1"]) == 0
-    assert json.loads(file.read_text()) == first
-    assert main(["grid", *options, "--rounds", "2"]) == 0
-    second = json.loads(file.read_text())
-    seconds = second["runs"]["tiny/f32/mixed"]["cbatch"]
+        assert measured("--rounds", "1") == first
+    seconds = measured("--rounds", "2")["runs"]["tiny/f32/mixed"]["cbatch"]
     assert len(seconds) == 2 and seconds[:1] == first["runs"]["tiny/f32/mixed"]["cbatch"]
-    assert main(["grid", *options, "--table", "--markdown"]) == 0
+    measured("--table", "--markdown")
     shown = capsys.readouterr().out.splitlines()
-    error = f"failed: {tmp_path / 'nowhere'} cannot be run: No such file or directory"
-    assert f"tiny/f32/openvino: {error}" in shown
+    assert "tiny/f32/openvino: failed: /nowhere cannot be run: No such file or directory" in shown
     [line] = [line for line in shown[-6:] if "| mixed" in line.replace("  ", "")]
     assert f" {SMALL.output_tokens / (sum(seconds) / 2):,.0f} |" in line
 

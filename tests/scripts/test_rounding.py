@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from cbatch.kernels.formats import INT8
@@ -19,65 +19,33 @@ from scripts.benchmarks.peers.work import PeerJob
 from scripts.benchmarks.rounding import compare, rounded_like_llama_cpp, rounded_to_q4_0, rounded_to_q8_0
 from scripts.benchmarks.shapes import SHAPES, TINY
 from tests.support.gguf_files import gguf_model, write_model
-
-
-class Network(torch.nn.Module):
-    """A linear, a head and an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 5)
-        self.table = torch.nn.Embedding(7, 64)
-
-    def get_output_embeddings(self) -> torch.nn.Linear:
-        return self.head
-
-    def get_input_embeddings(self) -> torch.nn.Embedding:
-        return self.table
-
-
-def block_of_q8_0(block: list[float]) -> list[float]:
-    """A block of Q8_0: a float16 scale, and integers of 8 bits."""
-    scale = max(abs(x) for x in block) / 127
-    return [float(np.float16(scale)) * (round(x / scale) if scale else 0) for x in block]
-
-
-def block_of_q4_0(block: list[float]) -> list[float]:
-    """A block of Q4_0: the number that is farthest from 0 becomes -8 units."""
-    scale = max(block, key=abs) / -8
-    integers = [min(15, math.floor(x / scale + 8.5)) - 8 if scale else 0 for x in block]
-    return [float(np.float16(scale)) * integer for integer in integers]
+from tests.support.tiny_models import make_network
 
 
 @pytest.mark.parametrize(
-    ("rounded", "block_of", "most"), [(rounded_to_q8_0, block_of_q8_0, 0.01), (rounded_to_q4_0, block_of_q4_0, 0.13)]
+    ("rounded", "kind"),
+    [(rounded_to_q8_0, GGMLQuantizationType.Q8_0), (rounded_to_q4_0, GGMLQuantizationType.Q4_0)],
 )
-def test_blocks_of_32(
-    rounded: Callable[[Tensor], Tensor], block_of: Callable[[list[float]], list[float]], most: float
-) -> None:
+def test_blocks_of_32(rounded: Callable[[Tensor], Tensor], kind: GGMLQuantizationType) -> None:
     """Guards the formats number by number, with a depth that ends within a block, and zeros."""
-    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x[1, 32:64] = 0
-    found = rounded(x)
-    expected = [[y for i in (0, 32, 64) for y in block_of(row[i : i + 32])] for row in x.tolist()]
-    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-12)
-    assert 0 < (found - x).norm() / x.norm() < most and not found[1, 32:64].any()
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
+    x[1, 32:64] = x[:, 80:] = 0
+    expected = torch.from_numpy(dequantize(quantize(x.numpy(), kind), kind))
+    assert torch.allclose(rounded(x[:, :80]), expected[:, :80], rtol=1e-6, atol=1e-12)
 
 
 def test_a_network_is_rounded_for_a_while() -> None:
     """Guards the figures of later roundings: weights and rows are rounded within the block, and not after it."""
-    network = Network()
-    weights = [network.first.weight, network.head.weight, network.table.weight]
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
-    before = network.first(x)
-    with torch.no_grad(), rounded_like_llama_cpp(network, rounded_to_q4_0):
-        assert torch.equal(network.first.weight, rounded_to_q4_0(weights[0]))
-        assert torch.equal(network.head.weight, rounded_to_q8_0(weights[1]))
-        assert torch.equal(network.table.weight, rounded_to_q8_0(weights[2]))
-        expected = torch.nn.functional.linear(rounded_to_q8_0(x), rounded_to_q4_0(weights[0]), network.first.bias)
-        assert torch.equal(network.first(x), expected)
-    assert [network.first.weight, network.head.weight, network.table.weight] == weights
-    assert torch.equal(network.first(x), before)
+    network = make_network("llama")
+    weight = network.lm_head.weight
+    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(1))
+    before = network.lm_head(x)
+    with rounded_like_llama_cpp(network, rounded_to_q4_0):
+        assert torch.equal(network.lm_head.weight, rounded_to_q8_0(weight))
+        assert torch.equal(network.lm_head(x), rounded_to_q8_0(x) @ network.lm_head.weight.T)
+        layer = network.model.layers[0].mlp.up_proj
+        assert torch.equal(rounded_to_q4_0(layer.weight), layer.weight)
+    assert network.lm_head.weight is weight and torch.equal(network.lm_head(x), before)
 
 
 def test_comparison() -> None:
