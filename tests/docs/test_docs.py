@@ -10,6 +10,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ def name_of(page: Path) -> str:
 
 def text_without_blocks(page: Path) -> str:
     return _FENCE.sub("", page.read_text())
+
+
+@cache
+def sources(folder: str) -> str:
+    """The text of all modules in a folder."""
+    return "".join(path.read_text() for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+@cache
+def words_of_the_package() -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", sources("cbatch")))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -181,15 +193,10 @@ def test_commands_can_be_parsed(page: Path) -> None:
 def test_options_exist(page: Path) -> None:
     """Guards against text about an option that was renamed or dropped; those of scripts count, too."""
     known = set().union(*map(options_of, COMMAND_NAMES)) | {"--help", "--version"}
-    sources = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
-    unknown = {
-        option
-        for span in _CODE.findall(text_without_blocks(page))
-        if not span.startswith(("pip", "git", "pytest", "pre-commit"))
-        for option in _OPTION.findall(span)
-        if option not in known and f'"{option}"' not in sources
-    }
-    assert not unknown
+    spans = _CODE.findall(text_without_blocks(page))
+    ours = [span for span in spans if not span.startswith(("pip", "git", "pytest", "pre-commit"))]
+    options = {option for span in ours for option in _OPTION.findall(span)} - known
+    assert {option for option in options if f'"{option}"' not in sources("scripts")} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -198,20 +205,14 @@ def test_paths_and_names_exist(page: Path) -> None:
     spans = _CODE.findall(text_without_blocks(page))
     paths = [span for span in spans if re.fullmatch(r"(cbatch|tests|scripts|docs|examples)/[\w./-]*", span)]
     assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
-    words = set(re.findall(r"\w+", "".join(path.read_text() for path in (ROOT / "cbatch").rglob("*.py"))))
     names = [span for span in spans if re.fullmatch(r"[A-Z][a-z]+[A-Z]\w*(\.\w+)*|\w+\.\w+\(\)", span)]
-    assert [name for name in names if not words.issuperset(name.removesuffix("()").split("."))] == []
+    assert [name for name in names if not words_of_the_package().issuperset(name.removesuffix("()").split("."))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_import_what_exists(page: Path) -> None:
     """Guards against examples that do not compile, or import names that are gone."""
-    for block in blocks(page, "python"):
-        check_imports(ast.parse(block))
-
-
-def check_imports(tree: ast.Module) -> None:
-    for node in ast.walk(tree):
+    for node in [node for block in blocks(page, "python") for node in ast.walk(ast.parse(block))]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("cbatch"):
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
@@ -264,14 +265,7 @@ def test_every_field_of_a_row_is_documented() -> None:
 
 def test_every_error_code_is_documented() -> None:
     """Guards against an error code that a reader meets and does not find, and one among those of rows that is none."""
-    codes = {
-        node.args[place].value
-        for path in (ROOT / "cbatch").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        for place in [{"RequestError": 0, "wrong": 1}.get(ast.unparse(node.func).rpartition(".")[2], 999)]
-        if place < len(node.args) and isinstance(node.args[place], ast.Constant)
-    }
+    codes = set(re.findall(r'\b(?:RequestError\(|wrong\([^",]+,)\s*"(\w+)"', sources("cbatch")))
     assert {"invalid_row", "internal_error"} | CODES_OF_PYTHON <= codes
     in_rows = set(rows_of_tables(ROOT / "docs" / "batch.md", "Error codes"))
     assert in_rows >= codes - CODES_OF_PYTHON
@@ -279,27 +273,20 @@ def test_every_error_code_is_documented() -> None:
     assert set(rows_of_tables(ROOT / "docs" / "python.md", "Errors")) >= CODES_OF_PYTHON
 
 
-def test_every_figure_of_a_run_is_documented() -> None:
-    """Guards against a figure of `--stats` without an explanation."""
-    page = ROOT / "docs" / "batch.md"
-    assert RunStats().as_dict().keys() - set(rows_of_tables(page)) == set()
+@pytest.mark.parametrize(("page", "names"), [("batch", RunStats().as_dict()), ("chat", COMMANDS | ALIASES)])
+def test_every_figure_and_chat_command_is_documented(page: str, names: dict[str, Any]) -> None:
+    """Guards against a figure of `--stats` without an explanation, and a command that the chat's page leaves out."""
+    documented = {span.split()[0].removeprefix("/") for span in rows_of_tables(ROOT / "docs" / f"{page}.md")}
+    assert names.keys() - documented == set()
 
 
 def test_every_thread_is_documented() -> None:
     """Guards against a thread that the architecture page does not know."""
-    source = "".join(path.read_text() for path in (ROOT / "cbatch").rglob("*.py"))
-    started = {name.rstrip("-") for name in re.findall(r'name=f?"(cbatch-[a-z-]+)', source)}
-    started |= set(re.findall(r'ThreadPoolExecutor\(1, "(cbatch-\w+)"', source))
+    started = {name.rstrip("-") for name in re.findall(r'name=f?"(cbatch-[a-z-]+)', sources("cbatch"))}
+    started |= set(re.findall(r'ThreadPoolExecutor\(1, "(cbatch-\w+)"', sources("cbatch")))
     documented = {name.removesuffix("-N") for name in rows_of_tables(ROOT / "docs" / "architecture.md")}
     assert {"cbatch-engine", "cbatch-cpu"} <= started
     assert started - documented == set()
-
-
-def test_every_chat_command_is_documented() -> None:
-    """Guards against a command of the chat that its page leaves out."""
-    page = ROOT / "docs" / "chat.md"
-    documented = {span.split()[0].removeprefix("/") for span in rows_of_tables(page)}
-    assert {*COMMANDS, *ALIASES} - documented == set()
 
 
 @pytest.mark.parametrize("record", RECORDS)
