@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -20,15 +19,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "chat_tools.py"
 
 def calling(*arguments: str) -> Completion:
     """What a model says that calls the example's function, once with each of these arguments."""
-    calls = [
-        {"id": f"call-{number}", "type": "function", "function": {"name": "temperature", "arguments": text}}
-        for number, text in enumerate(arguments)
-    ]
-    usage = {"prompt_tokens": 1, "completion_tokens": 1}
-    return Completion.from_row(
-        {"index": 0, "id": None, "text": "", "finish_reason": "tool_calls", "tool_calls": calls}
-        | {"usage": usage, "key": "k"}
-    )
+    functions = [{"name": "temperature", "arguments": text} for text in arguments]
+    calls = [{"id": f"call-{n}", "type": "function", "function": one} for n, one in enumerate(functions)]
+    row = {"index": 0, "id": None, "text": "", "finish_reason": "tool_calls", "tool_calls": calls, "key": "k"}
+    return Completion.from_row(row | {"usage": {"prompt_tokens": 1, "completion_tokens": 1}})
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -36,9 +30,7 @@ def test_calls_are_run_and_answered(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards the whole round: calls, right and wrong, get results, which the model's own template takes."""
-    folder = save_model(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    folder = save_model(tmp_path, context=4096)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = QWEN3
     tokenizer.save_pretrained(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import queue
 import re
@@ -26,9 +25,7 @@ from cbatch.base.request import Request
 from cbatch.cli.chat.background_run import parse_run_options
 from cbatch.cli.common.exits import UserError
 from cbatch.cli.main import run_command
-from cbatch.engine.model_runner import ModelRunner
 from cbatch.engine.thread import EngineThread
-from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.tracing import StepTracer, read_summary, span
 from tests.support.rows import write_rows
 from tests.support.tiny_models import make_engine, make_network
@@ -95,22 +92,6 @@ def test_spans_cost_nothing_without_a_trace(tmp_path: Path) -> None:
     generate(StepTracer(tmp_path / "t.json", warmup=2, steps=2), 9, lambda place: during.append(span("x") is nothing))
     assert during[0] and not all(during) and during[-1]
     assert span("forward") is nothing
-
-
-def test_a_step_that_fails_while_it_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the error of a step, which must pass through the trace: the step is retried."""
-    forward, calls = ModelRunner.forward, itertools.count()
-
-    def failing(self: ModelRunner, batch: RaggedBatch) -> torch.Tensor:
-        if next(calls) == 3:
-            raise RuntimeError("hiccup")
-        return forward(self, batch)
-
-    expected = generate(None, 6)
-    monkeypatch.setattr(ModelRunner, "forward", failing)
-    trace = StepTracer(tmp_path / "trace.json", warmup=2, steps=3)
-    assert generate(trace, 6) == expected and next(calls) > 6
-    assert trace.summary is not None and trace.summary.num_steps == 3
 
 
 def test_fewer_steps_than_warm_up(tmp_path: Path) -> None:

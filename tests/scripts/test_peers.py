@@ -23,7 +23,6 @@ from scripts.benchmarks.peers.work import (
     PeerWork,
     make_equal_work,
     make_model,
-    make_once,
     make_work,
 )
 from scripts.benchmarks.peers.worker import PEERS, Worker
@@ -57,24 +56,6 @@ def test_prompts_share_what_they_should() -> None:
     for tokens in zip(*(turn.prompts[0] for turn in turns), strict=True):
         assert len(set(tokens)) == len(turns) and max(tokens) < vocabulary
     assert all(len({tuple(prompt[:20]) for prompt in turn.prompts}) == 1 for turn in turns)
-
-
-def test_what_was_cut_off_is_made_anew(tmp_path: Path) -> None:
-    """Guards against half-written models, and against making a model twice."""
-    target, made = tmp_path / "model", []
-
-    def make(part: Path, fails: bool = False) -> None:
-        made.append(part)
-        part.mkdir()
-        if fails:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make_once(target, lambda part: make(part, fails=True))
-    assert not target.exists()
-    make_once(target, make)
-    make_once(target, make)
-    assert target.is_dir() and len(made) == 2
 
 
 def test_less_work_is_no_work(job: PeerJob) -> None:

@@ -12,14 +12,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from cbatch.kernels.formats import INT8
 from scripts.benchmarks import rounding
-from scripts.benchmarks.harness import Report, main
-from scripts.benchmarks.peers.work import PeerJob
-from scripts.benchmarks.rounding import compare, rounded_like_llama_cpp, rounded_to_q4_0, rounded_to_q8_0
+from scripts.benchmarks.harness import main
+from scripts.benchmarks.rounding import compare, rounded_to_q4_0, rounded_to_q8_0
 from scripts.benchmarks.shapes import SHAPES, TINY
-from tests.support.gguf_files import gguf_model, write_model
-from tests.support.tiny_models import make_network
 
 
 @pytest.mark.parametrize(
@@ -32,20 +28,6 @@ def test_blocks_of_32(rounded: Callable[[Tensor], Tensor], kind: GGMLQuantizatio
     x[1, 32:64] = x[:, 80:] = 0
     expected = torch.from_numpy(dequantize(quantize(x.numpy(), kind), kind))
     assert torch.allclose(rounded(x[:, :80]), expected[:, :80], rtol=1e-6, atol=1e-12)
-
-
-def test_a_network_is_rounded_for_a_while() -> None:
-    """Guards the figures of later roundings: weights and rows are rounded within the block, and not after it."""
-    network = make_network("llama")
-    weight = network.lm_head.weight
-    x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(1))
-    before = network.lm_head(x)
-    with rounded_like_llama_cpp(network, rounded_to_q4_0):
-        assert torch.equal(network.lm_head.weight, rounded_to_q8_0(weight))
-        assert torch.equal(network.lm_head(x), rounded_to_q8_0(x) @ network.lm_head.weight.T)
-        layer = network.model.layers[0].mlp.up_proj
-        assert torch.equal(rounded_to_q4_0(layer.weight), layer.weight)
-    assert network.lm_head.weight is weight and torch.equal(network.lm_head(x), before)
 
 
 def test_comparison() -> None:
@@ -75,19 +57,3 @@ def test_every_rounding_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert 0 < loss[floats[0]] < loss[floats[1]] < loss["Q4_0 of llama.cpp"]
     assert 0 < loss["bfloat16"] < loss["int8, activations int8"] < loss["Q4_0 of llama.cpp"]
     assert all(0 < loss[cache] < loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"] for cache in caches)
-
-
-def test_gguf_files_are_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the losses of GGUF files: each is a model from its own file, and one that cannot be made is told."""
-
-    def make(name: str, task: str, jobs: list[PeerJob], interpreters: object) -> dict[str, str]:
-        if jobs[0].weights != "Q8_0":
-            return {"error": "no such format"}
-        write_model(jobs[0].gguf, gguf_model("llama"), GGMLQuantizationType.Q8_0)
-        return {}
-
-    monkeypatch.setattr(rounding, "call", make)
-    monkeypatch.setattr(rounding, "GGUF_FORMATS", ("Q8_0", "Q2_K"))
-    [(name, model)] = rounding.gguf_models({}, Report())
-    assert name.startswith("GGUF Q8_0, ") and INT8 in model.formats
-    assert "Q2_K: no such format" in capsys.readouterr().err

@@ -15,18 +15,17 @@ from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.cli.bench import command
 from cbatch.cli.bench.options import BenchOptions
-from cbatch.cli.bench.recorder import RecordedChunk, RecordedStep, RunRecord, TokenKind
 from cbatch.cli.bench.skew import (
     count_continuous,
     count_static,
     expected_gain,
     gain_of,
     gain_sentence,
-    point_of,
 )
 from cbatch.cli.bench.strategies import STRATEGIES, Experiment
 from cbatch.cli.bench.workload import Workload, skewed_lengths, skewed_workload
 from cbatch.cli.main import run_command
+from tests.support.bench_reports import WORK, continuous_record, static_record
 from tests.support.tiny_models import VOCABULARY, loaded, make_network, make_prompts
 
 LENGTHS = ["--input-len", "5", "--output-len", "6", "--requests", "12"]
@@ -64,37 +63,18 @@ def test_counts_are_those_of_engines() -> None:
     assert expected_gain(work, 3)["by_steps"] == 55 / 30
 
 
-def step(start: float, end: float, *kinds: tuple[int, TokenKind, int]) -> RecordedStep:
-    chunks = tuple(RecordedChunk(slot, slot, kind, 0, tokens) for slot, kind, tokens in kinds)
-    return RecordedStep(start, end, end - start, chunks, 1)
-
-
 def test_factors_of_a_gain() -> None:
-    """Guards each factor, by hand: two slots, outputs of 1, 3 and 2 tokens, and a step that is half padding."""
-    work = Workload(make_prompts([1, 3, 2]), [1, 3, 2], "by hand")
-    static = RunRecord(2, [], [
-        step(0, 4, (0, "prefill", 1), (0, "padding", 3), (1, "prefill", 4)),
-        step(4, 5, (0, "idle", 1), (1, "decode", 1)),
-        step(5, 6, (0, "idle", 1), (1, "decode", 1)),
-        step(6, 8, (0, "prefill", 2)),
-        step(8, 9, (0, "decode", 1)),
-    ], elapsed_s=9.0)  # fmt: skip
-    continuous = RunRecord(2, [], [
-        step(0, 2, (0, "prefill", 1), (1, "prefill", 3)),
-        step(2, 4, (0, "prefill", 2), (1, "decode", 1)),
-        step(4, 5, (0, "decode", 1), (1, "decode", 1)),
-    ], elapsed_s=5.0)  # fmt: skip
-    gain = gain_of(static, continuous, work)
+    """Guards each factor, by hand: two slots, outputs of 3, 2 and 1 tokens, and a step of 2 s, a quarter padding."""
+    gain = gain_of(static_record(), continuous_record(), WORK)
     assert gain == {
-        "measured": 9 / 5,
-        "slots": 5 / 3,  # 6 tokens of output fill two slots for 3 steps
-        "padding": 9 / 7.5,  # 3 of the 8 tokens of a step of 4 s
+        "measured": 8 / 6,
+        "slots": 4 / 3,  # 6 tokens of output fill two slots for 3 steps
+        "padding": 8 / 7.5,
         "tail": 1,
-        "step_time": (7.5 / 5) / (5 / 3),
-        "expected": {"by_steps": 5 / 3, "by_tokens": (2 * 5 + 3) / (6 + 6 - 3)},
+        "step_time": (7.5 / 4) / (6 / 3),
+        "expected": {"by_steps": 4 / 3, "by_tokens": 1.25},
     }
-    sentence = gain_sentence(gain)
-    assert "1.80 × as fast as static batches: 1.67 by slots" in sentence and "1.44 if all tokens do" in sentence
+    assert "1.33 × as fast as static batches: 1.33 by slots" in gain_sentence(gain)
 
 
 def options_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
@@ -134,12 +114,6 @@ def test_the_curve(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert factors == pytest.approx(gain["measured"])
         assert point["static_s"] / point["continuous_s"] == pytest.approx(gain["measured"])
     assert data["points"][0]["gain"]["expected"]["by_steps"] == 1 < data["points"][1]["gain"]["expected"]["by_steps"]
-
-
-def test_the_median_round() -> None:
-    """Guards the figure of a point: the median of its rounds, and of two the one that gained less."""
-    rounds = [{"gain": {"measured": measured}} for measured in (3.0, 1.0, 2.0)]
-    assert point_of(1, 9, rounds)["gain"]["measured"] == 2 and point_of(1, 9, rounds[:2])["gain"]["measured"] == 1
 
 
 def test_lists_complete_in_a_shell() -> None:

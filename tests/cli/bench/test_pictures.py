@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,7 +19,7 @@ from cbatch.cli.bench.recorder import (
     RunRecord,
     RunRecorder,
 )
-from cbatch.cli.bench.timeline import Interval, draw_timeline, slot_intervals, time_shares, whole_percents
+from cbatch.cli.bench.timeline import draw_timeline, time_shares, whole_percents
 from cbatch.cli.bench.users import LoadResult
 from cbatch.cli.main import run_command
 from tests.support.bench_reports import (
@@ -73,19 +73,6 @@ def test_shares_are_whole() -> None:
         assert sum(time_shares(record).values()) == pytest.approx(1)
     assert time_shares(static_record()) == {"useful": 0.6875, "padding": 0.0625, "idle": 0.125, "empty": 0.125}
     assert whole_percents({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 34, "b": 33, "c": 33}
-
-
-def test_intervals_join_steps() -> None:
-    """Guards that steps of one kind are one interval, that those of a slot do not overlap, and the entries."""
-    found = slot_intervals(static_record())
-    assert [interval for interval in found if interval.slot == 0] == [
-        Interval(0, 0, "prefill", 0, 2, is_entry=True),
-        Interval(0, 0, "decode", 2, 6),
-        Interval(0, 2, "prefill", 6, 8, is_entry=True),
-    ]
-    assert [interval.request for interval in found if interval.is_entry] == [0, 1, 2]
-    other = [interval for interval in found if interval.slot == 1]
-    assert all(before.end <= after.start for before, after in pairwise(other))
 
 
 def test_example_of_a_step() -> None:
@@ -235,33 +222,6 @@ def test_colours(drawn: dict[str, tuple[str, Any]]) -> None:
         assert texts_of(dark) == texts_of(svg) and len(dark) == len(svg)
         for colour in colours_of(svg):
             assert f'[style*="fill: {colour}"]{{fill:{DARK[colour]}!important}}' in adaptive_variant(svg)
-
-
-def contrast(one: str, other: str) -> float:
-    """By https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio; 4.5 is enough for text, 3 for marks."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    darker, lighter = sorted((luminance(one), luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def test_ink_can_be_read() -> None:
-    """Guards words on coloured fields, on light and on dark pages."""
-    from cbatch.cli.bench.pictures import style
-    from cbatch.cli.bench.pictures.step import ink_on
-    from cbatch.cli.bench.pictures.style import DARK
-
-    pairs = [(colour, ink_on(colour)) for colour in style.CHUNK_COLOURS]
-    pairs += [(style.KIND_COLOURS["decode"], style.TEXT), (style.BAND, style.TEXT), (style.BACKGROUND, style.MUTED)]
-    for field, ink in pairs:
-        assert contrast(field, ink) > 4.4, field
-        assert contrast(DARK[field], DARK[ink]) > 4.4, DARK[field]
-    for mark in (style.HIGHLIGHT, style.PEER, style.TARGET, style.OTHER):
-        assert contrast(mark, style.BACKGROUND) > 2.9 and contrast(DARK[mark], DARK[style.BACKGROUND]) > 2.9
 
 
 def test_pictures_of_little(capsys: pytest.CaptureFixture[str]) -> None:
