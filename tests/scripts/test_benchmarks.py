@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from scripts.benchmarks import harness
-from scripts.benchmarks.harness import BENCHMARKS, Report, by_turns, main, median_by_name, parse
+from cbatch.kernels.cpu.jit import HAS_VNNI
+from scripts.benchmarks import products, rounding
+from scripts.benchmarks.harness import BENCHMARKS, by_turns, main, median_by_name, parse
 from scripts.benchmarks.lengths import mean_longest, read_lengths
+from scripts.benchmarks.long_prompt import Gap, Pause, ratio_of
+from scripts.benchmarks.shapes import SHAPES, TINY
+
+Measure = Callable[[str], Any]
+
+
+@pytest.fixture
+def measure(capsys: pytest.CaptureFixture[str]) -> Measure:
+    """Runs a benchmark. Returns its figures."""
+
+    def run(command: str) -> Any:
+        assert main([*command.split(), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -40,61 +55,80 @@ def test_rounds_alternate() -> None:
     assert median_by_name([{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]) == {"x": 2.0}
 
 
-@dataclass(frozen=True)
-class Figures:
-    speed: float
-
-
-def test_results_are_lines_or_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Guards both forms of results: with `--json` stdout is one object; a file gets it beside the lines."""
-
-    def run(options: argparse.Namespace, report: Report) -> int:
-        report.line("a line")
-        report.figures["found"] = [Figures(1.5)]
-        return 0
-
-    benchmark = SimpleNamespace(add_options=lambda parser: None, run=run)
-    monkeypatch.setattr(harness, "load_benchmark", lambda name: benchmark)
-    assert main(["rows", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"found": [{"speed": 1.5}]}
-    assert main(["rows", "--json", str(tmp_path / "figures.json")]) == 0
-    assert capsys.readouterr().out == "a line\n"
-    assert json.loads((tmp_path / "figures.json").read_text()) == {"found": [{"speed": 1.5}]}
-
-
-def test_every_phase_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the names of the phases, with and without overlap scheduling, from end to end."""
+def test_the_host_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards the names of the phases, with and without overlap scheduling, and the share beside a real model."""
     main(["host", "--rows", "3", "--context", "9", "--steps", "14"])
     lines = capsys.readouterr().out.splitlines()
     assert ["overlapped" in line for line in lines] == [False, True]
     assert all(phase in line for line in lines for phase in ("schedule", "build", "sample", "fetch", "update", "step"))
-
-
-def test_the_share_beside_a_real_model_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards `--share` on a small model: a line for each round, and a share between 0 and 100%."""
     main(["host", "--share", "--shape", "tiny", "--rounds", "2"])
-    *rounds, last = capsys.readouterr().out.splitlines()
-    assert len(rounds) == 1 and all("ms a step" in line for line in rounds)
-    assert 0 < float(last.removesuffix("%").rpartition(" ")[2]) < 100
+    a_round, last = capsys.readouterr().out.splitlines()
+    assert "ms a step" in a_round and 0 < float(last.removesuffix("%").rpartition(" ")[2]) < 100
 
 
 def test_lengths_of_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the readers: numbers and texts of CSV, JSON Lines and an array, without those below 1; and the table."""
-    (tmp_path / "a.csv").write_text("TIMESTAMP,GeneratedTokens\n1,44\n2,0\n3,109\n")
     rows = [{"output": "four"}, {"output": ""}, {"output": 7}]
     (tmp_path / "b.json").write_text(json.dumps(rows))
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_lengths(tmp_path / "a.csv", "GeneratedTokens") == [44, 109]
     assert read_lengths(tmp_path / "b.json", "output") == read_lengths(tmp_path / "c.jsonl", "output") == [4, 7]
-    with pytest.raises(ValueError, match="row 1: there is no column 'text', but output"):
-        read_lengths(tmp_path / "b.json", "text")
-    (tmp_path / "a.csv").write_text("n\n1\n3\n")
+    (tmp_path / "a.csv").write_text("time,n\n7,1\n8,0\n9,3\n")
     assert main(["lengths", str(tmp_path / "a.csv"), "--column", "n", "--slots", "2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == ["a.csv", "2", "2", "2", "3", "0.55", "1.25", "0.46"]
     counted = mean(max(batch) for batch in itertools.product([1.0, 2.0, 4.0, 10.0], repeat=3))
     assert mean_longest([1.0, 2.0, 4.0, 10.0], 3) == pytest.approx(counted)
+
+
+@pytest.mark.slow
+def test_long_prompts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards lines and JSON for each target, and the ratio: gaps are compared with those of rows that are as long."""
+    assert main(["fairness", "--tiny", "--json", str(tmp_path / "found.json"), "--fixed-ms", "7.5"]) == 0
+    data = json.loads((tmp_path / "found.json").read_text())
+    assert [one["target"] for one in data["found"]] == ["none", "auto", "7.5 ms"]
+    for one in data["found"]:
+        assert 0 < one["gaps"][0] <= one["gaps"][1] <= one["gaps"][2] and one["prompt_s"] > 0
+        assert one["ratio"] > 0 and one["steady_ratio"] >= 1 and one["times_alone"] > 0 and min(one["short_s"]) > 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:]] == ["none", "auto", "7.5 ms"]
+    pauses = [Pause(0.0, 1.0, [Gap(9, 0.1), Gap(11, 0.1)]), Pause(5.0, 6.0, [Gap(29, 0.3), Gap(31, 0.3)])]
+    assert ratio_of([Gap(10, 0.2), Gap(20, 0.4), Gap(30, 0.6)], pauses) == pytest.approx(2.0)
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+def test_every_rounding_is_measured(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the losses of formats: more bits lose less, in cbatch and as llama.cpp rounds."""
+    names = ["bfloat16", "int8, activations int8"]
+    monkeypatch.setattr(rounding, "ROUNDINGS", {name: rounding.ROUNDINGS[name] for name in names})
+    monkeypatch.setattr(rounding, "SHAPES", {"small": SHAPES["135m"] | TINY})
+    found = measure("rounding --shape small --layers 2 --tokens 24")["small"]
+    caches = ["float32, KV Q8_0 of llama.cpp", "float32, KV u8"]
+    floats = ["float32, FP8, rows", "float32, FP8, rows, activations fp8"]
+    assert list(found) == ["Q8_0 of llama.cpp", "Q4_0 of llama.cpp", *caches, *floats, *names]
+    loss = {name: figures["divergence"] for name, figures in found.items()}
+    assert 0 < loss[floats[0]] < loss[floats[1]] < loss["Q4_0 of llama.cpp"]
+    assert 0 < loss["bfloat16"] < loss["int8, activations int8"] < loss["Q4_0 of llama.cpp"]
+    assert all(0 < loss[cache] < loss["Q8_0 of llama.cpp"] < loss["Q4_0 of llama.cpp"] for cache in caches)
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not HAS_VNNI, reason="needs AVX-512 VNNI")
+def test_products_are_measured(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the kernels that are measured, and the figures of each format and number of rows."""
+    monkeypatch.setattr(products, "SHAPES", {"small": (64, 96)})
+    for name, value in {"_ARENA_BYTES": 2**21, "_SECONDS": 0.001, "_LOOPS": 100}.items():
+        monkeypatch.setattr(products, name, value)
+    found = measure("products --rows 1 --rows 3 --rounds 1")
+    assert list(found) == ["small, bfloat16", "small, int8", "small, int4"]
+    for by_rows in found.values():
+        assert list(by_rows) == ["1", "3"]
+        assert all(figure > 0 for figures in by_rows.values() for figure in figures.values())
+
+
+def test_other_processors_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards processors without the instructions: they get a sentence and not a crash."""
+    monkeypatch.setattr(products, "HAS_VNNI", False)
+    assert main(["products"]) == 1 and "AVX-512" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -110,11 +144,10 @@ def test_steps_are_measured_launched_and_captured() -> None:
 
 
 @pytest.mark.slow
-def test_replicas_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_are_measured(measure: Measure) -> None:
     """Guards the benchmark of replicas: rows reach paced replicas and come back, at all three speeds."""
-    rates = ["--rows-per-s", "300", "--alone-rows-per-s", "300", "--tail-rows-per-s", "400"]
-    assert main(["replicas", "--replicas", "2", "--seconds", "0.3", *rates, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    rates = "--rows-per-s 300 --alone-rows-per-s 300 --tail-rows-per-s 400"
+    figures = measure(f"replicas --replicas 2 --seconds 0.3 {rates}")
     counts = {name: (figures[name]["replicas"], figures[name]["rows"]) for name in ("alone", "many", "limit")}
     assert counts == {"alone": (1, 90), "many": (2, 180), "limit": (2, 180)}
     assert figures["linear"] > 0 and min(figures["tails"].values()) >= 0

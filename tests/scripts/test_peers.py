@@ -91,11 +91,8 @@ def test_weights_for_llama_cpp(tmp_path: Path) -> None:
     assert (bits["norm"] == weight[0].view(torch.uint16).numpy()).all()
     config = {"head_dim": 8, "hidden_size": 6}
     ordered = llama_cpp_peer.reorder("layer.q_proj.weight", bits["layer.q_proj.weight"], config)
-    for head in range(2):
-        for pair in range(4):
-            for half in range(2):
-                expected = weight[8 * head + 4 * half + pair].view(torch.uint16).numpy()
-                assert (ordered[8 * head + 2 * pair + half] == expected).all()
+    heads = weight.view(torch.uint16).unflatten(0, (2, 2, 4))  # heads, halves, pairs
+    assert (ordered == heads.transpose(1, 2).reshape(16, 6).numpy()).all()
     assert llama_cpp_peer.reorder("layer.o_proj.weight", bits["norm"], config) is bits["norm"]
 
 
@@ -105,14 +102,9 @@ def test_names_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
     assert options.peers == ["openvino", "transformers-one", "transformers-static", "transformers-cb"]
     assert options.python == [("openvino", str(Path.home() / "bin/python"))]
     assert parse(["grid", "--shape", "tiny,families"]).shape[:2] == ["tiny", "phi3"]
-    for wrong, sentence in {
-        "--peers=vllm": "there is no 'vllm'",
-        "--python=openvino": "'openvino' is not NAME=PATH",
-        "--rounds=0": "'0' is not a number from 1 on",
-    }.items():
-        with pytest.raises(SystemExit):
-            parse(["grid", wrong])
-        assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["grid", "--peers=vllm"])
+    assert "there is no 'vllm'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--work-dir", "--results", "--json"])
