@@ -22,18 +22,9 @@ EVIL = "<script src='http://example.org/x'>\"&\x1b[2J"
 """A name that would be markup, and control the terminal."""
 
 WORK = Workload([[1] * 4, [1] * 2, [1] * 3], [3, 2, 1], f"by hand {EVIL}")
-ABOUT = {
-    "machine": {
-        "device": "AMD EPYC",
-        "threads": 2,
-        "system": f"Linux {EVIL}",
-        "cbatch": "0.1.0",
-        "python": "3.11",
-        "torch": "2.13",
-        "transformers": "5.24",
-    },
-    "model": f"demo {EVIL}, 5.1M parameters",
-}
+VERSIONS = {"cbatch": "0.1.0", "python": "3.11", "torch": "2.13", "transformers": "5.24"}
+MACHINE: dict[str, Any] = {"device": "AMD EPYC", "threads": 2, "system": f"Linux {EVIL}"}
+ABOUT = {"machine": MACHINE | VERSIONS, "model": f"demo {EVIL}, 5.1M parameters"}
 
 KINDS = ("strategies", "ablations", "peers", "replicas")
 """Of comparisons; those of loads are `load` and `capacity`."""
@@ -162,25 +153,17 @@ def make_curve() -> Report:
 
 
 def make_load(users: int, missing: int = 0) -> LoadResult:
-    figures = {
-        "users": users,
-        "users_judged": users,
-        "answers": users,
-        "cut_off": 0,
-        "errors": 0,
-        "first_error": "",
+    figures: dict[str, Any] = dict.fromkeys(("users", "users_judged", "answers"), users)
+    figures |= dict.fromkeys(("cut_off", "errors", "cached_tokens", "worst_lag_s"), 0) | {"first_error": ""}
+    figures |= dict.fromkeys(("users_served_share", "answers_served_share"), 1 / users)
+    figures |= {
         "ttft_s": {"p50": 0.1 * users, "p90": 0.15 * users, "p99": 0.2 * users},
         "tpot_s": {"p50": users / 90, "p90": users / 60, "p99": users / 50},
-        "prompt_tokens": 30,
-        "cached_tokens": 0,
-        "output_tokens": 30,
-        "elapsed_s": 9.0,
-        "worst_lag_s": 0.0,
         "users_missing": missing,
-        "users_served_share": 1 / users,
-        "answers_served_share": 1 / users,
+        "elapsed_s": 9.0,
         "output_tokens_per_s": 30 / 9,
     }
+    figures |= dict.fromkeys(("prompt_tokens", "output_tokens"), 30)
     timed = [TimedAnswer(n, n / users, 0.2 * (n + 1), 90 / (n + 1) if n else None) for n in range(users)]
     return LoadResult(figures, timed)
 

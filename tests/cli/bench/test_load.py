@@ -165,19 +165,6 @@ def test_a_stream_that_stalls_counts() -> None:
     assert lately.meets(EASY_SLO, 9.7) is None and lately.meets(EASY_SLO, 9.76) is False, "four tokens a second"
 
 
-def test_answers_before_all_is_settled_do_not_count() -> None:
-    """Guards probes: what the first users find in an empty engine says little."""
-    simulation = SimulatedEngine()
-    simulation.ttft = lambda number: 0.5 if number >= 4 else 3.0
-    assert load(simulation, duration_s=20.0).users_served_share == 0.0
-    assert load(SimulatedEngine(), duration_s=20.0, warmup_s=8.0).users_served_share == 1.0
-    later = SimulatedEngine()
-    later.ttft = simulation.ttft
-    result = load(later, duration_s=20.0, warmup_s=8.0)
-    assert (result.users_served_share, result.answers_served_share, result.ttft_s["p99"]) == (1.0, 1.0, 0.5)
-    assert result.answers == sum(made.at >= 8 for made in later.asked) - result.cut_off
-
-
 @pytest.mark.parametrize(
     ("turns", "context", "sizes"), [(3, 100, [4, 13, 22, 4]), (100, 18, [4, 13, 4, 13])], ids=["ends", "is full"]
 )
@@ -299,7 +286,7 @@ def test_durations() -> None:
 
 
 def test_users_who_never_came_are_told() -> None:
-    """Guards figures of fewer users than were asked for: how many are missing, before and after, and what helps."""
+    """Guards figures of fewer users than were asked for, too slow a program, and answers that failed in any round."""
     asked = scenario(users=128, rate=4.0, duration_s=20.0)
     simulation = SimulatedEngine()
     result = run_load(simulation, asked, EASY_SLO, simulation, Even)
@@ -308,25 +295,28 @@ def test_users_who_never_came_are_told() -> None:
     assert "about 80 of 128 users will arrive in 20 s at 4 a second" in warning
     assert "--rate 13 or --duration 64s" in warning
     assert expected_arrivals(scenario(users=80, rate=4.0, duration_s=20.0)) == ""
-    (said,) = remarks(asked, {128: [result]}, is_search=False)
-    assert said.startswith("Only 79 of 128 users arrived, so these are not the figures of 128 users. --rate 13")
     assert remarks(scenario(), {2: [run(SimulatedEngine())]}, is_search=False) == []
-
-
-def test_a_late_load_and_failed_answers_are_told() -> None:
-    """Guards the remarks on a program that was too slow to ask in time, and on answers that failed, in any round."""
     bad = made(worst_lag_s=0.5, first_error="NaN in the logits.")
-    assert remarks(scenario(), {2: [made(), bad]}, is_search=False) == [
+    missing, *others = remarks(asked, {128: [result, bad]}, is_search=False)
+    assert missing.startswith("Only 79 of 128 users arrived, so these are not the figures of 128 users. --rate 13")
+    assert others == [
         "Some answers failed: NaN in the logits.",
         "Questions were asked up to 0.50 s late, so the load was less than intended.",
     ]
 
 
-def test_the_median_run() -> None:
-    """Guards the figures of several rounds: neither the best nor the worst first tokens, and none as the worst."""
+def test_figures_of_several_runs() -> None:
+    """Guards the median: neither the best nor the worst first tokens, and none as the worst; and a curve's capacity.
+
+    That is the most users before the first number that is not served.
+    """
     runs = [made(3.0), made(1.0), made(2.0)]
     found = medians({3: runs, 2: runs[:2], 1: [runs[1], made(None), runs[0]]})
     assert list(found) == [1, 2, 3] and found[3] is runs[2] and found[2] is runs[0] and found[1] is runs[0]
+    served = {1: 1.0, 8: 0.995, 32: 0.9, 128: 1.0}
+    probes = {users: made(users_served_share=share) for users, share in served.items()}
+    assert most_served(probes) == (8, False)
+    assert most_served({1: probes[32]}) == (0, False) and most_served({1: probes[1]}) == (1, True)
 
 
 def test_rounds_take_turns() -> None:
@@ -338,11 +328,3 @@ def test_rounds_take_turns() -> None:
     assert told[:2] == ["1 user for 8 s, round 1 of 3", "3 users for 8 s, round 1 of 3"]
     prompts = [tuple(made.prompt) for made in simulation.asked]
     assert len(prompts) == len(set(prompts)) > 12, "the prefix cache would know prompts of earlier rounds"
-
-
-def test_the_most_of_a_curve() -> None:
-    """Guards the capacity of given numbers of users: the most before the first that are not served."""
-    served = {1: 1.0, 8: 0.995, 32: 0.9, 128: 1.0}
-    probes = {users: made(users_served_share=share) for users, share in served.items()}
-    assert most_served(probes) == (8, False)
-    assert most_served({1: probes[32]}) == (0, False) and most_served({1: probes[1]}) == (1, True)
