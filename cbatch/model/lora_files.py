@@ -101,6 +101,14 @@ class Adapter:
                 digest.update(matrix.contiguous().numpy().data)
         return digest.hexdigest()
 
+    def check_size(self, module: str, size: tuple[int, ...]) -> None:
+        """Raises ModelError unless a linear [columns, depth] of the model is as large as its own."""
+        columns, depth = self.modules[module].size
+        if (columns, depth) != size:
+            raise self.refused(
+                f"it was made for another model: {module} is {size[0]} x {size[1]} here, and {columns} x {depth} there"
+            )
+
     def refused(self, reason: str) -> ModelError:
         return _refused(self.name, reason)
 

@@ -18,7 +18,6 @@ from cbatch.base.errors import ModelError
 from cbatch.model.base import AddAdapters
 from cbatch.model.lora.sites import Sites
 from cbatch.model.lora_files import Adapter, LowRank
-from cbatch.model.ops.linear import Linear
 
 ROWS_AT_ONCE = 512
 """Rows whose products are in memory beside the step's own, which the size of the KV cache has room for."""
@@ -50,22 +49,20 @@ class DeviceAdapters:
 
     def __init__(self, sites: Sites, dtype: torch.dtype, device: torch.device) -> None:
         self._device = device
-        self._parts = {
-            linear: [
-                (
-                    slice(site.column, site.column + site.columns),
-                    [None if one is None else DeviceLowRank.of(one, dtype, device) for one in site.added],
-                )
-                for site in own
-            ]
-            for linear, own in sites.items()
-        }
+        self._parts: dict[Any, list[tuple[slice, list[DeviceLowRank | None]]]] = {}
+        for linear, own in sites.items():
+            for site in own:
+                added = [None if one is None else DeviceLowRank.of(one, dtype, device) for one in site.added]
+                self._parts.setdefault(linear, []).append((slice(site.column, site.column + site.columns), added))
 
     def step(self, adapters: NDArray[np.int64]) -> AddAdapters:
         """adapters: [T] number of each token's adapter from 1 on, or 0"""
-        rows = rows_by_adapter(adapters, self._device)
+        rows = [
+            (int(one) - 1, torch.from_numpy(np.flatnonzero(adapters == one)).to(self._device))
+            for one in np.unique(adapters[adapters > 0])
+        ]
 
-        def add(linear: Linear, source: Tensor, out: Tensor) -> None:
+        def add(linear: Any, source: Tensor, out: Tensor) -> None:
             for columns, added in self._parts.get(linear, ()):
                 for adapter, chosen in rows:
                     if (low_rank := added[adapter]) is not None:
@@ -74,44 +71,36 @@ class DeviceAdapters:
         return add
 
 
-def rows_by_adapter(adapters: NDArray[np.int64], device: torch.device) -> list[tuple[int, Tensor]]:
-    """The adapters that any token has, numbered from 0 on, and their tokens."""
-    numbers = np.unique(adapters[adapters > 0])
-    return [(int(one) - 1, torch.from_numpy(np.flatnonzero(adapters == one)).to(device)) for one in numbers]
-
-
 _HEADS = ("lm_head", "embed_out")
 
 
-class ModuleAdapters:
-    """Adapters of the linears of a network."""
+class ModuleAdapters(DeviceAdapters):
+    """Adapters of the linears of a network, each of which is a module."""
 
     def __init__(self, network: Any, adapters: Sequence[Adapter]) -> None:
         """Raises ModelError for an adapter that does not fit the network."""
-        self._added: dict[nn.Module, list[DeviceLowRank | None]] = {}
+        self._parts = {}
         for number, adapter in enumerate(adapters):
             for name, low_rank in adapter.modules.items():
                 module = _linear(network, adapter, name)
                 weight: Tensor = module.weight
-                added = self._added.setdefault(module, [None] * len(adapters))
+                if not self._parts:
+                    self._device = weight.device
+                [(_, added)] = self._parts.setdefault(module, [(slice(None), [None] * len(adapters))])
                 added[number] = DeviceLowRank.of(low_rank, weight.dtype, weight.device)
 
     @contextmanager
     def applied(self, adapters: NDArray[np.int64]) -> Iterator[None]:
         """While the network runs a step.  adapters: [T] number of each token's adapter from 1 on, or 0"""
-        device = next(module.weight.device for module in self._added if isinstance(module.weight, Tensor))
-        rows = rows_by_adapter(adapters, device)
+        add_to = self.step(adapters)
 
         def add(module: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
             source = given[0].reshape(-1, given[0].shape[-1])
             if len(source) != len(adapters):
                 raise ModelError(f"{type(module).__name__} does not compute all tokens of a step, so no adapter can")
-            for number, tokens in rows:
-                added = self._added[module][number]
-                if added is not None:
-                    added.add_to(source, tokens, out.view(len(adapters), -1))
+            add_to(module, source, out.view(len(adapters), -1))
 
-        handles = [module.register_forward_hook(add) for module in self._added]
+        handles = [module.register_forward_hook(add) for module in self._parts]
         try:
             yield
         finally:
@@ -133,9 +122,5 @@ def _linear(network: Any, adapter: Adapter, name: str) -> Any:
     if name.rpartition(".")[2] in _HEADS:
         raise adapter.refused(f"it adapts the output head ({name}), and only the linears of layers can be")
     size = tuple(module.weight.shape[::-1] if kind == "Conv1D" else module.weight.shape)
-    if adapter.modules[name].size != size:
-        columns, depth = adapter.modules[name].size
-        raise adapter.refused(
-            f"it was made for another model: {name} is {size[0]} x {size[1]} here, and {columns} x {depth} there"
-        )
+    adapter.check_size(name, size)
     return module

@@ -46,7 +46,7 @@ def sites_of(program: Program, adapters: Sequence[Adapter]) -> Sites:
     added: dict[_Place, list[LowRank | None]] = {}
     for number, adapter in enumerate(adapters):
         for module, low_rank in adapter.modules.items():
-            for place in _places_of(program, places, adapter, module, low_rank):
+            for place in _places_of(program, places, adapter, module):
                 added.setdefault(place, [None] * len(adapters))[number] = _part_of(low_rank, place.weight)
     sites: dict[Linear, list[Site]] = defaultdict(list)
     for place, each in sorted(added.items(), key=lambda item: item[0].column):
@@ -66,9 +66,7 @@ def _places(program: Program) -> dict[str, list[_Place]]:
     return places
 
 
-def _places_of(
-    program: Program, places: Mapping[str, list[_Place]], adapter: Adapter, module: str, low_rank: LowRank
-) -> list[_Place]:
+def _places_of(program: Program, places: Mapping[str, list[_Place]], adapter: Adapter, module: str) -> list[_Place]:
     found = next((places[name] for name in _names(program, module) if name in places), None)
     if found is None:
         raise adapter.refused(_why_no_linear(program, module))
@@ -76,12 +74,7 @@ def _places_of(
         weight = place.weight
         if weight.index is not None or weight.is_flat or weight.function is not None or len(weight.shape) != 2:
             raise adapter.refused(f"{module} is stored in a form that adapters are not added to")
-        size = weight.shape[::-1] if weight.transpose else weight.shape
-        if low_rank.size != size:
-            columns, depth = low_rank.size
-            raise adapter.refused(
-                f"it was made for another model: {module} is {size[0]} x {size[1]} here, and {columns} x {depth} there"
-            )
+        adapter.check_size(module, weight.shape[::-1] if weight.transpose else weight.shape)
     return found
 
 
