@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from cbatch.base.quantization import Quantization
-from cbatch.kernels.formats import FP8, INT4, INT8, ON_GPU, Integers, quantized
+from cbatch.kernels.formats import FP8, ON_GPU, Integers, quantized
 from cbatch.kernels.operands import ExpertWeights, NormWeights
 from cbatch.kernels.quantized_matrix import Float8Matrix, QuantizedMatrix
 from cbatch.model.float8 import Float8Use
-from cbatch.model.stored import Packing, StoredWeights
+from cbatch.model.stored import Packing, StoredWeights, packing_of, rows_of
 from cbatch.model.weight import Activation, Matrix, Norm, Weight
 from cbatch.runtime.cpu import num_threads
 
@@ -41,18 +41,15 @@ class DeviceWeights:
         self._float8 = float8 or Float8Use()
         self._tensors, self._dtype, self._device = tensors, dtype, device
         self._quantize, self._tied = quantize, tied
-        self._last: tuple[str, Tensor] | None = None
+        keeps = quantize is not None and quantize.keeps_stored
+        self._stored = cast(StoredWeights, tensors) if keeps else None
         self._tables: dict[Weight, Tensor | QuantizedMatrix] = {}
-
-    def forget(self) -> None:
-        """The tensor that was read last, which may be asked for once more: files hold all experts in one."""
-        self._last = None
 
     def embedding(self, weight: Weight) -> Tensor | QuantizedMatrix:
         """[rows, columns] as it is looked up."""
         if weight not in self._tables:
             is_head, matrix = self._tied is not None and self._tied.parts == (weight,), Matrix((weight,))
-            packing = self._packing([matrix], is_head=True) if is_head or self._keeps_stored else None
+            packing = self._packing([matrix], is_head=True) if is_head or self._stored is not None else None
             self._tables[weight] = self._matrix([matrix], packing)
         return self._tables[weight]
 
@@ -123,7 +120,7 @@ class DeviceWeights:
         sizes = [math.prod(weight.size) for weight in weights]
         out = torch.empty(sum(sizes), dtype=torch.float32, device=self._device)
         for part, weight in zip(torch.split(out, sizes), weights, strict=True):
-            part.copy_(weight.read(self._tensor(weight.name)).flatten())
+            part.copy_(weight.read(self._tensors[weight.name]).flatten())
         self.loaded.append(out)
         return out if factor == 1 else out.mul_(factor)
 
@@ -134,7 +131,7 @@ class DeviceWeights:
     def activation(self, activation: Activation) -> Activation:
         """With numbers as its parameters."""
         params = [
-            float(one.read(self._tensor(one.name))) if isinstance(one, Weight) else one for one in activation.params
+            float(one.read(self._tensors[one.name])) if isinstance(one, Weight) else one for one in activation.params
         ]
         return replace(activation, params=tuple(params))
 
@@ -154,28 +151,10 @@ class DeviceWeights:
     def _fill(self, out: Tensor, weights: Sequence[Weight]) -> None:
         """Copies weights below each other, each straight to its place on the device."""
         for part, weight in zip(torch.split(out, [weight.size[0] for weight in weights]), weights, strict=True):
-            part.copy_(self._rows(weight, 0, weight.size[0]))
-
-    def _rows(self, weight: Weight, first: int, stop: int) -> Tensor:
-        if isinstance(self._tensors, StoredWeights) and len(weight.size) == 2:
-            return self._tensors.rows(weight, first, stop)
-        return weight.read(self._tensor(weight.name))[first:stop]
-
-    @property
-    def _keeps_stored(self) -> bool:
-        return self._quantize is not None and self._quantize.keeps_stored
-
-    @property
-    def _stored(self) -> StoredWeights:
-        return cast(StoredWeights, self._tensors)
+            part.copy_(rows_of(self._tensors, weight, 0, weight.size[0]))
 
     def _packing(self, matrices: Sequence[Matrix], *, is_head: bool = False) -> Packing | None:
-        """How matrices are packed; None for numbers. Heads are int8 in int4 models."""
-        if self._keeps_stored:
-            return self._stored.packing([part for matrix in matrices for part in matrix.parts], ON_GPU)
-        if self._quantize is None:
-            return None
-        return Packing(INT8 if is_head or self._quantize.weights == "int8" else INT4)
+        return packing_of(matrices, self._quantize, self._stored, ON_GPU, is_head=is_head)
 
     def _matrix(
         self, matrices: Sequence[Matrix], packing: Packing | None, kind: str = "of embeddings and heads", *,
@@ -210,18 +189,12 @@ class DeviceWeights:
         ]
 
         def read(span: tuple[Weight, int, int]) -> Integers:
-            if self._keeps_stored:
+            if self._stored is not None:
                 return self._stored.packed([span], format)
-            return quantized(self._rows(*span).to(self._device), format)
+            return quantized(rows_of(self._tensors, *span).to(self._device), format)
 
         with ThreadPoolExecutor(num_threads(), "cbatch-read") as executor:
-            found = (executor.map if self._keeps_stored else map)(read, spans)
+            found = (map if self._stored is None else executor.map)(read, spans)
             for (_, first, stop), integers in zip(spans, found, strict=True):
                 out.fill(column, integers.map(lambda part: part.to(self._device)))
                 column += stop - first
-
-    def _tensor(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, self._tensors[name]
-        return self._last[1]

@@ -338,7 +338,7 @@ def _load_fast(plan: LoadPlan) -> CpuModel | CudaModel:
     dtype, quantize = plan.formats("bfloat16", is_quantized=True)
     weights = checkpoint.weights(program, tensors)
     model = plan.fast_model(config, weights, dtype, quantize, files, identity)
-    weights.finish(checkpoint.name, "the files", plan.device, dtype, model.weight_bytes, quantize)
+    weights.finish(checkpoint.name, "the files", model, quantize)
     return model
 
 

@@ -21,7 +21,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import mmap
 import os
 import stat
@@ -191,33 +190,27 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
         os.close(file)
 
 
-class ArrayShape(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+Sizes = Mapping[str, tuple[int, np.dtype[Any]]]
+"""How many numbers each of some arrays has, and their type."""
 
 
-class PackedFile:
+class PackedFile(NamedTuple):
     """A file of arrays in a folder that belongs to this user alone.
 
     content: what decides the numbers in the arrays, as JSON values
     """
 
-    def __init__(self, cache: WeightCache, content: Mapping[str, Any]) -> None:
-        self.cache = cache
-        self.content = content
+    cache: WeightCache
+    content: Mapping[str, Any]
 
-    def arrays(self, shapes: Mapping[str, ArrayShape], fill: Callable[[Arrays], None]) -> Arrays:
-        """The arrays of these shapes, mapped; `fill` is called if no process has filled them yet.
+    def arrays(self, sizes: Sizes, fill: Callable[[Arrays], None]) -> Arrays:
+        """The arrays of these sizes, mapped; `fill` is called if no process has filled them yet.
 
         Raises OSError if the file cannot be made or must not be trusted, and what `fill` raises.
         """
         if sys.platform != "linux":
             raise OSError("that takes Linux")
-        layout, path = _Layout.of(self.content, shapes), self.cache.folder
+        layout, path = _Layout.of(self.content, sizes), self.cache.folder
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder:
             if not _is_ours(folder):
@@ -240,31 +233,31 @@ class _Layout(NamedTuple):
     name: str
     size: int
     header: bytes
-    shapes: Mapping[str, ArrayShape]
+    sizes: Sizes
     offsets: Mapping[str, int]
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], shapes: Mapping[str, ArrayShape]) -> _Layout:
+    def of(cls, content: Mapping[str, Any], sizes: Sizes) -> _Layout:
         offsets, end = {}, _HEADER_BYTES
-        for name, array in shapes.items():
+        for name, (count, type) in sizes.items():
             offsets[name] = end
-            end += -(-array.nbytes // _LINE) * _LINE
+            end += -(-count * type.itemsize // _LINE) * _LINE
         size = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         arrays = {
-            name: {"dtype": array.dtype.name, "shape": array.shape, "offset": offsets[name]}
-            for name, array in shapes.items()
+            name: {"dtype": type.name, "shape": [count], "offset": offsets[name]}
+            for name, (count, type) in sizes.items()
         }
         described = {**content, "byteorder": sys.byteorder, "size": size, "arrays": arrays}
         header = json.dumps(described, sort_keys=True).encode().ljust(_HEADER_BYTES - 1) + b"\n"
         if len(header) > _HEADER_BYTES:
             raise ValueError(f"The header of a packed file takes {len(header)} bytes.")
         name = hashlib.blake2b(header, digest_size=16).hexdigest() + WEIGHTS
-        return cls(name, size, header, shapes, offsets)
+        return cls(name, size, header, sizes, offsets)
 
     def arrays(self, mapping: _Mapping) -> Arrays:
         return {
-            name: np.ndarray(array.shape, array.dtype, mapping.memory, mapping.start + self.offsets[name])
-            for name, array in self.shapes.items()
+            name: np.ndarray(count, type, mapping.memory, mapping.start + self.offsets[name])
+            for name, (count, type) in self.sizes.items()
         }
 
 

@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.base.quantization import Quantization
 from cbatch.base.units import format_bytes
 from cbatch.kernels.formats import GROUP, INT4, INT4_ZEROS, INT8, ON_CPU, ON_GPU, Integers, quantized
-from cbatch.model.weight import Weight
+from cbatch.model.base import Model
+from cbatch.model.weight import Matrix, Weight
 from cbatch.runtime.device import is_accelerator
 
 _log = logging.getLogger("cbatch")
@@ -137,21 +137,17 @@ class StoredWeights(Mapping[str, Tensor]):
         parts = [self.matrices[one.name].integers(self._chosen(one, *rows), format) for one, *rows in spans]
         return Integers.concatenated(parts)
 
-    def finish(
-        self, name: str, where: str, device: torch.device, dtype: torch.dtype, memory: int,
-        quantize: Quantization | None,
-    ) -> None:  # fmt: skip
-        """Gives back what has been read, and says what has become of formats that no kernel reads.
+    def finish(self, name: str, where: str, model: Model, quantize: Quantization | None) -> None:
+        """Gives back what has been read for a model, and says what has become of formats that no kernel reads.
 
         name:     of their format, and `where` they are, for people
-        memory:   bytes of the weights as they are now
         quantize: how matrices are kept as integers, if they are
         """
-        held = ON_GPU if is_accelerator(device) else ON_CPU
+        held = ON_GPU if is_accelerator(model.device) else ON_CPU
         self._files.drop_pages()
-        sizes = format_bytes(memory), format_bytes(self._files.num_bytes), where
+        sizes = format_bytes(model.weight_bytes), format_bytes(self._files.num_bytes), where
         if quantize is None:
-            kind = str(dtype).removeprefix("torch.")
+            kind = str(model.dtype).removeprefix("torch.")
             _log.warning("The %s weights are kept in %s, and take %s, and %s in %s.", name, kind, *sizes)
         elif quantize.keeps_stored and (lost := set[str]().union(*(one.lost(held) for one in self.matrices.values()))):
             _log.warning(
@@ -169,6 +165,24 @@ class StoredWeights(Mapping[str, Tensor]):
         """Rows of the weight before its own rows are chosen, counted over all matrices."""
         rows = np.arange(first, stop) if weight.rows is None else weight.rows[first:stop].numpy()
         return rows if weight.index is None else rows + weight.index * self.matrices[weight.name].rows
+
+
+def packing_of(
+    matrices: Iterable[Matrix], quantize: Quantization | None, stored: StoredWeights | None, held: Collection[int], *,
+    is_head: bool = False,
+) -> Packing | None:  # fmt: skip
+    """How matrices are packed that must have one format; None if they stay numbers.
+
+    Heads are int8 in int4 models, as llama.cpp and OpenVINO have them.
+
+    stored: the weights, if their own integers are kept
+    held:   formats of the kernels
+    """
+    if stored is not None:
+        return stored.packing((part for matrix in matrices for part in matrix.parts), held)
+    if quantize is None:
+        return None
+    return Packing(INT4 if quantize.weights == "int4" and not is_head else INT8)
 
 
 def rows_of(tensors: Mapping[str, Tensor], weight: Weight, first: int, stop: int) -> Tensor:

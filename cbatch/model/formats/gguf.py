@@ -102,7 +102,7 @@ class GgufModel:
                 raise
             raise ModelError(f"Cannot load {source}: its weights do not fit into memory.") from error
         if self.is_quantized:
-            self._weights.finish("GGUF", "the file", plan.device, model.dtype, model.weight_bytes, quantize)
+            self._weights.finish("GGUF", "the file", model, quantize)
         else:
             self._file.drop_pages()
         return model

@@ -24,12 +24,12 @@ from cbatch.kernels.cpu.matmul.linear import prepared_row_bytes
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, LANES, pad_columns
 from cbatch.kernels.cpu.program import BUFFER, NORM, Instruction, Weights
 from cbatch.kernels.cpu.tensors import as_array
-from cbatch.kernels.formats import BFLOAT16, FLOAT32, INT4, INT8, ON_CPU, quantized
+from cbatch.kernels.formats import BFLOAT16, FLOAT32, ON_CPU, quantized
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.ops.operation import Operation, with_role
 from cbatch.model.ops.program import Program
-from cbatch.model.packed_file import Arrays, ArrayShape, PackedFile, WeightCache
-from cbatch.model.stored import StoredWeights, rows_of
+from cbatch.model.packed_file import Arrays, PackedFile, WeightCache
+from cbatch.model.stored import StoredWeights, packing_of, rows_of
 from cbatch.model.weight import RESIDUAL, Activation, Matrix, Norm, Weight
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
 from cbatch.runtime.memory import check_room
@@ -142,13 +142,6 @@ class CpuLayout:
             places[kind] += records[kind].itemsize
         return table
 
-    @property
-    def array_shapes(self) -> dict[str, ArrayShape]:
-        """The arrays of `Weights`."""
-        element = np.float32 if self.dtype == torch.float32 else np.uint16
-        types = zip(self._sizes.items(), (np.uint8, np.float32, np.float32, element, np.int64), strict=True)
-        return {name: ArrayShape((size,), np.dtype(type)) for (name, size), type in types}
-
     def load(self, tensors: Tensors, shared: PackedFile | None) -> Weights:
         """The weights as the kernels take them, in memory of this process or mapped.
 
@@ -161,8 +154,10 @@ class CpuLayout:
                 for _ in executor.map(lambda each: each(arrays, tensors), self._fills):
                     pass  # the first error cancels those that wait
 
-        shapes = self.array_shapes
-        total = sum(array.nbytes for array in shapes.values())
+        element = np.float32 if self.dtype == torch.float32 else np.uint16
+        types = map(np.dtype, (np.uint8, np.float32, np.float32, element, np.int64))
+        shapes = dict(zip(self._sizes, zip(self._sizes.values(), types, strict=True), strict=True))
+        total = sum(size * type.itemsize for size, type in shapes.values())
         if shared is not None and total >= shared.cache.least_bytes:
             try:
                 return Weights(**shared.arrays(shapes, fill))
@@ -295,13 +290,9 @@ class CpuLayout:
         return self.numbers(gated_columns(columns) if is_gated else pad_columns(columns), read)
 
     def format_of(self, *matrices: Matrix, is_head: bool = False) -> int:
-        """How matrices are packed. Heads are int8 in int4 models, as llama.cpp and OpenVINO have them."""
-        if self.stored is not None:
-            kept = self.stored.packing((part for matrix in matrices for part in matrix.parts), ON_CPU)
-            return BFLOAT16 if kept is None else kept.format
-        if self.quantize is None:
-            return FLOAT32 if self.dtype == torch.float32 else BFLOAT16
-        return INT4 if self.quantize.weights == "int4" and not is_head else INT8
+        """How matrices are packed that have one format."""
+        packing = packing_of(matrices, self.quantize, self.stored, ON_CPU, is_head=is_head)
+        return packing.format if packing is not None else FLOAT32 if self.dtype == torch.float32 else BFLOAT16
 
     def _packed(
         self, matrix: Matrix, tensors: Tensors, format: int, depth: int, first: int, stop: int, *, is_gated: bool

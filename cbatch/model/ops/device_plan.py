@@ -161,7 +161,6 @@ class DevicePlan:
             run = operation.on_device(self)
             if run is not None:
                 self.calls.append(run)
-        self.weights.forget()
 
     @property
     def weight_bytes(self) -> int:
