@@ -194,7 +194,6 @@ def _recurrence_of(batch: RaggedBatch) -> Recurrence:
     states, counts = batch.states, batch.counts
     assert states is not None
     arrays = [np.append(0, counts.cumsum()), states.slots, states.snapshot_counts, states.snapshot_slots]
-    starts, slots, snapshot_counts, snapshot_slots = to_device(
-        [array.astype(np.int32) for array in arrays], batch.device
-    )
+    there = to_device([array.astype(np.int32) for array in arrays], batch.device)
+    starts, slots, snapshot_counts, snapshot_slots = there
     return Recurrence(starts, slots, snapshot_counts, snapshot_slots, int(counts.max()))

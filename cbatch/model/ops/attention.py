@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from cbatch.kernels.cpu.program import BUFFER, NORM, elements_of, floats_of, ins
 from cbatch.kernels.cpu.work_queue import Worker, claimed
 from cbatch.kernels.operands import NormWeights, Positions
 from cbatch.model.config import UnsupportedConfig
+from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel
-from cbatch.model.ops.device_plan import Buffer, DevicePlan, Run, Step
+from cbatch.model.ops.device_plan import DevicePlan, Run, Step
 from cbatch.model.ops.operation import Operation, numbers_a, operation, reads, writes
 from cbatch.model.ops.residual import normalize, normed
 from cbatch.model.weight import Norm, Weight
@@ -75,50 +77,45 @@ class PrepareHeads(Operation):
             value_norm=layout.norm(norms.value),
         )  # fmt: skip
 
-    def on_device(self, plan: DevicePlan) -> Run:
-        norms, shape, source = self.norms, self.shape, plan.read(self.source)
-        widths = [self.heads * shape.key_dim, shape.heads * shape.key_dim, shape.heads * shape.value_dim]
-        query = plan.written(self.query, widths[0])
-        given = [norms.query, norms.key if self.stores else None, norms.value if self.stores else None]
-        if norms.by_row:
-            if norms.last or self.clip:
-                raise UnsupportedConfig("its heads are normed together after the rotation, or after a clip")
-            for number, one in enumerate(given):
-                if one is not None:
-                    columns = slice(sum(widths[:number]), sum(widths[: number + 1]))
-                    plan.calls.append(partial(_norm_columns, source, columns, plan.weights.norm(one)))
-            given = [None, None, None]
-        dims = shape.key_dim, shape.key_dim, shape.value_dim
-        loaded = tuple(plan.weights.head_norm(norm, dim) for norm, dim in zip(given, dims, strict=True))
+    def target_width(self, width: Callable[[str], int]) -> int:
+        return self.heads * self.shape.key_dim
 
-        def run(step: Step) -> None:
-            keys = values = None
-            if self.stores:
-                keys, values = step.kv_cache.keys[self.cache], step.kv_cache.values[self.cache]
-            queries = step[query].view(-1, self.heads, shape.key_dim)
-            positions = step.positions[-1 if self.rotary is None else self.rotary]
-            prepare_heads(step.ops, step[source], self, loaded, positions, queries, keys, values)
+    def load(self, weights: DeviceWeights) -> tuple[list[tuple[slice, NormWeights]], tuple[NormWeights, ...]]:
+        """Norms of all heads of a row together, with their columns; and those of each head by itself."""
+        norms, shape = self.norms, self.shape
+        parts = [(norms.query, self.heads, shape.key_dim)]
+        parts += [
+            (one if self.stores else None, shape.heads, dim)
+            for one, dim in ((norms.key, shape.key_dim), (norms.value, shape.value_dim))
+        ]
+        if not norms.by_row:
+            return [], tuple(weights.head_norm(norm, dim) for norm, _, dim in parts)
+        if norms.last or self.clip:
+            raise UnsupportedConfig("its heads are normed together after the rotation, or after a clip")
+        ends = accumulate(heads * dim for _, heads, dim in parts)
+        by_row = [
+            (slice(end - heads * dim, end), weights.norm(norm))
+            for (norm, heads, dim), end in zip(parts, ends, strict=True)
+            if norm is not None
+        ]
+        return by_row, tuple(weights.head_norm(None, dim) for _, _, dim in parts)
 
-        return run
-
-
-def _norm_columns(source: Buffer, columns: slice, norm: NormWeights, step: Step) -> None:
-    """Norms all queries of a token together, all keys or all values, in place."""
-    normalize(step.ops, step[source][:, columns], norm, 1, 1.0, step[source][:, columns])
+    def run(self, step: Step, weights: Any, *, source: Tensor, query: Tensor) -> None:
+        by_row, norms = weights
+        for columns, norm in by_row:
+            normalize(step.ops, source[:, columns], norm, 1, 1.0, source[:, columns])
+        keys = step.kv_cache.keys[self.cache] if self.stores else None
+        values = step.kv_cache.values[self.cache] if self.stores else None
+        positions = step.positions[-1 if self.rotary is None else self.rotary]
+        queries = query.view(-1, self.heads, self.shape.key_dim)
+        prepare_heads(step.ops, source, self, norms, positions, queries, keys, values)
 
 
 @device_kernel("heads:prepare_heads")
 def prepare_heads(
-    qkv: Tensor,
-    one: PrepareHeads,
-    norms: tuple[NormWeights, ...],
-    positions: Positions,
-    query: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
-    *,
-    heads_first: bool = False,
-) -> None:
+    qkv: Tensor, one: PrepareHeads, norms: tuple[NormWeights, ...], positions: Positions, query: Tensor,
+    keys: Tensor | None, values: Tensor | None, *, heads_first: bool = False,
+) -> None:  # fmt: skip
     """Norms and rotates a step's queries and keys (RoPE, Su et al., 2021), and stores keys and values.
 
     qkv:          [T, columns] queries, keys and values as their matrix gives them

@@ -65,10 +65,8 @@ class Embed(Operation):
     def _looked_up(self, plan: DevicePlan) -> Begin:
         """The embedding of a step and the rows that are taken of it; of a quantized one these become numbers first."""
         weights = plan.weights
-        table, positions = (
-            weights.embedding(self.table),
-            None if self.positions is None else weights.table(self.positions),
-        )
+        table, given = weights.embedding(self.table), self.positions
+        positions = None if given is None else weights.table(given)
         if not isinstance(table, QuantizedMatrix):
             embedding = Embedding(table, self.scale, positions, self.position_offset)
             return lambda step: (embedding, step.ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,7 +39,7 @@ from cbatch.model.base import ALL_EXPERTS_READ
 from cbatch.model.device_weights import DeviceWeights
 from cbatch.model.ops.cpu_layout import CpuLayout
 from cbatch.model.ops.device_kernel import device_kernel
-from cbatch.model.ops.device_plan import Buffer, DevicePlan, Run, Step
+from cbatch.model.ops.device_plan import Buffer, Step
 from cbatch.model.ops.linear import ACTIVATED_PRODUCT, PRODUCT, activate, activated_width
 from cbatch.model.ops.operation import Operation, operation, reads, writes
 from cbatch.model.ops.products import linear
@@ -156,30 +157,27 @@ class Experts(Operation):
         )  # fmt: skip
         layout.add(combine_experts, source=result, target=target, factor=self.factor, add=self.add, **shared)
 
-    def on_device(self, plan: DevicePlan) -> Run:
-        weights, top_k, source = plan.weights, self.top_k, plan.read(self.source)
-        up, down, activation = weights.experts(self.up), weights.experts(self.down), weights.activation(self.activation)
-        inner, hidden = self.down[0].depth, self.down[0].columns
-        target = plan.written(self.target, hidden)
-        product, activated, rows = (
-            Buffer(name, top_k * width)
-            for name, width in (
-                (PRODUCT, self.up[0].columns),
-                (ACTIVATED_PRODUCT, inner),
-                ("(rows of experts)", hidden),
-            )
-        )
+    def target_width(self, width: Callable[[str], int]) -> int:
+        return self.down[0].columns
 
-        def run(step: Step) -> None:
-            routing, ops = step.routing, step.ops
-            assert routing is not None
-            first, second, last = (step[one].view(-1, one.width // top_k) for one in (product, activated, rows))
-            expert_linear(ops, step[source], routing, up, first, gathers=True, weighs=self.weigh_input)
-            activate(ops, first, activation, second)
-            expert_linear(ops, second, routing, down, last, gathers=False, weighs=False)
-            combine(ops, last, routing, self.factor, step[target], weighs=not self.weigh_input, add=self.add)
+    def load(self, weights: DeviceWeights) -> tuple[ExpertWeights, ExpertWeights, Activation]:
+        return weights.experts(self.up), weights.experts(self.down), weights.activation(self.activation)
 
-        return run
+    def run(
+        self, step: Step, weights: tuple[ExpertWeights, ExpertWeights, Activation], *, source: Tensor, target: Tensor
+    ) -> None:
+        (up, down, activation), ops, routing = weights, step.ops, step.routing
+        assert routing is not None
+        widths = {
+            PRODUCT: self.up[0].columns,
+            ACTIVATED_PRODUCT: self.down[0].depth,
+            "(rows of experts)": self.down[0].columns,
+        }
+        first, second, last = (step[Buffer(name, self.top_k * width)].view(-1, width) for name, width in widths.items())
+        expert_linear(ops, source, routing, up, first, gathers=True, weighs=self.weigh_input)
+        activate(ops, first, activation, second)
+        expert_linear(ops, second, routing, down, last, gathers=False, weighs=False)
+        combine(ops, last, routing, self.factor, target, weighs=not self.weigh_input, add=self.add)
 
 
 @device_kernel("experts:route")

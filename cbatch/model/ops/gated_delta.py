@@ -79,12 +79,10 @@ def apply_delta_rule(
     qkv: Tensor, controls: Tensor, heads: GatedDelta, weights: tuple[Tensor, Tensor], state: Tensor,
     recurrence: Recurrence, out: Tensor,
 ) -> None:  # fmt: skip
-    """out [T, value_heads * value_dim] = the gated delta rule over each chunk.
+    """The rule over each chunk; see `GatedDelta`.
 
-    qkv:      [T, 2 * key_heads * key_dim + value_heads * value_dim]
-    controls: [T, 2 * value_heads] b, then a
-    weights:  [value_heads] float32 each: -exp(decay_log), and decay_bias
-    state:    [slots, value_heads, key_dim, value_dim], read and written
+    weights: [value_heads] float32 each: -exp(decay_log), and decay_bias
+    state:   [slots, value_heads, key_dim, value_dim], read and written
     """
     decay, decay_bias = weights
     widths = [heads.key_heads * heads.key_dim] * 2 + [heads.value_heads * heads.value_dim]

@@ -79,12 +79,11 @@ def scan(
     xbc: Tensor, steps: Tensor, heads: SelectiveScan, weights: tuple[Tensor, Tensor, Tensor], state: Tensor,
     recurrence: Recurrence, out: Tensor,
 ) -> None:  # fmt: skip
-    """out [T, heads * head_dim] = the scan over each chunk.
+    """The scan over each chunk; see `SelectiveScan`.
 
-    xbc:   [T, heads * head_dim + 2 * groups * state_size] x, B and C
-    steps: [T, heads], maybe columns of a wider tensor
+    steps:   [T, heads], maybe columns of a wider tensor
     weights: [heads] float32 each: -exp(decay_log), step_bias and skip
-    state: [slots, heads, head_dim, state_size], read and written
+    state:   [slots, heads, head_dim, state_size], read and written
     """
     decay, step_bias, skip = weights
     inner, shared = heads.heads * heads.head_dim, heads.groups * heads.state_size
