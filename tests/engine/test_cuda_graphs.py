@@ -53,13 +53,12 @@ from tests.support.cuda_model import (
     kv_cache_of,
     logits_of,
     model_of,
-    network_of,
     run,
 )
 from tests.support.float8 import needs_float8
 from tests.support.model_checks import is_greedy_output
 from tests.support.programs import saved_model
-from tests.support.tiny_models import make_engine, make_network, make_prompts, no_collector
+from tests.support.tiny_models import make_engine, make_network, make_prompts, network_of, no_collector
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 

@@ -19,10 +19,10 @@ from cbatch.engine.fallback import check_batch_invariant
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.ops.device_kernel import by_torch
 from cbatch.requests.completion import Completion
-from tests.support.cuda_model import DEVICE, engine_around, model_of, network_of
+from tests.support.cuda_model import DEVICE, engine_around, model_of
 from tests.support.generation import generate
 from tests.support.programs import PROMPT, logits_in_chunks, saved_model
-from tests.support.tiny_models import make_engine, make_fast_engine, make_network, make_prompts
+from tests.support.tiny_models import make_engine, make_fast_engine, make_network, make_prompts, network_of
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 

@@ -16,33 +16,18 @@ from cbatch.model.config import UnsupportedConfig
 from cbatch.model.cpu import CpuModel
 from tests.support.generation import generate, generate_greedily
 from tests.support.tiny_models import (
+    MODELS,
     VOCABULARY,
-    draw_weights,
     generate_alone,
     loaded,
     make_fast_engine,
-    make_network,
     make_prompts,
+    network_of,
 )
 
 pytestmark = pytest.mark.kernels
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
-ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "llama 3 places": ("llama", {"rope_parameters": ROPE | {"original_max_position_embeddings": 64}}),
-    "stretched places": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}}),
-    "one head for all": ("llama", {"num_key_value_heads": 1, "head_dim": 32}),
-    "mistral, window": ("mistral", {"sliding_window": 21}),
-    "qwen2, biases": ("qwen2", {}),
-    "qwen2, windows": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_hidden_layers": 3},
-    ),
-    "qwen3, norms": ("qwen3", {"tie_word_embeddings": True}),
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 LENGTHS = [3, 70, 17, 130, 1, 40]
 OUTPUTS = [60, 12, 55, 9, 70, 1]
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -51,17 +36,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def network_of(name: str) -> Any:
-    family, overrides = MODELS[name]
-    network = make_network(family, **SHAPE | overrides)
-    draw_weights(network)
-    return network
+def cpu_network(name: str) -> Any:
+    """Of sizes that the kernels support."""
+    return network_of(name, **SIZES)
 
 
 @cache
 def expected_of(name: str) -> list[list[int]]:
-    return generate_alone(network_of(name), make_prompts(LENGTHS), OUTPUTS)
+    return generate_alone(cpu_network(name), make_prompts(LENGTHS), OUTPUTS)
 
 
 def run(engine: SteppingEngine) -> list[list[int]]:
@@ -69,10 +51,10 @@ def run(engine: SteppingEngine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "odd sizes"])
 def test_equals_generate(name: str, scenario: str) -> None:
     """Guards every kind of model and rotary encoding of the fast path, token for token in float32."""
-    engine = make_fast_engine(network_of(name), **SCENARIOS[scenario])
+    engine = make_fast_engine(cpu_network(name), **SCENARIOS[scenario])
     assert run(engine) == expected_of(name)
 
 
@@ -92,7 +74,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ASKED)
 def test_requests_get_what_they_ask_for(name: str) -> None:
     """Guards rows that want more than the likeliest token, which the fast path finds by itself: alike and mixed."""
-    network, prompts = network_of("llama"), make_prompts([9, 30, 17])
+    network, prompts = cpu_network("llama"), make_prompts([9, 30, 17])
     config = EngineConfig(block_size=16, kv_blocks=40, device="cpu", attention="reference")
     theirs = SteppingEngine(config, loaded(deepcopy(network)))  # it changes the model's attention for good
     ours = make_fast_engine(network)
@@ -111,12 +93,12 @@ def test_requests_get_what_they_ask_for(name: str) -> None:
 def test_more_rows_than_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards steps whose logits exceed the memory that is kept: scored prompts, and very many rows."""
     monkeypatch.setattr("cbatch.model.cpu._KEPT_LOGIT_ROWS", 2)
-    assert run(make_fast_engine(network_of("llama"))) == expected_of("llama")
+    assert run(make_fast_engine(cpu_network("llama"))) == expected_of("llama")
 
 
 def test_what_is_not_of_the_family_is_refused() -> None:
     """Guards against a model that would be computed wrongly: every deviation sends it to transformers."""
-    network = network_of("llama")
+    network = cpu_network("llama")
     config, tensors = network.config.to_dict(), network.state_dict()
     CpuModel(config, tensors, torch.float32)
     deviations: list[dict[str, Any]] = [
@@ -135,11 +117,11 @@ def test_what_is_not_of_the_family_is_refused() -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
         {"architectures": 5, "hidden_size": "many"},
     ]
-    mistral = network_of("mistral, window").config.to_dict()
+    mistral = cpu_network("mistral, window").config.to_dict()
     del mistral["sliding_window"]  # which is 4,096 then
     with pytest.raises(UnsupportedConfig, match="no sliding_window"):
-        CpuModel(mistral, network_of("mistral, window").state_dict(), torch.float32)
-    tied = network_of("llama, tied").state_dict()
+        CpuModel(mistral, cpu_network("mistral, window").state_dict(), torch.float32)
+    tied = cpu_network("llama 3 places, tied").state_dict()
     with pytest.raises(UnsupportedConfig, match="differ"):
         CpuModel(
             config | {"tie_word_embeddings": True}, tied | {"lm_head.weight": tied["lm_head.weight"] + 1}, torch.float32

@@ -18,35 +18,15 @@ from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache
 from tests.support.device import DEVICE
 from tests.support.generation import generate_greedily
-from tests.support.tiny_models import draw_weights, generate_alone, loaded, make_network, make_prompts
+from tests.support.tiny_models import generate_alone, loaded, make_prompts, network_of
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
 from cbatch.attention.triton import TritonAttention
 from cbatch.model.cuda import CudaModel
 
-ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama 3 places, tied": (
-        "llama",
-        {"rope_parameters": ROPE | {"original_max_position_embeddings": 32}, "tie_word_embeddings": True},
-    ),
-    "odd sizes": ("llama", {"num_attention_heads": 6, "head_dim": 10, "intermediate_size": 70}),
-    "mistral, window": ("mistral", {"sliding_window": 9}),
-    "qwen2, biases": ("qwen2", {}),
-    "qwen3, norms": ("qwen3", {"tie_word_embeddings": True}),
-}
 LENGTHS = [3, 14, 1]
 OUTPUTS = [6, 4, 7]
-
-
-@cache
-def network_of(name: str) -> Any:
-    family, overrides = MODELS[name]
-    network = make_network(family, **overrides)
-    draw_weights(network)
-    return network
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
     ),
 }
+
+
+_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama 3 places, tied": (
+        "llama", {"rope_parameters": _ROPE | {"original_max_position_embeddings": 32}, "tie_word_embeddings": True}
+    ),
+    "stretched places": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}}),
+    "odd sizes": ("llama", {"num_attention_heads": 6, "head_dim": 10, "intermediate_size": 70}),
+    "one head for all": ("llama", {"num_key_value_heads": 1}),
+    "mistral, window": ("mistral", {"sliding_window": 9}),
+    "qwen2, biases": ("qwen2", {}),
+    "qwen2, windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3, norms": ("qwen3", {"tie_word_embeddings": True}),
+}  # fmt: skip
+"""Models of the Llama family in all its forms, for the CPU and for devices."""
+
+
+@cache
+def network_of(name: str, **sizes: int) -> Any:
+    """One of MODELS, with other sizes than it has there."""
+    family, overrides = MODELS[name]
+    return make_network(family, **overrides | sizes)
 
 
 def draw_weights(network: nn.Module, seed: int = 0) -> None:
