@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,20 +33,14 @@ from cbatch.model.loader import load_fast_model
 from cbatch.model.ops.cpu_layout import PACKING
 from cbatch.model.packed_file import RECORD, Arrays, PackedFile, WeightCache
 from cbatch.runtime.memory import device_memory
-from tests.support.tiny_models import draw_weights, make_network
+from tests.support.tiny_models import make_network
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="files are shared on Linux only")
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+make_sized = partial(make_network, hidden_size=64, intermediate_size=96, head_dim=16)
 SHAPES = {"numbers": (2**18, np.dtype(np.float32)), "none": (0, np.dtype(np.uint16))}
 MIB = 2**20
-
-
-def network_of(family: str) -> Any:
-    network = make_network(family, **SIZES)
-    draw_weights(network)
-    return network
 
 
 class Packer:
@@ -86,11 +81,12 @@ def pages_of(pattern: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("qwen2", "bfloat16"), ("qwen2", "int8"), ("qwen3", "int4")]
+)
 def test_mapped_weights_are_the_same(family: str, dtype: str, tmp_path: Path) -> None:
     """Guards every bit of the weights, the number of their bytes, and the kernels against being compiled again."""
-    network = network_of(family)
+    network = make_sized(family)
     config, tensors = network.config.to_dict(), network.state_dict()
     number = torch.float32 if dtype == "float32" else torch.bfloat16
     quantize = Quantization(dtype) if dtype.startswith("int") else None
@@ -154,7 +150,7 @@ def test_what_decides_the_weights_decides_the_name(tmp_path: Path) -> None:
 @pytest.mark.kernels
 def test_the_order_of_packed_numbers_has_a_version() -> None:
     """Guards files that an older version left: who changes the order raises `PACKING["version"]`, then this hash."""
-    network = network_of("qwen2")
+    network = make_sized("qwen2")
     digest = hashlib.blake2b(digest_size=8)
     for number, quantize in (
         (torch.float32, None),
@@ -233,74 +229,44 @@ def test_processes_that_start_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 4096)
-
-
-def change_header(file: Path) -> None:
+def write_at(file: Path, place: int, content: bytes) -> None:
     with file.open("r+b") as opened:
-        opened.write(b"[")
+        opened.seek(place)
+        opened.write(content)
 
 
-def open_to_others(file: Path) -> None:
-    file.chmod(0o640)
-
-
-def replace_by_link(file: Path) -> None:
-    file.rename(file.with_name("elsewhere"))
-    file.symlink_to("elsewhere")
-
-
-def replace_by_folder(file: Path) -> None:
-    file.unlink()
-    file.symlink_to("/")
-
-
-def nest_the_record(file: Path) -> None:
-    file.with_name(file.name + RECORD).write_text("[" * 5000)
+def record_of(file: Path) -> Path:
+    return file.with_name(file.name + RECORD)
 
 
 def restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_file, "_boot", lambda: "another")
 
 
-def flip_a_bit(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(700_001)
-        (byte,) = opened.read(1)
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte ^ 4]))
-
-
-def lose_a_page(file: Path) -> None:
-    """As after a crash, when the disk never got it."""
-    with file.open("r+b") as opened:
-        opened.seek(3 * 4096)
-        opened.write(bytes(4096))
-
-
-def lose_the_record(file: Path) -> None:
-    file.with_name(file.name + ".record").unlink()
-
-
-def spoil_the_record(file: Path) -> None:
-    file.with_name(file.name + ".record").write_text("[1]")
-
-
-DAMAGES = [cut, change_header, open_to_others, replace_by_link, replace_by_folder, nest_the_record, lose_the_record]
-DAMAGES += [flip_a_bit, lose_a_page, spoil_the_record]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size - 4096),
+    "header": lambda file: write_at(file, 0, b"["),
+    "open to others": lambda file: file.chmod(0o640),
+    "a link": lambda file: file.symlink_to(file.rename(file.with_name("elsewhere")).name),
+    "a folder": lambda file: (file.unlink(), file.symlink_to("/")),
+    "a bit": lambda file: write_at(file, 700_001, bytes([file.read_bytes()[700_001] ^ 4])),
+    "a page": lambda file: write_at(file, 3 * 4096, bytes(4096)),  # as after a crash, when the disk never got it
+    "no record": lambda file: record_of(file).unlink(),
+    "a nested record": lambda file: record_of(file).write_text("[" * 5000),
+    "a record that is no object": lambda file: record_of(file).write_text("[1]"),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_spoiled_file_is_made_anew(
-    damage: Callable[[Path], None], is_restarted: bool, packer: Packer, monkeypatch: pytest.MonkeyPatch
+    damage: str, is_restarted: bool, packer: Packer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against weights that are torn, that a disk has changed, or that others could write."""
     packer.open()
     (file,) = packer.cache.folder.glob("*.weights")
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
-    damage(file)
+    DAMAGES[damage](file)
     if is_restarted:
         restart(monkeypatch)
         if not file.is_symlink():
@@ -345,53 +311,30 @@ def test_a_failed_pack_leaves_nothing(packer: Packer) -> None:
     packer.open()
 
 
-def no_room(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=100, f_frsize=4096))
-
-
-def no_addresses(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    def fail(*arguments: Any) -> int:
-        ctypes.set_errno(12)
-        return 2**64 - 1
-
-    patch.setattr(packed_file, "_system_mmap", lambda: fail)
-
-
-def somebody_elses(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr(os, "geteuid", lambda: 4242)
-
-
-def group_may_write(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def a_link(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    folder.rename(folder.with_name("target"))
-    folder.symlink_to("target")
+PROBLEMS: dict[str, Callable[[pytest.MonkeyPatch, Path], object]] = {
+    r"its disk has 400\.0 KiB left, and they need 64\.3 MiB": lambda patch, folder: patch.setattr(
+        os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=100, f_frsize=4096)
+    ),
+    "Cannot allocate memory": lambda patch, folder: patch.setattr(
+        packed_file, "_system_mmap", lambda: lambda *arguments: (ctypes.set_errno(12), 2**64 - 1)[1]
+    ),
+    "is open to other users": lambda patch, folder: folder.chmod(0o770),
+    "weights is open to other users": lambda patch, folder: patch.setattr(os, "geteuid", lambda: 4242),
+    "Not a directory|Too many levels": lambda patch, folder: folder.symlink_to(
+        folder.rename(folder.with_name("target")).name
+    ),
+}
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("problem", "reason"),
-    [
-        (no_room, r"its disk has 400\.0 KiB left, and they need 64\.3 MiB"),
-        (no_addresses, "Cannot allocate memory"),
-        (somebody_elses, "is open to other users"),
-        (group_may_write, "is open to other users"),
-        (a_link, "Not a directory|Too many levels"),
-    ],
-)
+@pytest.mark.parametrize("reason", PROBLEMS)
 def test_without_a_file_an_engine_has_its_own_weights(
-    problem: Callable[[pytest.MonkeyPatch, Path], None],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards a run whose folder has no room or cannot be trusted: it goes on, and one line says why."""
-    network, folder = network_of("llama"), tmp_path / "weights"
+    network, folder = make_sized("llama"), tmp_path / "weights"
     folder.mkdir(mode=0o700)
-    problem(monkeypatch, folder)
+    PROBLEMS[reason](monkeypatch, folder)
     with caplog.at_level(logging.WARNING, "cbatch"):
         shared = PackedFile(WeightCache(folder, "100%"), {"model": 1})
         model = CpuModel(network.config.to_dict(), network.state_dict(), torch.float32, shared=shared)
