@@ -121,17 +121,6 @@ def test_experts(ops: BoundKernels, tokens: int, top_k: int, kind: int) -> None:
     check(rows, product, torch.float32)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
-    """Guards a row's bits: the same alone, and among as many others as share its tile."""
-    ops, matrix = BoundKernels(by_triton(DEVICE)), QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
-    drawn_matrix(INT4, 70, 160, matrix)
-    source = draw(16, 160, dtype=torch.float16)
-    whole, alone = torch.empty(16, 70, device=DEVICE), torch.empty(1, 70, device=DEVICE)
-    ops.quantized_linear(source, matrix, None, whole)
-    ops.quantized_linear(source[3:4], matrix, None, alone)
-    assert torch.equal(whole[3:4], alone)
-
-
 @pytest.mark.parametrize("group", [64, 128, 320])
 def test_float8(ops: BoundKernels, group: int) -> None:
     """Guards FP8 with a scale for a block, and for a row, of a depth that is no multiple of either."""
@@ -143,10 +132,3 @@ def test_float8(ops: BoundKernels, group: int) -> None:
     found = torch.full((5, 290), torch.nan, device=DEVICE)
     ops.look_up(matrix, torch.tensor([9, 0, 69, 9, 1], device=DEVICE), found)
     torch.testing.assert_close(found.double(), exact[[9, 0, 69, 9, 1]], rtol=1e-6, atol=1e-6)
-
-
-def test_memory() -> None:
-    """Guards the bits of a weight, with its scales and zero points."""
-    bits = {INT8: 8.5, INT4: 4.5, INT4_ZEROS: 5.0, MXFP4: 4.5, FP8: 9.0}
-    for kind in ON_GPU:
-        assert 8 * QuantizedMatrix.empty(kind, 48, 256, DEVICE).nbytes == bits[kind] * 48 * 256

@@ -172,18 +172,14 @@ def test_convolution(channels: int, kernel: int, plain: bool, name: str, dtype: 
     check(run, STEPS[name], state, blank(tokens, channels, dtype))
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (80, 96), (128, 128), (256, 40)])
-def test_sizes_of_gated_delta(key_dim: int, value_dim: int) -> None:
-    """Guards heads of several tiles, and of sizes that fill none."""
-    run, state = delta_case(delta_heads(2, 2, key_dim, value_dim), 3, torch.float32, torch.float32)
-    check(run, [Chunk(2, 3), Chunk(1, 0)], state, blank(3, 2 * value_dim, torch.float32))
-
-
-@pytest.mark.parametrize(("head_dim", "state_size"), [(64, 128), (80, 16), (96, 256)])
-def test_sizes_of_the_scan(head_dim: int, state_size: int) -> None:
-    """Guards heads of several tiles, and of sizes that fill none."""
-    run, state = scan_case(scan_heads(2, head_dim, 1, state_size), 3, torch.float32, torch.float32)
-    check(run, [Chunk(2, 3), Chunk(1, 0)], state, blank(3, 2 * head_dim, torch.float32))
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (80, 96), (128, 80), (256, 40)])
+def test_sizes(rows: int, columns: int) -> None:
+    """Guards heads of several tiles, and of sizes that fill none: [key_dim, value_dim], [head_dim, state_size]."""
+    for (run, state), width in (
+        (delta_case(delta_heads(2, 2, rows, columns), 3, torch.float32, torch.float32), columns),
+        (scan_case(scan_heads(2, columns, 1, rows), 3, torch.float32, torch.float32), columns),
+    ):
+        check(run, [Chunk(2, 3), Chunk(1, 0)], state, blank(3, 2 * width, torch.float32))
 
 
 def test_states_of_another_type() -> None:

@@ -164,14 +164,6 @@ def test_tokens_are_the_same_in_every_batch_and_layout() -> None:
     assert batched == [draw(logits[row : row + 1], sequences[row : row + 1])[0][0] for row in range(6)]
 
 
-def test_tiles_do_not_change_the_tokens() -> None:
-    """Guards the tiles of real use, larger than these rows, and a part of noise that is smaller than its chunk."""
-    logits, sequences = make_logits("masked", 4, 300), make_requests(4)
-    expected, _ = draw(logits, sequences)
-    assert draw(logits, sequences, Tiling())[0] == expected
-    assert draw(logits, sequences, Tiling(block=32, chunk=4, part=2, group=4))[0] == expected
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_rows_that_are_not_finite_change_no_others(bad: float) -> None:
     """Guards against a crash, an endless loop or an invalid token; such rows report a logit that is not finite."""

@@ -88,19 +88,3 @@ class Runner:
             device=self.model.device,
             states=states,
         )
-
-    def generate(self, prompts: Sequence[list[int]], counts: Sequence[int], most: int) -> list[list[int]]:
-        """Greedy outputs. Prompts begin one step after the other, in chunks of up to `most` tokens."""
-        texts, outputs = [list(prompt) for prompt in prompts], [[0] * 0 for _ in prompts]
-        begun = 0
-        while any(len(output) < count for output, count in zip(outputs, counts, strict=True)):
-            begun = min(begun + 1, len(texts))
-            active = [one for one in range(begun) if len(outputs[one]) < counts[one]]
-            chunks = [Chunk(one, texts[one][self.lengths[one] :][:most]) for one in reversed(active)]
-            logits = self.step(chunks)
-            last = np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1
-            for chunk, token in zip(chunks, logits[torch.from_numpy(last)].argmax(-1).tolist(), strict=True):
-                if self.lengths[chunk.sequence] == len(texts[chunk.sequence]):
-                    outputs[chunk.sequence].append(token)
-                    texts[chunk.sequence].append(token)
-        return outputs
