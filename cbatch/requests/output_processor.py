@@ -92,7 +92,7 @@ class _OutputParts:
             self._stream = OutputStream(parser, is_thinking=is_thinking, tools=tools, prefix=prefix)
 
     def take(self, token_ids: Sequence[int], raw: str, finish_reason: FinishReason | None) -> _NewParts:
-        """What further tokens add.
+        """The changes that further tokens make.
 
         raw: their text, if the engine has made it
         """

@@ -25,7 +25,7 @@ MISSES_PER_REST, LONGEST_REST = 8, 8
 """After so many looks in vain, one more token is let pass before the next, up to the longest rest."""
 
 BALANCE_RATE, LONGEST_PAUSE = 1 / 8, 128
-"""What one look changes of the mean time that looks save; steps without a look, at most, while they save none."""
+"""The weight of one look in the mean time that looks save; most steps without a look, while they save none."""
 
 FREE_SHARE = 0.01
 """Share of a step's time that a look may take in any case."""
@@ -37,7 +37,7 @@ LEAST_PROMISE = 0.5
 """How likely two tokens must be right so that a request waits for the step in flight to have its draft."""
 
 LEVEL_RATE, SLOPE_RATE, FADE = 1 / 8, 1 / 5, 1 / 300
-"""What one step changes: the height of the line, its slope, and the slope of steps that tell nothing of it."""
+"""How much one step changes: the height of the line, its slope, and the slope of steps that tell nothing of it."""
 
 FIRST_GUESS, LOWEST_GUESS = 0.03, 0.3
 """Of a token's unknown cost: this share of the step's time, or of an equal part of each token if that is less."""
@@ -156,7 +156,7 @@ WEIGHT_BEFORE = 4
 """As many tokens count as seen before the first one."""
 
 OWN_MEMORY, COMMON_MEMORY = 0.9, 0.99
-"""What of the tokens seen so far still counts after one more: of a request, and of all requests."""
+"""The share of the tokens seen so far that still counts after one more: of a request, and of all requests."""
 
 HIGHEST_RATE = 0.98
 """The highest rate that is believed."""

@@ -142,7 +142,7 @@ class DraftSources:
         return found
 
     def _find(self, text: _Text, count: int) -> Proposal | None:
-        """What the text with the longest match says, the own one first."""
+        """The continuation of the text with the longest match, the own one first."""
         best, where = text.index.own_match(), text.index
         if len(self._finished.indexes[0]):
             text.match_others(self._finished)

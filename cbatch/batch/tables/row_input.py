@@ -168,7 +168,7 @@ def read_array(stream: IO[bytes]) -> Iterator[Line]:
 
 
 class _Element:
-    """What was read of an element, or the hash of one that is too long to be kept."""
+    """The text of an element, or the hash of one that is too long to be kept."""
 
     def __init__(self) -> None:
         self._data = bytearray()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Report(NamedTuple):
-    """What was measured: the object that `--json` prints, and the runs that pictures need beside it, by name."""
+    """The measurement: the object that `--json` prints, and the runs that pictures need beside it, by name."""
 
     data: dict[str, Any]
     runs: Any = None
@@ -45,7 +45,7 @@ ALTS = {
         "Gain of continuous over static batches by the skew of lengths, measured and by arithmetic, and its factors."
     ),
 }
-"""What pictures show, in words, by the stems of their files."""
+"""Descriptions of pictures, by the stems of their files."""
 
 
 class KeyFigure(NamedTuple):

@@ -116,7 +116,7 @@ class Value:
         return self.builder.inttoptr(self.of, kind.as_pointer())
 
     def read(self, kind: Any, align: int = 1) -> Value:
-        """What an address holds."""
+        """The value that an address holds."""
         return Value(self.builder, self.builder.load(self.pointer(kind), align=align))
 
     def write(self, value: Value, align: int = 1) -> None:

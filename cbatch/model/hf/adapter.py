@@ -67,7 +67,7 @@ INDEXED_NAME = "cbatch_indexed"
 
 @dataclass(eq=False)
 class _Shared:
-    """What engines share that are made of one network.
+    """State that all engines made of one network share.
 
     in_use: held while it runs: another engine changes its attention, to compare
     states: of its recurrent layers, once they are served; None before
@@ -229,7 +229,7 @@ class TransformersModel:
         return logits[batch.logit_rows]  # some families ignore logits_to_keep
 
     def plain(self, token_ids: list[int], decoder: Any = None) -> Tensor:
-        """What the network gives for one sequence by its own forward, with its own attention.
+        """Runs the network's own forward on one sequence, with its own attention.
 
         Logits [T, vocabulary], or the hidden states [T, hidden] of its decoder.
         """

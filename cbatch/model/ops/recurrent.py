@@ -1,4 +1,4 @@
-"""What recurrent operations share: the pieces of a step, and a scan over them."""
+"""Code of all recurrent operations: the pieces of a step, and a scan over them."""
 
 from __future__ import annotations
 

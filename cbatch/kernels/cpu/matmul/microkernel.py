@@ -180,7 +180,7 @@ class _TileEmitter:
         """Of a left-hand row: what is multiplied with one vector of a panel."""
 
     def weights(self, at: Value) -> list[Value]:
-        """What `multiply_add` takes of a panel: one vector, or those of the first and second numbers of pairs."""
+        """The part of a panel for `multiply_add`: one vector, or those of the first and second numbers of pairs."""
         if self.is_float or HAS_BFLOAT16:
             return [at.read(FLOATS if self.is_float else _PAIRS)]
         words = at.read(WORDS)
