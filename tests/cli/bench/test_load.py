@@ -186,16 +186,6 @@ def test_lengths_that_do_not_fit() -> None:
         load(SimulatedEngine(), context=8)
 
 
-def test_arrivals_and_thinking_are_random() -> None:
-    """Guards the load's shape: pauses are exponential, with the means that were asked for."""
-    simulation = SimulatedEngine(ttft=0.0, tpot=0.0)
-    run_load(simulation, scenario(users=400, rate=50.0, duration_s=40.0, think_s=2.0), EASY_SLO, simulation)
-    assert len(simulation.asked) == pytest.approx(400 * (40 - 4) / 2, rel=0.08)
-    arrivals = sorted(made.at for made in simulation.asked)[:50]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
-    assert max(gaps) > 3 * sum(gaps) / len(gaps) and len(set(gaps)) == 49
-
-
 def test_a_load_that_comes_late_is_seen() -> None:
     """Guards against a load that is silently less than intended."""
     simulation = SimulatedEngine()

@@ -53,7 +53,7 @@ def test_a_peer_gives_our_tokens(engine: Engine, work: Workload, name: str, monk
     """
     network, ours = engine.loaded.network, our_outputs(engine, work)
     settings = network.generation_config
-    assert any(7 in tokens[:-1] for tokens in ours), "no end token in the middle: nothing would be seen of it"
+    assert any(7 in tokens[:-1] for tokens in ours), "nothing would be seen of the end token"
     seconds = iter((5.0, 6.0))
     monkeypatch.setattr(PeerSetup, "now", lambda setup: next(seconds))
     outputs, figures = run_peer(name, setup_of(engine, work))

@@ -40,9 +40,8 @@ STATIC = (
 REPLICAS = (
     "2 replicas: 2.0 × the speed of continuous batching",
     [
-        ("2.00", "continuous batching: 1.00"),
-        ("3.00 s", "continuous batching: 6.00 s"),
-        ("1.50 s", "continuous batching: 2.00 s"),
+        (one, f"continuous batching: {other}")
+        for one, other in (("2.00", "1.00"), ("3.00 s", "6.00 s"), ("1.50 s", "2.00 s"))
     ],
 )
 SERVED = [("500 ms", "99% within 1.00 s"), ("18.0", "90% get 12.0 or more"), ("3.33", "5 users")]
@@ -152,13 +151,7 @@ def test_nothing_is_markup(kind: str) -> None:
     assert {link[:26] for link in page.links} == {"data:image/svg+xml;base64,"}
     shown = EVIL.replace("\x1b", "")
     assert any(shown in words for words in page.texts) and f"cbatch bench {shown}" in page.texts
-    assert unreadable(" ".join(page.texts)) == []
-    planted = unreadable("0.0123456789 s, 123456789 bytes, peak_bytes, 23 B")
-    assert planted == ["0.0123456789", "123456789", "peak_bytes"]
-
-
-def unreadable(words: str) -> list[str]:
-    return re.findall(r"\d+\.\d{4,}|(?<![\d.,])\d{6,}|\b[a-z]+_[a-z_]+\b", words)
+    assert re.findall(r"\d+\.\d{4,}|(?<![\d.,])\d{6,}|\b[a-z]+_[a-z_]+\b", " ".join(page.texts)) == []
 
 
 def test_screens() -> None:
@@ -171,7 +164,6 @@ def test_screens() -> None:
     assert page.too_wide == [] and {"table", "img", "details"} <= page.tags
     assert re.search(r"\.wide \{[^}]*overflow-x: auto", text)
     assert re.search(r"body \{[^}]*overflow-wrap: anywhere", text)
-    assert Elements("<p>beside</p><table></table>").too_wide == ["table"], "a table without a box is found"
     assert "color-scheme: light dark" in text and "@media (prefers-color-scheme: dark)" in text
     assert "width: 883px; min-width: 662px" in text and len(page.links) == 4
     svg = base64.b64decode(page.links[0].partition(",")[2]).decode()
