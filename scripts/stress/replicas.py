@@ -26,12 +26,12 @@ from cbatch.api import Engine
 from cbatch.batch.engine_driver import EngineDriver
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.stream import FAILED
-from tests.support.forked_replicas import forked_replicas
 from tests.support.replica_runs import (
     CONFIG,
     ROWS_OF_KILL,
     KillableLauncher,
     RowCounter,
+    forked_replicas,
     killing,
     run_to_file,
     write_rows,

@@ -18,12 +18,12 @@ from cbatch.replicas import dispatcher, supervisor
 from cbatch.replicas.driver import ReplicaDriver
 from cbatch.replicas.local import LocalLauncher, Place
 from tests.support.fake_replicas import wait_until
-from tests.support.forked_replicas import forked_replicas
 from tests.support.replica_runs import (
     CONFIG,
     ROWS_OF_KILL,
     KillableLauncher,
     RowCounter,
+    forked_replicas,
     killing,
     run_to_file,
     write_rows,

@@ -41,17 +41,6 @@ def test_tokens_that_only_the_device_knows_get_their_places() -> None:
     assert elsewhere.input_ids.tolist() == [9, 202, 203, 204, 7]
 
 
-def test_tensors_are_the_arrays() -> None:
-    """Guards models on the host and on a device: both get the same step."""
-    batch = RaggedBatch.build(
-        SchedulerOutput([make_chunk(0, 5, 0, 5), make_chunk(1, 9, 2, 6), make_chunk(2, 9, 8, 9)]), 4, CPU
-    )
-    assert batch.position_ids.tolist() == batch.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 8]
-    assert batch.slot_mapping.tolist() == batch.slots.tolist() == [0, 1, 2, 3, 4, 14, 15, 16, 17, 32]
-    assert batch.logit_rows.tolist() == batch.rows.tolist() == [4, 9]
-    assert batch.block_tables.tolist() == batch.tables.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
 def test_packed_arrays_are_unpacked_unchanged() -> None:
     """Guards one buffer for arrays of all types and shapes, also empty ones and those that are not contiguous."""
     table = np.arange(12, dtype=np.int32).reshape(3, 4)

@@ -50,9 +50,28 @@ TO_BE_UPDATED = (
     "update the driver, or install a build for CUDA 12: pip install --force-reinstall torch --index-url "
     "https://download.pytorch.org/whl/cu126"
 )
+CPU_BUILD = (
+    "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 580.95.05; install a build with "
+    "CUDA: pip install --force-reinstall torch"
+)
 IN_A_CONTAINER = (
     "this machine has NVIDIA driver 580.95.05, but no GPU is in /dev; if this is a container, start it with --gpus all"
 )
+
+
+QUIET: list[tuple[dict[str, Any], str]] = [
+    ({"driver": None, "nodes": ()}, "this machine has no NVIDIA driver"),
+    (
+        {"driver": None, "nodes": (), "cuda": None},
+        "torch 2.11.0+cpu is a build without CUDA, and this machine has no NVIDIA driver",
+    ),
+    (
+        {"environment": {"CUDA_VISIBLE_DEVICES": "-1"}},
+        "CUDA_VISIBLE_DEVICES=-1 hides all GPUs of this machine; unset it",
+    ),
+    ({"nodes": (), "cuda": None}, CPU_BUILD),
+]
+"""Where no GPU is expected: laptops, build servers, tests and containers for CPUs."""
 
 
 @pytest.mark.parametrize(
@@ -64,11 +83,7 @@ IN_A_CONTAINER = (
             "torch 2.11.0+cu130 needs an NVIDIA driver of version 580 or newer, and this machine has an NVIDIA driver "
             "of unknown version; update the driver",
         ),
-        (
-            {"cuda": None},
-            "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 580.95.05; install a build "
-            "with CUDA: pip install --force-reinstall torch",
-        ),
+        ({"cuda": None}, CPU_BUILD),
         (
             {"cuda": None, "driver": DRIVER_535},
             "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 535.183.01; install a build "
@@ -97,68 +112,33 @@ IN_A_CONTAINER = (
             "torch 2.11.0+cu130 cannot start CUDA on NVIDIA driver 580.95.05 (No CUDA GPUs are available); "
             "nvidia-smi may say more",
         ),
+        *QUIET,
     ],
-    ids="old driver;unknown;CPU build;CPU build, old;container;hidden;802;no library;none".split(";"),
 )
 def test_a_gpu_that_cannot_be_used_is_explained(
     given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards a machine with a GPU against quietly taking its CPU, and `--device cuda` against a vague refusal."""
+    """Guards a machine with a GPU against quietly taking its CPU, and others against a line on stderr."""
     machine.gpus = ()
     for name, value in given.items():
         setattr(machine, name, value)
-    assert chosen(machine, "auto", caplog) == ("cpu", f"The CPU is used: {reason}. (--device cpu hides this line.)")
+    warning = "" if (given, reason) in QUIET else f"The CPU is used: {reason}. (--device cpu hides this line.)"
+    assert chosen(machine, "auto", caplog) == ("cpu", warning)
     for name in ("cuda", "cuda:1"):
         assert chosen(machine, name, caplog) == ("", f"Device {name!r} cannot be used: {reason}.")
     assert chosen(machine, "cpu", caplog) == ("cpu", "")
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"driver": None, "nodes": ()}, "this machine has no NVIDIA driver"),
-        (
-            {"driver": None, "nodes": (), "cuda": None},
-            "torch 2.11.0+cpu is a build without CUDA, and this machine has no NVIDIA driver",
-        ),
-        (
-            {"environment": {"CUDA_VISIBLE_DEVICES": "-1"}},
-            "CUDA_VISIBLE_DEVICES=-1 hides all GPUs of this machine; unset it",
-        ),
-        (
-            {"nodes": (), "cuda": None},
-            "torch 2.11.0+cpu is a build without CUDA, and this machine has NVIDIA driver 580.95.05; install a build "
-            "with CUDA: pip install --force-reinstall torch",
-        ),
-    ],
-    ids=["no driver", "no driver, CPU build", "hidden on purpose", "container for CPUs"],
-)
-def test_auto_says_nothing_where_no_gpu_is_expected(
-    given: dict[str, Any], reason: str, machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards laptops, build servers and tests against a line on stderr about a GPU that nobody wants to use."""
-    machine.gpus = ()
-    for name, value in given.items():
-        setattr(machine, name, value)
-    assert chosen(machine, "auto", caplog) == ("cpu", "")
-    assert chosen(machine, "cuda", caplog) == ("", f"Device 'cuda' cannot be used: {reason}.")
-
-
-@pytest.mark.parametrize("default", ["cpu", "auto", "", "cuda"])
+@pytest.mark.parametrize("default", ["cpu", "auto", "", "cuda", "gpu", "cuda:7"])
 def test_the_environment_names_the_default(default: str, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     """Guards CBATCH_DEVICE, which says what `auto` is and nothing else; all tests rely on it."""
     machine.environment = {"CBATCH_DEVICE": default}
-    assert chosen(machine, "auto", caplog) == (("cpu" if default == "cpu" else "cuda:0"), "")
-    assert chosen(machine, "cuda", caplog) == ("cuda:0", "")
-
-
-@pytest.mark.parametrize("default", ["gpu", "cuda:7"])
-def test_a_default_that_is_no_device(default: str, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards the sentence, which must say that the environment is wrong and not the command."""
-    machine.environment = {"CBATCH_DEVICE": default}
-    said = chosen(machine, "auto", caplog)[1]
-    assert said.startswith("CBATCH_DEVICE: ") and repr(default) in said
-    assert chosen(machine, "cpu", caplog) == ("cpu", "")
+    device, said = chosen(machine, "auto", caplog)
+    if default in ("gpu", "cuda:7"):  # the environment is wrong, and not the command
+        assert said.startswith("CBATCH_DEVICE: ") and repr(default) in said
+    else:
+        assert (device, said) == ("cpu" if default == "cpu" else "cuda:0", "")
+    assert chosen(machine, "cuda", caplog) == ("cuda:0", "") and chosen(machine, "cpu", caplog) == ("cpu", "")
 
 
 @pytest.mark.xdist_group("gpu")  # if there is one, it is used
@@ -245,7 +225,9 @@ def test_rocm_is_cuda_to_torch_only(machine: Machine, caplog: pytest.LogCaptureF
     machine.gpus = [Gpu("AMD Instinct MI300X", (9, 4))]
     assert chosen(machine, "auto", caplog) == ("cuda:0", "")
     assert not devices.is_nvidia(GPU) and devices.is_accelerator(GPU) and devices.has_bfloat16(GPU)
-    assert triton_problem(GPU) == "The Triton kernels here are for NVIDIA GPUs, and cuda:0 is one of AMD."
+    for device, maker in ((GPU, "AMD"), (torch.device("xpu:0"), "Intel"), (torch.device("mps:0"), "Apple")):
+        said = f"The Triton kernels here are for NVIDIA GPUs, and {device} is one of {maker}."
+        assert triton_problem(device) == said
     machine.gpus, machine.nodes = (), ("kfd",)
     assert chosen(machine, "auto", caplog)[1] == (
         "The CPU is used: torch 2.11.0+rocm6.4 is a build for ROCm and finds no AMD GPU; your user must be in the "
@@ -381,11 +363,3 @@ def test_triton_needs_its_package_and_libcuda(build_tools: Path, monkeypatch: py
     assert triton_problem(GPU) is None
     monkeypatch.setattr(triton_setup, "find_spec", lambda name: None)
     assert triton_problem(GPU) == "Triton is not installed (pip install triton)."
-
-
-@pytest.mark.parametrize(("name", "maker"), [("xpu:0", "Intel"), ("mps:0", "Apple")])
-def test_triton_kernels_are_for_nvidia(name: str, maker: str) -> None:
-    """Guards GPUs of other makers, for which there are versions of Triton too."""
-    assert triton_problem(torch.device(name)) == (
-        f"The Triton kernels here are for NVIDIA GPUs, and {name} is one of {maker}."
-    )

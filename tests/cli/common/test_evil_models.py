@@ -12,6 +12,7 @@ import pytest
 from tests.support.evil_configs import EVIL, LATER, write_evil
 from tests.support.fork_server import ForkServer
 from tests.support.rows import write_rows
+from tests.support.samples import sampled
 
 MOST_BYTES, MOST_SECONDS = 500 * 2**20, 15
 """Memory beyond what the process has when it starts, and time on a machine that is busy."""
@@ -33,11 +34,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "command"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize("case", sampled(CASES, 6), ids=lambda case: case[0])
 def test_a_model_that_is_none_is_refused(
-    name: str, command: tuple[str, ...], runs: ForkServer, model_folder: Path, tmp_path: Path
+    case: tuple[str, tuple[str, ...]], runs: ForkServer, model_folder: Path, tmp_path: Path
 ) -> None:
     """Guards each command against what a model's folder may hold, also if only transformers sees that it is wrong."""
+    name, command = case
     folder = write_evil((EVIL | LATER)[name], model_folder, tmp_path / "model")
     rows = [write_rows(tmp_path / "in.jsonl", [{"prompt": "hello"}])] if command[0] == "run" else []
     start, stderr = time.monotonic(), tmp_path / "stderr"
