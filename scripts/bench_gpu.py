@@ -1,4 +1,4 @@
-"""What cbatch does on this GPU, in one command: `python scripts/bench_gpu.py`. Takes less than eight minutes.
+"""Measures cbatch on this GPU, in one command: `python scripts/bench_gpu.py`. Takes less than eight minutes.
 
 Random models of the shapes of Qwen3-0.6B and Llama-3.1-8B are made on the device, so nothing is downloaded. The script
 measures the device's own rates first, as everything else is compared with them. Then it checks every kernel, and

@@ -1,4 +1,4 @@
-"""What a user of `cbatch chat` waits for: the first token, alone and beside a batch, and the screen.
+"""Waiting times in `cbatch chat`: the first token, alone and beside a batch, and the screen.
 
     python -m scripts.benchmarks chat
 
@@ -117,7 +117,7 @@ def report_first_tokens(found: dict[str, list[Round]], report: Report) -> None:
 
 
 def measure_screen() -> str:
-    """What `/stats` reports about four sessions that answer at once."""
+    """The line of `/stats` about four sessions that answer at once."""
     terminal = Terminal("--no-history", "-q")
     terminal.wait("the bundled demo model")
     for name in ("a", "b", "c"):

@@ -1,4 +1,4 @@
-"""What all benchmarks share: rounds by turns, processes of their own, and results as lines, tables and JSON."""
+"""Code of all benchmarks: rounds by turns, processes of their own, and results as lines, tables and JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class Benchmark(Protocol):
-    """What each module of BENCHMARKS offers; its docstring is its help."""
+    """A module of BENCHMARKS; its docstring is its help."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -76,7 +76,7 @@ class Report:
             self.line(line)
 
     def facts(self, named: Mapping[str, str]) -> None:
-        """What was measured on what: a name and a sentence a line."""
+        """Facts of a measurement: a name and a sentence a line."""
         width = max(map(len, named)) + 2
         for name, text in named.items():
             self.line(f"- {name.strip()}: {text}" if self._markdown else f"{name:{width}}{text}")
@@ -127,7 +127,7 @@ def cpu_seconds_elsewhere() -> float:
 
 
 def machine_facts(threads: int) -> dict[str, Any]:
-    """What the work runs on."""
+    """Facts of the machine."""
     import psutil
 
     from cbatch.cli.bench.roofline import processor

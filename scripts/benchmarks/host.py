@@ -1,4 +1,4 @@
-"""What the host does in a step of many decoding requests: schedule it, build its input, take in its tokens.
+"""The host's work in a step of many decoding requests: schedule it, build its input, take in its tokens.
 
     python -m scripts.benchmarks host --rows 512 --context 1500
 

@@ -1,4 +1,4 @@
-"""What the host does to launch a step on a GPU, without one.
+"""The host's work to launch a step on a GPU, without one.
 
     python -m scripts.benchmarks launches --shape 8B
 

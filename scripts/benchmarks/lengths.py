@@ -31,7 +31,7 @@ HIGHEST_SKEW, QUANTILES = 3.0, 10_000
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What the lengths of a file are like.
+    """Statistics of a file's lengths.
 
     deviation: standard deviation of their natural logarithms
     gains:     by number of slots

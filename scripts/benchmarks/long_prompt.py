@@ -1,4 +1,4 @@
-"""What a long prompt does to requests that decode, and to a short prompt behind it.
+"""Effect of a long prompt on requests that decode, and on a short prompt behind it.
 
     python -m scripts.benchmarks fairness
 
@@ -62,7 +62,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """What was measured with one target, in seconds. A gap is the time between two tokens of a request.
+    """Measurements with one target, in seconds. A gap is the time between two tokens of a request.
 
     steady:       p50 and p99 of the gaps before the long prompt, and after it, when requests are longer
     gaps:         p50, p99 and the largest while the long prompt comes in

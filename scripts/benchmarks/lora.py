@@ -1,4 +1,4 @@
-"""What LoRA adapters cost in a batch: none loaded, loaded and not asked for, one for all requests, and one for each.
+"""Cost of LoRA adapters in a batch: none loaded, loaded and not asked for, one for all requests, and one for each.
 
     python -m scripts.benchmarks lora --shape 135m
 

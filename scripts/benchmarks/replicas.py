@@ -1,4 +1,4 @@
-"""What it costs the process that drives replicas to feed them, and how many of them one process can feed.
+"""Cost of feeding replicas for the process that drives them, and how many of them one process can feed.
 
     python -m scripts.benchmarks replicas
 

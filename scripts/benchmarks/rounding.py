@@ -1,4 +1,4 @@
-"""What quantized weights, activations and KV caches lose, beside the roundings of llama.cpp.
+"""Losses by quantized weights, activations and KV caches, beside the roundings of llama.cpp.
 
     python -m scripts.benchmarks rounding
 

@@ -1,4 +1,4 @@
-"""What everything but the model costs: many short rows from the reader through the engine to the output file.
+"""Cost of everything but the model: many short rows from the reader through the engine to the output file.
 
     python -m scripts.benchmarks rows --rows 1000000 --compare 1000
 

@@ -1,4 +1,4 @@
-"""What it costs to share an engine: the thread, its inbox and its queues, beside stepping the engine oneself.
+"""Cost of sharing an engine: the thread, its inbox and its queues, beside stepping the engine oneself.
 
     python -m scripts.benchmarks sharing --shape demo --tokens 200 --rounds 40
 

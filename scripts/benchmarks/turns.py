@@ -1,4 +1,4 @@
-"""What a chat's second turn costs behind a long first one, and how fast one request decodes.
+"""Cost of a chat's second turn behind a long first one, and how fast one request decodes.
 
     python -m scripts.benchmarks turns --shape qwen3.5
 

@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a compiled kernel takes of its chip.
+    """A compiled kernel's use of its chip.
 
     shared:     bytes of shared memory
     registers, spilled: of a thread; spilled ones in bytes
@@ -121,7 +121,7 @@ def compile_case(case: Case) -> list[Kernel]:
 
 
 def describe(case: Case, name: str, compiled: Any) -> Kernel:
-    """What a compiled kernel takes, and what is wrong with it."""
+    """A compiled kernel's use of its chip, and its faults."""
     from cbatch.kernels.triton.attention_tile import load_kv
     from cbatch.kernels.triton.occupancy import CHIPS as LIMITS
     from cbatch.kernels.triton.occupancy import resident_programs
@@ -204,7 +204,7 @@ def cache_dtype(case: Case, dtype: Any) -> Any:
 
 
 def launch_rest(case: Case, dtype: Any) -> None:
-    """What does not depend on heads: norms, the gate, and sampling, also from the logits of a transformers model."""
+    """Launches what needs no heads: norms, the gate, and sampling, also from the logits of a transformers model."""
     import torch
 
     from cbatch.kernels.operands import Addend, Embedding, NormWeights
@@ -229,7 +229,7 @@ def launch_rest(case: Case, dtype: Any) -> None:
 
 
 def launch_families(case: Case, dtype: Any) -> None:
-    """What only some models need: norms of every kind, heads that are rotated in part, gates, mixtures of experts."""
+    """Launches what only some models need: norms of every kind, partly rotated heads, gates, mixtures of experts."""
     import torch
 
     from cbatch.kernels.operands import Addend, Embedding, ExpertWeights, NormWeights, Positions
@@ -426,7 +426,7 @@ def _cell(kernel: Kernel) -> str:
 
 
 def sentences(kernels: Sequence[Kernel]) -> list[str]:
-    """What is wrong, a sentence each."""
+    """The faults, a sentence each."""
     return [
         f"{kernel.name} for {CHIPS[kernel.case.capability]} ({', '.join(map(str, kernel.case))}) {fault}"
         for kernel in kernels

@@ -1,4 +1,4 @@
-"""What `--deterministic` costs, and whether it keeps its promise on this device."""
+"""Cost of `--deterministic`, and whether it keeps its promise on this device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU path is to reach, and whether a run of the script shows it."""
+"""Goals of the GPU path, and whether a run of the script reaches them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def event_maker(device: torch.device) -> Callable[[], Event]:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What a device did in some steps.
+    """Idle time of a device in steps.
 
     num_steps: steps, from the first work of the first to the last work of the last
     seconds:   their time, as the device saw it
@@ -107,7 +107,7 @@ class StepEvents:
             self._work.append((self._num_steps, begin, end))
 
     def idle(self, last: int = 0) -> Idle | None:
-        """What the device did, once it has done everything; None if there were no two steps.
+        """Idle time, once the device has done everything; None if there were no two steps.
 
         last: steps at the end that do not count
         """

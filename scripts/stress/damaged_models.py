@@ -26,7 +26,7 @@ CHILD_SECONDS = 2.0
 
 @dataclass
 class Summary:
-    """What became of the models of an area."""
+    """Outcomes of the models of an area."""
 
     codes: Counter[int | None] = field(default_factory=Counter)
     violations: int = 0

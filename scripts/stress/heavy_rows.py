@@ -94,7 +94,7 @@ CASES: dict[str, Rows] = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run took.
+    """Cost of a run.
 
     mib:     at most, of all its processes
     codes:   number of rows by their error, or `ok`

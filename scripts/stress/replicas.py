@@ -61,7 +61,7 @@ class Comparison:
 
 @dataclass
 class Totals:
-    """What was seen so far. `states`: what the killed replicas were doing."""
+    """Counts so far. `states`: what the killed replicas were doing."""
 
     kills: int = 0
     batches: int = 0

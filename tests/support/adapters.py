@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
     "inference_mode": True, "fan_in_fan_out": False, "init_lora_weights": True, "use_rslora": False, "use_dora": False,
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "base_model_name_or_path": "somewhere/else",
 }  # fmt: skip
-"""What PEFT writes, with more keys that are null."""
+"""PEFT's settings, with more keys that are null."""
 
 
 def draw_adapter(

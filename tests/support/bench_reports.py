@@ -90,7 +90,7 @@ def both() -> dict[str, RunRecord]:
 
 
 def bench_options(*arguments: str) -> BenchOptions:
-    """What the command makes of arguments."""
+    """Reads arguments as the command does."""
     with bench.make_context("bench", list(arguments)) as context:
         return make_options(BenchOptions, context.params)
 

@@ -69,7 +69,7 @@ LONG: list[Any] = [
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.001")
 
 KINDS = {"rows": 0.55, "table": 0.2, "tokens": 0.15, "tries": 0.05, "cache": 0.05}
-"""What is damaged: rows of all forms; the journal of a table; tokens of unfinished answers; rows of tools and tries; a
+"""Damaged data: rows of all forms; the journal of a table; tokens of unfinished answers; rows of tools and tries; a
 cache of answers.
 
 Each with its share of the damages: tools and checks of answers run in processes, which take long to start.
@@ -120,7 +120,7 @@ def _damaged(kind: str, data: bytes, place: int, stop: int, chance: random.Rando
 
 @dataclass
 class DamageCounts:
-    """What became of damaged outputs.
+    """Outcomes of damaged outputs.
 
     refused:    left as they were without --recompute-changed, and run to their end with it; of caches, without them
     resumed:    run to their end at once, because what was damaged was no whole row, or is only missing
@@ -258,7 +258,7 @@ class DamageTest:
         return self._tokens.read_bytes()
 
     def _state(self, chance: random.Random) -> bytes:
-        """What is damaged: a finished file, or one at some moment of a run."""
+        """Data to damage: a finished file, or one at some moment of a run."""
         if self._kind in ("tokens", "cache"):
             return self._unfinished_tokens or self._answers
         if self._kind == "rows" and chance.random() < 0.4:
@@ -271,7 +271,7 @@ class DamageTest:
 
 
 def _failed(row: bytes) -> bytes:
-    """What an earlier try at a row may have left, which the row has replaced since."""
+    """A failed earlier try at a row, which the row has replaced since."""
     fields = json.loads(row)
     error = {"code": "internal_error", "message": "the device was away"}
     return format_result({"index": fields["index"], "id": None, "error": error, "key": fields["key"]})

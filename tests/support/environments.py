@@ -25,7 +25,7 @@ NOT_A_SENTENCE = re.compile(
 )
 
 NAMES = ("cbatch: ", "libgomp: ")
-"""What lines on stderr begin with."""
+"""Beginnings of lines on stderr."""
 
 MOST_STDERR = 2000
 """Characters of stderr that still are sentences."""
@@ -255,7 +255,7 @@ def run_case(case: Case, folder: Path, command: Sequence[str] = (sys.executable,
 
 
 def judge(case: Case, outcome: Outcome) -> str | None:
-    """What is wrong with an outcome; None if nothing is."""
+    """The fault of an outcome; None if it has none."""
     if outcome.status is None:
         return f"it has not ended after {TIMEOUT_S} s"
     if outcome.status not in case.codes:

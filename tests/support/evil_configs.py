@@ -232,7 +232,7 @@ LATER: dict[str, Change] = _changes(
         "id2label": [{"x": 5}],
     }
 )  # fmt: skip
-"""What only the family of a model or its weights show to be wrong, if it is wrong at all."""
+"""Faults that only the family of a model or its weights show, if they are faults at all."""
 LATER |= {
     "no settings": content("config.json", b"{}"),
     "long key": settings(**{"k" * 10**6: 1}),

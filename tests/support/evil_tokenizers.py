@@ -89,7 +89,7 @@ REFUSED: dict[str, Change] = {
     "not an object": lambda tokenizer: tokenizer.update(model=[1, 2]),
     "dropout of 7": model(dropout=7.0),
 }
-"""What ends with a sentence."""
+"""Each ends with a sentence."""
 
 GROWS = growing("normalizer", 5, RARE)
 """Works on every text without the rare character."""

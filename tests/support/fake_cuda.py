@@ -359,7 +359,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._compute(func, there, args, kwargs)
 
     def _compute_now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the host gets that has waited for an operation."""
+        """Result for a host that has waited for an operation."""
         assert self.computes, f"{func} needs a device that computes."
         with self.computing():
             found = func(*mapped_numbers(args), **mapped_numbers(kwargs))
@@ -507,7 +507,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def _stand_ins(self) -> dict[str, Any]:
-        """What takes the place of functions and classes of `torch.cuda`."""
+        """Stand-ins for functions and classes of `torch.cuda`."""
         major, minor = self.capability
         properties = SimpleNamespace(
             name="Fake GPU",
@@ -616,7 +616,7 @@ def _key(leaf: Any) -> Any:
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:
-    """What is in nested lists and tuples."""
+    """Leaves of nested lists and tuples."""
     found = []
     for value in values:
         found += _leaves(value) if isinstance(value, tuple | list) else [value]

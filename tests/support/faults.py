@@ -12,7 +12,7 @@ TIMEOUT_S = 60
 
 
 class Panic(BaseException):
-    """What native code raises: no Exception."""
+    """A panic of native code: no Exception."""
 
 
 class Fault:
@@ -33,7 +33,7 @@ class Fault:
 
 
 def in_time(work: Callable[[], Any]) -> Any:
-    """What work gives or raises, on a thread of its own, so that one that hangs is a failure."""
+    """Result or error of work, on a thread of its own, so that one that hangs is a failure."""
     results: list[Any] = []
 
     def run() -> None:

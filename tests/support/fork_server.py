@@ -188,7 +188,7 @@ def preload() -> None:
 
 
 def serve() -> None:
-    """What the server does: preloads, then forks a process for each order on stdin."""
+    """Runs the server: preloads, then forks a process for each order on stdin."""
     preload()
     from cbatch.cli.main import main
 

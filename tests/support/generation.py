@@ -16,7 +16,7 @@ from cbatch.requests.prompts import PromptLike, read_prompt
 def generate(
     engine: SteppingEngine, prompts: Sequence[PromptLike], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Completion]:
-    """What `Engine.generate` gives, on the calling thread: for tests that look into the engine or count its steps.
+    """Works like `Engine.generate`, on the calling thread: for tests that look into the engine or count its steps.
 
     params: for all prompts, or one for each
 

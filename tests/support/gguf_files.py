@@ -40,7 +40,7 @@ ARCHITECTURES = {
     "cohere": "COMMAND_R", "cohere2": "COHERE2", "starcoder2": "STARCODER2", "phi": "PHI2", "stablelm": "STABLELM",
     "nemotron": "NEMOTRON", "dots1": "DOTS1",
 }  # fmt: skip
-"""What the package calls the architecture of a `model_type`."""
+"""The package's names of architectures, by `model_type`."""
 
 _PERMUTED = (
     "llama", "mixtral", "granite", "granitemoe", "granitemoeshared", "granitemoehybrid", "olmo", "smollm3",
@@ -364,7 +364,7 @@ _SETTERS = {
     "moe_layer_interval": "interleave_moe_layer_step", "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }  # fmt: skip
-"""What the writer calls settings of a config."""
+"""The writer's names of settings of a config."""
 
 _UNLESS_ZERO = ("sliding_window", "num_nextn_predict_layers", "num_local_experts", "num_experts")
 
@@ -420,7 +420,7 @@ def _add_rotation(writer: Any, config: Mapping[str, Any], head_dim: int) -> None
 
 
 def _add_layers(writer: Any, config: Mapping[str, Any]) -> None:
-    """What differs from layer to layer, and sizes of recurrent ones."""
+    """Adds what differs by layer, and sizes of recurrent ones."""
     kind, kinds, kv_heads = config["model_type"], config.get("layer_types") or (), config.get("num_key_value_heads")
     if kind in ("lfm2", "lfm2_moe", "granitemoehybrid"):
         writer.add_head_count_kv([kv_heads * (one == "full_attention") for one in kinds])

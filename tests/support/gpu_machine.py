@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
 @dataclass
 class Machine:
-    """What a machine and its torch tell. The default is a sound one: CUDA 13, a driver for it, and one H100."""
+    """Facts of a machine and its torch. The default is a sound one: CUDA 13, a driver for it, and one H100."""
 
     folder: Path
     patch: pytest.MonkeyPatch

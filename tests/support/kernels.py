@@ -1,4 +1,4 @@
-"""What tests of kernels share: numbers to compute with, and calls of kernels that only other kernels call."""
+"""Helpers of kernel tests: numbers to compute with, and calls of kernels that only other kernels call."""
 
 from __future__ import annotations
 

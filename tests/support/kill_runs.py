@@ -19,7 +19,7 @@ Aim = KillPoint | Literal["a write", "any moment", "the ordering"]
 """A point that a run cannot miss, or what a kill from outside aims at and hits with luck."""
 
 AIMS: tuple[Aim, ...] = ("a write", "any moment", "a write", "any moment", "any moment", "the ordering")
-"""What the kills of one batch are aimed at when they are aimed from outside, one after the other."""
+"""Aims of the kills of one batch when they are aimed from outside, one after the other."""
 
 
 @dataclass

@@ -271,7 +271,7 @@ def run_with_arrivals(network: Any) -> Outputs:
 
 
 def outcome(model_type: str, result: CheckResult) -> str:
-    """What docs/models.md says of a model type."""
+    """Entry in docs/models.md for a model type."""
     if result.status == EQUAL:
         return "equal, on a fast path" if model_type in declared_kinds() else "equal, by transformers"
     reason = NOT_BUILT_HERE[model_type] if result.status == NOT_BUILT else result.reason

@@ -26,7 +26,7 @@ PLAIN = {
     Tensor.is_floating_point,
     Tensor.__len__,
 }
-"""What a tensor answers by itself."""
+"""All a tensor answers by itself."""
 
 COPIES = {Tensor.to, Tensor.cpu, Tensor.copy_, Tensor.__setitem__}
 

@@ -118,7 +118,7 @@ def state_pool_of(model: Model, slots: int = 3) -> StatePool | None:
 
 @cache
 def expected_logits(kind: str) -> Tensor:
-    """What the network's own forward gives for PROMPT."""
+    """Logits of the network's own forward for PROMPT."""
     return reference_logits(saved_model(kind).network, [PROMPT])[0].float()
 
 

@@ -94,7 +94,7 @@ def _attend(
 
 
 def sample_rows(logits: Tensor, words: Tensor, tokens: Tensor, largest: Tensor, masks: Tensor | None = None) -> None:
-    """What `kernels/triton/sampling.py` has under this name."""
+    """Stand-in for that of `kernels/triton/sampling.py`."""
     launch(_sample_rows, logits, words, tokens, largest, masks)
 
 

@@ -31,7 +31,7 @@ from cbatch.schedule.state_slots import ZERO, StateSlots
 Stamps = NDArray[np.int64]
 
 UNWRITTEN, GARBAGE, FIRST_NAN = -1, -2, -3
-"""What a slot can hold besides stamps, which are not negative. Each planted NaN has a number: -3, -4 and so on."""
+"""Values of a slot besides stamps, which are not negative. Each planted NaN has a number: -3, -4 and so on."""
 
 ACTIONS = {
     "step": 60, "add": 16, "share": 14, "fork": 3, "urgent": 4, "evict": 1, "cancel": 5, "fail": 6, "nan": 2,
@@ -165,7 +165,7 @@ class RandomWalk:
         )
         self.cache = np.full((sizes.num_blocks, sizes.block_size), UNWRITTEN, np.int64)
         self.states = np.full(sizes.state_slots or 0, UNWRITTEN, np.int64)
-        """What each slot of state holds: the stamp of the last token that it has taken in, 0 before the first."""
+        """Content of each slot of state: the stamp of the last token that it has taken in, 0 before the first."""
         self.live: dict[TokenSequence, OracleRequest] = {}
         self.past: deque[OracleRequest] = deque(maxlen=8)
         self.counts: Counter[str] = Counter()
@@ -444,7 +444,7 @@ class RandomWalk:
         return any(chunk.sequence is sequence and result is None for chunk, result in pairs)
 
     def _values(self, expected: OracleRequest, chunk: ScheduledChunk, is_broken: bool) -> Stamps:
-        """What a chunk writes: its stamps, or a NaN if one is planted in it or before it."""
+        """A chunk's values: its stamps, or a NaN if one is planted in it or before it."""
         stamps = expected.stamps[chunk.start : chunk.stop]
         if is_broken:
             self._num_nans += 1

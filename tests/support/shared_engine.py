@@ -67,7 +67,7 @@ def make_engine(folder: Path) -> Engine:
 
 
 def outcome(completion: Completion) -> Outcome:
-    """What must not depend on other requests."""
+    """Parts no other request may change."""
     if completion.error is not None:
         return completion.error.code
     return [(one.text, one.reasoning, one.finish_reason, tuple(one.token_ids)) for one in completion.choices]
@@ -147,7 +147,7 @@ PER_REQUEST = (Request, OutputProcessor, Stream, AsyncStream, Mailbox)
 
 
 class ConsumerError(Exception):
-    """What a consumer of results raises on purpose."""
+    """Raised by a consumer of results on purpose."""
 
 
 class SharedEngineStress:

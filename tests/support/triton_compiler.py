@@ -1,4 +1,4 @@
-"""What a kernel that Triton has compiled takes of a GPU, and how it reads; needs no GPU."""
+"""Resources and reads of a kernel that Triton has compiled; needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Resources(NamedTuple):
 
 
 def resources_of(compiled: Any) -> Resources:
-    """What the assembler gave a `CompiledKernel`, as the driver of a GPU would report it."""
+    """Resources of an assembled `CompiledKernel`, as a GPU's driver would report them."""
     (binary,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", binary]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -26,7 +26,7 @@ _device_numbers = itertools.count(1000)
 
 @dataclass(frozen=True)
 class Compilation:
-    """What one launch made Triton compile.
+    """Triton's compilation for one launch.
 
     arguments: what the kernel is compiled for, by the names of its arguments and options: the value of a constant, else
                the type, marked if the kernel relies on a multiple of 16
@@ -122,7 +122,7 @@ class StubDriver(DriverBase):  # type: ignore[misc]
 
 
 class _RecordedKernel:
-    """What `JITFunction.run` uses of a `CompiledKernel`."""
+    """Parts of a `CompiledKernel` for `JITFunction.run`."""
 
     function = packed_metadata = None
 

@@ -137,7 +137,7 @@ Convert = Callable[[Any, Any], Any]
 
 
 def _kind_of(operand: Any) -> object:
-    """What decides how an operand is converted: the type of a tensor, or a number."""
+    """The key of an operand's conversion: the type of a tensor, or a number."""
     if isinstance(operand, float):
         return operand, math.copysign(1, operand)
     kind = getattr(operand, "type", None)

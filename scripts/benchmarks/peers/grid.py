@@ -85,7 +85,7 @@ class Cell(NamedTuple):
 
 
 class Results:
-    """What has been measured, in a file.
+    """Measurements, kept in a file.
 
     runs:   by cell and system, the seconds of each round
     errors: by shape, format and system, why there is nothing to measure

@@ -1,4 +1,4 @@
-"""What transformers itself offers: `generate` on one request or on padded batches, and its continuous batching."""
+"""Ways of transformers itself: `generate` on one request or on padded batches, and its continuous batching."""
 
 from __future__ import annotations
 

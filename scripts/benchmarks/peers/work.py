@@ -1,4 +1,4 @@
-"""What every system gets: a model of random weights, requests of random tokens, and the limits of a step.
+"""Work for every system: a model of random weights, requests of random tokens, and the limits of a step.
 
 Systems run in interpreters of their own, which may have little installed: nothing but Python is imported at the top.
 """
@@ -115,7 +115,7 @@ def make_equal_work(
 
 @dataclass(frozen=True)
 class PeerJob:
-    """What a system is asked to do.
+    """A job for a system.
 
     folder:  where the model is, and what systems make of it
     dtype:   bfloat16 or float32

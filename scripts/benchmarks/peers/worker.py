@@ -53,7 +53,7 @@ class Worker:
         return {"versions": {name: version for name, version in versions.items() if version}}
 
     def floor(self) -> Reply:
-        """What the machine could do at best, as cbatch measures it. Replies `floors`, one for each job."""
+        """The best the machine could do, as cbatch measures it. Replies `floors`, one for each job."""
         return {"floors": cbatch_peer.measure_floors(self.jobs)}
 
     def load(self) -> Reply:

@@ -1,4 +1,4 @@
-"""What speculation gains where outputs repeat their prompts, and costs where they do not: with and without, by turns.
+"""Gains of speculation where outputs repeat their prompts, and costs where they do not: with and without, by turns.
 
     python -m scripts.benchmarks speculation --speculate 6 --work rewriting --requests 1 8
 

@@ -121,14 +121,14 @@ def random_text(vocabulary: int, tokens: int, at_once: int, seed: int) -> Work:
 
 
 def demo_questions(engine: SteppingEngine, file: Path = ROOT / "scripts" / "prompts.jsonl") -> Work:
-    """What is asked of the demo model, one question after the other."""
+    """Questions to the demo model, one after the other."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     prompts = [engine.encode(row["prompt"] if "prompt" in row else {"messages": row["messages"]}) for row in rows]
     return Work(prompts, [DEMO_TOKENS] * len(prompts), at_once=1)
 
 
 def _chance(copying: Copying, seed: int) -> tuple[np.random.Generator, Iterator[int]]:
-    """What lengths are drawn with, and all tokens in a random order."""
+    """A generator for lengths, and all tokens in a random order."""
     rng = np.random.default_rng(seed)
     return rng, iter(rng.permutation(copying.vocabulary).tolist())
 
@@ -154,7 +154,7 @@ def _scripted(
 
 
 def _follow(script: Script, prompt: list[int], length: int) -> list[int]:
-    """What a script says after a prompt."""
+    """A script's output after a prompt."""
     text = list(prompt)
     for _ in range(length):
         text.append(int(script(np.array(text[-1:]), np.array([len(text) - 1]))[0]))

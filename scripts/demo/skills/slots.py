@@ -1,4 +1,4 @@
-"""What users tell about themselves: how it is told, echoed and asked for."""
+"""Facts about users: how they are told, echoed and asked for."""
 
 from dataclasses import dataclass
 

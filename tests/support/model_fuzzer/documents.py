@@ -21,10 +21,10 @@ ODD: list[Any] = [
     "/dev/zero", "a" * 100_000, [], [0], [1, 2], [2**40, 2**40], [-1, 10**30], [None, "x"], [[1], [2]], [0] * 10_000,
     {}, {"a": 1}, {"format": ["x"]}, {"": {"": {"": []}}}, {"\x1b[31m": 1}, DEEP,
 ]  # fmt: skip
-"""What a file may say instead of what it should."""
+"""Wrong values that a file may hold instead."""
 
 NUMBERS = (0, 1, 2, 3, 7, 48, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
-"""What a length or a number of a binary file may become."""
+"""New values of a length or a number of a binary file."""
 
 Generator = np.random.Generator
 

@@ -17,7 +17,7 @@ _OF_PROGRAMS = re.compile(
 
 @dataclass
 class Outcome:
-    """What a run did.
+    """A run's result.
 
     code:  its exit code, a negative one the signal that ended it, None if it had to be stopped
     cpu:   seconds of the processor in its own process
@@ -33,7 +33,7 @@ class Outcome:
 
 
 def violations(outcome: Outcome, rows: int) -> list[str]:
-    """What a run with so many rows did that it may not. Empty if it kept to the rules."""
+    """Breaches of rules by a run with so many rows. Empty if it kept to the rules."""
     found = []
     if outcome.code is None:
         found.append(f"it did not end within {MOST_SECONDS:g} s")

@@ -1,4 +1,4 @@
-"""What is damaged: the files of a whole model of each format, and how each area of them is changed."""
+"""Damaged models: the files of a whole model of each format, and how each area of them is changed."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ _FURTHER_FILES = (
 
 
 class Special(Enum):
-    """What may stand in a file's place."""
+    """Stand-ins for a file."""
 
     NOTHING = "nothing"
     FOLDER = "a folder"
@@ -133,7 +133,7 @@ class Damaged(NamedTuple):
     files: Files
 
     def words(self, whole: WholeModels) -> str:
-        """What is other than in the whole model, for people."""
+        """The differences from the whole model, for people."""
         return "; ".join(f"{name!a} {_difference(whole, self.base, name, one)}" for name, one in self.files.items())
 
 

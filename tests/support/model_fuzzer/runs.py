@@ -32,7 +32,7 @@ _TOKENS_ONLY: list[dict[str, Any]] = [{"prompt_token_ids": [5, 6, 7]}, {"prompt"
 
 
 class Judged(NamedTuple):
-    """What a run with a damaged model did, and what of it is against the rules."""
+    """Outcome of a run with a damaged model, and its breaches of the rules."""
 
     area: str
     seed: int

@@ -28,7 +28,7 @@ _TYPES = {
 
 @dataclass
 class Folder:
-    """What a model's folder holds. header: of the tensors, whose numbers `data` has in their order"""
+    """Content of a model's folder. header: of the tensors, whose numbers `data` has in their order"""
 
     config: dict[str, Any]
     header: dict[str, Any]
