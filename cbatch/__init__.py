@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the list of names, which `_homes` reads as well
     from cbatch.api import LLM as LLM
     from cbatch.api import Engine as Engine
+    from cbatch.base.chat_template_options import TemplateOptions as TemplateOptions
     from cbatch.base.config import EngineConfig as EngineConfig
     from cbatch.base.errors import CbatchError as CbatchError
     from cbatch.base.errors import ConfigError as ConfigError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # the list of names, which `_homes` reads as well
     from cbatch.base.outputs import ToolCall as ToolCall
     from cbatch.base.params import SamplingParams as SamplingParams
     from cbatch.base.request import Request as Request
-    from cbatch.base.template_options import TemplateOptions as TemplateOptions
     from cbatch.engine.stepping_engine import SteppingEngine as SteppingEngine
     from cbatch.engine.streams import AsyncStream as AsyncStream
     from cbatch.engine.streams import Stream as Stream

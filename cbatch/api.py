@@ -19,12 +19,12 @@ from typing import Any, NoReturn, TypedDict, Unpack, overload
 import torch
 from tqdm import tqdm
 
+from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import ParamsLike, Request, RequestDefaults
 from cbatch.base.spelling import similar_name
-from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, CacheConfig
 from cbatch.batch.map import map_rows
 from cbatch.engine.loop import OnStep

@@ -86,3 +86,12 @@ def in_short(error: BaseException) -> str:
     if not text:
         return type(error).__name__
     return text if isinstance(error, RuntimeError) else f"{type(error).__name__}: {text}"
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first line of a library's error, and the second if that says what it is about, ended by a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = shorten(" ".join(lines[:2]) if lines[0].endswith(":") else lines[0], 300)
+    if isinstance(error, LookupError | TypeError | AttributeError):  # whose messages are not for users
+        line = f"{type(error).__name__}: {line}"
+    return line if line.endswith(".") else line + "."

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import DEFAULT_PARAMS, SamplingParams
-from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 
 EventCallback = Callable[[TokenEvent], None]
 """Receives the events of one request. It is called on the engine's thread, so it must be quick (put into a queue)."""

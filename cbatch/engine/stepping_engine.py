@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError, RequestError
 from cbatch.base.outputs import KnownOutput, TokenEvent
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
-from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from cbatch.base.units import format_bytes, format_count
 from cbatch.engine.fallback import choose_execution, configured_execution
 from cbatch.engine.kv_cache_sizing import make_runner

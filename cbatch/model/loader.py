@@ -23,6 +23,7 @@ from cbatch.base.errors import (
     ModelError,
     ModelNotFound,
     RequestError,
+    first_sentence,
     in_short,
 )
 from cbatch.base.hub import gguf_paths, is_gguf, looks_like_path, reachable_source
@@ -45,7 +46,8 @@ from cbatch.model.config import UnsupportedConfig, read_generation_config, read_
 from cbatch.model.families import read_program, text_config
 from cbatch.model.formats.gguf import GgufModel
 from cbatch.model.formats.quantized import QuantizedCheckpoint, settings_of, without_quantization
-from cbatch.model.hf.network import first_sentence, fits, load_network
+from cbatch.model.hf.memory_check import fits
+from cbatch.model.hf.network import load_network
 from cbatch.model.hf.placement import Placement, placement_of
 from cbatch.model.load_plan import LoadPlan
 from cbatch.model.lora.sites import sites_of

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.errors import RequestError, as_error
 from cbatch.base.params import SamplingParams, derive_seed
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
-from cbatch.base.template_options import TemplateOptions
 from cbatch.extras import require_package
 from cbatch.requests.completion import Completion
 from cbatch.requests.param_names import own_params

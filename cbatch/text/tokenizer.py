@@ -8,9 +8,9 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
 
+from cbatch.base.chat_template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.template_options import DEFAULT_TEMPLATE, TemplateOptions, check_variables
 from cbatch.schedule.limits import too_long_for
 from cbatch.text.backend import Encoded, TextTokenizer
 from cbatch.text.detokenizer import NUM_CONTEXT_TOKENS, IncrementalDetokenizer

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.request import RequestDefaults
-from cbatch.base.template_options import TemplateOptions
 from cbatch.batch.journal import Journal
 from cbatch.batch.lines import Line, RowOptions
 from cbatch.batch.resume import Resuming, plan_resume

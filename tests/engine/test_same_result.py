@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cbatch import Completion, Engine
-from cbatch.base.template_options import FIXED_DATE
+from cbatch.base.chat_template_options import FIXED_DATE
 from cbatch.batch.row import format_result
 from cbatch.cli.main import run_command
 from tests.support.chat_harness import ChatHarness, reply_of

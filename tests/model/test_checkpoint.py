@@ -19,7 +19,7 @@ from cbatch.model.config import read_model_config
 from cbatch.model.cpu import CpuModel
 from cbatch.model.device_map import DeviceMap
 from cbatch.model.hf.adapter import TransformersModel
-from cbatch.model.hf.network import check_weights_fit
+from cbatch.model.hf.memory_check import check_weights_fit
 from cbatch.model.hf.self_check import _paged_logits
 from cbatch.model.load_plan import DEMO_MODEL, LoadPlan, choose_dtype
 from cbatch.model.loader import NoFastPath, load_fast_model

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, ToolChoice
-from cbatch.base.template_options import TemplateOptions
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.model.loader import LoadedModel
 from cbatch.requests.completion import Completion

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request, RequestDefaults, ToolChoice
-from cbatch.base.template_options import TemplateOptions
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import Line
 from cbatch.requests.completion import Completion

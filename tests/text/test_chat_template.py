@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.errors import RequestError
-from cbatch.base.template_options import TemplateOptions
 from cbatch.text.backend import TextTokenizer, TokenizerBackend
 from cbatch.text.chat_template import render_chat
 from cbatch.text.loading import of_transformers

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.errors import RequestError
-from cbatch.base.template_options import TemplateOptions
 from cbatch.text.backend import TextTokenizer, TokenizerBackend
 from cbatch.text.loading import of_transformers
 from cbatch.text.tokenizer import ChatTokenizer

@@ -194,8 +194,8 @@ class EngineClient:
 
     def _encode(self, request: ReplyRequest, engine: Engine, params: SamplingParams) -> tuple[Request, int]:
         """The request as token ids. Drops as few of the oldest turns as necessary, if that is allowed: how many."""
+        from cbatch.base.chat_template_options import TemplateOptions
         from cbatch.base.request import Request
-        from cbatch.base.template_options import TemplateOptions
 
         if request.reply_prefix and params.constraint is not None:
             raise RequestError("invalid_row", "A constrained reply cannot be continued; /retry starts it again.")

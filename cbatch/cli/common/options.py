@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, RequestError
 from cbatch.base.option import OptionField, option, options_of, parse_json
 from cbatch.base.params import PARAM_NAMES, PARAMS, SamplingParams
-from cbatch.base.template_options import TemplateOptions
 from cbatch.cli.common.replica_options import ReplicaOptions
 from cbatch.extras import require_package
 from cbatch.requests.param_names import own_params

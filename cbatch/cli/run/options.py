@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from cbatch.base.chat_template_options import FIXED_DATE, TemplateOptions
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
 from cbatch.base.option import option
 from cbatch.base.request import RequestDefaults
-from cbatch.base.template_options import FIXED_DATE, TemplateOptions
 from cbatch.batch.answer_cache import DEFAULT_CACHE_SIZE, AnswerCache, CacheConfig
 from cbatch.batch.forms import (
     INPUT_FORMS,

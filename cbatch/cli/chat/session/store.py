@@ -17,10 +17,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from prompt_toolkit.history import History
 
+from cbatch.base.chat_template_options import TemplateOptions
 from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.strict_json import parse_json_object
-from cbatch.base.template_options import TemplateOptions
 from cbatch.cli.chat.session.files import as_path, make_private, read_text, write_private
 from cbatch.cli.chat.session.session import (
     FINAL_STATES,
