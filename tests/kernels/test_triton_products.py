@@ -1,6 +1,11 @@
-"""Guards products with weights of 8 and 4 bits, by Triton's kernels and by torch, against products in float64."""
+"""Guards products with weights of 8 and 4 bits, by Triton's kernels and by torch, against products in float64.
+
+With numbers in tiles of one size: right for every shape, and a row's bits depend on nothing but the row.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -132,3 +137,63 @@ def test_float8(ops: BoundKernels, group: int) -> None:
     found = torch.full((5, 290), torch.nan, device=DEVICE)
     ops.look_up(matrix, torch.tensor([9, 0, 69, 9, 1], device=DEVICE), found)
     torch.testing.assert_close(found.double(), exact[[9, 0, 69, 9, 1]], rtol=1e-6, atol=1e-6)
+
+
+def deterministic(capability: int) -> BoundKernels:
+    return BoundKernels(DeviceOps(True, True, True, capability))
+
+
+def product(ops: BoundKernels, source: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    out = torch.full((len(source), len(matrix)), torch.nan, device=DEVICE)
+    ops.linear(source, matrix, bias, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capability", [90, 75])
+def test_numbers_in_tiles_of_one_size(capability: int, dtype: torch.dtype) -> None:
+    """Guards tiles that are not full, depths that end within one, biases, both types of results, and logits."""
+    ops = deterministic(capability)
+    for rows, columns, depth in [(1, 40, 64), (3, 33, 100), (70, 130, 160)]:
+        source, matrix = draw(rows, depth, dtype=dtype), draw(columns, depth, dtype=dtype, seed=1)
+        bias = draw(columns, dtype=dtype, seed=2)
+        exact = source.double() @ matrix.double().T
+        torch.testing.assert_close(product(ops, source, matrix).double(), exact, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(ops.logits(source, matrix).double(), exact, rtol=1e-5, atol=2e-5)
+        out = torch.full((rows, columns), torch.nan, dtype=dtype, device=DEVICE)
+        ops.linear(source, matrix, bias, out)
+        torch.testing.assert_close(out.double(), exact + bias.double(), rtol=2e-3, atol=2e-3)
+
+
+def differing(multiply: Callable[[Tensor], Tensor], source: Tensor) -> int:
+    """How many rows have other bits alone than among all others, or in another place among some of them."""
+    whole, reversed_ = multiply(source), multiply(source[:40].flip(0).contiguous()).flip(0)
+    alone = torch.cat([multiply(row) for row in source[:40].split(1)])
+    assert whole.isfinite().all()
+    return int(((whole[:40] != alone) | (whole[:40] != reversed_)).any(1).sum())
+
+
+@pytest.mark.usefixtures("placeless_products")
+@pytest.mark.parametrize("kind", ["numbers", "int4", "experts"])
+def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
+    """Guards `--deterministic`: numbers of rows for which there would be other tiles otherwise."""
+    ops, source, chooser = (deterministic(90), draw(70, 160, dtype=torch.float16), router(2, "softmax"))
+    matrix, scores = draw(70, 160, dtype=torch.float16, seed=1), draw(160, 6, seed=2)
+    packed = QuantizedMatrix.empty(INT4, 70, 160, DEVICE)
+    drawn_matrix(INT4, 70, 160, packed)
+    experts = ExpertWeights(draw(6, 70, 160, dtype=torch.float16, seed=4), None)
+
+    def multiply(rows: Tensor) -> Tensor:
+        if kind == "numbers":
+            return product(ops, rows, matrix)
+        if kind == "int4":
+            return ops.logits(rows, packed)
+        routing = ops.route(rows.float() @ scores, chooser)
+        each = torch.empty(2 * len(rows), 70, dtype=torch.float16, device=DEVICE)
+        ops.expert_linear(rows, routing, experts, each, gathers=True, weighs=False)
+        out = torch.empty(len(rows), 70, device=DEVICE)
+        weights = torch.ones_like(routing.weights)  # those of another product would differ
+        ops.combine(each, routing._replace(weights=weights), 1.0, out, weighs=True, add=False)
+        return out
+
+    assert differing(multiply, source) == 0
