@@ -18,7 +18,7 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.quantization import STORED, Quantization
 from cbatch.base.units import parse_memory
 from cbatch.model.device_map import DeviceMap, choose_device_map
-from cbatch.model.packed_file import WeightCache
+from cbatch.model.packed_file import PackedFile, WeightCache
 from cbatch.runtime.device import choose_device, gpu_name, has_bfloat16, is_accelerator
 from cbatch.runtime.numba_setup import require_compiler
 
@@ -130,10 +130,14 @@ class LoadPlan:
 
             return CudaModel(config, tensors, dtype, self.device, quantize=quantize)
         from cbatch.model.cpu import CpuModel
-        from cbatch.model.ops.cpu_layout import packed_weights
+        from cbatch.model.ops.cpu_layout import PACKING
 
-        cache = self.weight_cache
-        shared = None if cache is None else packed_weights(cache, fingerprint(), files, dtype, quantize)
+        shared = None
+        if self.weight_cache is not None:  # the fingerprint is of samples; sizes and times notice any other change
+            times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
+            content = {"packing": PACKING, "model": fingerprint(), "files": times, "dtype": str(dtype)}
+            weights = {"quantize": None if quantize is None else quantize.weights}
+            shared = PackedFile(self.weight_cache, content | weights)
         return CpuModel(config, tensors, dtype, quantize=quantize, shared=shared)
 
 

@@ -94,8 +94,7 @@ def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
         odd.discard(head)
     if odd:
         raise UnsupportedConfig(f"one of its weights is missing, or unknown in its family: {min(odd)}")
-    shape_of = tensors.shape if isinstance(tensors, StoredWeights) else partial(_shape_of_numbers, tensors)
-    wrong = [name for name, shape in shapes.items() if shape_of(name) != shape]
+    wrong = [name for name, shape in shapes.items() if _shape_of(tensors, name) != shape]
     if wrong:
         raise UnsupportedConfig(f"the shape of {wrong[0]} does not match its config")
     if program.is_tied and head in tensors and not torch.equal(tensors[head], tensors[table]):
@@ -103,8 +102,10 @@ def check_weights(program: Program, tensors: Mapping[str, Tensor]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _shape_of_numbers(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """Raises UnsupportedConfig for a weight that is not stored as numbers."""
+def _shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Raises UnsupportedConfig for a weight that is stored neither as numbers nor as integers that are read."""
+    if isinstance(tensors, StoredWeights):
+        return tensors.matrices[name].shape
     tensor = tensors[name]
     if tensor.dtype not in _NUMBERS:
         raise UnsupportedConfig(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")

@@ -22,6 +22,9 @@ _log = logging.getLogger("cbatch")
 
 Rows = NDArray[np.int64]
 
+_MOST_KEPT = 2**22
+"""Numbers of the weight that was read last, if that is kept."""
+
 
 class Packing(NamedTuple):
     """A packed format, and how many numbers of a row share a scale."""
@@ -99,6 +102,7 @@ class StoredWeights(Mapping[str, Tensor]):
         self.matrices = matrices
         self.description = description
         self._files = files
+        self._last: tuple[str, Tensor] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.matrices)
@@ -107,11 +111,11 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self.matrices)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.matrices[name].whole
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a weight, which is not read for that."""
-        return self.matrices[name].shape
+        last = self._last  # files have the biases of all experts in one, which is asked for by each
+        if last is None or last[0] != name:
+            last = name, self.matrices[name].whole
+            self._last = last if last[1].numel() <= _MOST_KEPT else None
+        return last[1]
 
     def rows(self, weight: Weight, first: int, stop: int) -> Tensor:
         """Rows first .. stop-1 of a matrix, once it is loaded (see `Weight.size`), as numbers [rows, depth]."""

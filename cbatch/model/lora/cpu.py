@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,20 +14,10 @@ from torch.nn.functional import pad
 from cbatch.kernels.cpu.matmul.lora import LoraStep
 from cbatch.kernels.cpu.matmul.microkernel import COLUMNS, MAX_ROWS, microkernel_address, pad_columns
 from cbatch.model.lora.sites import Site, Sites
+from cbatch.model.lora_files import LowRank
 from cbatch.model.ops.cpu_layout import interleaved
 from cbatch.model.ops.linear import Linear
 from cbatch.runtime.cpu import empty
-
-
-class _Dense(NamedTuple):
-    """An adapter's matrices for a whole linear.
-
-    down: [ranks, depth], of all sites one below the other
-    up:   [columns, ranks], in the order of the product's columns, with zeros where a site does not have a rank
-    """
-
-    down: Tensor
-    up: Tensor
 
 
 class CpuAdapters:
@@ -103,8 +92,11 @@ class CpuAdapters:
         self._size += columns.numel()
 
 
-def _dense(linear: Linear, sites: tuple[Site, ...], adapter: int) -> _Dense | None:
-    """None if the adapter adds nothing."""
+def _dense(linear: Linear, sites: tuple[Site, ...], adapter: int) -> LowRank | None:
+    """An adapter's matrices for a whole linear, with the ranks of all its sites; None if it adds nothing.
+
+    `up` is in the order of the product's columns, with zeros where a site does not have a rank.
+    """
     chosen = [(site, one) for site in sites if (one := site.added[adapter]) is not None]
     if not chosen:
         return None
@@ -114,7 +106,7 @@ def _dense(linear: Linear, sites: tuple[Site, ...], adapter: int) -> _Dense | No
     for site, one in chosen:
         start = starts[id(one.down)]
         up[site.column : site.column + site.columns, start : start + len(one.down)] = one.up * linear.factor
-    return _Dense(torch.cat(list(downs.values())), interleaved(up) if linear.is_gated else up)
+    return LowRank(torch.cat(list(downs.values())), interleaved(up) if linear.is_gated else up)
 
 
 def _groups(numbers: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:

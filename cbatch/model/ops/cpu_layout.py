@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from cbatch.kernels.formats import BFLOAT16, FLOAT32, ON_CPU, quantized
 from cbatch.model.config import UnsupportedConfig
 from cbatch.model.ops.operation import Operation, with_role
 from cbatch.model.ops.program import Program
-from cbatch.model.packed_file import Arrays, PackedFile, WeightCache
+from cbatch.model.packed_file import Arrays, PackedFile
 from cbatch.model.stored import StoredWeights, packing_of, rows_of
 from cbatch.model.weight import RESIDUAL, Activation, Matrix, Norm, Weight
 from cbatch.runtime.cpu import empty, num_threads, single_threaded
@@ -394,15 +393,3 @@ def interleaved(both: Tensor) -> Tensor:
     halves = both.view(2, -1, both.shape[1])
     padded = pad(halves, (0, 0, 0, -halves.shape[1] % LANES))
     return padded.view(2, -1, LANES, both.shape[1]).transpose(0, 1).reshape(-1, both.shape[1])
-
-
-def packed_weights(
-    cache: WeightCache, fingerprint: str, files: Sequence[Path], dtype: torch.dtype, quantize: Quantization | None
-) -> PackedFile:
-    """The file that keeps a model's packed weights.
-
-    fingerprint: of the model's files, by samples; sizes and times notice any other change
-    """
-    times = [(status.st_size, status.st_mtime_ns) for status in (path.stat() for path in files)]
-    content = {"packing": PACKING, "model": fingerprint, "files": times, "dtype": str(dtype)}
-    return PackedFile(cache, content | {"quantize": None if quantize is None else quantize.weights})
