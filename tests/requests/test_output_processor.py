@@ -15,7 +15,7 @@ import pytest
 from cbatch.base.errors import RequestError
 from cbatch.base.outputs import FinishReason, TokenEvent, TokenLogprobs
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import ApiCall, Request
+from cbatch.base.request import Request
 from cbatch.requests.completion import Choice, Completion, Timing, Usage
 from cbatch.requests.output_processor import OutputProcessor, StreamEvent
 from cbatch.text.detokenizer import IncrementalDetokenizer
@@ -190,20 +190,18 @@ def test_text_that_the_engine_made_is_not_made_again() -> None:
     assert "".join(event.raw for event in read) == "".join(texts) + " "
 
 
-@pytest.mark.parametrize("max_tokens", [0, 5])
-def test_an_echo_comes_once_in_each_output(max_tokens: int) -> None:
+@pytest.mark.parametrize("n", [0, 2], ids=["no token", "two outputs"])
+def test_an_echo_comes_once_in_each_output(n: int) -> None:
     """Guards `echo`: the prompt is in front of the first text, also if no token follows."""
     tokenizer = tokenizer_of(QWEN)
-    prompt_ids = tokenizer.encode("Once upon")
-    n = 2 if max_tokens else 1
-    request = Request(prompt_ids=prompt_ids, params=SamplingParams(echo=True, max_tokens=max_tokens, n=n), index=4)
+    params = SamplingParams(echo=True, max_tokens=5 * n, n=max(n, 1))
+    request = Request(prompt_ids=tokenizer.encode("Once upon"), params=params, index=4)
     outputs = [events_of(ids_of(QWEN, " a time"), number) for number in range(n)]
-    if max_tokens == 0:
-        outputs = [[TokenEvent(1, None, finish_reason="length")]]
-    read, completion = run(request, tokenizer, shuffled(outputs, 0))
-    if max_tokens:
+    events = shuffled(outputs, 0) or [TokenEvent(1, None, finish_reason="length")]
+    read, completion = run(request, tokenizer, events)
+    if n:
         check_stream(read, completion)
-    assert [choice.text for choice in completion.choices] == ["Once upon a time" if max_tokens else "Once upon"] * n
+    assert [choice.text for choice in completion.choices] == (["Once upon a time"] * n or ["Once upon"])
     assert read[-1].completion == completion and "".join(event.raw for event in read).count("Once") == 0
 
 
@@ -255,24 +253,6 @@ def test_usage_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
         processor.take(event)
     completion = processor.completion()
     assert completion.usage == Usage(len(request.prompt_ids), 6, 8) and completion.timing == Timing(1.0, 5.0, 6.0)
-
-
-def test_what_the_row_shows() -> None:
-    """Guards token ids in rows, which only some requests ask for, and the prompt's scores in front of an echo."""
-    request = Request(
-        prompt_ids=[0, 7],
-        params=SamplingParams(logprobs=0, echo=True, prompt_logprobs=0),
-        index=4,
-        call=ApiCall(False, None),
-    )
-    scored = TokenLogprobs(7, -1.0, ())
-    events = [event._replace(logprobs=scored) for event in events_of([7, EOS])]
-    events[0] = events[0]._replace(prompt_logprobs=[scored])
-    for with_token_ids in (False, True):
-        _, completion = run(replace(request, columns=("token_ids",) * with_token_ids), tokenizer_of(QWEN), events)
-        (choice,) = completion["response"]["body"]["choices"]
-        assert choice.get("token_ids") == ([7, EOS] if with_token_ids else None)
-        assert len(choice["logprobs"]["tokens"]) == 4 and "prompt_logprobs" not in completion["response"]["body"]
 
 
 def test_a_failed_output_fails_its_request() -> None:

@@ -189,23 +189,22 @@ def test_one_wrong_prompt_fails_alone(prompt: Any, message: str, engine: Engine)
         wrong.raise_for_error()
 
 
-def test_numbers_of_numpy_in_a_row() -> None:
-    """Guards rows of data frames: their numbers are not Python's, and neither JSON nor parameters take them."""
-    row = read(
-        {
-            "prompt": "Hi",
-            "id": np.int64(9),
-            "max_tokens": np.int32(4),
-            "temperature": np.float32(0.5),
-            "ignore_eos": np.bool_(True),
-            "stop": np.array(["a", "b"]),
-            "scores": np.array([0.5, 1.5]),
-            "level": torch.tensor(2),
-        }
+def test_numbers_of_numpy_in_a_row(engine: Engine) -> None:
+    """Guards rows and params of data frames: neither JSON nor parameters take their numbers as they are."""
+    params = {"max_tokens": np.int32(4), "ignore_eos": np.bool_(True), "stop": np.array(["a", "b"])}
+    others = {"id": np.int64(9), "scores": np.array([0.5, 1.5]), "level": torch.tensor(2)}
+    row, expected = (
+        read({"prompt": "Hi", **params, **others}),
+        {"max_tokens": 4, "ignore_eos": True, "stop": ["a", "b"]},
     )
-    assert row.error is None and row.id == 9
-    assert row.given == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True, "stop": ["a", "b"]}
+    assert row.error is None and row.id == 9 and row.given == expected
     assert row.extra == {"scores": [0.5, 1.5], "level": 2}
+    completion = engine.generate("Hi", expected)
+    assert completion.error is None and engine.generate("Hi", params) == engine.generate("Hi", [params]) == completion
+    for wrong in ({"logits_all": torch.tensor([1, 2])}, {"structured_outputs": {None: 5}}):
+        with pytest.raises(RequestError, match="is not available"):
+            engine.generate("Hi", wrong)
+        assert engine.generate("Hi", [wrong]).error is not None
 
 
 def test_a_row_with_objects_is_refused_whole(engine: Engine) -> None:
@@ -218,17 +217,6 @@ def test_a_row_with_objects_is_refused_whole(engine: Engine) -> None:
         assert json.loads(json.dumps(completion.to_dict()))["error"]
         assert pickle.loads(pickle.dumps(completion)) == completion
     assert "nested too deeply" in str(completion.error)
-
-
-def test_params_with_arrays_are_read(engine: Engine) -> None:
-    """Guards parameters that come from data frames, for all prompts and for one."""
-    params = {"stop": np.array(["a"]), "max_tokens": np.int64(3), "allowed_token_ids": torch.tensor([70, 71])}
-    expected = engine.generate("Hi", {"stop": ["a"], "max_tokens": 3, "allowed_token_ids": [70, 71]})
-    assert expected.error is None and engine.generate("Hi", params) == engine.generate("Hi", [params]) == expected
-    for wrong in ({"logits_all": torch.tensor([1, 2])}, {"structured_outputs": {None: 5}}):
-        with pytest.raises(RequestError, match="is not available"):
-            engine.generate("Hi", wrong)
-        assert engine.generate("Hi", [wrong]).error is not None
 
 
 def test_results_and_their_prompts_are_apart(engine: Engine) -> None:
@@ -310,39 +298,25 @@ def test_wrong_params_for_all_raise(params: Any, message: str, engine: Engine) -
     ],
     ids=label,
 )
-def test_wrong_params_of_one_prompt_fail_alone(
-    params: Mapping[str, Any], code: str, message: str, engine: Engine
-) -> None:
-    """Guards the other prompts of the call."""
-    first, wrong, last = engine.generate(["Hi"] * 3, [FEW, params, SamplingParams(max_tokens=2)])
+def test_params_of_one_prompt(params: Mapping[str, Any], code: str, message: str, engine: Engine) -> None:
+    """Guards the other prompts of the call, and the order: the row, its own params, then the model's."""
+    asked = [FEW, params, SamplingParams(max_tokens=4, n=2)]
+    first, wrong, last = engine.generate(["Hi", "Hi", {"prompt": "Hi", "max_tokens": 2}], asked)
     assert wrong.error is not None and wrong.error.code == code and str(wrong.error).startswith(message)
-    assert [len(first.token_ids), len(last.token_ids)] == [3, 2]
-
-
-def test_params_of_a_row_come_on_top(engine: Engine) -> None:
-    """Guards the order: the row, then its own params, then the model's; an object replaces the model's."""
-    row = {"prompt": "Hi", "max_tokens": 2}
-    each: list[Any] = [None, {"max_tokens": 4, "n": 2}, SamplingParams(max_tokens=4, n=2)]
-    for params in [*each[1:], *([one] for one in each)]:
-        found = engine.generate([row], params)[0]
-        assert found.error is None and len(found.token_ids) == 2
-        assert len(found.choices) == (1 if params == [None] else 2)
+    assert [len(first.token_ids), len(last.token_ids), len(last.choices)] == [3, 2, 2]
 
 
 def test_seeds(engine: Engine) -> None:
     """Guards repeatable samples, those of equal prompts, and new ones if asked for."""
     warm = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
-    prompts = ["Hi"] * 3
 
-    def texts(seed: int | None, params: Mapping[str, Any] = warm) -> list[str]:
-        return [completion.text for completion in engine.generate(prompts, params, seed=seed)]
+    def texts(seed: int | None, prompts: Any = ("Hi",) * 3, params: Any = warm) -> list[str]:
+        return [completion.text for completion in engine.generate(prompts, warm | params, seed=seed)]
 
     assert texts(5) == texts(5) and len({*texts(5), *texts(6)}) == 6
     assert not {*texts(None)} & {*texts(None)}
-    assert len(set(texts(5, warm | {"seed": 7}))) == 1 and texts(None, warm | {"seed": 7}) == texts(
-        5, warm | {"seed": 7}
-    )
+    for_all = {text for seed in (5, None) for text in texts(seed, params={"seed": 7})}
     rows = [{"prompt": "Hi", "seed": 7} for _ in range(2)]
-    assert [one.text for one in engine.generate(rows, warm, seed=None)] == texts(5, warm | {"seed": 7})[:2]
-    named = [engine.generate([*others, {"prompt": "Hi", "id": "a"}], warm)[-1].text for others in ([], ["x", "y"])]
-    assert named[0] == named[1], "the seed of a row with an id depends on its place"
+    same = {*for_all, *texts(None, rows), *texts(5, rows)}
+    named = {texts(5, [*others, {"prompt": "Hi", "id": "a"}])[-1] for others in ([], ["x", "y"])}
+    assert len(same) == len(named) == 1, "the seed of a row with an id depends on its place"

@@ -85,17 +85,17 @@ _CACHES = {"XDG_CACHE_HOME": "{folder}/cache", "NUMBA_CACHE_DIR": "{folder}/numb
 _HUGE = "1" + "0" * 30
 
 
-def _each(values: Mapping[str, Sequence[str]], *codes: int, prefix: str = "") -> list[Case]:
-    """A case for each value of a variable."""
-    return [
-        Case(f"{prefix}{name}={value[:20]}", {prefix + name: value}, codes=codes)
-        for name, each in values.items()
-        for value in each
-    ]
+def _each(pairs: str | Sequence[str], *codes: int, prefix: str = "") -> list[Case]:
+    """A case for each NAME=VALUE, of which a text has several."""
+    made = [pair.partition("=")[::2] for pair in (pairs.split() if isinstance(pairs, str) else pairs)]
+    return [Case(f"{prefix}{name}={value[:20]}", {prefix + name: value}, codes=codes) for name, value in made]
 
 
-_NAMES = ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_THREADS = _each(dict.fromkeys(_NAMES, ("0", "-1", "1000000000", "many", "")), 0, 2)
+_THREADS = [
+    case
+    for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    for case in _each(f"{name}=0 {name}=-1 {name}=1000000000 {name}=many {name}=", 0, 2)
+]
 
 _LISTS = [
     Case(f"CBATCH_RUN_PARAM, {name}", {"CBATCH_RUN_PARAM": text}, codes=(2,))
@@ -112,31 +112,16 @@ _LISTS = [
     }.items()
 ]
 
-_WRONG_OPTIONS = {
-    "MAX_SEQS": ("many", "0"),
-    "MAX_TOKENS": ("1e3",),
-    "KV_BLOCKS": (_HUGE,),
-    "BLOCK_SIZE": (_HUGE,),
-    "KV_CACHE_MEMORY": ("lots", "1e400GiB"),
-    "WINDOW": ("-1",),
-    "DEVICE": ("toaster", "cuda:99"),
-    "MODEL": ("\x01",),
-    "QUIET": ("perhaps",),
-    "REPLICAS": (_HUGE, "x"),
-    "SEED": ("x",),
-    "TEMPERATURE": ("nan",),
-    "DATE": ("someday",),
-    "FORMAT": ("xml",),
-    "SHARD": ("9/3",),
-    "ATTENTION": ("none",),
-    "STOP": (nested(50_000),),
-    "TEMPLATE_KWARGS": (nested(50_000),),
-    "SYSTEM": ("\udcff\udcfe",),
-}
+_WRONG_OPTIONS = (
+    f"MAX_SEQS=many MAX_SEQS=0 MAX_TOKENS=1e3 KV_BLOCKS={_HUGE} BLOCK_SIZE={_HUGE} KV_CACHE_MEMORY=lots "
+    f"KV_CACHE_MEMORY=1e400GiB WINDOW=-1 DEVICE=toaster DEVICE=cuda:99 MODEL=\x01 QUIET=perhaps REPLICAS={_HUGE} "
+    f"REPLICAS=x SEED=x TEMPERATURE=nan DATE=someday FORMAT=xml SHARD=9/3 ATTENTION=none STOP={nested(50_000)} "
+    f"TEMPLATE_KWARGS={nested(50_000)} SYSTEM=\udcff\udcfe"
+)
 _OPTIONS = [
     *_each(_WRONG_OPTIONS, 2, prefix="CBATCH_RUN_"),
-    *_each({"MAX_SEQS": (_HUGE,), "MAX_BATCH_TOKENS": (_HUGE,)}, 0, 2, prefix="CBATCH_RUN_"),
-    *_each({"TEMPLATE_KWARGS": ('{"a":' + nested(900) + "}",)}, 0, 1, 2, prefix="CBATCH_RUN_"),
+    *_each(f"MAX_SEQS={_HUGE} MAX_BATCH_TOKENS={_HUGE}", 0, 2, prefix="CBATCH_RUN_"),
+    *_each(['TEMPLATE_KWARGS={"a":' + nested(900) + "}"], 0, 1, 2, prefix="CBATCH_RUN_"),
 ]
 
 _LIMITS = [
@@ -163,33 +148,17 @@ _STREAMS = [
     Case("all streams closed", closed=(0, 1, 2), codes=(2,)),
 ]
 
-_HARMLESS = {
-    "CUDA_VISIBLE_DEVICES": ("a,b;-7",),
-    "NUMBA_THREADING_LAYER": ("none",),
-    "NUMBA_OPT": ("nine",),
-    "LANG": ("C",),
-    "LC_ALL": ("xx_YY.nonsense", "POSIX"),
-    "TERM": ("", "x" * 300),
-    "COLUMNS": ("0", "-5", "wide"),
-    "LINES": ("0",),
-    "TMPDIR": ("/nothing/here", "/proc"),
-    "PYTHONIOENCODING": ("ascii",),
-    "PYTHONUTF8": ("0",),
-    "PYTHONOPTIMIZE": ("2",),
-    "PYTHONHASHSEED": ("1",),
-    "PYTHONWARNINGS": ("error",),
-    "PYTHONDEVMODE": ("1",),
-    "PYTHONDONTWRITEBYTECODE": ("1",),
-    "PYTHONUNBUFFERED": ("1",),
-    "PYTHONINTMAXSTRDIGITS": ("640",),
-    "HF_HOME": ("/dev/null",),
-    "TRITON_CACHE_DIR": ("/dev/null",),
-    "TZ": ("Nowhere/Atlantis",),
-}
+_HARMLESS = (
+    "CUDA_VISIBLE_DEVICES=a,b;-7 NUMBA_THREADING_LAYER=none NUMBA_OPT=nine LANG=C LC_ALL=xx_YY.nonsense LC_ALL=POSIX "
+    f"TERM= TERM={'x' * 300} COLUMNS=0 COLUMNS=-5 COLUMNS=wide LINES=0 TMPDIR=/nothing/here TMPDIR=/proc "
+    "PYTHONIOENCODING=ascii PYTHONUTF8=0 PYTHONOPTIMIZE=2 PYTHONHASHSEED=1 PYTHONWARNINGS=error PYTHONDEVMODE=1 "
+    "PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTHONINTMAXSTRDIGITS=640 HF_HOME=/dev/null "
+    "TRITON_CACHE_DIR=/dev/null TZ=Nowhere/Atlantis"
+)
 _VARIABLES = [
     *_each(_HARMLESS, 0),
-    *_each({"CBATCH_DEVICE": ("toaster",), "NUMBA_DISABLE_JIT": ("1",)}, 2),
-    *_each({"TORCH_LOGS": ("nonsense",)}, 0, 3),
+    *_each("CBATCH_DEVICE=toaster NUMBA_DISABLE_JIT=1", 2),
+    *_each("TORCH_LOGS=nonsense", 0, 3),
 ]
 
 CASES = [

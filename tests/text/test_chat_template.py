@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import date
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,6 +65,7 @@ def test_renders_as_transformers_does(name: str, tools: list[dict[str, Any]]) ->
     assert outcome(lambda: render_chat(template, MESSAGES, tools, SPECIAL, DAY)) == expected
 
 
+OF_JULY = {"date_string": "26 Jul"}
 VARIABLES = {"enable_thinking": False, "date_string": "1 May", "nested": {"a": [1, None, "<é>"]}, "effort": "high"}
 
 
@@ -74,74 +77,53 @@ def test_variables_reach_the_template_as_in_transformers(name: str, add_generati
         name, "{{ nested | default(0) | tojson }}{{ effort }}{{ add_generation_prompt }}{{ missing is defined }}"
     )
     theirs, messages = make_tokenizer(), [{"role": "user", "content": "hi"}]
-    asked = {"chat_template": template, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-    for variables in ({}, VARIABLES):
-        expected = theirs.apply_chat_template(messages, **asked, **{"date_string": "26 Jul"} | variables)
-        found = render_chat(
-            *(template, messages, [], SPECIAL, DAY),
-            variables={"date_string": "26 Jul"} | variables,
-            add_generation_prompt=add_generation_prompt,
-        )
-        assert found == expected
+    opening = {"add_generation_prompt": add_generation_prompt}
+    for variables in (OF_JULY, VARIABLES):
+        expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **opening, **variables)
+        assert expected == render_chat(template, messages, [], SPECIAL, DAY, variables=variables, **opening)
 
 
 FINAL_TEXTS = [
     *("Sure, ", "Sure", "", " \n", "a\n\n", "  led by blanks", "hi", "é日本 <b>", "<think>\nI should", "a <think> b"),
     *("<think>\nhm\n</think>\n\nThe", "<think>hm</think>The", "x</think>y", "CONTINUE_FINAL_MESSAGE_TAG x"),
 ]
+MORE = {
+    "demo": TEMPLATE,
+    "twice": "{% for m in messages %}{{ m.content }}|{{ m.content }}<|im_end|>{% endfor %}",
+    "trimmed": "{% for m in messages %}{{ m.content.strip() }} <|im_end|>{% endfor %}",
+    "without content": "{{ messages[-1].content[:3] }}",
+}
 
 
-@pytest.mark.parametrize("name", [*TEMPLATES, "demo", "twice", "trimmed", "without content"])
+@pytest.mark.parametrize("name", [*TEMPLATES, *MORE])
 def test_the_last_message_is_continued_as_in_transformers(name: str) -> None:
     """Guards where the prompt ends, to the character, and which messages cannot be continued."""
-    more = {
-        "demo": TEMPLATE,
-        "twice": "{% for m in messages %}{{ m.content }}|{{ m.content }}<|im_end|>{% endfor %}",
-        "trimmed": "{% for m in messages %}{{ m.content.strip() }} <|im_end|>{% endfor %}",
-        "without content": "{{ messages[-1].content[:3] }}",
-    }
-    template, theirs = TEMPLATES.get(name) or more[name], make_tokenizer()
+    template, theirs = (TEMPLATES | MORE)[name], make_tokenizer()
     asked = {"chat_template": template, "tokenize": False, "continue_final_message": True, "date_string": "26 Jul"}
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     num_continued = 0
-    for role in ("assistant", "user"):
-        for text in FINAL_TEXTS:
-            messages = [{"role": "user", "content": "hi"}, {"role": role, "content": text}]
-            expected = outcome(lambda messages=messages: theirs.apply_chat_template(messages, **asked))
-            found = outcome(lambda messages=messages: continued(template, messages))
-            if expected.startswith("text: "):
-                assert found == expected
-                num_continued += 1
-            else:
-                assert found.startswith("ValueError: it leaves out or changes the last message"), expected
+    for role, text in product(("assistant", "user"), FINAL_TEXTS):
+        messages = [{"role": "user", "content": "hi"}, {"role": role, "content": text}]
+        expected = outcome(partial(theirs.apply_chat_template, messages, **asked))
+        found = outcome(partial(render_chat, template, messages, [], SPECIAL, DAY, variables=OF_JULY, **options))
+        if expected.startswith("text: "):
+            assert found == expected
+            num_continued += 1
+        else:
+            assert found.startswith("ValueError: it leaves out or changes the last message"), expected
     assert (num_continued > 10) == (name != "without content")
-
-
-def continued(template: str, messages: list[dict[str, Any]]) -> str:
-    return render_chat(
-        *(template, messages, [], SPECIAL, DAY),
-        variables={"date_string": "26 Jul"},
-        add_generation_prompt=False,
-        continue_final_message=True,
-    )
 
 
 def render(template: str, *messages: dict[str, Any]) -> str:
     return render_chat(template, messages or MESSAGES, [], SPECIAL, DAY)
 
 
-def test_keys_that_hold_nothing_are_left_out() -> None:
-    """Guards against the word None in a prompt."""
-    message = {"role": "assistant", "content": "x", "tool_calls": None, "name": None}
-    assert render("{{ messages[0] }} {{ 'name' in messages[0] }}", message) == (
-        "{'role': 'assistant', 'content': 'x'} False"
-    )
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_is_found_under_each_name(key: str) -> None:
-    """Guards against reasoning that is lost because the template reads it under another name."""
-    message = {"role": "assistant", "content": "x", key: "hm"}
+    """Guards against reasoning that is lost under another name, and against the word None in a prompt."""
+    message = {"role": "assistant", "content": "x", key: "hm", "tool_calls": None, "name": None}
     assert render("{{ messages[0].thinking }} {{ messages[0].reasoning_content }}", message) == "hm hm"
+    assert render("{{ messages[0].content }} {{ 'name' in messages[0] }}", message) == "x False"
 
 
 @pytest.mark.parametrize(

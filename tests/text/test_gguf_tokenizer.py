@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from cbatch.base.errors import ModelError
@@ -59,12 +59,10 @@ SPLITS: dict[str, Callable[[], Any]] = {
 """How the models' own tokenizer.json cut texts into words (SmolLM2, Llama 3, GPT-OSS), or llama.cpp (the last four)."""
 
 
-def trained(split: Any, *, ignore_merges: bool = False, normalizer: Any = None) -> Tokenizer:
+def trained(split: Any, *, ignore_merges: bool = False) -> Tokenizer:
     """A byte-level tokenizer with a few hundred merges."""
     backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     backend.pre_tokenizer, backend.decoder = split, decoders.ByteLevel()
-    if normalizer is not None:
-        backend.normalizer = normalizer
     trainer = trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
@@ -89,16 +87,22 @@ def compare(found: TextTokenizer, expected: Callable[[str], list[int]], texts: l
         assert found.backend.encode(text, add_special_tokens=False).ids == expected(text), text
 
 
+BEGIN = "<｜begin▁of▁sentence｜>"
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_byte_level_tokenizers(name: str) -> None:
-    """Guards words, merges, added tokens and decoding, on texts of many scripts."""
+    """Guards words, merges, decoding, and added tokens, also those like DeepSeek's, which no byte is spelled with."""
     backend = trained(SPLITS[name](), ignore_merges=name == "llama-bpe")
+    backend.add_special_tokens([AddedToken(BEGIN, special=True, normalized=False)])
+    backend.add_tokens([AddedToken("a  b", special=False, normalized=False)])
     found = read(tokenizer_metadata(backend, tokens_of(backend), name))
-    compare(found, lambda text: backend.encode(text, add_special_tokens=False).ids)
-    for text in TEXTS:
-        ids = backend.encode(text).ids
+    for text in [*TEXTS, f"{BEGIN}Hi a  b", f"x{BEGIN}"]:
+        ids = backend.encode(text, add_special_tokens=False).ids
+        assert found.backend.encode(text, add_special_tokens=False).ids == ids
         assert found.backend.decode(ids) == backend.decode(ids)
-        assert found.backend.decode(ids, skip_special_tokens=False) == text
+        assert found.backend.decode(ids, skip_special_tokens=False) == text, "composed, as only Qwen does"
+    assert len(found.backend.encode(BEGIN).ids) == 1
     assert found.backend.get_added_tokens_decoder().keys() == backend.get_added_tokens_decoder().keys()
 
 
@@ -116,17 +120,6 @@ def test_classes_of_transformers(name: str, kind: Any) -> None:
     found = read(metadata)
     back = {number: found.backend.token_to_id(token) for number, token in ids.items()}
     compare(found, lambda text: [back.get(i, i) for i in tokenizer(text, add_special_tokens=False).input_ids])
-
-
-def test_special_tokens_that_are_not_bytes() -> None:
-    """Guards tokens such as DeepSeek's, whose characters no byte is spelled with: they are one token each."""
-    backend = trained(SPLITS["gpt-2"]())
-    backend.add_special_tokens([AddedToken("<｜begin▁of▁sentence｜>", special=True, normalized=False)])
-    backend.add_tokens([AddedToken("a  b", special=False, normalized=False)])
-    found = read(tokenizer_metadata(backend, tokens_of(backend), "gpt-2"))
-    texts = ["<｜begin▁of▁sentence｜>Hi a  b", "a  b", "x<｜begin▁of▁sentence｜>"]
-    compare(found, lambda text: backend.encode(text).ids, texts)
-    assert len(found.backend.encode("<｜begin▁of▁sentence｜>").ids) == 1
 
 
 @pytest.fixture(scope="module")
@@ -259,13 +252,3 @@ def test_splits_are_those_of_transformers() -> None:
     ours = gguf_tokenizer._SPLITS
     shared = ours.keys() & SPLITS_THERE.keys()
     assert len(shared) > 10 and all(ours[name] == SPLITS_THERE[name] for name in shared)
-
-
-def test_normalization_is_qwens() -> None:
-    """Guards composed characters where the model composes them, and only there."""
-    backend = trained(SPLITS["gpt-2"](), normalizer=normalizers.NFC())
-    metadata = tokenizer_metadata(backend, tokens_of(backend), "gpt-2")
-    text = "Cafe\u0301"
-    assert read(metadata).backend.decode(read(metadata).backend.encode(text).ids) == text
-    qwen = read(metadata | {"tokenizer.ggml.pre": "qwen2"})
-    assert qwen.backend.decode(qwen.backend.encode(text).ids) == "Caf\u00e9"

@@ -73,17 +73,13 @@ def test_functions_are_described_by_their_annotations(tools: dict[str, Tool]) ->
         ("fails", '{"n": 3}', "Error: ValueError: not 3"),
         ("weather", "{}", "Error: the argument 'city' is missing."),
         ("weather", '{"city": "x", "no": 1}', "Error: TypeError: weather() got an unexpected keyword argument 'no'"),
+        *(("weather", arguments, "Error: ") for arguments in ("", "{", "[]", "5", '{"city": NaN}')),
     ],
 )
 def test_calls(tools: dict[str, Tool], name: str, arguments: str, result: str) -> None:
     """Guards results and errors: one that fails tells the model why, and what it prints is not part of the result."""
-    assert tools[name].run(arguments) == result
-
-
-@pytest.mark.parametrize("arguments", ["", "{", "[]", "5", '{"city": NaN}'])
-def test_arguments_that_are_no_object(tools: dict[str, Tool], arguments: str) -> None:
-    """Guards against what models write instead of arguments."""
-    assert tools["weather"].run(arguments).startswith("Error: ")
+    found = tools[name].run(arguments)
+    assert found == result or (result == "Error: " and found.startswith(result))
 
 
 def test_a_command_as_a_tool(tmp_path: Path) -> None:

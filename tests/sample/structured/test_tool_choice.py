@@ -99,32 +99,30 @@ def test_line_breaks_may_come_between_reasoning_and_a_call(compilers: Any) -> No
 
 
 def test_a_forced_call_is_the_constraint_of_its_request() -> None:
-    """Guards the way to the engine, and a request that asks for two things at once."""
-    tokenizer = make_chat_tokenizer(QWEN3)
-    regex = SamplingParams(regex="a+")
+    """Guards the way to the engine."""
+    tokenizer, regex = make_chat_tokenizer(QWEN3), SamplingParams(regex="a+")
     assert request_constraint(SamplingParams(), tokenizer, TOOLS) is None
     assert request_constraint(regex, None) == regex.constraint
     forced, named = (request_constraint(SamplingParams(), tokenizer, TOOLS, choice) for choice in (ANY, NAMED))
     assert forced is not None and named is not None and forced != named
-    with pytest.raises(RequestError, match="cannot be combined with another constraint"):
-        request_constraint(regex, tokenizer, TOOLS, ANY)
 
 
 @pytest.mark.parametrize(
-    ("template", "tools", "sentence"),
+    ("params", "template", "tools", "sentence"),
     [
-        (QWEN3, [], "forces a call, but the request has no tools"),
-        ("{{ tools }}", TOOLS, "chat template shows no format of tool calls that can be enforced"),
-        (QWEN3, [tool("f", {"type": "string"})], "of the tool 'f' must be of the type object"),
-        (QWEN3, [tool("f", {"x-guidance": {}})], "of the tool 'f' cannot be used: the keyword x-guidance"),
-        (QWEN3, [tool(f"f{n}", {}) for n in range(MAX_TOOLS + 1)], "from at most 128 tools, not 129"),
-        (MISTRAL_NAMED, [tool("a b", {})], "no room for the name 'a b'"),
+        ({"regex": "a+"}, QWEN3, TOOLS, "cannot be combined with another constraint"),
+        ({}, QWEN3, [], "forces a call, but the request has no tools"),
+        ({}, "{{ tools }}", TOOLS, "chat template shows no format of tool calls that can be enforced"),
+        ({}, QWEN3, [tool("f", {"type": "string"})], "of the tool 'f' must be of the type object"),
+        ({}, QWEN3, [tool("f", {"x-guidance": {}})], "of the tool 'f' cannot be used: the keyword x-guidance"),
+        ({}, QWEN3, [tool(f"f{n}", {}) for n in range(MAX_TOOLS + 1)], "from at most 128 tools, not 129"),
+        ({}, MISTRAL_NAMED, [tool("a b", {})], "no room for the name 'a b'"),
     ],
 )
-def test_what_cannot_be_enforced_is_said(template: str, tools: list[dict[str, Any]], sentence: str) -> None:
+def test_what_cannot_be_enforced_is_said(params: Any, template: str, tools: list[Any], sentence: str) -> None:
     """Guards against a model that writes something else than it was asked for, and says nothing."""
     with pytest.raises(RequestError, match=sentence) as caught:
-        request_constraint(SamplingParams(), make_chat_tokenizer(template), tools, ANY)
+        request_constraint(SamplingParams(**params), make_chat_tokenizer(template), tools, ANY)
     assert caught.value.code == "invalid_row"
 
 
