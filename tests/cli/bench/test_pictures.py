@@ -89,12 +89,8 @@ def test_example_of_a_step() -> None:
     assert any(chunk.kind == "prefill" and chunk.start > 0 for chunk in chunks)
     blocks = [block for table in record.example.block_tables for block in table]
     assert len(set(blocks)) == len(blocks) and max(blocks) < record.num_blocks
-    assert [len(table) for table in record.example.block_tables] == [
-        -(-(chunk.start + chunk.tokens) // 4) for chunk in chunks
-    ]
-
-
-_COLOUR = re.compile(r"(?:fill|stroke): (#[0-9a-f]{6})")
+    sizes = [-(-(chunk.start + chunk.tokens) // 4) for chunk in chunks]
+    assert [len(table) for table in record.example.block_tables] == sizes
 
 
 def texts_of(svg: str) -> set[str]:
@@ -105,7 +101,7 @@ def texts_of(svg: str) -> set[str]:
 
 
 def colours_of(svg: str) -> set[str]:
-    return set(_COLOUR.findall(svg))
+    return set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg))
 
 
 def explained_colours(figure: Any) -> set[str]:
