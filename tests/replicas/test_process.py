@@ -120,7 +120,6 @@ def test_no_orphan_is_left_when_the_parent_is_killed(factory: str) -> None:
 def test_closed_launcher_has_killed_all_and_starts_none() -> None:
     launcher = launcher_of("stub", 2)
     replicas = [launcher.start(number, EngineConfig()) for number in range(2)]
-    assert [launcher.name(number) for number in range(2)] == ["replica 1", "replica 2"]
     replicas[0].call("echo", 1, timeout_s=SOON_S)
     launcher.close()
     assert not any(psutil.pid_exists(replica.pid) for replica in replicas)

@@ -14,6 +14,7 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.state_pool import StatePool, StateShape
 
 GIB = 2**30
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -33,14 +34,12 @@ def test_other_amounts_are_refused(text: str) -> None:
 
 def test_layers_lie_in_one_tensor() -> None:
     """Guards what the CPU's kernels read: the layers of a device one after the other, each its own part of a tensor."""
-    kv_cache = KVCache(
-        [((4, 3), (4, 5))] * 3, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu")
-    )
+    kv_cache = KVCache([((4, 3), (4, 5))] * 3, 2, 4, torch.float32, CPU)
     assert kv_cache.flat is not None and kv_cache.flat[1].shape == (3 * 2 * 4 * 5,)
     kv_cache.flat[0].zero_()
     kv_cache.keys[1].fill_(1)
     assert [int(part.sum()) for part in kv_cache.flat[0].chunk(3)] == [0, 24, 0]
-    unlike = KVCache([((4, 3), (4, 5)), ((4, 2), (4, 2))], 2, 4, torch.float32, torch.device("cpu"))
+    unlike = KVCache([((4, 3), (4, 5)), ((4, 2), (4, 2))], 2, 4, torch.float32, CPU)
     assert unlike.flat is not None and unlike.values[1].shape == (2, 4, 2)
     unlike.flat[1].zero_()
     unlike.values[0].fill_(1)
@@ -50,19 +49,16 @@ def test_layers_lie_in_one_tensor() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which pages are resident")
 def test_the_first_token_touches_little_memory() -> None:
     """Guards the time to the first token: the system cleared two large pages of each layer for its keys and values."""
-    kv_cache = KVCache([((2**12,), (2**12,))] * 8, 1000, 16, torch.float32, torch.device("cpu"))
-    before = _resident_bytes()
+
+    def resident_bytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    kv_cache = KVCache([((2**12,), (2**12,))] * 8, 1000, 16, torch.float32, CPU)
+    before = resident_bytes()
     for layer in (*kv_cache.keys, *kv_cache.values):
         layer[:2].fill_(1)
-    assert 2**19 <= _resident_bytes() - before < 2**22
-
-
-def _resident_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
-CPU = torch.device("cpu")
+    assert 2**19 <= resident_bytes() - before < 2**22
 
 
 def test_states_of_one_type_lie_in_one_tensor() -> None:

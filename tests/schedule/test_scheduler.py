@@ -194,6 +194,12 @@ def test_a_long_prompt_advances_by_half_of_each_step() -> None:
     assert scheduler.running[1].num_computed == start + 48 * 4
 
 
+def test_the_smallest_step_does_not_shrink() -> None:
+    """Guards against steps without tokens, in which no request could advance."""
+    scheduler = make_scheduler(seqs=1, budget=1)
+    assert not scheduler.shrink(2) and scheduler.max_batch_tokens == scheduler.max_seqs == 1
+
+
 def test_what_can_never_fit_is_refused() -> None:
     """Guards against a request that waits for ever, in the context and in the cache."""
     scheduler = make_scheduler(blocks=8, block_size=4)

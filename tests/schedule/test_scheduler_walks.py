@@ -9,17 +9,10 @@ from typing import Any
 import pytest
 
 from cbatch.schedule.block_pool import BlockPool
-from cbatch.schedule.limits import StepLimits
 from cbatch.schedule.output import SchedulerOutput
 from cbatch.schedule.scheduler import Scheduler
 from cbatch.schedule.state_slots import Snapshot, StateSlots
 from tests.support.scheduler_simulation import RandomWalk
-
-
-def test_the_smallest_step_does_not_shrink() -> None:
-    """Guards against steps without tokens, in which no request could advance."""
-    scheduler = Scheduler(BlockPool(4, 1), StepLimits(1, 1), max_model_len=8)
-    assert not scheduler.shrink(2) and scheduler.max_batch_tokens == scheduler.max_seqs == 1
 
 
 def count_events(walks: int, *, recurrent: bool = False) -> Counter[str]:

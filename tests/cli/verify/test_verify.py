@@ -7,9 +7,8 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from cbatch.cli.verify.options import Sample
 from cbatch.cli.verify.report import Difference, first_difference
 from cbatch.model.cpu import CpuModel
 from cbatch.runtime.batch import Logits
+from tests.cli.verify.test_offline import Found, Verify
 from tests.support.model_folder import make_tokenizer, save_model
 from tests.support.rows import read_rows, write_results, write_rows
 from tests.support.tiny_models import make_network
@@ -98,15 +98,6 @@ ROWS: list[dict[str, Any]] = [
 OPTIONS = ["--device", "cpu", "--dtype", "float32", "--token-ids"]
 
 
-class Verified(NamedTuple):
-    code: int
-    report: dict[str, Any]
-    sentences: str
-
-
-Verify = Callable[..., Verified]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that takes the fast path, on which a row has the same bits in any company."""
@@ -132,19 +123,17 @@ def rows(finished: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def verify(
-    finished: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Verify]:  # fmt: skip
+def verify(finished: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Verify:
     """Verifies rows of output, or a file of them."""
 
-    def call(output: list[Any] | Path, *arguments: str) -> Verified:
+    def call(output: list[Any] | Path, *arguments: str) -> Found:
         path = output if isinstance(output, Path) else write_results(tmp_path / "out.jsonl", output)
         prompts = ["--prompts", str(finished / "in.jsonl"), "-m", str(model), "--sample", "100%"]
         code = run_command(["verify", str(path), *prompts, *OPTIONS, *arguments])
         printed = capsys.readouterr()
-        return Verified(code, json.loads(printed.out or "{}"), printed.err)
+        return Found(code, json.loads(printed.out or "{}"), printed.err)
 
-    yield call
+    return call
 
 
 def test_an_untouched_file_is_equal(verify: Verify, finished: Path, tmp_path: Path) -> None:
@@ -272,8 +261,6 @@ def test_what_cannot_be_run_again_is_left_out(verify: Verify, rows: list[dict[st
     ("name", "content", "sentence"),
     [
         ("none.jsonl", None, "Cannot read"),
-        ("empty.jsonl", b"", "has no rows"),
-        ("other.jsonl", b'{"text": "a"}\n', "is not a file of output rows: line 1 is not a row of output"),
         ("out.csv", b"index,text\n", "is a table, which has only a part of each row"),
         ("torn.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-9], "cannot be read"),
     ],
