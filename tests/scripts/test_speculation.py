@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts.benchmarks.harness import main
 from scripts.benchmarks.shapes import SHAPES
-from scripts.benchmarks.speculation import benchmark
-from scripts.benchmarks.speculation.benchmark import Outcome, compare, measure
+from scripts.benchmarks.speculation.benchmark import measure
 from scripts.benchmarks.speculation.model import load_scripted
 from scripts.benchmarks.speculation.work import Copying, Work, random_text, rewriting
 
@@ -37,24 +35,6 @@ def test_the_model_says_its_script(make: Callable[[int, int], Work]) -> None:
     wrong = replace(work, outputs=[*work.outputs[:-1], work.outputs[-1][::-1]])
     with pytest.raises(RuntimeError, match="are not those of the script"):
         measure(loaded, wrong, 6)
-
-
-def test_other_outputs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards ratios of different work, and the ratios: of times in the same round, and their median."""
-    seconds = iter([9.0, 4.0, 2.0, 9.0, 1.0, 12.0, 1.0])  # the first one warms up
-
-    def run(loaded: Any, work: Work, speculate: Any) -> Outcome:
-        outputs = [[1, 2]] if speculate == "off" else [said]
-        return Outcome(next(seconds), 0.5, steps=9, drafted=6, accepted=3, outputs=outputs)
-
-    monkeypatch.setattr(benchmark, "measure", run)
-    work, said = Work([[1]], [2], 1), [1, 2]
-    found = compare("rewriting", None, work, 6, 3)  # type: ignore[arg-type]
-    assert found.ratios == [2.0, 9.0, 12.0] and found.decoding_ratio == 17.0
-    assert found.cells()[3:7] == ["9.000", "2.000 – 12.000", ">= 2", "17.000"]
-    seconds, said = iter([1.0] * 3), [1, 3]
-    with pytest.raises(RuntimeError, match="are others than those without"):
-        compare("demo", None, work, "auto", 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.kernels
