@@ -10,15 +10,21 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.support import triton_interpreter as interpreter
 from tests.support.device import DEVICE, HAS_GPU, bound_memory
-from tests.support.fork_server import ForkServer, fork_server
+from tests.support.fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from cbatch.api import Engine
+    from tests.support.command import Command
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CBATCH_DEVICE"] = "cpu"
@@ -94,10 +100,29 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    """Runs four rows of the model folder at once."""
+    from cbatch.api import Engine
+    from tests.support.shared_engine import check_idle
+
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=4) as made:
+        yield made
+        check_idle(made)
+
+
+@pytest.fixture
+def command(model_folder: Path, tmp_path: Path) -> Command:
+    """`cbatch run` on the model folder, in the folder of the test."""
+    from tests.support.command import Command
+
+    return Command(tmp_path, model_folder)
+
+
 @pytest.fixture(scope="session")
 def runs() -> Iterator[ForkServer]:
     """Starts the real command, in a process of its own, without the time that imports take."""
-    with fork_server() as server:
+    with closing(ForkServer()) as server:
         yield server
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable()  # warnings of damaged tokens
     fault = mock.patch.object(journal, "fits_check", lambda line: fits_check(line) is not None or None)
-    shares = {kind: KINDS[kind] for kind in arguments.kind or KINDS}
+    shares = {kind: KINDS[kind].share for kind in arguments.kind or KINDS}
     differing = 0
     with (
         fault if arguments.ignore_checks else nullcontext(),
@@ -45,7 +45,7 @@ def main() -> None:
         for kind, share in shares.items():
             count = math.ceil(arguments.damages * share / sum(shares.values()))
             counts = DamageTest(engine, Path(folder) / kind, kind, arguments.seed).damage_many(count)
-            print(f"{kind}: {counts}", *counts.differing[:10], sep="\n  ", flush=True)
+            print(f"{kind}: {counts}", flush=True)
             differing += len(counts.differing)
     sys.exit(1 if differing else 0)
 

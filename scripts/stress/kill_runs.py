@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
-from tests.support.fork_server import fork_server
+from tests.support.fork_server import ForkServer
 from tests.support.kill_runs import KillTest
 from tests.support.model_folder import save_model
-
-LARGE_ROW = 6_000_000
-"""Bytes of a column in some rows, so that writing one takes long enough to be killed in the middle."""
 
 
 def main() -> None:
@@ -31,7 +29,7 @@ def main() -> None:
         "--journal-tokens", action="store_true", help="keep the tokens of unfinished answers, and make answers longer"
     )
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, fork_server() as server:
+    with tempfile.TemporaryDirectory() as folder, closing(ForkServer()) as server:
         model = save_model(Path(folder) / "model", kind=arguments.kind)
         options: list[object] = []
         if arguments.tries:
@@ -39,7 +37,7 @@ def main() -> None:
         if arguments.journal_tokens:
             options += ["--journal-tokens", "--journal-interval", "0.02"]
         longest = 120 if arguments.journal_tokens else 40
-        test = KillTest(server, Path(folder), model, arguments.seed, LARGE_ROW, options=options, most_tokens=longest)
+        test = KillTest(server, Path(folder), model, arguments.seed, options=options, most_tokens=longest)
         for kills in range(50, arguments.kills + 50, 50):
             print(test.run_random(min(kills, arguments.kills)), flush=True)
 

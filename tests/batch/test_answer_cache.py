@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
 import pytest
 
 from cbatch.base.errors import ConfigError
 from cbatch.batch.answer_cache import FILE_NAME, AnswerCache, CacheConfig
+
+FORK = multiprocessing.get_context("fork")
 
 
 def keys(count: int) -> list[bytes]:
@@ -26,18 +28,6 @@ def keys(count: int) -> list[bytes]:
 def cache(tmp_path: Path) -> Iterator[AnswerCache]:
     with closing(AnswerCache(CacheConfig(str(tmp_path / "new" / "cache"), "1MiB"))) as made:
         yield made
-
-
-def test_answers_outlive_their_run(tmp_path: Path) -> None:
-    """Guards the whole point: what one run has put, a later one gets, and nothing else."""
-    config = CacheConfig(str(tmp_path))
-    first, second, third = keys(3)
-    with closing(AnswerCache(config)) as cache:
-        cache.put({first: b"one", second: b"two"})
-        cache.put({second: b"2"})
-    assert cache.get(first) is None, "it is closed"
-    with closing(AnswerCache(config)) as cache:
-        assert (cache.get(first), cache.get(second), cache.get(third)) == (b"one", b"2", None)
 
 
 def test_it_is_private(cache: AnswerCache, tmp_path: Path) -> None:
@@ -84,35 +74,35 @@ def test_a_damaged_answer_is_removed(tmp_path: Path) -> None:
             assert database.execute("SELECT count(*) FROM answers").fetchone() == (0,)
 
 
-def test_damage_that_sqlite_cannot_name_is_refused(tmp_path: Path) -> None:
-    """Guards a run against the message of an error with damaged bytes in it, which Python cannot decode."""
-    AnswerCache(CacheConfig(str(tmp_path))).close()
-    path = tmp_path / FILE_NAME
-    path.write_bytes(path.read_bytes().replace(b"INTEGER NOT NULL", b"INTEGER NOT \xc2ULL"))
-    with pytest.raises(ConfigError, match="Remove it to start a new one"):
-        AnswerCache(CacheConfig(str(tmp_path)))
-
-
 def test_what_is_no_cache_is_refused_and_left_alone(tmp_path: Path) -> None:
-    """Guards files of others, and a cache that cannot be read, against being overwritten or taken silently."""
+    """Guards files of others against being overwritten, and a run against damage that Python cannot decode."""
     path = tmp_path / FILE_NAME
-    for content in (b"not a database at all" * 100, None):
-        path.unlink(missing_ok=True)
-        if content is None:
-            with closing(sqlite3.connect(path)) as database:
-                database.execute("CREATE TABLE mine (a)")
-                database.commit()
-        else:
-            path.write_bytes(content)
-        before = path.read_bytes()
+    AnswerCache(CacheConfig(str(tmp_path))).close()
+    damaged = path.read_bytes().replace(b"INTEGER NOT NULL", b"INTEGER NOT \xc2ULL")
+    path.unlink()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE mine (a)")
+        database.commit()
+    for content in (path.read_bytes(), damaged, b"not a database at all" * 100):
+        path.write_bytes(content)
         with pytest.raises(ConfigError, match="Remove it to start a new one"):
             AnswerCache(CacheConfig(str(tmp_path)))
-        assert path.read_bytes() == before
-    with pytest.raises(ConfigError, match="Cannot use"):
-        AnswerCache(CacheConfig(str(path / "below a file")))
-    for size, message in (("5", "at least 1 MiB"), ("10%", "is an amount"), ("much", "not an amount")):
-        with pytest.raises(ConfigError, match=message):
-            AnswerCache(CacheConfig(str(tmp_path), size))
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "message"),
+    [
+        (__file__, "1GiB", "Cannot use"),
+        (".", "5", "at least"),
+        (".", "10%", "is an amount"),
+        (".", "x", "not an"),
+    ],
+)
+def test_caches_that_cannot_be_made(folder: str, size: str, message: str) -> None:
+    """Guards the start of a run: one sentence."""
+    with pytest.raises(ConfigError, match=message):
+        AnswerCache(CacheConfig(folder, size))
 
 
 def test_a_cache_that_breaks_ends_no_run(cache: AnswerCache, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,44 +132,35 @@ def test_a_cache_that_is_locked_is_used_again_later(
     assert cache.get(first) is None and cache.get(second) == b"kept"
 
 
-WRITER = """
-import os, sys
-from contextlib import closing
-from cbatch.batch.answer_cache import AnswerCache, CacheConfig
+def start_writer(folder: Path, rounds: int, ready: Semaphore | None = None) -> BaseProcess:
+    """A process that gets and puts answers; it ends with 0 if what it has got was right."""
 
-with closing(AnswerCache(CacheConfig(sys.argv[1], "1MiB"))) as cache:
-    print("ready", flush=True)
-    for round in range(int(sys.argv[2])):
-        for number in range(40):
-            key = number.to_bytes(16, "little")
-            found = cache.get(key)
-            assert found is None or found == key * 200, found
-            cache.put({key: key * 200, os.urandom(16): os.urandom(4000)})
-"""
+    def work() -> None:
+        with closing(AnswerCache(CacheConfig(str(folder), "1MiB"))) as cache:
+            if ready is not None:
+                ready.release()
+            for key in keys(40) * rounds:
+                found = cache.get(key)
+                assert found is None or found == key * 200, found
+                cache.put({key: key * 200, os.urandom(16): os.urandom(4000)})
 
-
-def start_writer(folder: Path, rounds: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder), str(rounds)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = FORK.Process(target=work)
+    process.start()
+    return process
 
 
 def test_several_runs_use_it_at_once_and_are_killed(tmp_path: Path) -> None:
     """Guards two runs on one cache from its first moment on, and the table against SIGKILL in the middle of writes."""
-    writers = [start_writer(tmp_path, 3) for _ in range(3)]
-    for writer in writers:
-        assert writer.communicate(timeout=60)[1] == "" and writer.returncode == 0
+    for writer in [start_writer(tmp_path, 3) for _ in range(3)]:
+        writer.join(60)
+        assert writer.exitcode == 0
     for wait_s in (0.0, 0.02, 0.05, 0.03):
-        writer = start_writer(tmp_path, 1000)
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        writer = start_writer(tmp_path, 1000, ready := FORK.Semaphore(0))
+        assert ready.acquire(timeout=60)
         time.sleep(wait_s)
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
+        writer.kill()
+        writer.join(60)
         with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     with closing(AnswerCache(CacheConfig(str(tmp_path), "1MiB"))) as cache:
-        found = [cache.get(key) == key * 200 for key in keys(40)]
-        assert sum(found) > 20
+        assert sum(cache.get(key) == key * 200 for key in keys(40)) > 20

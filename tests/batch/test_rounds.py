@@ -1,22 +1,18 @@
-"""What follows on an answer: results of tools, and further tries."""
+"""Rounds after an answer: results of tools, and further tries."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cbatch.api import Engine
-from cbatch.base.errors import ConfigError
 from cbatch.base.params import derive_seed
 from cbatch.base.request import Request, RequestDefaults
 from cbatch.batch import rounds
@@ -24,27 +20,17 @@ from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.lines import RowOptions
 from cbatch.batch.templates import lines_of
-from cbatch.cli.main import run_command
 from cbatch.requests.completion import Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.validation.validation import Validation
-from tests.cli.run.test_output_formats import ROUNDS
+from tests.support.command import Command
 from tests.support.model_folder import save_model
-
-TOOLS = 'def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n'
-
+from tests.support.tool_rounds import ADD, ADD_CALL, ROUNDS
 
 ROWS: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": f"row {number}", "max_tokens": 4} for number in range(12)]
 ROWS[3]["seed"] = 5
 ROWS[4]["n"] = 2
 SAMPLED = {"temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = save_model(tmp_path_factory.mktemp("model"), context=600)
-    with Engine(str(folder), device="cpu", dtype="float32", max_seqs=4) as made:
-        yield made
 
 
 def good(text: str) -> bool:
@@ -60,38 +46,19 @@ def processor(engine: Engine, validation: Validation | None) -> LineProcessor:
     return LineProcessor(inputs, RowOptions(validation=validation))
 
 
-def nth_alone(engine: Engine, number: int) -> list[Completion]:
-    """What the rows give at a try, each asked alone with the seed that it has then."""
-    rows = []
-    for row in ROWS:
-        own = row.get("seed", derive_seed(0, "id", row["id"]))
-        rows.append(row | {"seed": own if number == 1 else derive_seed(own, "try", number)})
-    return [next(engine.map([row], params=SAMPLED)) for row in rows]
-
-
-def mismatches(engine: Engine, tries: int) -> list[str]:
-    """Ids of rows that differ from the first good one of their tries, each run alone."""
-    alone = [nth_alone(engine, number) for number in range(1, tries + 1)]
-    found = []
-    for row, *each in zip(run(engine, validate=good, tries=tries), *alone, strict=True):
-        verdicts = [all(good(choice.text) for choice in one.choices) for one in each]
-        number = verdicts.index(True) + 1 if any(verdicts) else tries
-        assert row.validation is not None
-        expected = (
-            [choice.text for choice in each[number - 1].choices],
-            number,
-            any(verdicts),
-            sum(one.usage.completion_tokens for one in each[:number]),
-        )
-        told = ([c.text for c in row.choices], row.validation["tries"], row.validation["valid"])
-        if (*told, row.usage.completion_tokens) != expected or (row.error is None) != any(verdicts):
-            found.append(str(row.id))
-    return found
-
-
 def test_tries_are_those_of_rows_alone(engine: Engine) -> None:
     """Guards the result against company: the first good one of the tries, each with its own seed, and their tokens."""
-    assert mismatches(engine, 3) == []
+    for asked, row in zip(ROWS, run(engine, validate=good, tries=3), strict=True):
+        own, tokens, is_good, texts = asked.get("seed", derive_seed(0, "id", asked["id"])), 0, False, []
+        assert row.validation is not None
+        for number in range(1, row.validation["tries"] + 1):
+            assert not is_good, "no try follows a good one"
+            seed = own if number == 1 else derive_seed(own, "try", number)
+            (alone,) = run(engine, [asked | {"seed": seed}])
+            texts, tokens = [choice.text for choice in alone.choices], tokens + alone.usage.completion_tokens
+            is_good = all(map(good, texts))
+        assert [choice.text for choice in row.choices] == texts and row.usage.completion_tokens == tokens
+        assert row.validation["valid"] == is_good == (row.error is None) and (is_good or row.validation["tries"] == 3)
     tries = [row.validation["tries"] for row in run(engine, validate=good, tries=3) if row.validation]
     assert set(tries) == {1, 2, 3}, "the rows try all sorts"
 
@@ -208,51 +175,14 @@ def test_an_answer_after_the_end_stays_unfinished(engine: Engine) -> None:
     assert all(row.completion.validation is not None for row in stream.finished_by_now())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tries": 3},
-        {"validate": "nothing"},
-        {"validate": good, "tell_error": True},
-        {"cache": "c", "cache_size": "1"},
-    ],
-)
-def test_wrong_options_of_python_are_refused(engine: Engine, options: dict[str, Any]) -> None:
-    """Guards map against options that make no sense, before a row is read."""
-    with pytest.raises(ConfigError):
-        run(engine, **options)
-
-
-def test_further_tries_go_on_where_earlier_runs_ended(engine: Engine) -> None:
-    """Guards --retry-errors: its tries are new ones, and are counted on."""
-
-    def tries_from(start: int) -> tuple[int, list[str]]:
-        seen: list[str] = []
-        check = Validation.of([lambda text: seen.append(text) or "no"], tries=2)
-        stream = EngineStream(engine.thread, processor(engine, check), window=4)
-        lines = (replace(line, tries=start) for line in lines_of([ROWS[0]]))
-        (row,) = [one.completion for rows in stream.finished(lines) for one in rows]
-        assert row.validation is not None
-        return row.validation["tries"], seen
-
-    alone = [nth_alone(engine, number)[0].text for number in (1, 2, 3, 4)]
-    assert tries_from(0) == (2, alone[:2])
-    assert tries_from(2) == (4, alone[2:])
-
-
-def test_tools_are_run_in_every_try(tmp_path: Path) -> None:
+def test_tools_are_run_in_every_try(command: Command) -> None:
     """Guards rows that call tools and are validated: each try is a conversation of its own, and usage counts all."""
-    (tmp_path / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n')
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-    model = save_model(tmp_path / "model", context=1500)
-    (model / "chat_template.jinja").write_text(ROUNDS)
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(json.dumps({"prompt": "a", "choice": [call]}) + "\n")
-    command = ["run", str(source), "-o", str(out), "-m", str(model), "--tools", str(tmp_path / "tools.py"), "-q"]
-    command += ["--max-tool-rounds", "1", "--overwrite"]
-    assert run_command(command) == 0
-    once = json.loads(out.read_text())
-    assert run_command([*command, "--validate", "regex=never", "--tries", "2", "--tell-error"]) == 1
-    twice = json.loads(out.read_text())
-    assert twice["validation"]["tries"] == 2 and twice["validation"]["text"] == call
+    (tools := command.folder / "tools.py").write_text(ADD)
+    command.model = save_model(command.folder / "model", context=1500)
+    (command.model / "chat_template.jinja").write_text(ROUNDS)
+    rows = [{"prompt": "a", "choice": [ADD_CALL]}]
+    command.options += ("--tools", tools, "--max-tool-rounds", "1", "-q")
+    _, (once,) = command.answer(rows)
+    _, (twice,) = command.answer(rows, "--validate", "regex=never", "--tries", "2", "--tell-error")
+    assert twice["validation"]["tries"] == 2 and twice["validation"]["text"] == ADD_CALL
     assert len(twice["tool_messages"]) == len(once["tool_messages"]) == 2

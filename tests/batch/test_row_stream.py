@@ -15,9 +15,10 @@ from cbatch.base.errors import EngineError
 from cbatch.base.request import RequestDefaults
 from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.line_processor import LineProcessor
-from cbatch.batch.lines import Line, RowOptions
+from cbatch.batch.lines import Line
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
+from tests.support.fake_replicas import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,7 @@ def endless() -> Iterator[Line]:
 
 
 def wait_for_reader_to_end() -> None:
-    for _ in range(500):
-        if all(thread.name != "cbatch-reader" for thread in threading.enumerate()):
-            return
-        time.sleep(0.01)
-    raise AssertionError("the reader still runs")
+    wait_until(lambda: all(thread.name != "cbatch-reader" for thread in threading.enumerate()))
 
 
 def test_many_heavy_rows_wait_unread(engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +79,8 @@ def test_leaving_the_iteration_cancels_what_is_in_flight(engine_thread: EngineTh
         while engine_thread.engine.stats().num_running < 4:
             time.sleep(0.001)
     wait_for_reader_to_end()
-    for _ in range(500):
-        if engine_thread.engine.stats().num_running == 0:
-            break
-        time.sleep(0.01)
-    assert engine_thread.engine.stats().num_running == 0 == engine_thread.engine.stats().num_waiting
+    wait_until(lambda: engine_thread.engine.stats().num_running == 0)
+    assert engine_thread.engine.stats().num_waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -106,39 +100,6 @@ def test_what_the_source_raises_comes_after_the_rows_before_it(
         for requests in stream_on(engine_thread).finished(breaking()):
             found += [request.completion.index for request in requests]
     assert sorted(found) == list(range(5))
-
-
-def test_the_window_bounds_what_is_not_released(engine_thread: EngineThread) -> None:
-    """Guards memory against a consumer that is slower than the engine."""
-    stream, taken = stream_on(engine_thread, window=3), []
-
-    def counted() -> Iterator[Line]:
-        for line in endless():
-            taken.append(line.index)
-            yield line
-
-    with closing(stream.finished(counted())) as finished:
-        found = 0
-        while found < 3:
-            found += len(next(finished))
-        assert next(finished) == [] and len(taken) == 4  # the fourth waits for room
-        stream.release([0])
-        while found < 4:
-            found += len(next(finished))
-        assert next(finished) == [] and len(taken) == 5
-
-
-def test_stop_gives_what_is_finished_and_no_more(engine_thread: EngineThread) -> None:
-    """Guards the end after a signal: finished rows are given, and nothing waits for the others."""
-    stream = stream_on(engine_thread, window=100, max_tokens=90)
-    lines = [Line(index, b"{bad") for index in range(40)] + [Line(40, b'{"prompt": "long"}')]
-    found = []
-    with closing(stream.finished(iter(lines))) as finished:
-        for requests in finished:
-            found += [request.completion.index for request in requests]
-            if len(found) >= 40:
-                stream.interrupt(2)
-    assert found == list(range(40))
 
 
 @pytest.mark.parametrize("source", [endless, lambda: iter([Line(index, b'{"prompt": "a"}') for index in range(9)])])
@@ -164,41 +125,3 @@ def test_closing_the_engine_after_the_last_row_is_no_error(engine: SteppingEngin
         if stream.has_given_all:
             engine_thread.close()
     assert len(found) == 3
-
-
-SKEWED = [
-    Line(index, b'{"prompt_token_ids": [5, %d], "max_tokens": %d}' % (index, 1 + 7 * index % 23)) for index in range(40)
-]
-
-
-def begun_order(engine_thread: EngineThread, *, reorders: bool) -> tuple[list[int], list[object]]:
-    """Indices of SKEWED in the order of their first tokens, and the rows by index."""
-    inputs = engine_thread.engine.input_processor(RequestDefaults(params={"ignore_eos": True}))
-    stream = EngineStream(engine_thread, LineProcessor(inputs, RowOptions(reorders=reorders)), window=40)
-    done = [row.completion for rows in stream.finished(iter(SKEWED)) for row in rows]
-    order = sorted(done, key=lambda completion: completion.timing.first_token_at or 0.0)
-    return [one.index for one in order], [one.to_dict() for one in sorted(done, key=lambda one: one.index)]
-
-
-def test_the_longest_of_the_last_rows_begin_first_and_no_row_changes(engine_thread: EngineThread) -> None:
-    """Guards the tail of a run, the first results, which keep the order of the input, and the bytes of all rows."""
-    in_order, expected = begun_order(engine_thread, reorders=False)
-    order, rows = begun_order(engine_thread, reorders=True)
-    assert rows == expected and sorted(order[:5]) == sorted(in_order[:5]) == list(range(5))
-    assert in_order == sorted(in_order)
-    last = [1 + 7 * index % 23 for index in order[-8:]]
-    assert max(last) <= 8 < max(1 + 7 * index % 23 for index in in_order[-8:])
-
-
-def test_cancelling_a_row_that_waits(engine_thread: EngineThread) -> None:
-    """Guards replicas whose row another one has finished, although it has not begun here."""
-    stream = stream_on(engine_thread, window=40, max_tokens=20)
-    found: list[int] = []
-    with closing(stream.finished(Line(index, b'{"prompt": "a"}') for index in range(12))) as finished:
-        found += [row.completion.index for row in next(finished)]
-        while len(stream._in_flight) + len(found) < 12:
-            found += [row.completion.index for row in next(finished)]
-        stream.cancel(11)
-        while len(found) < 11:
-            found += [row.completion.index for row in next(finished)]
-    assert sorted(found) == list(range(11)) and engine_thread.engine.stats().num_waiting == 0

@@ -13,7 +13,6 @@ from cbatch.base.errors import ConfigError
 from cbatch.base.outputs import KnownOutput, TokenLogprobs
 from cbatch.batch import token_journal
 from cbatch.batch.token_journal import (
-    MAGIC,
     TokenJournal,
     TokenRecord,
     format_record,
@@ -129,12 +128,6 @@ def test_a_damaged_beginning_is_told_from_a_file_of_others(path: Path, caplog: p
     assert tokens(opened(path)) == {} and "is damaged at its beginning" in caplog.text and not path.exists()
 
 
-def test_a_new_run_begins_a_new_file(path: Path) -> None:
-    """Guards --overwrite: what is left is removed, also where nothing is written afterwards."""
-    opened(path, resume=False)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("content", [b"", b"mine", b"cbatch"])
 def test_files_of_others_stay(tmp_path: Path, content: bytes) -> None:
     """Guards a file that happens to have this name: it is never removed nor written to."""
@@ -184,17 +177,3 @@ def test_a_full_disk_ends_no_run(path: Path, monkeypatch: pytest.MonkeyPatch, ca
         f"Tokens are not written to {path} any more: No space left on device."
     ]
     assert tokens(opened(path, writes=False)) == WHOLE
-
-
-def test_a_kill_before_the_new_file_is_in_place_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the rewriting at the start: until the new file is whole, the old one is there."""
-    monkeypatch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        opened(path)
-    monkeypatch.undo()
-    assert (path.parent / ".out.tokens.new").read_bytes().startswith(MAGIC)
-    journal = opened(path)
-    assert tokens(journal) == WHOLE
-    journal.close()
-    remove_token_journal(path)
-    assert not list(path.parent.iterdir())

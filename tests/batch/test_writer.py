@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import signal
 import threading
@@ -21,15 +20,6 @@ def fresh(path: Path, *, input_order: bool = True) -> FileWriter:
     output = FileWriter(path, input_order=input_order)
     output.start()
     return output
-
-
-def test_a_stream_in_input_order_holds_back_only_what_must_wait() -> None:
-    """Guards the order on stdout, and the positions that move the window on."""
-    stream = io.BytesIO()
-    output = StreamWriter(stream, input_order=True)
-    gone = [list(output.write([Row(position, 2 * position, b"%d\n" % position)])) for position in (1, 0, 3, 2)]
-    assert gone == [[], [0, 1], [], [2, 3]]
-    assert stream.getvalue() == b"0\n1\n2\n3\n"
 
 
 def test_a_file_is_a_journal_first_and_ordered_at_the_end(tmp_path: Path) -> None:
@@ -54,16 +44,6 @@ def test_a_symlink_stays_one(tmp_path: Path) -> None:
         output.write([Row(0, 1, b"b\n"), Row(1, 0, b"a\n")])
         output.finish(lambda: None)
     assert link.is_symlink() and target.read_bytes() == b"a\nb\n"
-
-
-def test_a_run_that_never_began_leaves_no_file(tmp_path: Path) -> None:
-    """Guards against an empty file that stands in the way of the next try."""
-    with FileWriter(tmp_path / "out.jsonl", input_order=True):
-        pass
-    assert list(tmp_path.iterdir()) == []
-    with fresh(tmp_path / "out.jsonl") as output:
-        output.finish(lambda: None)
-    assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from cbatch.cli.run.command import open_input, open_output
 from cbatch.cli.run.options import RunOptions
 from cbatch.cli.run.stats import RunStats
 from tests.support.model_folder import save_model
+from tests.support.rows import write_rows
 
 TEMPLATE = (
     "{% if tools %}{{ tools | length }} <tool_call>\n{% endif %}"
@@ -68,12 +69,30 @@ LONG: list[Any] = [
 ]
 JOURNAL = ("--journal-tokens", "--journal-interval", "0.001")
 
-KINDS = {"rows": 0.55, "table": 0.2, "tokens": 0.15, "tries": 0.05, "cache": 0.05}
-"""Damaged data: rows of all forms; the journal of a table; tokens of unfinished answers; rows of tools and tries; a
-cache of answers.
 
-Each with its share of the damages: tools and checks of answers run in processes, which take long to start.
-"""
+class Kind(NamedTuple):
+    """A batch whose output is damaged.
+
+    share:  of all damages: tools and checks of answers run in processes, which take long to start
+    file:   what is damaged, in the folder of the batch
+    resume: options beside --resume; among the rows may be some that --retry-errors has replaced
+    """
+
+    share: float
+    file: str
+    rows: list[Any] = ROWS
+    options: Sequence[str] = ()
+    resume: Sequence[str] = ()
+
+
+KINDS = {
+    "rows": Kind(0.55, "out.jsonl", options=["--token-ids"], resume=["--retry-errors"]),
+    "table": Kind(0.2, "out.csv.journal.jsonl", resume=["--retry-errors"]),
+    "tokens": Kind(0.15, "out.jsonl.tokens", LONG, JOURNAL),
+    "tries": Kind(0.05, "out.jsonl", CALLING, ["--tools", "{folder}/tools.json", *TRIES]),
+    "cache": Kind(0.05, f"cache/{FILE_NAME}", options=["--cache", "{folder}/cache"]),
+}
+"""Rows of all forms; the journal of a table; unfinished answers; rows of tools and tries; a cache of answers."""
 
 
 def make_engine(folder: Path) -> Engine:
@@ -136,14 +155,6 @@ class DamageCounts:
     computed: int = 0
     differing: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.kinds.items()))
-        return (
-            f"{self.kinds.total():,} damages ({kinds}): {self.refused:,} refused and then recomputed, "
-            f"{self.resumed:,} resumed, {self.not_ours:,} refused as a file of others; "
-            f"{self.computed:,} rows computed; {len(self.differing):,} differing"
-        )
-
 
 class DamageTest:
     """One batch, whose output is damaged and resumed again and again."""
@@ -152,30 +163,20 @@ class DamageTest:
         self.counts = DamageCounts()
         self._driver, self._kind, self._seed = EngineDriver(engine.thread), kind, seed
         folder.mkdir(exist_ok=True)
-        self._source = folder / "in.jsonl"
-        self._out = folder / ("out.csv" if kind == "table" else "out.jsonl")
-        self._tokens = folder / f"{self._out.name}.tokens"
-        self._journal = folder / f"{self._out.name}.journal.jsonl" if kind == "table" else self._out
-        self._cache = folder / "cache" / FILE_NAME
-        self._damaged = {"tokens": self._tokens, "cache": self._cache}.get(kind, self._journal)
-        rows = {"tries": CALLING, "tokens": LONG}.get(kind, ROWS)
-        self._source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        made = KINDS[kind]
+        self._source, self._out = folder / "in.jsonl", folder / ("out.csv" if kind == "table" else "out.jsonl")
+        self._damaged, self._tokens = folder / made.file, folder / "out.jsonl.tokens"
+        write_rows(self._source, [f"{row}\n" if isinstance(row, str) else row for row in made.rows])
         (folder / "tools.json").write_text(json.dumps(TOOL))
-        tools = ("--tools", str(folder / "tools.json"), *TRIES)
-        self._options: Sequence[str] = {
-            "tries": tools,
-            "tokens": JOURNAL,
-            "table": (),
-            "cache": ("--cache", str(self._cache.parent)),
-        }.get(kind, ("--token-ids",))
+        self._options = [option.format(folder=folder) for option in made.options]
         self._run(self._parsed("--overwrite"))
-        # Among the rows may be some that --retry-errors has replaced.
-        resume = ("--resume", *(("--retry-errors",) if kind in ("rows", "table") else ()))
-        self._resume, self._recompute = self._parsed(*resume), self._parsed(*resume, "--recompute-changed")
-        self._answers = self._cache.read_bytes() if kind == "cache" else b""
-        self.whole = self._out.read_bytes()
-        self._rows = self._finished_rows()
-        self._unfinished_tokens = self._broken_off() if kind == "tokens" else b""
+        self._resume = self._parsed("--resume", *made.resume)
+        self._recompute = self._parsed("--resume", *made.resume, "--recompute-changed")
+        self.whole, self._finished_before = self._out.read_bytes(), b""
+        # The journal of a table is kept because of the error rows.
+        rows = self.whole if kind != "table" else self._damaged.read_bytes()
+        self._rows = sorted(rows.splitlines(keepends=True), key=lambda row: int(json.loads(row)["index"]))
+        self._left = self._broken_off() if kind == "tokens" else self._damaged.read_bytes()
 
     def damage_many(self, count: int) -> DamageCounts:
         """Each number of a damage gives the same damage again."""
@@ -190,8 +191,8 @@ class DamageTest:
         else:
             self._out.unlink(missing_ok=True)
             self._tokens.unlink(missing_ok=True)
-            for rest in ("-wal", "-shm"):
-                self._cache.with_name(f"{self._cache.name}{rest}").unlink(missing_ok=True)
+            for rest in ("-wal", "-shm"):  # of a cache
+                self._damaged.with_name(f"{self._damaged.name}{rest}").unlink(missing_ok=True)
         made = damage(self._state(chance), chance)
         self._damaged.write_bytes(made.data)
         self.counts.kinds[made.kind] += 1
@@ -205,7 +206,7 @@ class DamageTest:
             return True
         is_untouched = self._damaged.read_bytes() == damaged
         if self._kind == "cache":  # as the refusal says
-            self._cache.unlink()
+            self._damaged.unlink()
         if self._succeeds(self._recompute):
             self.counts.refused += 1
             return is_untouched
@@ -241,13 +242,6 @@ class DamageTest:
             )
         return stats
 
-    def _finished_rows(self) -> list[bytes]:
-        """The rows of the output as JSON Lines."""
-        if self._kind != "table":
-            return self.whole.splitlines(keepends=True)
-        rows = self._journal.read_bytes().splitlines(keepends=True)  # kept because of the error rows
-        return sorted(rows, key=lambda row: int(json.loads(row)["index"]))
-
     def _broken_off(self) -> bytes:
         """Tokens of answers that a run has left which ended at the bad row. Keeps the rows that were finished."""
         try:
@@ -260,7 +254,7 @@ class DamageTest:
     def _state(self, chance: random.Random) -> bytes:
         """Data to damage: a finished file, or one at some moment of a run."""
         if self._kind in ("tokens", "cache"):
-            return self._unfinished_tokens or self._answers
+            return self._left
         if self._kind == "rows" and chance.random() < 0.4:
             return self.whole
         rows = chance.sample(self._rows, chance.randint(2, len(self._rows)))

@@ -14,8 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -135,15 +133,6 @@ class ForkServer:
             self._process.kill()
             raise TimeoutError(f"no answer to {order}")
         return int(self._process.stdout.readline())
-
-
-@contextmanager
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 def arm(point: KillPoint) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cbatch.batch.journal import CHECK
 from cbatch.batch.row import format_result
@@ -32,3 +35,13 @@ def parse_rows(data: bytes) -> list[dict[str, Any]]:
 
 def without_check(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != CHECK}
+
+
+@contextmanager
+def pipe_of(data: bytes) -> Iterator[IO[bytes]]:
+    """The reading end of a pipe that holds these bytes, and ends after them."""
+    reader, writer = os.pipe()
+    os.write(writer, data)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        yield stream

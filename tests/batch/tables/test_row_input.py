@@ -1,4 +1,4 @@
-"""Inputs of all forms as lines: the same rows, read once or twice, whole or in shards."""
+"""Inputs of all forms as lines: the same rows, read once or twice, whole or in shards, compressed or not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,32 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 from cbatch.base.errors import ConfigError
-from cbatch.batch.forms import WHOLE, InputForm, Shard, unit_of
+from cbatch.batch.forms import (
+    READ_ERRORS,
+    WHOLE,
+    Compression,
+    InputForm,
+    Shard,
+    compressed,
+    compression,
+    decompressed,
+    first_bytes,
+    input_form,
+    output_form,
+    unit_of,
+)
 from cbatch.batch.line_processor import parse_line
 from cbatch.batch.lines import RowOptions
 from cbatch.batch.tables.row_input import RowInput
 from cbatch.batch.templates import JinjaTemplate, PromptTemplate
+from tests.support.rows import pipe_of
 
 ROWS = [{"id": str(number), "text": f"row {number}, täxt", "n": number} for number in range(20)]
 TEMPLATE = PromptTemplate("Say {text} of {id}")
@@ -40,15 +54,6 @@ def prompts(lines: Iterator[Any], unit: str = "row") -> list[tuple[int, str | No
 
 
 WANTED = [(number, f"Say row {number}, täxt of {number}") for number in range(20)]
-
-
-@contextmanager
-def pipe_of(data: bytes) -> Iterator[IO[bytes]]:
-    reader, writer = os.pipe()
-    os.write(writer, data)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as stream:
-        yield stream
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "tsv"])
@@ -170,3 +175,48 @@ def test_rows_are_counted(tmp_path: Path) -> None:
         with path.open("rb") as stream:
             assert RowInput(stream, str(path), form, shard=shard, is_sure=form != "json").count() == rows
     assert [unit_of("csv"), unit_of("json"), unit_of("text")] == ["row", "row", "line"]
+
+
+TEXT = b"one\ntwo\n" + b"long " * 50_000 + b"\nlast"
+
+
+def packed(kind: Compression | None, data: bytes = TEXT) -> bytes:
+    file = io.BytesIO()
+    with closing(compressed(file, kind)) as target:
+        target.write(data)
+    assert not file.closed
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", [None, "gz", "zst"])
+def test_lines_come_back(kind: Compression | None) -> None:
+    """Guards each compression: the lines are those that were written, from files and pipes, also of joined files."""
+    if kind == "zst":
+        pytest.importorskip("pyarrow", reason="zstd needs pyarrow")
+    data = packed(kind)
+    assert (data == TEXT) == (kind is None) and data == packed(kind)
+    stream = decompressed(io.BytesIO(data))
+    assert first_bytes(stream, 3) == b"one"
+    assert [stream.readline(), stream.readline(2), stream.read()] == [b"one\n", b"tw", TEXT[6:]]
+    assert decompressed(io.BytesIO(data * 2)).read() == TEXT * 2
+    with pipe_of(packed(kind, b"from\na pipe")) as pipe:
+        assert list(decompressed(pipe)) == [b"from\n", b"a pipe"]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_damaged_files_raise(kind: Compression) -> None:
+    """Guards against the end of a file that is cut off: it is no shorter file."""
+    if kind == "zst":
+        pytest.importorskip("pyarrow", reason="zstd needs pyarrow")
+    data = packed(kind, os.urandom(200_000))
+    with pytest.raises(READ_ERRORS):
+        decompressed(io.BytesIO(data[:100_000])).read()
+
+
+def test_forms_of_names() -> None:
+    """Guards what an ending says, in any case, with and without that of a compression."""
+    names = ["a.csv", "a.CSV.gz", "b.tsv.zst", "c.json", "d.parquet", "e.jsonl.gz", "e.ndjson", "x.txt", "-", "gz"]
+    wanted = ["csv", "csv", "tsv", "json", "parquet", "jsonl", "jsonl", "jsonl", "jsonl", "jsonl"]
+    assert [input_form(name) for name in names] == wanted
+    assert [output_form(name) for name in names] == ["jsonl" if form == "json" else form for form in wanted]
+    assert [compression(name) for name in names] == [None, "gz", "zst", None, None, "gz", None, None, None, None]

@@ -1,10 +1,8 @@
-"""What --check --estimate tells: a trial, lengths told from it, and a run that is played."""
+"""Estimates of --check --estimate: a trial, lengths told from it, and a run that is played."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -21,9 +19,6 @@ from cbatch.cli.run.estimate import (
     StepTime,
     TrialResult,
     TriedOutput,
-    duration,
-    estimate_run,
-    expected_length,
     length_of,
     play,
     run_trial,
@@ -34,15 +29,6 @@ from tests.support.queued_requests import encoded
 
 def tried(tokens: int, limit: int, *, ended: bool, ends_by_limit: bool = False) -> TriedOutput:
     return TriedOutput(SampledRow(encoded(ignore_eos=ends_by_limit), limit), tokens, ended)
-
-
-def test_the_mean_of_outputs_that_end_by_chance() -> None:
-    """Guards the formula, against outputs that were drawn."""
-    source = random.Random(0)
-    for chance, limit in ((0.1, 1000), (0.1, 7), (0.02, 50)):
-        drawn = [next((n for n in range(1, limit) if source.random() < chance), limit) for _ in range(20_000)]
-        assert expected_length(limit, chance) == pytest.approx(fmean(drawn), rel=0.03)
-    assert expected_length(40, 0.0) == 40 and expected_length(0, 0.5) == 0 and expected_length(40, 1.0) == 1
 
 
 def test_what_has_ended_is_known_and_what_goes_on_has_a_range() -> None:
@@ -108,12 +94,6 @@ def test_costs_are_found_again() -> None:
     assert StepCosts.fit([]) == StepCosts(0, 0, 0)
 
 
-def test_steps_that_are_all_alike_keep_their_time() -> None:
-    """Guards a trial in which all slots were busy all the time: nobody knows what the parts of a step cost."""
-    found = StepCosts.fit([StepTime(0.2, 0, 32)] * 20)
-    assert found.fixed + 32 * found.decoding == pytest.approx(0.2)
-
-
 def test_a_run_in_full_slots() -> None:
     """Guards the time of a run, by hand: two slots, three outputs."""
     run = play([(10, 4), (4, 0), (8, 2)], COSTS, 2, 10**6)
@@ -134,13 +114,6 @@ def test_a_small_cache_holds_outputs_back() -> None:
     assert large.wait_share("cache") == 0 and large.wait_share("slots") > 0.5 and large.running == pytest.approx(4)
     assert small.seconds > large.seconds
     assert play(outputs[:1], COSTS, 4, 10).seconds == 20 + 20 * 1.25
-
-
-def test_nothing_to_generate() -> None:
-    """Guards rows that only score their prompt, and no rows at all."""
-    scored = play([(0, 100)] * 5, COSTS, 2, 10**6)
-    assert scored.seconds == scored.prefill_s == 250 and scored.prefill_share == 1 and scored.wait_share("slots") == 0
-    assert play([], COSTS, 2, 10).seconds == 0
 
 
 SLOTS = 8
@@ -244,12 +217,6 @@ def test_a_sample_is_spread_over_the_input() -> None:
     assert [row.request.prompt_ids[0] for row in sample.rows()] == places
 
 
-@pytest.fixture(scope="module")
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(model_folder, device="cpu", max_seqs=4) as made:
-        yield made
-
-
 def test_a_trial_on_a_model(engine: Engine) -> None:
     """Guards what is measured: tokens of each output, ends, refusals, steps; and nothing is left in the engine."""
     rows = [SampledRow(encoded(6, max_tokens=5, ignore_eos=True, n=2), 5), SampledRow(encoded([]), 5)]
@@ -269,17 +236,3 @@ def test_a_trial_ends_in_time_and_leaves_nothing(engine: Engine) -> None:
     assert tried.seconds < 5 and not all(one.has_ended for one in tried.outputs)
     engine.generate([5, 6], {"max_tokens": 1})  # after all cancellations
     assert engine.stats().num_running == 0 == engine.stats().num_waiting
-
-
-def test_no_row_can_be_tried(engine: Engine) -> None:
-    """Guards an input whose rows are all refused, or that has none."""
-    sample = RowSample(4)
-    assert estimate_run(engine, sample) is None
-    sample.offer(SampledRow(encoded([]), 5))
-    assert estimate_run(engine, sample) is None
-
-
-def test_durations() -> None:
-    """Guards units that a person reads."""
-    found = [duration(seconds) for seconds in (0.26, 9.94, 45.4, 90, 5000, 5400, 12_000_000)]
-    assert found == ["0.3 s", "9.9 s", "45 s", "2 min", "83 min", "1.5 hours", "3,333.3 hours"]

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.support.command import Command
+from tests.support.fake_replicas import wait_until
 from tests.support.fork_server import ForkServer, KillPoint, Run
 from tests.support.kill_runs import Aim, KillTest
-from tests.support.rows import read_rows, write_rows
+from tests.support.rows import read_rows
 
 pytestmark = pytest.mark.slow
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.005)
-
-
-def count_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 KILLED_BATCHES: list[list[Aim]] = [
@@ -73,56 +63,52 @@ def test_kills_with_tries_a_cache_and_tokens(
 LONG = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 3 if n < 4 else 40} for n in range(40)]
 
 
-def test_a_signal_ends_a_run_gracefully(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(name="command")
+def command_on_rows(command: Command) -> Command:
+    command.write(LONG)
+    return command
+
+
+def test_a_signal_ends_a_run_gracefully(runs: ForkServer, command: Command) -> None:
     """Guards a batch system's SIGTERM: whole rows, no reordering, 143, and --resume finishes."""
-    source, out, stats = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl", tmp_path / "stats"
-    command = ["run", source, "-o", out, "-m", model_folder, "--max-seqs", "2", "--dtype", "float32"]
-    run = runs.start(*command, "--stats", stats, stderr=str(tmp_path / "stderr"))
-    until(lambda: count_lines(out) >= 5)
+    stderr = command.folder / "stderr"
+    run = runs.start(*command.words("--max-seqs", "2"), stderr=str(stderr))
+    wait_until(lambda: command.out.exists() and command.data.count(b"\n") >= 5)
     run.send(signal.SIGTERM)
     assert run.code() == 143
-    rows = [json.loads(line) for line in out.read_bytes().splitlines()]
+    rows, message = command.rows(), stderr.read_text()
     assert 5 <= len(rows) < 40 and not any("error" in row for row in rows)
-    assert json.loads(stats.read_text())["rows"] == len(rows)
-    message = (tmp_path / "stderr").read_text()
+    assert command.figures()["rows"] == len(rows)
     assert "--resume" in message and "Traceback" not in message
-    assert runs.start(*command, "--resume", "--max-seqs", "7").code() == 0
-    whole = tmp_path / "whole.jsonl"
-    assert runs.start(*command[:2], "-o", whole, *command[4:]).code() == 0
-    assert out.read_bytes() == whole.read_bytes()
+    assert command("--resume", "--max-seqs", "7") == 0
+    found = command.data
+    assert command("--overwrite", "--max-seqs", "2") == 0 and command.data == found
 
 
-def test_signals_while_the_model_loads(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
+def test_signals_while_the_model_loads(runs: ForkServer, command: Command) -> None:
     """Guards the exit code, and that no empty file is left, before the first row."""
-    source, out = write_rows(tmp_path / "in.jsonl", LONG), tmp_path / "out.jsonl"
-    run = runs.start("run", source, "-o", out, "-m", model_folder)
-    until(out.exists)
+    run = runs.start(*command.words())
+    wait_until(command.out.exists)
     time.sleep(0.05)
     run.send(signal.SIGTERM)
-    assert run.code() == 143 and not out.exists()
+    assert run.code() == 143 and not command.out.exists()
 
 
 @pytest.fixture
-def fifo(tmp_path: Path) -> Callable[[str], str]:
-    def make(name: str) -> str:
-        os.mkfifo(tmp_path / name)
-        return str(tmp_path / name)
-
-    return make
+def pipe(tmp_path: Path) -> str:
+    os.mkfifo(tmp_path / "pipe")
+    return str(tmp_path / "pipe")
 
 
 @pytest.fixture
-def stalled(
-    runs: ForkServer, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
-) -> Iterator[tuple[Run, int, Path]]:
+def stalled(runs: ForkServer, command: Command, pipe: str) -> Iterator[tuple[Run, int, Path]]:
     """A run that hangs because nobody reads its output, the reading end of its pipe, and its input."""
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 10_000)
-    pipe = fifo("stdout")
+    command.write([{"prompt": "a", "max_tokens": 2, "column": "x" * 1000}] * 10_000)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    run = runs.start("run", source, "-q", "-m", model_folder, stdout=pipe)
-    until(lambda: bool(_peek(reader)))
-    until(lambda: not _grows(run))
-    yield run, reader, source
+    run = runs.start(*command.words("-q", "-o", "-"), stdout=pipe)
+    wait_until(lambda: bool(_peek(reader)))
+    wait_until(lambda: not _grows(run))
+    yield run, reader, command.source
     with suppress(OSError):  # a test may have closed it
         os.close(reader)
 
@@ -171,23 +157,6 @@ def test_a_slow_reader_holds_the_run_back(stalled: tuple[Run, int, Path]) -> Non
     assert run.code() == 141
 
 
-def test_lines_of_a_slow_writer_are_answered_one_by_one(
-    runs: ForkServer, model_folder: Path, fifo: Callable[[str], str]
-) -> None:
-    """Guards `tail -f questions | cbatch run`: no line waits for the next one."""
-    stdin, stdout = fifo("stdin"), fifo("stdout")
-    started: list[Run] = []
-    command = ["run", "-q", "-m", model_folder, "--max-tokens", "3"]
-    starter = threading.Thread(target=lambda: started.append(runs.start(*command, stdin=stdin, stdout=stdout)))
-    starter.start()
-    with open(stdin, "wb", buffering=0) as writer, open(stdout, "rb", buffering=0) as answers:  # noqa: PTH123
-        for number in range(3):
-            writer.write(b'{"prompt": "a"}\n')
-            assert json.loads(answers.readline())["index"] == number
-    starter.join()
-    assert started[0].code() == 0
-
-
 def _position(run: Run, path: Path) -> int:
     """How far a process has read a file."""
     for fd in Path(f"/proc/{run.pid}/fd").iterdir():
@@ -197,29 +166,59 @@ def _position(run: Run, path: Path) -> int:
     raise AssertionError(f"{path} is not open")
 
 
-def test_messages_that_nobody_can_read_cost_nothing(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
+def test_messages_that_nobody_can_read_cost_nothing(runs: ForkServer, command: Command) -> None:
     """Guards a run against a full disk of its log: the rows are there, and the exit code is theirs."""
-    source, out = write_rows(tmp_path / "in.jsonl", [*LONG[:4], {"prompt": ""}]), tmp_path / "out.jsonl"
-    assert runs.start("run", source, "-v", "-m", model_folder, "-o", out, stderr="/dev/full").code() == 1
-    assert count_lines(out) == 5
+    command.write([*LONG[:4], {"prompt": ""}])
+    assert runs.start(*command.words("-v"), stderr="/dev/full").code() == 1
+    assert len(command.lines()) == 5
 
 
-def test_the_reader_of_a_report_that_goes_away(
-    runs: ForkServer, model_folder: Path, tmp_path: Path, fifo: Callable[[str], str]
-) -> None:
+def test_the_reader_of_a_report_that_goes_away(runs: ForkServer, command: Command, pipe: str) -> None:
     """Guards `cbatch run --check | head -1`: 141, not the exit code that means bad rows."""
-    source, pipe = write_rows(tmp_path / "in.jsonl", LONG[:3]), fifo("stdout")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    run = runs.start("run", source, "--check", "-q", "-m", model_folder, stdout=pipe)
-    until(lambda: Path(f"/proc/{run.pid}/fd/1").readlink() == Path(pipe))
+    run = runs.start(*command.words("--check", "-q"), stdout=pipe)
+    wait_until(lambda: Path(f"/proc/{run.pid}/fd/1").readlink() == Path(pipe))
     os.close(reader)
     assert run.code() == 141
 
 
-def test_a_full_device_is_exit_3(runs: ForkServer, model_folder: Path, tmp_path: Path) -> None:
+def test_a_full_device_is_exit_3(runs: ForkServer, command: Command) -> None:
     """Guards an output that cannot be written: a message, and exit code 3."""
-    source, stderr = write_rows(tmp_path / "in.jsonl", LONG[:3]), str(tmp_path / "stderr")
-    run = runs.start("run", source, "-q", "-m", model_folder, stdout="/dev/full", stderr=stderr)
-    assert run.code() == 3
-    assert Path(stderr).read_text() == "cbatch: Cannot write the output: No space left on device.\n"
-    assert runs.start("run", source, "-q", "-m", model_folder, "-o", "/dev/full").code() == 3
+    stderr = command.folder / "stderr"
+    assert runs.start(*command.words("-q", "-o", "-"), stdout="/dev/full", stderr=str(stderr)).code() == 3
+    assert stderr.read_text() == "cbatch: Cannot write the output: No space left on device.\n"
+
+
+MANY_ROWS = 20_000
+
+
+def replicas_of(run: Run) -> list[psutil.Process]:
+    """The processes of the replicas, once both are there."""
+    wait_until(lambda: run.is_over() or len(psutil.Process(run.pid).children()) == 2, 60)
+    return psutil.Process(run.pid).children()
+
+
+def are_over(processes: list[psutil.Process]) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+
+
+def test_signals_end_replicas(runs: ForkServer, command: Command) -> None:
+    """Processes that stay keep their memory and their GPU; rows that are not written are computed again."""
+    command.write([{"prompt": f"row {n}", "max_tokens": 20} for n in range(MANY_ROWS)])
+    run = runs.start(*command.words("--replicas", "2"))
+    while_loading = replicas_of(run)
+    run.send(signal.SIGKILL)
+    assert run.code() == -signal.SIGKILL and len(while_loading) == 2
+    wait_until(lambda: are_over(while_loading))
+
+    stderr = command.folder / "stderr"
+    run = runs.start(*command.words("--replicas", "2", "--overwrite"), stderr=str(stderr))
+    replicas = replicas_of(run)
+    wait_until(lambda: run.is_over() or command.out.stat().st_size > 0, 60)
+    started = time.monotonic()
+    run.send(signal.SIGINT)
+    assert run.code() == 128 + signal.SIGINT and time.monotonic() - started < 2
+    assert len(replicas) == 2 and are_over(replicas)
+    rows = command.rows()
+    assert 0 < len(rows) < MANY_ROWS and not any("error" in row for row in rows)
+    assert "--resume continues from there" in stderr.read_text()

@@ -9,10 +9,9 @@ import pytest
 
 from cbatch import Engine
 from cbatch.base.params import SamplingParams
-from cbatch.cli.main import run_command
 from tests.support.adapters import draw_adapter, save_adapter
+from tests.support.command import Command
 from tests.support.model_folder import make_tokenizer
-from tests.support.rows import read_rows, write_rows
 from tests.support.tiny_models import make_network
 
 ROWS: list[dict[str, Any]] = [
@@ -33,46 +32,35 @@ def save_sql(folder: Path, seed: int) -> Path:
     return save_adapter(folder, draw_adapter(network, seed=seed))
 
 
-def test_rows_choose_their_adapter(model_folder: Path, adapter: Path, tmp_path: Path, capsys: Any) -> None:
+def test_rows_choose_their_adapter(command: Command, adapter: Path, capsys: Any) -> None:
     """Guards the field, the OpenAI way, an unknown name, keys that follow the weights, and the same from Python."""
-    source, target = write_rows(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    command = ["run", str(source), "-o", str(target), "-m", str(model_folder), "--device", "cpu", "--max-tokens", "8"]
-    command += ["--token-ids", "-q", "--dtype", "float32"]
-    assert run_command([*command, "--lora", f"sql={adapter}"]) == 1
-    base, own, api, typo = read_rows(target)
-    assert own["token_ids"] != base["token_ids"] and own["key"] != base["key"]
+    command.options += ("--device", "cpu", "--max-tokens", "8", "--token-ids", "-q", "--lora", f"sql={adapter}")
+    code, (base, own, api, typo) = command.answer(ROWS)
+    assert code == 1 and own["token_ids"] != base["token_ids"] and own["key"] != base["key"]
     body = api["response"]["body"]
     assert body["model"] == "sql" and body["choices"][0]["token_ids"] == own["token_ids"]
     assert typo["error"]["message"] == "line 4: there is no LoRA adapter 'sgl': there are sql"
-    with Engine(str(model_folder), device="cpu", dtype="float32", lora={"sql": str(adapter)}) as engine:
-        made = engine.generate(
-            [[5, 6, 7], {"prompt_token_ids": [5, 6, 7], "lora": ""}], SamplingParams(max_tokens=8, lora="sql")
-        )
+    with Engine(str(command.model), device="cpu", dtype="float32", lora={"sql": str(adapter)}) as engine:
+        prompts = [[5, 6, 7], {"prompt_token_ids": [5, 6, 7], "lora": ""}]
+        made = engine.generate(prompts, SamplingParams(max_tokens=8, lora="sql"))
         assert [list(one.token_ids) for one in made] == [own["token_ids"], base["token_ids"]]
         text = [5, 6, 7, 8]
         assert engine.score(text, lora="sql").logprob != engine.score(text).logprob
         assert "sql: " in engine.core.describe()["adapters"]
-    assert run_command([*command, "--lora", f"new={adapter}", "--lora", f"sql={adapter}", "--resume"]) == 1
+    assert command("--lora", f"new={adapter}", "--resume") == 1
     save_sql(adapter, seed=2)
     capsys.readouterr()
-    assert run_command([*command, "--lora", f"sql={adapter}", "--resume"]) == 2
-    assert "another LoRA adapter" in capsys.readouterr().err
+    assert command("--resume") == 2 and "another LoRA adapter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("options", "message"),
     [
-        (["sql"], "'sql' is not NAME=PATH"),
-        (["a=b", "a=c"], "two adapters have the name a"),
-        (["sql=./nowhere"], "The LoRA adapter sql cannot be used: there is no folder ./nowhere."),
+        ("--lora sql", "'sql' is not NAME=PATH"),
+        ("--lora a=b --lora a=c", "two adapters have the name a"),
+        ("--lora sql=./nowhere", "The LoRA adapter sql cannot be used: there is no folder ./nowhere."),
     ],
 )
-def test_options_that_are_wrong(
-    values: list[str], message: str, model_folder: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_options_that_are_wrong(options: str, message: str, command: Command, capsys: Any) -> None:
     """Guards a refusal at the start, with exit code 2 and one sentence."""
-    options = [word for value in values for word in ("--lora", value)]
-    source = write_rows(tmp_path / "in.jsonl", ROWS)
-    target = tmp_path / "out.jsonl"
-    assert run_command(["run", str(source), "-o", str(target), "-m", str(model_folder), *options]) == 2
-    assert message in capsys.readouterr().err
+    assert command.answer(ROWS, *options.split()) == (2, []) and message in capsys.readouterr().err

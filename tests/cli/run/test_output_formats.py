@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli.main import run_command
+from tests.support.command import Command
 from tests.support.model_folder import TEMPLATE, save_model
+from tests.support.tool_rounds import ADD, ADD_CALL, ROUNDS
 
 THINKS = "{# <think> </think> #}" + TEMPLATE
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -28,12 +29,26 @@ def read_completion(body: dict[str, Any]) -> Any:
     return ChatCompletion.model_validate(body)
 
 
-def run(folder: Path, rows: list[dict[str, Any]], template: str = THINKS, *options: str) -> list[dict[str, Any]]:
-    model = save_model(folder / "model")
-    (model / "chat_template.jinja").write_text(template)
-    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_command(["run", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), "-m", str(model), *options])
-    return [json.loads(line) for line in (folder / "out.jsonl").read_bytes().splitlines()]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), context=1500)
+
+
+@pytest.fixture(name="command")
+def command_on_templates(command: Command, model: Path) -> Command:
+    command.model = model
+    return command
+
+
+def answers(command: Command, rows: list[dict[str, Any]], template: str, *options: object) -> list[dict[str, Any]]:
+    (command.model / "chat_template.jinja").write_text(template)
+    return command.answer(rows, *options)[1]
+
+
+def chat_row(**body: Any) -> dict[str, Any]:
+    """A request of the OpenAI Batch API."""
+    messages = [{"role": "user", "content": "a"}]
+    return {"custom_id": "b", "url": "/v1/chat/completions", "body": {"messages": messages, **body}}
 
 
 SCHEMA = {
@@ -44,7 +59,7 @@ SCHEMA = {
 }
 
 
-def test_rows_keep_to_their_constraint(tmp_path: Path) -> None:
+def test_rows_keep_to_their_constraint(command: Command) -> None:
     """Guards each constraint beside rows without one, sampled and greedy; bad ones are error rows."""
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     rows: list[dict[str, Any]] = [
@@ -60,7 +75,7 @@ def test_rows_keep_to_their_constraint(tmp_path: Path) -> None:
         {"prompt": "i", "choice": "yes"},
         {"prompt": "j", "choice": ["yes"], "logit_bias": {"91": -100}, "bad_words": ["y"]},
     ]
-    done = run(tmp_path, rows)
+    done = answers(command, rows, THINKS)
     for choice in done[0]["choices"]:
         person = json.loads(choice["text"])
         assert choice["finish_reason"] == "stop" and person.keys() == {"name", "age"} and 0 <= person["age"] <= 99
@@ -74,15 +89,15 @@ def test_rows_keep_to_their_constraint(tmp_path: Path) -> None:
     assert all(error["message"].startswith(f"line {number}: ") for number, error in enumerate(errors, start=7))
 
 
-def test_a_row_s_constraint_overrides_the_option(tmp_path: Path) -> None:
+def test_a_row_s_constraint_overrides_the_option(command: Command) -> None:
     """Guards --param with a constraint, and a row with another one."""
     form = json.dumps({"type": "json_object"})
     rows = [{"prompt": "a", "max_tokens": 9}, {"prompt": "b", "choice": ["red"]}]
-    done = run(tmp_path, rows, THINKS, "--param", f"response_format={form}")
+    done = answers(command, rows, THINKS, "--param", f"response_format={form}")
     assert done[0]["text"].startswith("{") and done[1]["text"] == "red"
 
 
-def test_reasoning_has_a_field_of_its_own(tmp_path: Path) -> None:
+def test_reasoning_has_a_field_of_its_own(command: Command) -> None:
     """Guards reasoning before an answer, reasoning without end, none at all, and plain text."""
     thought = {"regex": r"<think>\nhm\n</think>\n\n[0-9]"}
     rows: list[dict[str, Any]] = [
@@ -90,13 +105,9 @@ def test_reasoning_has_a_field_of_its_own(tmp_path: Path) -> None:
         {"prompt": "b", **thought, "max_tokens": 10},
         {"prompt": "c", "choice": ["4"]},
         {"prompt": "d", "raw": True, **thought},
-        {
-            "custom_id": "e",
-            "url": "/v1/chat/completions",
-            "body": {"messages": [{"role": "user", "content": "a"}]} | thought,
-        },
+        chat_row(**thought),
     ]
-    done = run(tmp_path, rows)
+    done = answers(command, rows, THINKS)
     assert done[0]["reasoning"] == "hm" and done[0]["text"].isdigit()
     assert done[1]["finish_reason"] == "length" and done[1]["text"] == "" and "hm".startswith(done[1]["reasoning"])
     assert "reasoning" not in done[2] and done[2]["text"] == "4"
@@ -106,28 +117,24 @@ def test_reasoning_has_a_field_of_its_own(tmp_path: Path) -> None:
     assert body["choices"][0]["message"]["reasoning"] == "hm" and body["choices"][0]["message"]["content"].isdigit()
 
 
-def test_a_constraint_starts_after_the_reasoning(tmp_path: Path) -> None:
+def test_a_constraint_starts_after_the_reasoning(command: Command) -> None:
     """Guards thinking models: reasoning is free, and the answer keeps to its constraint."""
-    rows = [
-        {"prompt": "a", "choice": ["yes"], "max_tokens": 200, "temperature": 1.0, "id": number} for number in range(3)
-    ]
-    done = run(tmp_path, rows, OPENED)
-    assert all(row["finish_reason"] == "length" and row["text"] == "" for row in done)
-    assert all(row["reasoning"] for row in done), "a random model does not close its tag"
+    (row,) = answers(command, [{"prompt": "a", "choice": ["yes"], "max_tokens": 90, "temperature": 1.0}], OPENED)
+    assert row["finish_reason"] == "length" and row["text"] == ""
+    assert row["reasoning"], "a random model does not close its tag"
 
 
-def test_tool_calls_come_back(tmp_path: Path) -> None:
+def test_tool_calls_come_back(command: Command) -> None:
     """Guards tools in the prompt, and tool calls in the results of both forms."""
     call = r"<tool_call>\n\{\"name\": \"add\", \"arguments\": \{\"a\": [0-9]\}\}\n</tool_call>"
     asked = {"tools": [TOOL], "regex": call}
-    body = {"messages": [{"role": "user", "content": "a"}], **asked}
     rows: list[dict[str, Any]] = [
         {"prompt": "a", **asked},
-        {"custom_id": "b", "url": "/v1/chat/completions", "body": body},
+        chat_row(**asked),
         {"prompt": "a", **asked, "tool_choice": "none"},
         {"prompt": "a", "regex": "fine", "tools": [TOOL]},
     ]
-    done = run(tmp_path, rows, CALLS)
+    done = answers(command, rows, CALLS)
     assert done[0]["finish_reason"] == "tool_calls" and done[0]["text"] == ""
     (found,) = done[0]["tool_calls"]
     assert found["type"] == "function" and found["function"]["name"] == "add" and len(found["id"]) == 9
@@ -139,88 +146,64 @@ def test_tool_calls_come_back(tmp_path: Path) -> None:
     assert done[0]["usage"]["prompt_tokens"] > done[2]["usage"]["prompt_tokens"]
 
 
-ROUNDS = (
-    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_tools_are_run(tmp_path: Path) -> None:
+def test_tools_are_run(command: Command) -> None:
     """Guards --tools: results go back to the model, rounds are bounded, and rows with tools of their own keep them."""
-    (tmp_path / "tools.py").write_text(
-        'def add(a: int, b: int) -> int:\n    """Adds."""\n    return a + b\n'
-        'def long(a: int, b: int) -> str:\n    return "x" * 5000\n'
-    )
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    tools = command.folder / "tools.py"
+    tools.write_text(ADD + 'def long(a: int, b: int) -> str:\n    return "x" * 5000\n')
     rows: list[dict[str, Any]] = [
-        {"prompt": "a", "choice": [call]},
-        {
-            "custom_id": "b",
-            "url": "/v1/chat/completions",
-            "body": {"messages": [{"role": "user", "content": "a"}], "choice": [call]},
-        },
-        {"prompt": "a", "choice": [call], "tools": [TOOL]},
+        {"prompt": "a", "choice": [ADD_CALL]},
+        chat_row(choice=[ADD_CALL]),
+        {"prompt": "a", "choice": [ADD_CALL], "tools": [TOOL]},
         {"prompt": "a", "choice": ["fine"]},
         {"prompt": "a", "raw": True, "max_tokens": 2},
-        {"prompt": "a", "choice": [call], "n": 2},
-        {"prompt": "a", "choice": [call.replace("add", "long")]},
+        {"prompt": "a", "choice": [ADD_CALL], "n": 2},
+        {"prompt": "a", "choice": [ADD_CALL.replace("add", "long")]},
     ]
-    model = save_model(tmp_path / "model", context=1500)
-    (model / "chat_template.jinja").write_text(ROUNDS)
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["run", str(source), "-o", str(out), "-m", str(model), "--tools", str(tmp_path / "tools.py"), "-q"]
-    assert run_command([*command, "--max-tool-rounds", "2"]) == 1
-    done = [json.loads(line) for line in out.read_bytes().splitlines()]
+    command.options += ("--tools", tools, "-q")
+    done = answers(command, rows, ROUNDS, "--max-tool-rounds", "2")
     said, result, again, _ = done[0]["tool_messages"]
-    assert (
-        said["tool_calls"][0]["function"]
-        == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
-        == {**again["tool_calls"][0]["function"]}
-    )
+    functions = [message["tool_calls"][0]["function"] for message in (said, again)]
+    assert functions == [{"name": "add", "arguments": '{"a": 2, "b": 3}'}] * 2
     assert (result["role"], result["content"]) == ("tool", "5")
     assert result["tool_call_id"] == said["tool_calls"][0]["id"]
-    assert done[0]["text"] == call and done[0]["finish_reason"] == "stop", "the last answer comes without tools"
+    assert done[0]["text"] == ADD_CALL and done[0]["finish_reason"] == "stop", "the last answer comes without tools"
     once = done[2]["usage"]
     assert done[2]["finish_reason"] == "tool_calls" and "tool_messages" not in done[2]
     assert done[0]["usage"]["completion_tokens"] == 3 * once["completion_tokens"]
     body = read_completion(done[1]["response"]["body"])
-    assert body.choices[0].message.content == call and len(done[1]["tool_messages"]) == 4
+    assert body.choices[0].message.content == ADD_CALL and len(done[1]["tool_messages"]) == 4
     assert done[3]["text"] == "fine" and "tool_messages" not in done[3] and done[4]["text"]
     assert [choice["finish_reason"] for choice in done[5]["choices"]] == ["tool_calls"] * 2
     assert done[6]["error"]["code"] == "prompt_too_long"
-    before = out.read_bytes()
-    assert run_command([*command, "--max-tool-rounds", "2", "--resume"]) == 1 and out.read_bytes() == before
-    assert run_command([*command, "--max-tool-rounds", "3", "--resume"]) == 2 and out.read_bytes() == before
+    before = command.data
+    assert command("--max-tool-rounds", "2", "--resume") == 1 and command.data == before
+    assert command("--max-tool-rounds", "3", "--resume") == 2 and command.data == before
 
 
-def test_a_wrong_tools_file_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_tools_file_is_refused_first(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the user against loading a model, and the output file against being made, for tools that are wrong."""
-    source, out, tools = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "tools.py"
-    source.write_text('{"prompt": "a"}\n')
+    tools = command.folder / "tools.py"
     tools.write_text("x = 1\n")
-    assert run_command(["run", str(source), "-o", str(out), "-m", "/no/such/model", "--tools", str(tools)]) == 2
-    assert "tools.py defines no public function" in capsys.readouterr().err and not out.exists()
+    assert command.answer([{"prompt": "a"}], "-m", "/no/such/model", "--tools", tools) == (2, [])
+    assert "tools.py defines no public function" in capsys.readouterr().err
 
 
-def test_calls_are_forced_and_limited(tmp_path: Path) -> None:
+def test_calls_are_forced_and_limited(command: Command) -> None:
     """Guards tool_choice on a random model, in both forms of rows, and parallel_tool_calls."""
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     strict = {"parameters": {**parameters, "additionalProperties": False}}
     tools = [{"type": "function", "function": {"name": name, **strict}} for name in ("add", "sub")]
     named = {"type": "function", "function": {"name": "sub"}}
     asked = {"tools": tools, "temperature": 1.0, "max_tokens": 190}
-    body = {"messages": [{"role": "user", "content": "a"}], **asked}
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     rows: list[dict[str, Any]] = [
         {"prompt": "a", **asked, "tool_choice": named},
-        {"custom_id": "b", "url": "/v1/chat/completions", "body": {**body, "tool_choice": named}},
-        {"custom_id": "c", "url": "/v1/chat/completions", "body": {**body, "tool_choice": "required"}},
+        chat_row(**asked, tool_choice=named),
+        chat_row(**asked, tool_choice="required"),
         {"prompt": "a", **asked, "choice": [call * 2]},
         {"prompt": "a", **asked, "choice": [call * 2], "parallel_tool_calls": False},
     ]
-    done = run(tmp_path, rows, CALLS.replace("{{ tools | tojson }}", ""))
+    done = answers(command, rows, CALLS.replace("{{ tools | tojson }}", ""))
     choices = [row["response"]["body"]["choices"][0] for row in done[1:3]]
     (sub,) = done[0]["tool_calls"]
     assert done[0]["finish_reason"] == "tool_calls" and done[0]["text"] == "" and sub["function"]["name"] == "sub"
@@ -230,7 +213,7 @@ def test_calls_are_forced_and_limited(tmp_path: Path) -> None:
     assert [len(row["tool_calls"]) for row in done[3:]] == [2, 1]
 
 
-def test_echo_is_not_part_of_the_answer(tmp_path: Path) -> None:
+def test_echo_is_not_part_of_the_answer(command: Command) -> None:
     """Guards against reading an echoed conversation as reasoning and calls of the answer."""
     messages = [{"role": "user", "content": "<tool_call>"}, {"role": "assistant", "content": "<think>x</think>"}]
     rows: list[dict[str, Any]] = [
@@ -239,7 +222,7 @@ def test_echo_is_not_part_of_the_answer(tmp_path: Path) -> None:
         {"prompt": "a <think>", "raw": True, "regex": "[0-9]{3}"},
         {"prompt": "a", "max_tokens": 0, "prompt_logprobs": 1, "n": 2},
     ]
-    done = run(tmp_path, rows, CALLS)
+    done = answers(command, rows, CALLS)
     assert done[0]["finish_reason"] == "stop" and "reasoning" not in done[0]
     assert done[0]["text"].endswith("assistant\nfine") and "<tool_call>" in done[0]["text"]
     assert done[1]["reasoning"] == "b" and done[1]["text"].endswith("assistant\nc")
@@ -247,7 +230,7 @@ def test_echo_is_not_part_of_the_answer(tmp_path: Path) -> None:
     assert "n must be 1" in done[3]["error"]["message"]
 
 
-def test_the_order_of_a_schema_is_in_the_key(tmp_path: Path) -> None:
+def test_the_order_of_a_schema_is_in_the_key(command: Command) -> None:
     """Guards --resume after the properties of a schema, or of a tool, were reordered."""
     schema: dict[str, Any] = {
         "type": "object",
@@ -263,12 +246,12 @@ def test_the_order_of_a_schema_is_in_the_key(tmp_path: Path) -> None:
         for one in (schema, turned)
     ]
     rows += [{"prompt": "a", "max_tokens": 1, "tools": [one]} for one in (tool, other)]
-    done = run(tmp_path, rows, CALLS)
+    done = answers(command, rows, CALLS)
     assert list(json.loads(done[0]["text"])) == ["a", "b"] and list(json.loads(done[1]["text"])) == ["b", "a"]
     assert len({row["key"] for row in done}) == 4
 
 
-def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
+def test_tools_that_the_template_would_drop_are_refused(command: Command) -> None:
     """Guards against an answer without the tools."""
-    (row,) = run(tmp_path, [{"prompt": "a", "tools": [TOOL]}], THINKS)
+    (row,) = answers(command, [{"prompt": "a", "tools": [TOOL]}], THINKS)
     assert "takes no tools" in row["error"]["message"]

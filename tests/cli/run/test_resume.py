@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,8 +18,9 @@ from cbatch.batch import writer as writer_module
 from cbatch.batch.journal import Journal
 from cbatch.batch.row import format_result
 from cbatch.batch.writer import FileWriter
-from cbatch.cli.main import run_command
+from tests.support.command import Command
 from tests.support.model_folder import save_model
+from tests.support.rows import pipe_of
 
 ROWS: list[Any] = [
     {"id": "a", "prompt": "hello", "max_tokens": 12},
@@ -29,78 +32,49 @@ ROWS: list[Any] = [
 ]
 
 
-class Case:
-    """A folder with an input, an output and the command between them."""
+@pytest.fixture(name="command")
+def command_on_rows(command: Command) -> Command:
+    command.write(ROWS)
+    return command
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.source, self.out, self.stats = folder / "in.jsonl", folder / "out.jsonl", folder / "stats.json"
-        self.model = model
-        self.rows(ROWS)
 
-    def rows(self, rows: list[Any]) -> None:
-        self.source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-
-    def run(self, *arguments: str, model: Path | None = None) -> int:
-        files = [str(self.source), "-o", str(self.out), "--stats", str(self.stats)]
-        return run_command(["run", *files, "-m", str(model or self.model), "--dtype", "float32", *arguments])
-
-    def figures(self) -> dict[str, Any]:
-        """Those of the last run."""
-        found: dict[str, Any] = json.loads(self.stats.read_text())
-        return found
-
-    def kept(self) -> int:
-        return int(self.figures()["rows_kept"])
-
-    def ran(self) -> int:
-        return int(self.figures()["rows"])
+@pytest.fixture(scope="module")
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The output of a run to the end."""
+    command = Command(tmp_path_factory.mktemp("whole"), model_folder, ROWS)
+    assert command() == 1
+    return command.data
 
 
 @pytest.fixture
-def case(tmp_path: Path, model_folder: Path) -> Case:
-    return Case(tmp_path, model_folder)
+def done(command: Command, whole: bytes) -> Command:
+    """The command, after a run to the end."""
+    command.out.write_bytes(whole)
+    return command
 
 
-@pytest.fixture
-def done(case: Case) -> Case:
-    """A case that has been run to its end."""
-    assert case.run() == 1
-    return case
-
-
-def test_a_finished_file_is_left_alone(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_file_is_left_alone(done: Command, whole: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards a repeated call: all rows are kept, with the same bytes and the same exit code."""
-    before, inode = done.out.read_bytes(), done.out.stat().st_ino
-    assert done.run("--resume") == 1
-    assert (done.kept(), done.ran()) == (6, 0)
+    inode = done.out.stat().st_ino
+    assert done("--resume") == 1 and done.counts() == (6, 0)
     assert "nothing left to do: 6 rows are there, 2 of them errors" in capfd.readouterr().err
-    assert done.out.read_bytes() == before and done.out.stat().st_ino == inode
+    assert done.data == whole and done.out.stat().st_ino == inode
 
 
-@pytest.mark.parametrize("order", ["input", "completion"])
-@pytest.mark.parametrize("keep", [0, 1, 3, 5])
-def test_what_is_missing_is_run(done: Case, keep: int, order: str) -> None:
+@pytest.mark.parametrize(("keep", "order"), [(0, "input"), (1, "completion"), (3, "completion"), (5, "input")])
+def test_what_is_missing_is_run(done: Command, keep: int, order: str) -> None:
     """Guards a run that was cut off: a torn row and missing rows are run, and the bytes are those of one run."""
-    whole = done.out.read_bytes().splitlines(keepends=True)
+    whole = done.lines()
     done.out.write_bytes(b"".join(reversed(whole[-keep:] if keep else [])) + whole[0][:20])
-    assert done.run("--resume", "--order", order, "--max-seqs", "2", "--max-batch-tokens", "5") == 1
-    assert (done.kept(), done.ran()) == (keep, 6 - keep)
-    found = done.out.read_bytes().splitlines(keepends=True)
-    assert found == whole if order == "input" else sorted(found) == sorted(whole)
+    assert done("--resume", "--order", order, "--max-seqs", "2", "--max-batch-tokens", "5") == 1
+    assert done.counts() == (keep, 6 - keep)
+    assert done.lines() == whole if order == "input" else sorted(done.lines()) == sorted(whole)
 
 
-def test_resume_starts_a_file_that_is_not_there(case: Case) -> None:
-    """Guards scripts that always say --resume."""
-    assert case.run("--resume") == 1
-    assert (case.kept(), case.ran()) == (0, 6) and len(case.out.read_bytes().splitlines()) == 6
-
-
-def test_content_is_refused_without_resume(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_content_is_refused_without_resume(done: Command, whole: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards the results of an earlier run."""
-    before = done.out.read_bytes()
-    assert done.run() == 2 and "--resume continues it" in capfd.readouterr().err
-    assert done.out.read_bytes() == before
-    assert done.run("--overwrite") == 1 and done.kept() == 0 and done.out.read_bytes() == before
+    assert done() == 2 and "--resume continues it" in capfd.readouterr().err and done.data == whole
+    assert done("--overwrite") == 1 and done.counts() == (0, 6) and done.data == whole
 
 
 def replaced(place: int, row: Any) -> list[Any]:
@@ -132,28 +106,28 @@ CHANGES: dict[str, tuple[list[Any], str]] = {
     "-m MODEL": (ROWS, f"6 {MODEL} (first: line 1)"),
 }
 """Changes of the input or, from - on, of the options, and what is said of them."""
+RECOMPUTED = ("mended line", "shorter", "shifted", "--seed 1", "-m MODEL")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_no_longer_fits_is_named_and_left(
-    done: Case, change: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    done: Command, whole: bytes, change: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against mixing two runs: exit code 2 with the difference, and no byte changed."""
+    """Guards against mixing two runs: exit code 2 with the difference, no byte changed, and what recomputing gives."""
     rows, message = CHANGES[change]
-    done.rows(rows)
-    other = str(save_model(tmp_path / "other", generation={"eos_token_id": 3}))
+    done.write(rows)
+    other = str(save_model(tmp_path / "other", generation={"eos_token_id": 3})) if "MODEL" in change else ""
     arguments = change.replace("MODEL", other).split() if change.startswith("-") else []
-    before = done.out.read_bytes()
-    assert done.run("--resume", *arguments) == 2
-    assert message in capfd.readouterr().err and done.out.read_bytes() == before
-    assert done.run("--resume", "--recompute-changed", *arguments) == 1
-    resumed = done.out.read_bytes()
-    assert done.run("--overwrite", *arguments) == 1
-    assert resumed == done.out.read_bytes() != before
+    assert done("--resume", *arguments) == 2
+    assert message in capfd.readouterr().err and done.data == whole
+    if change in RECOMPUTED:
+        assert done("--resume", "--recompute-changed", *arguments) == 1
+        resumed = done.data
+        assert done("--overwrite", *arguments) == 1 and resumed == done.data != whole
 
 
-def test_what_decides_nothing_changes_no_key(done: Case) -> None:
+def test_what_decides_nothing_changes_no_key(done: Command) -> None:
     """Guards against repeating a run for the formatting of its JSON, or for another machine's settings."""
     respelt = [
         '{"max_tokens": 12, "prompt": "hel\\u006co", "id": "a", "priority": 3}',
@@ -162,228 +136,191 @@ def test_what_decides_nothing_changes_no_key(done: Case) -> None:
         {**ROWS[4], "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "temperature": None},
         {**ROWS[5], "method": "POST", "body": {**ROWS[5]["body"], "user": "me", "max_completion_tokens": 5}},
     ]
-    done.rows(respelt)
-    assert done.run("--resume", "--max-seqs", "3", "--kv-blocks", "40", "--block-size", "8", "--window", "2") == 1
-    assert (done.kept(), done.ran()) == (6, 0)
+    done.write(respelt)
+    assert done("--resume", "--max-seqs", "3", "--kv-blocks", "40", "--block-size", "8", "--window", "2") == 1
+    assert done.counts() == (6, 0)
 
 
-def test_options_that_do_not_concern_a_row_change_no_key(case: Case) -> None:
+def test_options_that_do_not_concern_a_row_change_no_key(command: Command) -> None:
     """Guards rows that --system, --raw and others do not concern."""
     own = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    case.rows([{"messages": own}, {"prompt_token_ids": [5, 6]}, {"prompt": "a", "raw": True}, "{bad"])
-    assert case.run("--max-tokens", "3", "--param", "top_k=-1") == 1
-    assert case.run("--max-tokens", "3", "--resume", "--system", "be long", "--raw", "--date", "2031-01-01") == 1
-    assert (case.kept(), case.ran()) == (4, 0)
+    command.write([{"messages": own}, {"prompt_token_ids": [5, 6]}, {"prompt": "a", "raw": True}, "{bad"])
+    assert command("--max-tokens", "3", "--param", "top_k=-1") == 1
+    assert command("--max-tokens", "3", "--resume", "--system", "be long", "--raw", "--date", "2031-01-01") == 1
+    assert command.counts() == (4, 0)
 
 
-def test_rows_that_a_small_cache_cut_off_are_known(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards against keeping rows that a cache smaller than the context cut off; rows that fitted are kept."""
-    case.rows([{"prompt": "hello", "max_tokens": 60, "ignore_eos": True}, {"prompt": "hello", "max_tokens": 5}])
-    assert case.run("--kv-blocks", "3") == 0
-    assert case.run("--resume") == 2 and "1 made with other sampling parameters" in capfd.readouterr().err
-    assert case.run("--resume", "--kv-blocks", "3") == 0 and case.kept() == 2
-    assert case.run("--resume", "--recompute-changed") == 0 and (case.kept(), case.ran()) == (1, 1)
-    assert json.loads(case.out.read_bytes().splitlines()[0])["usage"]["completion_tokens"] == 60
+def test_rows_that_a_small_cache_cut_off_are_known(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards against keeping rows that a cache smaller than the context cut off; others, and their errors, are kept."""
+    long = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True}
+    command.write([long, {"prompt": "hello", "max_tokens": 5}, {"prompt": "x " * 400}])
+    assert command("--kv-blocks", "3") == 1
+    assert command("--resume") == 2 and "1 made with other sampling parameters" in capfd.readouterr().err
+    assert command("--resume", "--kv-blocks", "3") == 1 and command.counts()[0] == 3
+    assert command("--resume", "--recompute-changed") == 1 and command.counts() == (2, 1)
+    assert command.rows()[0]["usage"]["completion_tokens"] == 60
 
 
-CLOCK = "{{ strftime_now('%d %b %Y') }}"
-
-
-def test_a_prompt_too_long_for_the_context_has_one_key(case: Case) -> None:
-    """Guards error rows that are the same with a small cache and a large one."""
-    case.rows([{"prompt": "x " * 400}])
-    assert case.run("--kv-blocks", "3") == 1 and case.run("--resume") == 1 and case.kept() == 1
-
-
-def test_a_signal_during_the_final_ordering(
-    done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_during_the_final_ordering(done: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards Ctrl-C while a large file is being ordered: 130, the journal as it was, and --resume orders it."""
-    whole = done.out.read_bytes()
-    mixed = b"".join(reversed(whole.splitlines(keepends=True)))
+    mixed = b"".join(reversed(done.lines()))
     done.out.write_bytes(mixed)
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "row", lambda self, number: signal.raise_signal(signal.SIGINT) or b"")
-        assert done.run("--resume") == 130
-    assert done.out.read_bytes() == mixed and len(list(done.out.parent.iterdir())) == 3
-    assert done.run("--resume") == 1 and done.out.read_bytes() == whole
+        assert done("--resume") == 130
+    assert done.data == mixed and len(list(done.folder.iterdir())) == 3
+    assert done("--resume") == 1 and done.data == whole
 
 
 def test_templates_with_a_clock_get_a_date(
-    case: Case, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: Command, model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards a run that is resumed after midnight: the date is an option with a fixed default, and part of the key."""
-    case.model = shutil.copytree(model_folder, tmp_path / "clock")
-    template = case.model / "chat_template.jinja"
-    template.write_text(CLOCK + template.read_text())
-    assert case.run("--check", "-q") == 1
-    assert case.run() == 1 and case.run("--resume", "--date", "2024-07-26") == 1 and case.kept() == 6
-    first = case.out.read_bytes()
-    assert case.run("--resume", "--date", "2024-07-27") == 2 and "--date" in capfd.readouterr().err
-    assert case.run("--overwrite", "--date", "2024-07-27") == 1 and case.out.read_bytes() != first
+    command.model = shutil.copytree(model_folder, tmp_path / "clock")
+    template = command.model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
+    assert command("--check", "-q") == 1
+    assert command() == 1 and command("--resume", "--date", "2024-07-26") == 1 and command.counts()[0] == 6
+    first = command.data
+    assert command("--resume", "--date", "2024-07-27") == 2 and "--date" in capfd.readouterr().err
+    assert command("--overwrite", "--date", "2024-07-27") == 1 and command.data != first
 
 
 def test_another_writer_of_the_file_is_noticed(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards an intact journal against being ordered by offsets that are no longer right."""
     finish = FileWriter.finish
 
     def meddled(self: FileWriter, check_stop: Any) -> None:
-        with case.out.open("ab") as file:
+        with command.out.open("ab") as file:
             file.write(b"note\n")
         finish(self, check_stop)
 
     def taken_away(self: FileWriter, check_stop: Any) -> None:
-        case.out.unlink()
+        command.out.unlink()
         finish(self, check_stop)
 
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "finish", meddled)
-        assert case.run() == 3 and "Another process wrote to" in capfd.readouterr().err
-        assert len(case.out.read_bytes().splitlines()) == 7
+        assert command() == 3 and "Another process wrote to" in capfd.readouterr().err
+        assert len(command.data.splitlines()) == 7
         patch.setattr(FileWriter, "finish", taken_away)
-        assert case.run("--overwrite") == 3 and "was removed or replaced" in capfd.readouterr().err
+        assert command("--overwrite") == 3 and "was removed or replaced" in capfd.readouterr().err
 
 
-def test_the_file_for_ordering_touches_nothing_of_others(case: Case, tmp_path: Path) -> None:
+def test_the_file_for_ordering_touches_nothing_of_others(command: Command, tmp_path: Path) -> None:
     """Guards files behind a link or a pipe that stands where the ordered rows are written."""
     precious, place = tmp_path / "precious", tmp_path / ".out.jsonl.cbatch-sorting"
     precious.write_text("precious")
     place.symlink_to(precious)
-    assert case.run() == 1 and precious.read_text() == "precious" and not place.exists()
+    assert command() == 1 and precious.read_text() == "precious" and not place.exists()
     os.mkfifo(place)
-    assert case.run("--overwrite") == 1 and not place.exists()
+    assert command("--overwrite") == 1 and not place.exists()
 
 
-def test_outputs_that_cannot_be_opened_are_refused(case: Case, tmp_path: Path) -> None:
+def test_outputs_that_cannot_be_opened_are_refused(command: Command, tmp_path: Path) -> None:
     """Guards exit code 2 for odd paths, and that nothing is left behind."""
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     for name in (loop, tmp_path / ("n" * 300)):
-        case.out = name
-        assert case.run() == 2
-    case.out = tmp_path / ("n" * 250)
-    assert case.run() == 1 and len(list(tmp_path.iterdir())) == 4
+        command.out = name
+        assert command() == 2
+    command.out = tmp_path / ("n" * 250)
+    assert command() == 1 and len(list(tmp_path.iterdir())) == 4
 
 
-def test_retry_errors(done: Case) -> None:
+def test_retry_errors(done: Command) -> None:
     """Guards --retry-errors: error rows are run again, and the file keeps one row an index."""
-    done.rows([*ROWS[:2], ROWS[2], '{"prompt": "mended", "max_tokens": 2}', *ROWS[4:]])
-    assert done.run("--resume", "--retry-errors", "--order", "completion") == 1
-    assert (done.kept(), done.ran()) == (4, 2)
-    rows = [json.loads(line) for line in done.out.read_bytes().splitlines()]
+    done.write([*ROWS[:2], ROWS[2], '{"prompt": "mended", "max_tokens": 2}', *ROWS[4:]])
+    assert done("--resume", "--retry-errors", "--order", "completion") == 1 and done.counts() == (4, 2)
+    rows = done.rows()
     assert sorted(row["index"] for row in rows) == list(range(6))
     assert [row["index"] for row in rows if row.get("error")] == [2]
 
 
-def test_an_interrupted_retry_keeps_the_last_row_of_an_index(done: Case) -> None:
+def failed(row: bytes) -> bytes:
+    """An error row of an earlier run in the place of a row."""
+    error = {"code": "nan_logits", "message": "m"}
+    return format_result({"index": 0, "id": "a", "error": error, "key": json.loads(row)["key"]})
+
+
+def test_an_interrupted_retry_keeps_the_last_row_of_an_index(done: Command, whole: bytes) -> None:
     """Guards the journal's rule: the last row of an index counts, and the file has one in the end."""
-    whole = done.out.read_bytes()
-    first = json.loads(whole.splitlines()[0])
-    failed = json.dumps({"index": 0, "id": "a", "error": {"code": "nan_logits", "message": "m"}, "key": first["key"]})
-    done.out.write_bytes(failed.encode() + b"\n" + whole)
-    assert done.run("--resume") == 1
-    assert (done.kept(), done.ran()) == (6, 0) and done.out.read_bytes() == whole
+    done.out.write_bytes(failed(done.lines()[0]) + whole)
+    assert done("--resume") == 1 and done.counts() == (6, 0) and done.data == whole
 
 
-def test_damage_in_the_middle_is_refused(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards damaged files: exit code 2, the line, and no byte changed; --recompute-changed mends the file."""
-    whole, damage = done.out.read_bytes(), b'{"index": 0, "id"\n'
-    done.out.write_bytes(damage + whole)
-    assert done.run("--resume") == 2
-    assert "1 damaged line (first: line 1, which is not valid JSON" in capfd.readouterr().err
-    assert done.out.read_bytes() == damage + whole
-    assert done.run("--resume", "--recompute-changed") == 1 and done.out.read_bytes() == whole
+OTHERS = ['{"index": 0, "text": "from another tool"}\n', "notes\nof mine\n", "\n"]
+OTHERS += ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}', "[" * 100_000]  # and with no last newline
 
 
-@pytest.mark.parametrize("content", [b'{"index": 0, "text": "from another tool"}\n', b"notes\nof mine\n", b"\n"])
-def test_files_of_others_are_left_alone(case: Case, content: bytes, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards a file in which no line was ever a row of output, whatever the options."""
-    case.out.write_bytes(content)
+@pytest.mark.parametrize("content", OTHERS, ids=range(len(OTHERS)))
+def test_files_of_others_are_left_alone(command: Command, content: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards a file in which no line was ever a row of output, whatever the options; its end is no torn row."""
+    command.out.write_text(content)
     for options in ([], ["--recompute-changed"]):
-        assert case.run("--resume", *options) == 2 and case.out.read_bytes() == content
+        assert command("--resume", *options) == 2 and command.out.read_text() == content
     assert "is not a file of output rows: line 1 is not" in capfd.readouterr().err
 
 
-def without_checks(rows: list[bytes]) -> bytes:
-    """Rows as a version wrote them that had no checks."""
-    return b"".join(row[: -len(b', "check": "01234567"}\n')] + b"}\n" for row in rows)
-
-
 @pytest.mark.parametrize("left", [2, 6])
-def test_rows_of_older_versions_get_a_check(done: Case, left: int) -> None:
+def test_rows_of_older_versions_get_a_check(done: Command, whole: bytes, left: int) -> None:
     """Guards files that were begun, or finished, before rows had a check: nothing is computed again."""
-    whole = done.out.read_bytes()
-    done.out.write_bytes(without_checks(whole.splitlines(keepends=True)[:left]))
-    assert done.run("--resume") == 1
-    assert (done.kept(), done.ran()) == (left, 6 - left) and done.out.read_bytes() == whole
+    done.out.write_bytes(b"".join(row[: -len(b', "check": "01234567"}\n')] + b"}\n" for row in done.lines()[:left]))
+    assert done("--resume") == 1 and done.counts() == (left, 6 - left) and done.data == whole
 
 
-def test_a_damaged_row_may_have_replaced_an_error_row(done: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_row_may_have_replaced_an_error_row(
+    done: Command, whole: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Guards a row that --retry-errors had run again: if its bytes have changed, the old error row does not count."""
-    whole = done.out.read_bytes()
-    rows = whole.splitlines(keepends=True)
-    first = json.loads(rows[0])
-    error = {"code": "nan_logits", "message": "m"}
-    failed = format_result({"index": 0, "id": "a", "error": error, "key": first["key"]})
-    done.out.write_bytes(failed + b"".join(rows[1:]) + rows[0].replace(b'"text": "', b'"text": "#'))
-    assert done.run("--resume") == 2
-    assert done.run("--resume", "--recompute-changed") == 1 and done.out.read_bytes() == whole
-    assert (done.kept(), done.ran()) == (3, 3)
+    first, *rest = done.lines()
+    done.out.write_bytes(failed(first) + b"".join(rest) + first.replace(b'"text": "', b'"text": "#'))
+    assert done("--resume") == 2
+    assert done("--resume", "--recompute-changed") == 1 and done.data == whole and done.counts() == (3, 3)
     assert "not kept: 1 damaged line (first: line 7, which is not as it was written" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["my novel", '{"index": 5, "precious": "data"}', '{"a": 1}', "[" * 100_000])
-def test_a_tail_that_is_not_ours_is_not_cut_off(case: Case, text: str) -> None:
-    """Guards a text file without a last newline, given as output by mistake."""
-    case.out.write_text(text)
-    assert case.run("--resume") == 2 and case.out.read_text() == text
-
-
-def test_resume_from_a_pipe(done: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_from_a_pipe(done: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards `generate | cbatch run -o out --resume`: lines read to compare them are run too."""
-    whole = done.out.read_bytes()
-    done.out.write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
-    reader, writer = os.pipe()
-    os.write(writer, done.source.read_bytes())
-    os.close(writer)
-    with os.fdopen(reader, "rb") as stream:
+    done.out.write_bytes(b"".join(done.lines()[:4]))
+    with pipe_of(done.source.read_bytes()) as stream:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=stream, isatty=lambda: False))
         done.source = Path("-")
-        assert done.run("--resume") == 1
-    assert (done.kept(), done.ran()) == (4, 2) and done.out.read_bytes() == whole
+        assert done("--resume") == 1 and done.counts() == (4, 2) and done.data == whole
 
 
 @pytest.mark.parametrize("link", ["symlink", "hard link", "itself"])
-def test_the_output_is_not_the_input(case: Case, link: str) -> None:
+def test_the_output_is_not_the_input(command: Command, link: str) -> None:
     """Guards the input against being overwritten, under whatever name."""
-    before = case.source.read_bytes()
-    case.out = case.source if link == "itself" else case.out
+    before = command.source.read_bytes()
+    command.out = command.source if link == "itself" else command.out
     if link == "symlink":
-        case.out.symlink_to(case.source)
+        command.out.symlink_to(command.source)
     elif link == "hard link":
-        os.link(case.source, case.out)
+        os.link(command.source, command.out)
     for option in ("--resume", "--overwrite"):
-        assert case.run(option) == 2 and case.source.read_bytes() == before
+        assert command(option) == 2 and command.source.read_bytes() == before
 
 
 class BadDisk:
-    """Stands in for `os` in the writer's module: a disk that holds `capacity` bytes, or does not sync."""
+    """Stands in for `os` in the writer's module: a disk that holds `capacity` bytes, takes `chunk` at once, or fails.
 
-    def __init__(self, *, capacity: int | None = None, sync_error: int | None = None, chunk: int = 2**30) -> None:
+    sync_error: of files that have a content
+    """
+
+    def __init__(self, *, capacity: int = 2**30, sync_error: int | None = None, chunk: int = 2**30) -> None:
         self._capacity, self._sync_error, self._chunk = capacity, sync_error, chunk
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
     def write(self, fd: int, data: memoryview) -> int:
-        size = min(len(data), self._chunk)
-        if self._capacity is not None:
-            if self._capacity == 0:
-                raise OSError(28, os.strerror(28))
-            size = min(size, self._capacity)
-            self._capacity -= size
+        if self._capacity == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        size = min(len(data), self._chunk, self._capacity)
+        self._capacity -= size
         return os.write(fd, data[:size])
 
     def fsync(self, fd: int) -> None:
@@ -393,78 +330,66 @@ class BadDisk:
         os.fsync(fd)
 
 
+FULL, UNSYNCED = "No space left on device", "Input/output error"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity", [0, 1, 150, 400, 700])
-def test_a_full_disk_is_exit_3_and_resumable(
-    case: Case, capacity: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("disk", "size", "message"),
+    [
+        *((BadDisk(capacity=size), size, FULL) for size in (0, 1, 700)),
+        (BadDisk(capacity=400, chunk=3), 400, FULL),
+        (BadDisk(sync_error=errno.EIO), None, UNSYNCED),
+    ],
+)
+def test_a_bad_disk_is_exit_3_and_resumable(
+    done: Command,
+    whole: bytes,
+    disk: BadDisk,
+    size: int | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Guards the rows written before a disk was full, with the last one torn at any byte."""
-    assert case.run() == 1
-    whole = case.out.read_bytes()
+    """Guards the rows before a disk was full, with the last one torn at any byte; short writes; and refused syncs."""
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "os", BadDisk(capacity=capacity))
-        assert case.run("--overwrite") == 3
+        patch.setattr(writer_module, "os", disk)
+        assert done("--overwrite") == 3
     error = capfd.readouterr().err
-    assert "No space left on device" in error and "--resume" in error and "Traceback" not in error
-    assert len(case.out.read_bytes()) == capacity
-    assert case.run("--resume") == 1 and case.out.read_bytes() == whole
-
-
-def test_a_disk_that_does_not_sync_is_exit_3(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Guards against losing rows silently when the disk refuses to sync."""
-    with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "os", BadDisk(sync_error=5))
-        assert case.run() == 3
-    assert "Input/output error" in capfd.readouterr().err
-    assert case.run("--resume") == 1
-
-
-def test_short_writes_are_finished(done: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards rows against a file system that takes a few bytes at a time."""
-    whole = done.out.read_bytes()
-    monkeypatch.setattr(writer_module, "os", BadDisk(chunk=3))
-    assert done.run("--overwrite") == 1 and done.out.read_bytes() == whole
+    assert message in error and "--resume" in error and "Traceback" not in error
+    assert size is None or len(done.data) == size
+    assert done("--resume") == 1 and done.data == whole
 
 
 def test_no_space_for_the_ordered_file(
-    done: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    done: Command, whole: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards a disk that cannot hold the rows twice: exit 3, all rows there, and --resume orders them later."""
-    whole = done.out.read_bytes()
-    done.out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
-    rewrite = FileWriter._complete
-
-    def full(self: FileWriter, check_stop: Any) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(FileWriter, "_complete", full)
-    assert done.run("--resume") == 3 and "Cannot order" in capfd.readouterr().err
-    monkeypatch.setattr(FileWriter, "_complete", rewrite)
-    assert done.run("--resume") == 1 and done.out.read_bytes() == whole and done.ran() == 0
+    done.out.write_bytes(b"".join(reversed(done.lines())))
+    with monkeypatch.context() as patch:
+        patch.setattr(FileWriter, "_complete", Mock(side_effect=OSError(errno.ENOSPC, FULL)))
+        assert done("--resume") == 3 and "Cannot order" in capfd.readouterr().err
+    assert done("--resume") == 1 and done.data == whole and done.counts()[1] == 0
 
 
-def test_max_errors_stops_at_that_error(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_max_errors_stops_at_that_error(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards --max-errors: exit 3 with exactly N error rows, and --resume continues."""
-    case.rows(["{bad"] * 9 + ROWS)
+    command.write(["{bad"] * 9 + ROWS)
     for number in (1, 4):
-        assert case.run("--overwrite", "--max-errors", str(number)) == 3
-        rows = [json.loads(line) for line in case.out.read_bytes().splitlines()]
-        assert len([row for row in rows if row.get("error")]) == number
+        assert command("--overwrite", "--max-errors", number) == 3
+        assert len([row for row in command.rows() if row.get("error")]) == number
         assert f"Stopped at error {number}" in capfd.readouterr().err
-    assert case.run("--resume") == 1 and len(case.out.read_bytes().splitlines()) == 15
+    assert command("--resume") == 1 and len(command.lines()) == 15
 
 
-def test_the_fingerprint_is_of_the_content(case: Case, tmp_path: Path, model_folder: Path) -> None:
+def test_the_fingerprint_is_of_the_content(done: Command, tmp_path: Path, model_folder: Path) -> None:
     """Guards --resume with a model that was moved, and against another model under the same name."""
-    assert case.run() == 1
     moved = shutil.copytree(model_folder, tmp_path / "moved")
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"_name_or_path": "elsewhere", "transformers_version": "9"}))
-    assert case.run("--resume", model=moved) == 1 and case.kept() == 6
+    assert done("--resume", "-m", moved) == 1 and done.counts()[0] == 6
     weights = moved / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-4:] = b"\x00\x00\x80\x3f"
     weights.write_bytes(content)
-    assert case.run("--resume", model=moved) == 2
+    assert done("--resume", "-m", moved) == 2

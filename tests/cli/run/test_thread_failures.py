@@ -12,13 +12,12 @@ from cbatch.batch.engine_driver import EngineStream
 from cbatch.batch.journal import Journal
 from cbatch.batch.line_processor import LineProcessor
 from cbatch.batch.writer import FileWriter
-from cbatch.cli.main import run_command
 from cbatch.cli.run.stats import RunStats
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from cbatch.requests.output_processor import OutputProcessor
+from tests.support.command import Command
 from tests.support.faults import TIMEOUT_S, Fault, Panic
-from tests.support.rows import write_rows
 
 ROWS = [{"id": n, "prompt": f"row {n}", "temperature": 1.0, "max_tokens": 1 + n % 5} for n in range(24)]
 
@@ -38,28 +37,22 @@ PLACES: list[tuple[type, str, int]] = [
 ]
 
 
-class BatchRun:
-    """`cbatch run` in this process: its signal handlers need the main thread. One that hangs fails."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        source, self.output = write_rows(folder / "in.jsonl", ROWS), folder / "out.jsonl"
-        self._command = ["run", str(source), "-o", str(self.output), "-m", str(model), "--dtype", "float32", "-q"]
-
-    def code(self, *options: str) -> int:
-        before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-        signal.alarm(TIMEOUT_S)
-        try:
-            return run_command([*self._command, "--max-seqs", "3", *options])
-        finally:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, before)
+def code_of(command: Command, *options: str) -> int:
+    """The exit code. One that hangs fails; signal handlers of the command need the main thread."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(TIMEOUT_S)
+    try:
+        return command("-q", "--max-seqs", "3", *options)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="module")
-def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    run = BatchRun(model_folder, tmp_path_factory.mktemp("whole"))
-    assert run.code() == 0
-    return run.output.read_bytes()
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    command = Command(tmp_path_factory.mktemp("whole"), model_folder, ROWS)
+    assert code_of(command) == 0
+    return command.data
 
 
 @pytest.mark.parametrize(("owner", "name", "at"), PLACES, ids=lambda place: getattr(place, "__name__", str(place)))
@@ -67,19 +60,17 @@ def test_what_a_thread_breaks_is_resumed(
     owner: type,
     name: str,
     at: int,
-    model_folder: Path,
-    expected: bytes,
-    tmp_path: Path,
+    command: Command,
+    whole: bytes,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Guards finished rows against a panic in the writer, the reader, the engine's thread, and what they call."""
-    run = BatchRun(model_folder, tmp_path)
+    command.write(ROWS)
     with monkeypatch.context() as patch:
         Fault(patch, owner, name, Panic("boom"), at=at)
-        code = run.code()
+        code = code_of(command)
     said = capsys.readouterr().err
     assert code in (1, 3) and "Traceback" not in said
     assert code == 1 or "boom" in said
-    assert run.code("--resume", "--retry-errors") == 0
-    assert run.output.read_bytes() == expected
+    assert code_of(command, "--resume", "--retry-errors") == 0 and command.data == whole

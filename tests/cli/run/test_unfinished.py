@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from cbatch.api import Engine
-from cbatch.base.config import EngineConfig
-from cbatch.cli.common import loading
-from cbatch.cli.main import run_command
-from tests.cli.run.test_resume import Case
+from tests.support.command import Command
 from tests.support.in_process_replicas import InProcessLauncher
-from tests.support.rows import read_rows, without_check
+from tests.support.rows import parse_rows, without_check
 
 LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
 ROWS: list[Any] = [{"prompt": f"long {number}", **LONG} for number in range(3)]
@@ -24,70 +22,75 @@ BROKEN_OFF = ("--max-seqs", "4", "--window", "4", "--max-errors", "1")
 """Ends at the bad row at the end, when the long ones are still there."""
 
 
-@pytest.fixture
-def case(tmp_path: Path, model_folder: Path) -> Case:
-    made = Case(tmp_path, model_folder)
-    made.rows(ROWS)
-    return made
+@pytest.fixture(name="command")
+def command_on_rows(command: Command) -> Command:
+    command.write(ROWS)
+    return command
 
 
-def tokens_of(case: Case) -> Path:
-    return case.out.with_name(case.out.name + ".tokens")
+@pytest.fixture(scope="module")
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The output of a run that nothing broke off."""
+    command = Command(tmp_path_factory.mktemp("whole"), model_folder, ROWS)
+    assert command() == 1
+    return command.data
+
+
+def tokens_of(command: Command) -> Path:
+    return command.out.with_name(command.out.name + ".tokens")
 
 
 @pytest.mark.parametrize(("name", "options"), [("out.jsonl", JOURNAL), ("out.csv", ())])
 def test_unfinished_answers_go_on(
-    case: Case, capfd: pytest.CaptureFixture[str], name: str, options: tuple[str, ...]
+    command: Command, whole: bytes, capfd: pytest.CaptureFixture[str], name: str, options: tuple[str, ...]
 ) -> None:
     """Guards a run that was broken off: --resume goes on in the middle, also without journaling itself."""
-    case.out = case.out.with_name(name)
-    assert case.run() == 1
-    whole = case.out.read_bytes()
-    assert case.run("--overwrite", *JOURNAL, *BROKEN_OFF) == 3
-    first = case.figures()
-    assert tokens_of(case).exists() and first["rows"] == 16
-    assert case.run("--resume", *options) == 1
-    assert case.out.read_bytes() == whole and not tokens_of(case).exists()
-    second = case.figures()
+    command.out = command.folder / name
+    assert command(*JOURNAL, *BROKEN_OFF) == 3
+    first = command.figures()
+    assert tokens_of(command).exists() and first["rows"] == 16
+    assert command("--resume", *options) == 1 and not tokens_of(command).exists()
+    if name == "out.jsonl":
+        assert command.data == whole
+    else:
+        texts = [row["text"] or "" for row in csv.DictReader(io.StringIO(command.out.read_text(), newline=""))]
+        assert texts == [row.get("text", "") for row in parse_rows(whole)]
+    second = command.figures()
     assert second["rows_continued"] == second["rows"] == 3 and second["rows_kept"] == 16
     assert second["reused_tokens"] >= 3 * 10 and second["output_tokens"] + second["reused_tokens"] == 3 * 200
     assert ", 3 continued" in capfd.readouterr().err
 
 
-def test_a_run_without_finished_rows_goes_on(case: Case) -> None:
+def test_a_run_without_finished_rows_goes_on(command: Command, whole: bytes) -> None:
     """Guards the longest answers: there may be tokens and no output file yet."""
-    assert case.run() == 1
-    whole = case.out.read_bytes()
-    assert case.run("--overwrite", *JOURNAL, *BROKEN_OFF) == 3
-    case.out.unlink()
-    assert case.run("--resume", *JOURNAL) == 1 and case.out.read_bytes() == whole
-    assert case.figures()["rows_continued"] == 3
+    assert command(*JOURNAL, *BROKEN_OFF) == 3
+    command.out.unlink()
+    assert command("--resume", *JOURNAL) == 1 and command.data == whole
+    assert command.figures()["rows_continued"] == 3
 
 
-def test_tokens_are_not_dropped_unasked(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tokens_are_not_dropped_unasked(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards hours of work against a command without --resume, and a new run against old tokens."""
-    assert case.run(*JOURNAL, *BROKEN_OFF) == 3
-    case.out.unlink()
-    before = tokens_of(case).read_bytes()
-    assert case.run() == 2 and tokens_of(case).read_bytes() == before
+    assert command(*JOURNAL, *BROKEN_OFF) == 3
+    command.out.unlink()
+    before = tokens_of(command).read_bytes()
+    assert command() == 2 and tokens_of(command).read_bytes() == before
     assert "has unfinished answers of an earlier run; --resume continues it, --overwrite" in capfd.readouterr().err
-    assert case.run("--overwrite") == 1 and case.figures()["rows_continued"] == 0 and not tokens_of(case).exists()
+    assert command("--overwrite") == 1 and command.figures()["rows_continued"] == 0 and not tokens_of(command).exists()
 
 
-def test_refusals(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards against options that would do nothing, before a model is loaded; and against the file of somebody else."""
-    command = ["run", str(case.source), "-m", str(case.model)]
-    refused = [
-        (["--journal-tokens"], "--journal-tokens needs an output file"),
-        (["-o", str(case.out), "--journal-tokens", "--replicas", "2"], "does not go with --replicas"),
-        (["-o", str(case.out), "--continue-truncated", "--max-tokens", "9"], "--continue-truncated needs --resume"),
-        (["-o", str(case.out), "--continue-truncated", "--resume"], "--continue-truncated needs --max-tokens"),
-    ]
-    for options, message in refused:
-        assert run_command([*command, *options]) == 2 and message in capfd.readouterr().err
-    tokens_of(case).write_text("mine")
-    assert case.run(*JOURNAL) == 2 and "is a file of something else" in capfd.readouterr().err
-    assert case.run() == 1 and tokens_of(case).read_text() == "mine"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-o - --journal-tokens", "--journal-tokens needs an output file"),
+        ("--journal-tokens --replicas 2", "does not go with --replicas"),
+        ("--continue-truncated --max-tokens 9", "--continue-truncated needs --resume"),
+        ("--continue-truncated --resume", "--continue-truncated needs --max-tokens"),
+    ],
+)
+def test_refusals(command: Command, capfd: pytest.CaptureFixture[str], options: str, message: str) -> None:
+    """Guards against options that would do nothing, before a model is loaded."""
+    assert command(*options.split()) == 2 and message in capfd.readouterr().err
 
 
 HOT = {"temperature": 1.0, "ignore_eos": True}
@@ -106,80 +109,83 @@ TRUNCATED: list[Any] = [
 ]
 
 
-@pytest.fixture
-def truncated(case: Case) -> Case:
-    case.rows(TRUNCATED)
-    return case
-
-
-def lines_of(case: Case) -> list[Any]:
+def comparable(command: Command) -> list[Any]:
     """The rows, as bytes; those with log-probabilities, whose last place may differ on this path, without these."""
-    lines: list[Any] = case.out.read_bytes().splitlines()
+    lines: list[Any] = command.lines()
     for number, line in enumerate(lines):
         if "logprobs" in (row := json.loads(line)):
             lines[number] = without_check(row) | {"logprobs": [one["token"] for one in row["logprobs"]["content"]]}
     return lines
 
 
-def test_truncated_answers_go_on(truncated: Case, capfd: pytest.CaptureFixture[str]) -> None:
+class Truncated(NamedTuple):
+    """Outputs for TRUNCATED, with the smaller limit and with the larger one, and the tokens of the latter."""
+
+    short: bytes
+    whole: list[Any]
+    total: int
+
+
+@pytest.fixture(scope="module")
+def truncated(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Truncated:
+    command = Command(tmp_path_factory.mktemp("truncated"), model_folder, TRUNCATED)
+    assert command("--max-tokens", "6", "--token-ids") == 1
+    short = command.data
+    assert command("--max-tokens", "40", "--token-ids", "--overwrite") == 1
+    return Truncated(short, comparable(command), command.figures()["output_tokens"])
+
+
+@pytest.fixture
+def short(command: Command, truncated: Truncated) -> Command:
+    """The command, after a run with the smaller limit."""
+    command.write(TRUNCATED)
+    command.out.write_bytes(truncated.short)
+    return command
+
+
+CONTINUED = ("--resume", "--continue-truncated", "--token-ids")
+
+
+def test_truncated_answers_go_on(short: Command, truncated: Truncated, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards --continue-truncated: the bytes of a run that had the larger limit; only what is missing is generated."""
-    case = truncated
-    assert case.run("--max-tokens", "40", "--token-ids") == 1
-    whole, total = lines_of(case), case.figures()["output_tokens"]
-    assert case.run("--max-tokens", "6", "--token-ids", "--overwrite") == 1
-    short = read_rows(case.out)
-    ended = [row["index"] for row in short[:12] if row["finish_reason"] == "length"]
+    ended = [row["index"] for row in short.rows()[:12] if row["finish_reason"] == "length"]
     assert 0 < len(ended) < 12, "rows of both kinds"
-    assert case.run("--resume", "--continue-truncated", "--max-tokens", "40", "--token-ids") == 1
-    assert lines_of(case) == whole
-    stats = case.figures()
+    assert short(*CONTINUED, "--max-tokens", "40") == 1 and comparable(short) == truncated.whole
+    stats = short.figures()
     assert stats["rows_continued"] >= len(ended) + 2 and stats["rows_kept"] >= 12 - len(ended) + 2
-    assert stats["output_tokens"] <= total - 6 * stats["rows_continued"]
+    assert stats["output_tokens"] <= truncated.total - 6 * stats["rows_continued"]
     assert "that --max-tokens ended go on; " in capfd.readouterr().err
-    assert case.run("--resume", "--continue-truncated", "--max-tokens", "40", "--token-ids") == 1
-    assert case.ran() == 0 and lines_of(case) == whole
+    assert short(*CONTINUED, "--max-tokens", "40") == 1
+    assert short.counts()[1] == 0 and comparable(short) == truncated.whole
 
 
-def test_answers_without_token_ids_begin_anew(truncated: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_answers_without_token_ids_begin_anew(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards exactness: a text does not tell its tokens. Rows that ended by themselves stay."""
-    case = truncated
-    assert case.run("--max-tokens", "40") == 1
-    whole = lines_of(case)
-    assert case.run("--max-tokens", "6", "--overwrite") == 1
-    assert case.run("--resume", "--max-tokens", "40") == 2, "without the option, all rows differ"
+    command.write(TRUNCATED)
+    assert command("--max-tokens", "40") == 1
+    whole = comparable(command)
+    assert command("--max-tokens", "6", "--overwrite") == 1
+    assert command("--resume", "--max-tokens", "40") == 2, "without the option, all rows differ"
     capfd.readouterr()
-    assert case.run("--resume", "--continue-truncated", "--max-tokens", "40") == 1
-    assert lines_of(case) == whole and case.figures()["rows_continued"] == 0 and case.kept() >= 3
+    assert command("--resume", "--continue-truncated", "--max-tokens", "40") == 1
+    assert comparable(command) == whole and command.figures()["rows_continued"] == 0 and command.counts()[0] >= 3
     assert "of a run with fewer --max-tokens begin anew" in capfd.readouterr().err
 
 
-def test_other_changes_are_still_refused(truncated: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_changes_are_still_refused(
+    short: Command, truncated: Truncated, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Guards keys: only a larger limit is taken over, not another temperature, seed or input, nor a smaller limit."""
-    case = truncated
-    assert case.run("--max-tokens", "6", "--token-ids") == 1
-    before = case.out.read_bytes()
-    continued = ("--resume", "--continue-truncated", "--token-ids")
     for other in (["--max-tokens", "40", "--seed", "1"], ["--max-tokens", "4"], ["--max-tokens", "40", "--top-k", "3"]):
-        assert case.run(*continued, *other) == 2 and "other sampling parameters" in capfd.readouterr().err
-    case.rows([{"prompt": "changed"}, *TRUNCATED[1:]])
-    assert case.run(*continued, "--max-tokens", "40") == 2 and "another input" in capfd.readouterr().err
-    assert case.out.read_bytes() == before
+        assert short(*CONTINUED, *other) == 2 and "other sampling parameters" in capfd.readouterr().err
+    short.write([{"prompt": "changed"}, *TRUNCATED[1:]])
+    assert short(*CONTINUED, "--max-tokens", "40") == 2 and "another input" in capfd.readouterr().err
+    assert short.data == truncated.short
 
 
 def test_truncated_answers_go_on_on_replicas(
-    truncated: Case, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    short: Command, truncated: Truncated, launchers: list[InProcessLauncher]
 ) -> None:
     """Guards lines that bring tokens to another process, and keys that it makes with other limits."""
-    case = truncated
-    assert case.run("--max-tokens", "40", "--token-ids") == 1
-    whole = lines_of(case)
-    assert case.run("--max-tokens", "6", "--token-ids", "--overwrite") == 1
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", dtype="float32", max_seqs=4)) as engine:
-        monkeypatch.setattr(
-            loading,
-            "make_launcher",
-            lambda options, config: InProcessLauncher(engine, options.wanted, deaths={1: 1}),
-        )
-        options = ("--resume", "--continue-truncated", "--max-tokens", "40", "--token-ids", "--replicas", "2")
-        assert case.run(*options) == 1
-    assert lines_of(case) == whole and case.figures()["rows_continued"] > 3
+    assert short(*CONTINUED, "--max-tokens", "40", "--replicas", "2") == 1
+    assert comparable(short) == truncated.whole and short.figures()["rows_continued"] > 3

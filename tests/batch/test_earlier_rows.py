@@ -1,13 +1,16 @@
-"""What rows of a run with a lower limit say: whether they stay, and with which tokens they go on."""
+"""Rows of an earlier run: which ones stay, and with which tokens those go on that a lower limit has ended."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
-from cbatch.batch.journal import with_check
-from cbatch.batch.resume import earlier_limits, known_tokens, with_key
+from cbatch.batch.journal import Journal, with_check
+from cbatch.batch.lines import Line
+from cbatch.batch.resume import Resuming, earlier_limits, known_tokens, plan_resume, with_key
 from cbatch.batch.row import format_result, format_row
 
 OLD, NEW = "0" * 32, "1" * 32
@@ -102,3 +105,27 @@ def test_limits_are_found_in_the_rows_that_they_ended() -> None:
     rows = [row("length", 4)] * 3 + [row("stop", 5), bare, bare, pair, several("stop", "length"), row("length", 20)]
     rows += [FAILED, row("length", 7, tool_messages=[{}])]
     assert earlier_limits(map(format_row, rows), 20) == [4, 9, 6, 1]
+
+
+def test_keys_may_be_made_ahead() -> None:
+    """Guards --resume with a driver that takes lines in pieces: each key is compared with its own row."""
+    rows = {0: "a", 1: "b", 3: "c", 4: "d", 9: "e"}
+    stored = [format_row({"index": index, "key": key * 32}) for index, key in rows.items()]
+    stored[3] = format_row({"index": 4, "error": {}, "key": "d" * 32})
+    taken: list[int] = []
+
+    def lines() -> Iterator[Line]:
+        for index in (0, 2, 3, 4, 9, 10, 11):
+            taken.append(index)
+            yield Line(index, b"")
+
+    def keyed(some: Iterable[Line]) -> Iterator[tuple[Line, str]]:
+        asked.extend(some)
+        yield from ((line, ("e" if line.index == 3 else rows[line.index]) * 32) for line in asked)
+
+    asked: list[Line] = []
+    plan = plan_resume(Journal.read(io.BytesIO(b"".join(stored)), "out"), lines(), keyed, Resuming(retry_errors=True))
+    assert [line.index for line in asked] == [0, 3, 9] and taken == [0, 2, 3, 4, 9]
+    assert [index for index in range(12) if index in plan] == [0, 9] and plan.rows == 2
+    assert plan.misfits.total() == 2 and plan.first_misfit["for lines that the input does not have"] == 2
+    assert str(plan).startswith("1 made with another model")
