@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.cpu import empty_tensor
+from cbatch.runtime.transfer import to_device
 from cbatch.schedule.state_slots import ZERO, ChunkState
 
 
@@ -63,13 +64,21 @@ class StatePool:
 
     def zero(self, slots: Sequence[int]) -> None:
         """Makes slots those of sequences without a token."""
+        places = self._on_devices(slots)
         for tensor in self.tensors:
-            tensor[list(slots)] = 0
+            tensor.index_fill_(0, *places[tensor.device], 0)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots to slots; no target is a source."""
+        places = self._on_devices(sources, targets)
         for tensor in self.tensors:
-            tensor[list(targets)] = tensor[list(sources)]
+            read, written = places[tensor.device]
+            tensor.index_copy_(0, written, tensor.index_select(0, read))
+
+    def _on_devices(self, *slots: Sequence[int]) -> dict[torch.device, list[Tensor]]:
+        """Lists of slots on each device that has states; the host waits for none of the copies."""
+        arrays = [np.array(one, np.int64) for one in slots]
+        return {device: to_device(arrays, device) for device in {tensor.device for tensor in self.tensors}}
 
 
 @dataclass(frozen=True, slots=True)
