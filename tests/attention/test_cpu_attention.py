@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from cbatch.kernels.cpu.tensors import fits
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import U8, KVCache, LayerShape
 from tests.support import attention_cases
-from tests.support.attention_cases import AttentionCase, ScheduledChunk
+from tests.support.attention_cases import AttentionCase
 
 pytestmark = pytest.mark.kernels
 
@@ -59,8 +61,7 @@ def make_batches(case: AttentionCase, seed: int) -> list[RaggedBatch]:
     return steps
 
 
-def make_batch(slices: list[ScheduledChunk], tables: list[list[int]], block_size: int) -> RaggedBatch:
-    return attention_cases.make_batch(slices, tables, block_size, CPU)
+make_batch = partial(attention_cases.make_batch, device=CPU)
 
 
 def poisoned_cache(
@@ -80,14 +81,12 @@ def run(
     """Outputs [T, heads, value_dim] of each step, computed in a type from random numbers of another."""
     kv_cache = poisoned_cache(backend, case.layer, NUM_BLOCKS, case.block_size, dtype)
     generator = torch.Generator().manual_seed(0)
-    heads = case.layer.heads * case.group
+    layer, heads = case.layer, case.layer.heads * case.group
+    sizes = (heads, layer.key_dim), (layer.heads, layer.key_dim), (layer.heads, layer.value_dim)
     sinks = torch.randn(heads, generator=generator) if case.sinks else None
     outputs = []
     for batch in batches:
-        tokens = len(batch.ids)
-        query = torch.randn(tokens, heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
-        key = torch.randn(tokens, case.layer.heads, case.layer.key_dim, generator=generator).to(of).to(dtype)
-        value = torch.randn(tokens, case.layer.heads, case.layer.value_dim, generator=generator).to(of).to(dtype)
+        query, key, value = (torch.randn(len(batch.ids), *size, generator=generator).to(of).to(dtype) for size in sizes)
         metadata = backend.prepare(batch, case.block_size)
         backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key, value, metadata)
         options = case.options | {"sinks": sinks}
@@ -213,28 +212,37 @@ def test_common_blocks_change_no_bit(window: int | None, heads: int) -> None:
     assert torch.equal(attend(numbers[::-1]).flip(0), together)
 
 
+def in_steps(
+    backend: AttentionBackend, layer: LayerShape, rows: list[Tensor], cuts: list[int], **options: Any
+) -> Tensor:
+    """Attention of a sequence that is cut into steps. rows: its queries, keys and values"""
+    kv_cache = KVCache([backend.block_shapes(layer, 32, torch.float32)], NUM_BLOCKS, 32, torch.float32, CPU)
+    parts = []
+    for start, stop in pairwise(cuts):
+        metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(54))], 32), 32)
+        query, key, value = (part[start:stop] for part in rows)
+        backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key, value, metadata)
+        parts.append(backend.attend(query, kv_cache.keys[0], kv_cache.values[0], metadata, **options))
+    return torch.cat(parts)
+
+
+def drawn_rows(length: int, heads: int, layer: LayerShape) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(length, n, layer.key_dim, generator=generator) for n in (heads, layer.heads, layer.heads)]
+
+
 @pytest.mark.parametrize("window, shift", [(None, 0.0), (16, 0.0), (16, -4.0), (16, -300.0)])
 def test_a_token_has_the_same_bits_however_its_sequence_was_cut(window: int | None, shift: float) -> None:
     """Guards the promise that neither chunks nor neighbours change a result; nor do tiles outside the window, which
     once counted as a score of 0."""
-    case, length = CASES["grouped heads"], 150
-    backend, heads = CpuAttention(), 9
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(length, n, 64, generator=generator) for n in (heads, 3, 3))
-    query[..., 0], key[..., 0] = 8, shift  # shifts all scores
-    results = []
-    for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150], list(range(151))):
-        shapes = backend.block_shapes(case.layer, 16, torch.float32)
-        kv_cache = KVCache([shapes], NUM_BLOCKS, 16, torch.float32, CPU)
-        parts = []
-        for start, stop in pairwise(cuts):
-            metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(10))], 16), 16)
-            backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key[start:stop], value[start:stop], metadata)
-            options = {"scale": 0.125, "window": window}
-            parts.append(backend.attend(query[start:stop], kv_cache.keys[0], kv_cache.values[0], metadata, **options))  # type: ignore[arg-type]
-        results.append(torch.cat(parts))
-    assert results[0].isfinite().all()
-    assert all(torch.equal(result, results[0]) for result in results)
+    layer = CASES["grouped heads"].layer
+    rows = drawn_rows(150, 9, layer)
+    rows[0][..., 0], rows[1][..., 0] = 8, shift  # shifts all scores
+    first, *others = (
+        in_steps(CpuAttention(), layer, rows, cuts, scale=0.125, window=window)
+        for cuts in ([0, 150], [0, 1, 64, 65, 149, 150], [0, 100, 150], list(range(151)))
+    )
+    assert first.isfinite().all() and all(torch.equal(other, first) for other in others)
 
 
 @pytest.mark.parametrize("window", [None, 700, 90])
@@ -243,40 +251,19 @@ def test_long_rows_are_split(window: int | None) -> None:
 
     Splits before a window once gave what another row had left behind.
     """
-    layer, length, options = LayerShape(2, 32, 32), 1700, {"scale": 0.2, "window": window, "sinks": torch.ones(4)}
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(length, n, 32, generator=generator) for n in (4, 2, 2))
-    table = [list(range(54))]
-    results = []
-    for backend, cuts in (
-        (ReferenceAttention(), [0, length]),
-        (CpuAttention(), [0, length]),
-        (CpuAttention(), [0, 512, 513, 1023, 1024, 1025, 1698, 1699, 1700]),
-    ):
-        kv_cache = KVCache([backend.block_shapes(layer, 32, torch.float32)], NUM_BLOCKS, 32, torch.float32, CPU)
-        parts = []
-        for start, stop in pairwise(cuts):
-            metadata = backend.prepare(make_batch([(0, start, stop)], table, 32), 32)
-            backend.store_kv(kv_cache.keys[0], kv_cache.values[0], key[start:stop], value[start:stop], metadata)
-            parts.append(backend.attend(query[start:stop], kv_cache.keys[0], kv_cache.values[0], metadata, **options))  # type: ignore[arg-type]
-        results.append(torch.cat(parts))
-    torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=2e-5)
-    assert torch.equal(results[1], results[2])
+    layer, cuts = LayerShape(2, 32, 32), [0, 512, 513, 1023, 1024, 1025, 1698, 1699, 1700]
+    rows, options = drawn_rows(1700, 4, layer), {"scale": 0.2, "window": window, "sinks": torch.ones(4)}
+    expected = in_steps(ReferenceAttention(), layer, rows, [0, 1700], **options)
+    whole, cut = (in_steps(CpuAttention(), layer, rows, one, **options) for one in ([0, 1700], cuts))
+    torch.testing.assert_close(whole, expected, atol=2e-5, rtol=2e-5)
+    assert torch.equal(whole, cut)
 
 
 def test_nan_in_a_split_shows() -> None:
     """Guards NaN in an early split of a long row, which must come out as NaN."""
-    layer, backend = LayerShape(1, 16, 16), CpuAttention()
-    kv_cache = KVCache([backend.block_shapes(layer, 16, torch.float32)], NUM_BLOCKS, 16, torch.float32, CPU)
-    key = torch.ones(601, 1, 16)
-    key[3] = float("nan")
-    for start, stop in ((0, 600), (600, 601)):
-        metadata = backend.prepare(make_batch([(0, start, stop)], [list(range(38))], 16), 16)
-        backend.store_kv(
-            kv_cache.keys[0], kv_cache.values[0], key[start:stop], torch.ones(stop - start, 1, 16), metadata
-        )
-    out = backend.attend(torch.ones(1, 1, 16), kv_cache.keys[0], kv_cache.values[0], metadata, scale=1.0)
-    assert out.isnan().all()
+    rows = [torch.ones(601, 1, 16) for _ in range(3)]
+    rows[1][3] = float("nan")
+    assert in_steps(CpuAttention(), LayerShape(1, 16, 16), rows, [0, 600, 601], scale=1.0)[-1].isnan().all()
 
 
 def test_what_does_not_fit_goes_another_way() -> None:

@@ -20,21 +20,14 @@ from cbatch.attention.registry import check_kv_dtype
 from cbatch.attention.triton import TritonAttention
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import ConfigError
-from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.kernels.triton.attention_decode import DecodeTuning
 from cbatch.kernels.triton.attention_prefill import PrefillTuning
 from cbatch.kernels.triton.attention_tile import from_fp8, to_fp8
-from cbatch.model.loader import LoadedModel
 from cbatch.runtime.kv_cache import FP8, FP8_MAX, LayerShape, as_stored
 from tests.attention.test_triton_attention import CASES, CPU, DEVICE, Sequences
-from tests.support import triton_interpreter as interpreter
-from tests.support.generation import generate
-from tests.support.tiny_models import draw_weights, make_network, make_prompts
 
 pytestmark = pytest.mark.kernels
-
-interpreter.patch_loops()
 
 
 @triton.jit
@@ -101,29 +94,6 @@ def test_attention_equals_the_reference(dtype: torch.dtype) -> None:
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
     found = stored_and_attended(backend, sequences, dtype)
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_an_engine_keeps_its_cache_in_fp8() -> None:
-    """Guards what counts the cache: bytes of a token, blocks that fit, and the key that `--resume` compares."""
-    network = make_network("llama")
-    draw_weights(network)
-    params, prompts = [SamplingParams(max_tokens=6)] * 2, make_prompts([20, 7])
-    engines = {}
-    for kv_dtype in ("auto", "fp8"):
-        loaded = LoadedModel("tiny", lambda: network, None, SamplingParams(), frozenset())
-        config = EngineConfig(
-            attention="reference", kv_dtype=kv_dtype, kv_cache_memory="1MiB", max_seqs=400, device="cpu"
-        )
-        engines[kv_dtype] = SteppingEngine(config, loaded)
-    plain, small = engines["auto"], engines["fp8"]
-    assert small.runner.kv_cache.keys[0].dtype == FP8
-    assert small.limits.kv_bytes_per_token * 4 == plain.limits.kv_bytes_per_token
-    assert small.limits.num_blocks >= 4 * plain.limits.num_blocks
-    assert small.fingerprint != plain.fingerprint
-    outputs = [[list(one.token_ids) for one in generate(engine, prompts, params)] for engine in (small, plain)]
-    assert [len(tokens) for tokens in outputs[0]] == [6, 6] and outputs[0][0][0] == outputs[1][0][0]
-    for engine in engines.values():
-        engine.close()
 
 
 def test_what_has_no_fp8_cache_says_so() -> None:

@@ -41,6 +41,7 @@ from cbatch.runtime.batch import DeviceTokens, RaggedBatch
 from cbatch.runtime.kv_cache import LayerShape
 from tests.support.attention_cases import AttentionCase, ScheduledChunk, make_batch
 from tests.support.device import DEVICE
+from tests.support.samples import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
@@ -183,14 +184,16 @@ def chunks_and_decodes(lengths: list[int], seed: int) -> list[list[ScheduledChun
     return steps
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, 6, keep=["odd sizes", "window", "all at once"]))
 def test_equals_the_reference(name: str) -> None:
     """Guards every form of attention: prefill, decode and both in a step; NaN in unused places must not show."""
     sequences = Sequences(CASES[name], [1, 2, 34, 75] if CASES[name].group < 16 else [1, 34])
     check(sequences, chunks_and_decodes(sequences.lengths, seed=1))
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped heads", "window of one", "wide window", "all at once"])
+@pytest.mark.parametrize(
+    "name", sampled(["plain", "grouped heads", "window of one", "wide window", "all at once"], 3, keep=["plain"])
+)
 def test_short_chunks_are_split_over_keys(name: str) -> None:
     """Guards chunks of few tokens behind a long past: narrow and wide, at and across places where keys are split."""
     sequences = Sequences(CASES[name], [150] * 4)
@@ -273,7 +276,7 @@ STEPS = {
 
 
 @pytest.mark.usefixtures("little_spare")
-@pytest.mark.parametrize(("window", "invariant"), [(None, False), (40, False), (40, True)])
+@pytest.mark.parametrize(("window", "invariant"), [(40, False), (40, True)])
 @pytest.mark.parametrize("kind", STEPS)
 def test_buffers_serve_one_step_after_another(kind: str, window: int | None, invariant: bool) -> None:
     """Guards captured graphs: the same launches, with other numbers at the same addresses, compute other steps.
@@ -375,26 +378,6 @@ def test_buffers_refuse_what_they_cannot_hold() -> None:
             where.fill(batch)
     batch = sequences.batch(held, DEVICE)
     assert not buffers.holds(replace(batch, rows=np.zeros(4, np.int64))), "rows with an output"
-
-
-def test_padding_rows_write_nothing_and_get_zeros() -> None:
-    """Guards rows that only pad a batch: no slot, no past, no NaN, and no effect on their neighbours."""
-    sequences = Sequences(CASES["plain"], [40, 20])
-    attention = backend()
-    cache = sequences.cache(attention, torch.float32, DEVICE)
-    sequences.write(attention, cache, [(0, 0, 40), (1, 0, 20)])
-    before = [tensor.clone() for tensor in cache]
-    batch = sequences.batch([(0, 39, 40), (1, 19, 20)], DEVICE)
-    padded = replace(batch, slots=np.array([-1, -1]), starts=[39, -1], stops=[40, 0])
-    metadata = attention.prepare(padded, 16)
-    attention.store_kv(*cache, torch.ones(2, 2, 64, device=DEVICE), torch.ones(2, 2, 64, device=DEVICE), metadata)
-    assert all(
-        torch.equal(one.nan_to_num(9e9), other.nan_to_num(9e9)) for one, other in zip(cache, before, strict=True)
-    )
-    query = torch.randn(2, 2, 64).to(DEVICE)
-    out = attention.attend(query, *cache, metadata, scale=0.3)
-    assert torch.equal(out[:1], attention.attend(query, *cache, attention.prepare(batch, 16), scale=0.3)[:1])
-    assert (out[1] == 0).all()
 
 
 def test_rows_may_be_parts_of_wider_ones() -> None:
@@ -549,7 +532,7 @@ WAYS: list[list[list[ScheduledChunk]]] = [
 
 
 @pytest.mark.usefixtures("placeless_products")
-@pytest.mark.parametrize("name", ["grouped heads", "window", "softcap", "sinks", "all at once"])
+@pytest.mark.parametrize("name", sampled(["grouped heads", "window", "softcap", "sinks", "all at once"], 2))
 def test_invariant_attention_has_the_same_bits_in_any_chunks(name: str) -> None:
     """Guards `--deterministic`: a token that is decoded, drafted or computed again in a chunk; and what is computed."""
     sequences = Sequences(CASES[name], [50, 3])

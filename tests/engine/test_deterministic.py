@@ -22,6 +22,7 @@ from cbatch.requests.completion import Completion
 from tests.support.cuda_model import DEVICE, engine_around, model_of
 from tests.support.generation import generate
 from tests.support.programs import PROMPT, logits_in_chunks, saved_model
+from tests.support.samples import sampled
 from tests.support.tiny_models import make_engine, make_fast_engine, make_network, make_prompts, network_of
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
@@ -30,7 +31,7 @@ from cbatch.attention.triton import TritonAttention
 from cbatch.model.cuda import CudaModel
 
 PROMPTS = make_prompts([3, 21, 1], seed=3)
-WAYS = [[0, 26], [0, 3, 4, 5, 20, 26], [0, 19, *range(20, 27)]]
+WAYS = [[0, 26], [0, 3, 4, 5, 20, 26], [0, 19, 20, 21, 26]]
 """Where a prompt of 26 tokens is cut into steps."""
 
 
@@ -53,7 +54,7 @@ def results(engine: SteppingEngine, prompts: Sequence[list[int]] = PROMPTS) -> l
 @pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.usefixtures("placeless_products")
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", sampled(["llama", "gemma2", "mixtral", "gpt_oss"], 1, keep=["gpt_oss"]))
 def test_a_token_has_the_same_bits_in_any_chunks(kind: str) -> None:
     """Guards programs on a GPU: a prompt in one step, in chunks and token by token, as after a preemption."""
     saved = saved_model(kind)

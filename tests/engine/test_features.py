@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from cbatch.requests.completion import Completion
 from cbatch.runtime.batch import Logits
 from cbatch.text.detokenizer import IncrementalDetokenizer
 from tests.support.generation import generate
@@ -96,15 +93,6 @@ def test_scoring_generates_nothing() -> None:
     assert engine.scheduler.pool.num_used == 0
 
 
-def test_scores_do_not_come_from_the_prefix_cache() -> None:
-    """Guards a prompt whose blocks are there already: its logits are not, and must be computed."""
-    engine = make_engine(network())
-    prompt = make_prompts([40])[0]
-    generate(engine, [prompt], SamplingParams(max_tokens=2))
-    (scored,) = generate(engine, [prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 40 and scored.usage.cached_tokens == 0
-
-
 def test_broken_logits_are_no_scores() -> None:
     """Guards against NaN as a log-probability, where only an early part of the prompt is broken."""
     model = make_network("llama")
@@ -154,15 +142,6 @@ def test_penalties_see_what_was_generated(heat: float) -> None:
     assert len(set(once.token_ids)) > len(set(often.token_ids))
     (biased,) = engine.generate(["Tell me a story."], plain.merged({"logit_bias": {"40": 100}}))
     assert set(biased.token_ids) == {40}
-
-
-def test_bad_words_do_not_come() -> None:
-    """Guards bad_words with and without a space before them."""
-    engine = demo()
-    (plain,) = engine.generate(["What is the capital of France?"], SamplingParams(max_tokens=20))
-    assert "Paris" in plain.text
-    (other,) = engine.generate(["What is the capital of France?"], SamplingParams(max_tokens=20, bad_words=["Paris"]))
-    assert "Paris" not in other.text and other.text
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -296,47 +275,6 @@ def test_steps_make_no_text_but_to_find_stop_strings(monkeypatch: pytest.MonkeyP
         texts += [event.text for event in engine.step()]
     assert len(detokenized) == 9
     assert "".join(texts) == generate(engine, [prompt], params)[0].text and len(detokenized) == 18
-
-
-def test_an_output_whose_text_cannot_be_made_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the other outputs of a program, as they come and as a whole."""
-    engine, push = demo(), IncrementalDetokenizer.push_all
-    prompts, params = ["Tell me a story.", "What is 2 plus 3?"], SamplingParams(max_tokens=9, ignore_eos=True)
-    broken, fine = engine.generate(prompts, params)
-    victim = next(token for token in broken.token_ids if token not in fine.token_ids)
-
-    def failing(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
-        if victim in token_ids:
-            raise RuntimeError("no such byte")
-        return push(self, token_ids)
-
-    monkeypatch.setattr(IncrementalDetokenizer, "push_all", failing)
-    failed, same = engine.generate(prompts, params)
-    assert same.text == fine.text and failed.finish_reason == "error" and failed.error is not None
-    assert failed.error.code == "internal_error" and "no such byte" in str(failed.error)
-    found: dict[int, Completion] = {}
-    texts = ["", ""]
-    for event in engine.stream(prompts, params):
-        assert event.index not in found, "an event after the last"
-        texts[event.index] += event.text
-        assert (event.completion is None) == (event.finish_reason is None)
-        if event.completion is not None:
-            found[event.index] = event.completion
-    assert found[1].text == texts[1] == fine.text and same.error is found[1].error is None
-    assert str(found[0].error) == str(failed.error) and found[0].finish_reason == "error"
-    engine.generate([1], SamplingParams(max_tokens=1))  # the engine's thread has cancelled the other by then
-    assert engine.stats().used_blocks == 0 and not engine.core.has_work
-
-
-def test_outputs_are_plain_data() -> None:
-    """Guards outputs that are pickled or copied: they take no tokenizer along."""
-    engine = demo()
-    params = SamplingParams(max_tokens=5, logprobs=1, n=2, temperature=1.0)
-    (output,) = engine.generate(["What is 2 plus 3?"], params)
-    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
-        assert copied == output and copied.choices == output.choices and copied.to_dict()["text"]
-    for event in engine.stream(["What is 2 plus 3?"], params):
-        assert pickle.loads(pickle.dumps(event)) == event and type(event.text) is str
 
 
 def test_settings_of_the_model_s_folder_hold(tmp_path: Path) -> None:

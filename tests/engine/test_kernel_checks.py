@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cbatch.attention.cpu import CpuAttention
-from cbatch.attention.reference import ReferenceAttention
 from cbatch.base.errors import ModelError
 from cbatch.base.quantization import STORED, Quantization
 from cbatch.engine.cuda_graphs import Run
@@ -92,15 +91,6 @@ def attention_errors(dtype: torch.dtype = torch.float32, calls: list[AttentionCa
     return list(AttentionChecks(TritonAttention(DEVICE), 16, dtype, DEVICE).run(calls))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_right_attention_agrees(dtype: torch.dtype) -> None:
-    """Guards users of right kernels against a check that sends them away; each kernel and each form is checked."""
-    checks = attention_errors(dtype)
-    assert wrong_of(checks) == [] and len(checks) == 1 + 2 * len(CHUNKS)
-    assert "window 9, softcap, sinks, heads of 12" in checks[-1].name
-
-
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[..., None]) -> None:
     """Damages what a function of the attention has written; it gets the function's arguments."""
     right = getattr(triton_attention, name)
@@ -112,44 +102,36 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[..., None
     monkeypatch.setattr(triton_attention, name, wrong)
 
 
-def spoil_chunks(*arguments: Any) -> None:
-    out = arguments[3]
-    if len(out) > 3:  # not a step of the three decode rows
-        out[2:-1].fill_(torch.nan)
-
-
-@pytest.mark.parametrize(
-    ("function", "damage", "found"),
-    [
+def test_attention_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards users of right kernels, and sees a wrong slot, a wrong row of 1%, and a row of NaN, each in its kernel."""
+    checks = attention_errors()
+    assert wrong_of(checks) == [] and len(checks) == 1 + 2 * len(CHUNKS)
+    assert "window 9, softcap, sinks, heads of 12" in checks[-1].name
+    damages: list[tuple[str, Callable[..., None], list[str]]] = [
         ("store_kv", lambda keys, *_: keys[:, 0, 0].nan_to_num_(1.0), ["cache write"]),
         ("attend_decode", lambda q, k, v, out, *_: out[-1].mul_(1.01), ["decode attention", "short chunk attention"]),
-        ("attend_prefill", spoil_chunks, ["short chunk attention", "prefill attention"]),
-    ],
-)
-def test_wrong_attention_is_seen(
-    function: str, damage: Callable[..., None], found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards each kernel of the attention: a wrong slot, a wrong row of 1%, and a row of NaN."""
-    plant(monkeypatch, function, damage)
-    checks = attention_errors(calls=CALLS[:1])
-    assert [name.partition(" (")[0] for name in wrong_of(checks)] == found
-
-
-def layer_check(model: Any, name: str) -> KernelCheck:
-    (check,) = (check for check in LayerChecks(model, 16, FP8).run() if check.name == name)
-    return check
-
-
-def more(keys: Tensor, by: int, places: int | None = 1) -> None:
-    """Moves numbers of a cache to other numbers of FP8, away from 0."""
-    there = (keys.float().abs() < 200).nonzero()[:places].unbind(1)
-    as_bytes(keys)[there] += by
+        (  # but no step of three decode rows
+            "attend_prefill",
+            lambda q, k, v, out, *_: out[2:-1].fill_(torch.nan) if len(out) > 3 else None,
+            ["short chunk attention", "prefill attention"],
+        ),
+    ]
+    for function, damage, found in damages:
+        with monkeypatch.context() as patch:
+            plant(patch, function, damage)
+            checks = attention_errors(calls=CALLS[:1])
+        assert [name.partition(" (")[0] for name in wrong_of(checks)] == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards right kernels that round the middle of two numbers elsewhere, and sees each of the wrong ones."""
     model = model_of(make_network("qwen3", num_hidden_layers=1), dtype)
+
+    def more(keys: Tensor, by: int, places: int | None = 1) -> None:
+        """Moves numbers of a cache to other numbers of FP8, away from 0."""
+        as_bytes(keys)[(keys.float().abs() < 200).nonzero()[:places].unbind(1)] += by
+
     damages: list[tuple[Callable[[Tensor], None], bool]] = [
         (lambda keys: None, True),
         (lambda keys: more(keys, 1), True),
@@ -166,7 +148,8 @@ def test_an_fp8_cache_may_be_one_step_off(dtype: torch.dtype, monkeypatch: pytes
 
         with monkeypatch.context() as patch:
             replace_kernel(patch, "prepare_heads", wrong)
-            assert layer_check(model, "prepare_heads").agrees is agrees
+            (check,) = (one for one in LayerChecks(model, 16, FP8).run() if one.name == "prepare_heads")
+            assert check.agrees is agrees
 
 
 def lose_split(split: int) -> Callable[..., None]:
@@ -206,12 +189,37 @@ WRITTEN = {
 }  # fmt: skip
 """The arguments that each kernel writes, if not only `out`; one returns what it has computed."""
 CHECKED = {name: kernel for name, kernel in KERNELS.items() if kernel.triton}
-QUANTIZED = ("quantized_linear", "look_up")
-RECURRENT = {
-    "convolve": "lfm2", "gated_delta": "qwen3_5_text", "selective_scan": "granitemoehybrid",
-    "gated_norm": "granitemoehybrid",
-}  # fmt: skip
-"""A family that calls an operation of recurrent layers."""
+FAMILY_OF = {
+    "finish_logits": "gemma2", "normalize": "olmo2", "convolve": "lfm2", "gated_delta": "qwen3_5_text",
+    "selective_scan": "granitemoehybrid", "gated_norm": "granitemoehybrid",
+} | dict.fromkeys(("gate", "route", "expert_linear", "combine"), "afmoe")  # fmt: skip
+"""A family that calls an operation; the others are called by every model."""
+
+
+def model_for(name: str) -> Any:
+    """A model that calls an operation."""
+    if name in FAMILY_OF:
+        return family_model(FAMILY_OF[name])
+    ways = {"linear": "invariant", "float8_linear": "fp8", "quantized_linear": "int8", "look_up": "int8"}
+    return tiny_model(ways.get(name, "plain"))
+
+
+@cache
+def tiny_model(way: str) -> Any:
+    """Embeddings that are the head have integers, too; activations of FP8 are rounded."""
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": way == "int8",
+    }
+    if way == "fp8":
+        network = make_network("qwen3", hidden_size=64, intermediate_size=96, head_dim=16, **sizes)
+        weights = network.config.to_dict(), in_float8(network.state_dict())
+        return CudaModel(*weights, torch.float16, DEVICE, quantize=Quantization(STORED, "fp8"))
+    network = make_network("qwen3", **sizes)
+    quantize = Quantization("int8") if way == "int8" else None
+    model = CudaModel(network.config.to_dict(), network.state_dict(), torch.float32, DEVICE, quantize=quantize)
+    return model.as_batch_invariant() if way == "invariant" else model
 
 
 @cache
@@ -220,52 +228,10 @@ def family_model(family: str) -> Any:
     return CudaModel(saved.config, saved.tensors, torch.float32, DEVICE)
 
 
-def varied_model() -> Any:
-    """Experts, a gate after attention, and norms on both sides."""
-    return family_model("afmoe")
-
-
-@cache
-def quantized_model() -> Any:
-    """Its embedding, which is its head, has integers, too."""
-    network = make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16, tie_word_embeddings=True)
-    weights = network.config.to_dict(), network.state_dict()
-    return CudaModel(*weights, torch.float32, DEVICE, quantize=Quantization("int8"))
-
-
-@cache
-def float8_model() -> Any:
-    """Its linears have activations that are rounded to FP8."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    network = make_network("qwen3", num_hidden_layers=1, max_position_embeddings=16, **sizes)
-    weights = network.config.to_dict(), in_float8(network.state_dict())
-    return CudaModel(*weights, torch.float16, DEVICE, quantize=Quantization(STORED, "fp8"))
-
-
-def models_of(name: str, model: Any) -> Any:
-    """A model that calls an operation."""
-    if name == "linear":
-        return model.as_batch_invariant()
-    if name == "float8_linear":
-        return float8_model()
-    if name in QUANTIZED:
-        return quantized_model()
-    families = {"finish_logits": "gemma2", "normalize": "olmo2"} | RECURRENT
-    if name in families:
-        return family_model(families[name])
-    return varied_model() if name in ("gate", "route", "expert_linear", "combine") else model
-
-
-def test_right_layer_kernels_agree(model: Any) -> None:
+def test_right_layer_kernels_agree() -> None:
     """Guards the checks of a layer: every operation that some model calls has one."""
     seen = set()
-    for each in (
-        model,
-        *(
-            models_of(name, model)
-            for name in ("linear", "gate", "finish_logits", "normalize", "look_up", "float8_linear", *RECURRENT)
-        ),
-    ):
+    for each in {id(one): one for one in map(model_for, ("linear", *CHECKED))}.values():
         checks = list(LayerChecks(each, 16).run())
         assert wrong_of(checks) == []
         seen |= {check.name for check in checks}
@@ -277,9 +243,7 @@ def test_right_layer_kernels_agree(model: Any) -> None:
     ("name", "argument"),
     [(name, argument) for name in CHECKED for argument in WRITTEN.get(name, ("out",))],
 )
-def test_wrong_layer_kernels_are_seen(
-    name: str, argument: str | None, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_layer_kernels_are_seen(name: str, argument: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards each operation: one wrong number in any tensor that it writes."""
     if name == "float8_linear" and NO_FLOAT8:
         pytest.skip(NO_FLOAT8)
@@ -292,7 +256,7 @@ def test_wrong_layer_kernels_are_seen(
         return result
 
     replace_kernel(monkeypatch, name, wrong)
-    assert name in " ".join(wrong_of(LayerChecks(models_of(name, model), 16).run()))
+    assert any(name in check.name and not check.agrees for check in LayerChecks(model_for(name), 16).run())
 
 
 @pytest.mark.slow
@@ -307,14 +271,8 @@ def test_a_whole_step(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check.agrees and check.reason.startswith("a whole step differs from torch by 0.")
 
 
-def at_once(run: Run) -> Run:
-    """Captures a step so that its replay runs it again."""
-    return run
-
-
-def never(run: Run) -> Run:
-    """Captures a step so that its replay leaves what it gave when it was captured."""
-    return lambda: None
+AT_ONCE: Callable[[Run], Run] = lambda run: run  # noqa: E731 - a replay runs the step again
+NEVER: Callable[[Run], Run] = lambda run: lambda: None  # noqa: E731 - it leaves what was there at the capture
 
 
 def not_allowed(run: Run) -> Run:
@@ -325,9 +283,9 @@ def not_allowed(run: Run) -> Run:
 @pytest.mark.parametrize(
     ("capture", "forgotten", "reason"),
     [
-        (at_once, "", "a captured step differs from torch by "),
-        (never, "", "a captured step differs from torch by "),
-        (at_once, "fill_words", "a captured step differs from torch by inf"),
+        (AT_ONCE, "", "a captured step differs from torch by "),
+        (NEVER, "", "a captured step differs from torch by "),
+        (AT_ONCE, "fill_words", "a captured step differs from torch by inf"),
         (not_allowed, "", "a captured step fails (operation not permitted when stream is capturing)."),
     ],
 )
@@ -340,7 +298,7 @@ def test_captured_steps(
         monkeypatch.setattr(f"cbatch.engine.cuda_graphs._Shared.{forgotten}", lambda *_: None)
     plain, sampler = model.with_ops(by_torch(heads_first=True)), Sampler(DEVICE, kernel=True)
     check = expected.check_captured(plain, TritonAttention(DEVICE), sampler, capture)
-    assert check.agrees is (capture is at_once and not forgotten) and check.reason.startswith(reason)
+    assert check.agrees is (capture is AT_ONCE and not forgotten) and check.reason.startswith(reason)
 
 
 def without_second_turn(patch: pytest.MonkeyPatch) -> None:
@@ -356,9 +314,9 @@ def without_second_turn(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "capture", "agrees"),
     [
-        (lambda _: None, at_once, True),
-        (lambda _: None, never, False),
-        (without_second_turn, at_once, False),
+        (lambda _: None, AT_ONCE, True),
+        (lambda _: None, NEVER, False),
+        (without_second_turn, AT_ONCE, False),
     ],
 )
 def test_captured_attention(
@@ -432,14 +390,6 @@ def test_wrong_sampling_is_seen(forgotten: dict[str, Any], agrees: bool) -> None
     assert check.agrees is agrees and re.search(r"than torch in \d+% of the rows\.$|another one\)\.$", check.reason)
 
 
-@pytest.mark.parametrize("window", [None, 16])
-def test_a_workload_does_not_fit_into_a_cache(window: int | None) -> None:
-    """Guards shares of the bandwidth: behind a short window, more sequences read as many bytes."""
-    checks = AttentionChecks(ReferenceAttention(), 16, torch.float32, CPU, workload_bytes=2**20)
-    work = checks._workload("decode attention", replace(SPLIT_CALL, window=window))
-    assert 0.9 * 2**20 < work.bytes_read <= 2**20
-
-
 def test_what_raises_is_a_sentence() -> None:
     """Guards the reason that a user reads: the kind of the error and its first line."""
 
@@ -495,21 +445,21 @@ def test_right_kernels_of_a_cpu_agree(cpu_engine: SteppingEngine) -> None:
             assert (work.bytes_read > 0) != (work.flops > 0)
 
 
-@pytest.mark.parametrize("kind", range(len(CPU_FORMATS)), ids=CPU_FORMATS)
-def test_products_are_compared_in_every_format(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_compared_in_every_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check of a model whose weights are in a format that only files have."""
-    dtype = torch.float32 if kind == FLOAT32 else torch.bfloat16
-    right, wrong = (cpu_checks._Product(64, 96, dtype, kind, 1) for _ in range(2))
-    assert all(right.check("", rows).agrees for rows in (1, 20))
+    for kind in range(len(CPU_FORMATS)):
+        dtype = torch.float32 if kind == FLOAT32 else torch.bfloat16
+        right, wrong = (cpu_checks._Product(64, 96, dtype, kind, 1) for _ in range(2))
+        assert all(right.check("", rows).agrees for rows in (1, 20))
+        with monkeypatch.context() as patch:
+            shift_packed(patch)
+            assert not wrong.check("", 20).agrees, CPU_FORMATS[kind]
+
+
+def shift_packed(patch: pytest.MonkeyPatch) -> None:
     for name in ("pack_weight", "pack_integers"):
         pack = getattr(cpu_checks, name)
-        monkeypatch.setattr(cpu_checks, name, lambda *given, pack=pack: np.roll(pack(*given), 4))
-    assert not wrong.check("", 20).agrees
-
-
-def wrong_weights(patch: pytest.MonkeyPatch) -> None:
-    pack = cpu_checks.pack_weight
-    patch.setattr(cpu_checks, "pack_weight", lambda *given: np.roll(pack(*given), 1))
+        patch.setattr(cpu_checks, name, lambda *given, pack=pack: np.roll(pack(*given), 4))
 
 
 def wrong_attention(patch: pytest.MonkeyPatch) -> None:
@@ -533,7 +483,7 @@ def wrong_steps(patch: pytest.MonkeyPatch) -> None:
     ("plant", "found"),
     [
         (wrong_attention, [*CHUNKS]),
-        (wrong_weights, ["linear, one row", "linear, many rows"]),
+        (shift_packed, ["linear, one row", "linear, many rows"]),
         (wrong_steps, ["a whole step, against transformers", "argmax"]),
     ],
 )

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -69,15 +70,19 @@ class Gpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Makes every engine of the test see this device."""
     made = Gpu()
+    see_steps(made, monkeypatch)
+    monkeypatch.setattr(sizing, "device_memory", lambda device: made.memory)
+    return made
+
+
+def see_steps(device: Gpu, patch: pytest.MonkeyPatch) -> None:
     forward = TransformersModel.forward
 
     def seen(model: TransformersModel, batch: RaggedBatch, *others: Any) -> Any:
-        made.steps.append(batch)
+        device.steps.append(batch)
         return forward(model, batch, *others)
 
-    monkeypatch.setattr(TransformersModel, "forward", seen)
-    monkeypatch.setattr(sizing, "device_memory", lambda device: made.memory)
-    return made
+    patch.setattr(TransformersModel, "forward", seen)
 
 
 def make(**config: Any) -> SteppingEngine:
@@ -90,21 +95,17 @@ def by_torch(model: TransformersModel) -> Execution:
     return Execution(model, ReferenceAttention(), Sampler(model.device), graphs=False)
 
 
-def choose(
-    memory: str | None = None, num_blocks: int | None = None, limits: StepLimits | None = None, **gpu: int
-) -> int:
+@cache
+def tiny() -> Any:
+    return checked_model(make_network("llama"))
+
+
+def choose(memory: str | None = None, num_blocks: int | None = None, **gpu: int) -> int:
     """Chooses from blocks of 1 MiB, of which 100,000 would be useful, on such a device."""
-    device = Gpu(**gpu)
-    model = checked_model(make_network("llama"))
-    forward = model.forward
-
-    def seen(batch: RaggedBatch, *others: Any) -> Any:
-        device.steps.append(batch)
-        return forward(batch, *others)
-
-    model.forward = seen  # type: ignore[method-assign]
-    cache_size = CacheSizeRequest(memory or "90%", num_blocks, MIB, 100_000)
-    return choose_cache_size(cache_size, by_torch(model), 4, limits or StepLimits(2, 64), device.memory)[0].num_blocks
+    device, cache_size = Gpu(**gpu), CacheSizeRequest(memory or "90%", num_blocks, MIB, 100_000)
+    with pytest.MonkeyPatch.context() as patch:
+        see_steps(device, patch)
+        return choose_cache_size(cache_size, by_torch(tiny()), 4, StepLimits(2, 64), device.memory)[0].num_blocks
 
 
 STEP = 64 * BYTES_PER_TOKEN + RESERVED_BYTES
@@ -131,44 +132,34 @@ def test_an_amount_that_leaves_too_little_for_a_step_is_refused(asked: dict[str,
         choose(**asked)
 
 
-def test_a_step_that_leaves_nothing_is_refused() -> None:
-    """Guards the message: how much such a step takes, and what makes it smaller."""
-    with pytest.raises(ConfigError, match=r"A step of 64 tokens.* takes 264.0 MiB of the 264.0 MiB.*leaves no room.*"):
-        choose(total=STEP)
-
-
-def test_running_out_of_memory_while_profiling_is_a_clear_error() -> None:
-    """Guards the profiling: a step that does not fit even without a cache."""
-    with pytest.raises(ConfigError, match=r"takes more than the 10.0 GiB that are free.*--max-batch-tokens") as caught:
-        choose(for_activations=4 * MIB)
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ({"total": STEP}, r"A step of 64 tokens.* takes 264.0 MiB of the 264.0 MiB.*leaves no room.*"),
+        ({"for_activations": 4 * MIB}, r"takes more than the 10.0 GiB that are free.*--max-batch-tokens"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(device: dict[str, int], told: str) -> None:
+    """Guards the message: how much such a step takes, even without a cache, and what makes it smaller."""
+    with pytest.raises(ConfigError, match=told) as caught:
+        choose(**device)
     assert caught.value.__context__ is None, "what was raised before holds the tensors of the step"
 
 
-def test_a_kernel_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the first large step on a GPU with little shared memory: an error of Triton is no sentence."""
-    error = pytest.importorskip("triton.runtime.errors").OutOfResources(131072, 101376, "shared memory")
+def test_errors_while_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first large step on a GPU with little shared memory, and reasons that nobody foresaw."""
+    small = pytest.importorskip("triton.runtime.errors").OutOfResources(131072, 101376, "shared memory")
+    told = r"gpu:7: a kernel needs 131072 of shared memory, and this GPU has 101376; --attention reference"
+    raised: list[Exception] = [small, RuntimeError("no such kernel")]
 
     def launch(*_: Any) -> Any:
-        raise error
+        raise raised.pop(0)
 
     monkeypatch.setattr(sizing, "PendingSample", launch)
-    told = (
-        r"cannot run on gpu:7: a kernel needs 131072 of shared memory, and this GPU has 101376; --attention reference"
-    )
-    with pytest.raises(ConfigError, match=told) as caught:
-        choose()
-    assert caught.value.__context__ is None, "what was raised before holds the tensors of the step"
-
-
-def test_other_errors_while_profiling_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the reason of a failure that has nothing to do with memory."""
-
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(sizing, "PendingSample", broken)
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        choose()
+    for kind, message in ((ConfigError, f"cannot run on {told}"), (RuntimeError, "no such kernel")):
+        with pytest.raises(kind, match=message) as caught:
+            choose()
+        assert caught.value.__context__ is None, "what was raised before holds the tensors of the step"
 
 
 def test_the_largest_steps_are_profiled(gpu: Gpu) -> None:
@@ -184,10 +175,9 @@ def test_the_largest_steps_are_profiled(gpu: Gpu) -> None:
 
 def test_budgets_beyond_the_context_are_profiled_in_several_prompts() -> None:
     """Guards budgets beyond the context, caches smaller than the context, and a single slot."""
-    model = checked_model(make_network("llama"))
 
     def bounds(limits: StepLimits, cache_tokens: int) -> list[list[tuple[int, int]]]:
-        trial = MemoryProfiler(by_torch(model), 4, limits, cache_tokens)
+        trial = MemoryProfiler(by_torch(tiny()), 4, limits, cache_tokens)
         plans = [*trial.prompt_steps(), trial.decode_step()]
         return [[(one.start, one.stop) for one in scheduled.chunks] for scheduled in plans]
 
@@ -292,30 +282,24 @@ def test_an_engine_that_was_refused_holds_no_memory(gpu: Gpu) -> None:
         assert held() is None
 
 
-def host(memory: str | None = None, num_blocks: int | None = None, per_block: int = 2**20) -> int:
-    model = checked_model(make_network("llama"))
-    cache_size = CacheSizeRequest(memory or "25%", num_blocks, per_block, 50)
-    memory = DeviceMemory("cpu", "25%", lambda: 10 * GIB)
-    return choose_cache_size(cache_size, by_torch(model), 4, StepLimits(2, 64), memory)[0].num_blocks
-
-
-def test_the_cache_takes_no_more_than_it_can_use() -> None:
-    """Guards a laptop's memory: never more than the full context of every slot needs."""
-    assert host("10MiB") == 10 and host("1GiB") == 50 and host() == 50 and host(num_blocks=7) == 7
-
-
-@pytest.mark.parametrize("asked", [{"memory": "1KiB"}, {"memory": "100000GiB"}, {"num_blocks": 10**12}])
-def test_too_little_and_too_much_are_refused(asked: dict[str, Any]) -> None:
-    """Guards against a cache without blocks, and one that is larger than the memory."""
-    with pytest.raises(ConfigError, match=r"does not hold one block|are free"):
-        host(**asked)
-
-
 @pytest.mark.parametrize("settings", [{"max_seqs": -1}, {"max_batch_tokens": -1}, {"kv_blocks": 0}])
 def test_numbers_below_one_are_refused(settings: dict[str, int]) -> None:
     """Guards Python callers, whose numbers no option parser has checked, against errors inside torch."""
     with pytest.raises(ConfigError, match=r"of at least 1"):
         make_engine(make_network("llama"), **settings)
+
+
+def host(memory: str = "25%", num_blocks: int | None = None) -> int:
+    cache_size, device = CacheSizeRequest(memory, num_blocks, MIB, 50), DeviceMemory("cpu", "25%", lambda: 10 * GIB)
+    return choose_cache_size(cache_size, by_torch(tiny()), 4, StepLimits(2, 64), device)[0].num_blocks
+
+
+def test_the_size_of_a_cache_in_memory() -> None:
+    """Guards a laptop: never more than the full context of every slot needs, than there is, or less than a block."""
+    assert host("10MiB") == 10 and host("1GiB") == 50 and host() == 50 and host(num_blocks=7) == 7
+    for memory, blocks in (("1KiB", None), ("100000GiB", None), ("25%", 10**12)):
+        with pytest.raises(ConfigError, match=r"does not hold one block|are free"):
+            host(memory, blocks)
 
 
 def test_no_step_is_profiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

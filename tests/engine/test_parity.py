@@ -10,8 +10,9 @@ import pytest
 
 from cbatch.base.params import SamplingParams
 from cbatch.engine.stepping_engine import SteppingEngine
-from tests.support.generation import generate, generate_greedily
+from tests.support.generation import generate_greedily
 from tests.support.planted_faults import leak_neighbour, shift_positions, widen_window
+from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, generate_alone, make_engine, make_network, make_prompts
 
 # Longer and shorter than the windows (12) and budgets, with outputs that end at very different times.
@@ -24,11 +25,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK_FAMILIES = ("llama", "gemma2")
-"""Those of the quick loop: one plain family, and one with windows, softcaps and norms of its own."""
-FAMILIES_TO_TEST = [
-    pytest.param(family, marks=() if family in QUICK_FAMILIES else pytest.mark.slow) for family in FAMILIES
-]
+FAMILIES_TO_TEST = sampled(FAMILIES, 3, keep=["llama", "gemma2"])
+"""One plain family, and one with windows, softcaps and norms of its own."""
 
 
 @cache
@@ -41,10 +39,6 @@ def expected_of(family: str) -> list[list[int]]:
     return generate_alone(network_of(family), make_prompts(PROMPT_LENGTHS), OUTPUT_LENGTHS)
 
 
-def params() -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=length) for length in OUTPUT_LENGTHS]
-
-
 def run_all(engine: SteppingEngine) -> list[list[int]]:
     """Generates everything at once, with the scheduler's invariants checked after every step."""
     step = engine.step
@@ -55,9 +49,9 @@ def run_all(engine: SteppingEngine) -> list[list[int]]:
         return events
 
     engine.step = checked_step  # type: ignore[method-assign]
-    outputs = generate(engine, make_prompts(PROMPT_LENGTHS), params())
+    outputs = generate_greedily(engine, make_prompts(PROMPT_LENGTHS), OUTPUT_LENGTHS)
     assert engine.scheduler.pool.num_used == 0, "blocks leaked"
-    return [list(output.token_ids) for output in outputs]
+    return outputs
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -76,12 +70,12 @@ def test_equals_generate_while_rows_come_and_go(family: str) -> None:
     engine = make_engine(network_of(family), max_batch_tokens=16, max_seqs=4)
     outputs: dict[int, list[int]] = {}
     rows: dict[int, int] = {}
-    waiting = list(enumerate(zip(make_prompts(PROMPT_LENGTHS), params(), strict=True)))
+    waiting = list(enumerate(zip(make_prompts(PROMPT_LENGTHS), OUTPUT_LENGTHS, strict=True)))
     steps = 0
     while waiting or engine.has_work:
         if waiting and steps % 2 == 0:
-            row, (prompt, asked) = waiting.pop(0)
-            rows[engine.add(prompt, asked)] = row
+            row, (prompt, length) = waiting.pop(0)
+            rows[engine.add(prompt, SamplingParams(max_tokens=length))] = row
             outputs[row] = []
             doomed = engine.add(prompt[::-1], SamplingParams(max_tokens=50))
         for event in engine.step():
@@ -94,32 +88,21 @@ def test_equals_generate_while_rows_come_and_go(family: str) -> None:
     assert [outputs[row] for row in range(len(outputs))] == expected_of(family)
 
 
-TRUNKS = make_prompts([50, 37], seed=3)
-TAILS = make_prompts([9, 1, 4, 14, 2, 5], seed=4)
-
-
-@cache
-def expected_with_trunks(family: str) -> list[list[int]]:
-    return generate_alone(network_of(family), with_trunks(), [12] * len(with_trunks()))
-
-
-def with_trunks() -> list[list[int]]:
-    """Prompts that begin alike, in the middle of a block and at its end, one being the beginning of others."""
-    prompts = [TRUNKS[number % 2] + tail for number, tail in enumerate(TAILS)]
-    return [*prompts, prompts[0][:48], prompts[0], prompts[0] + prompts[1]]
-
-
-def run_with_trunks(engine: SteppingEngine) -> list[list[int]]:
-    return generate_greedily(engine, with_trunks(), [12] * len(with_trunks()))
-
-
 @pytest.mark.parametrize("budget", [256, 16])
 @pytest.mark.parametrize("family", FAMILIES_TO_TEST)
 def test_equals_generate_with_shared_prefixes(family: str, budget: int) -> None:
-    """Guards blocks that several requests read: beside the one that computes them, later, and again from the cache."""
+    """Guards blocks that several requests read: beside the one that computes them, later, and again from the cache.
+
+    Prompts begin alike, in the middle of a block and at its end, one being the beginning of others.
+    """
+    trunks, tails = make_prompts([50, 37], seed=3), make_prompts([9, 1, 4, 14, 2, 5], seed=4)
+    prompts = [trunks[number % 2] + tail for number, tail in enumerate(tails)]
+    prompts += [prompts[0][:48], prompts[0], prompts[0] + prompts[1]]
+    lengths = [12] * len(prompts)
+    expected = generate_alone(network_of(family), prompts, lengths)
     engine = make_engine(network_of(family), max_batch_tokens=budget, kv_blocks=80)
     for _ in range(2):
-        assert run_with_trunks(engine) == expected_with_trunks(family)
+        assert generate_greedily(engine, prompts, lengths) == expected
         assert engine.scheduler.pool.num_used == 0
     scheduler = engine.scheduler
     assert scheduler.num_cached_tokens > 0.6 * scheduler.num_prompt_tokens

@@ -46,6 +46,22 @@ def outputs(engine: SteppingEngine, prompts: list[list[int]], params: SamplingPa
     return [list(completion.token_ids) for completion in generate(engine, prompts, params)]
 
 
+def tokens_of(engine: SteppingEngine, ids: list[int], failures: int = 0) -> list[list[int]]:
+    """The tokens of each request. failures: of how many steps"""
+    found: dict[int | None, list[int]] = {number: [] for number in ids}
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except RuntimeError:
+            failures -= 1
+            continue
+        for event in events:
+            if event.token_id is not None:
+                found[event.request_id].append(event.token_id)
+    assert failures == 0
+    return list(found.values())
+
+
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
 PROMPTS = make_prompts([40, 3, 25, 1, 17, 40])
 
@@ -65,6 +81,13 @@ def test_sampled_outputs_do_not_depend_on_chunks_company_or_overlap(network: Any
     ):
         with make_engine(network, **settings) as engine:
             assert outputs(engine, PROMPTS, SAMPLED) == expected, settings
+    known = [KnownOutput(tokens[:7]) for tokens in expected]  # an earlier run has begun the answers
+    with make_engine(network, max_batch_tokens=32) as engine:
+        requests = [
+            Request(prompt_ids=prompt, params=SAMPLED, known=[begin])
+            for prompt, begin in zip(PROMPTS, known, strict=True)
+        ]
+        assert tokens_of(engine, [engine.add_request(request) for request in requests]) == expected
 
 
 def test_a_second_turn_computes_only_what_is_new(engine: SteppingEngine) -> None:
@@ -78,30 +101,22 @@ def test_a_second_turn_computes_only_what_is_new(engine: SteppingEngine) -> None
         assert outputs(plain, [second], SamplingParams(max_tokens=4)) == [list(completion.token_ids)]
 
 
-def test_samples_of_a_prompt_share_its_state(engine: SteppingEngine) -> None:
-    """Guards `n`: the outputs of a prompt wait for its snapshot, and do not compute it again."""
-    [prompt] = make_prompts([50])
-    [completion] = generate(engine, [prompt], replace(SAMPLED, n=4))
-    assert len(completion.choices) == 4 and len({tuple(choice.token_ids) for choice in completion.choices}) > 1
-    computed = engine.scheduler.num_prompt_tokens - engine.scheduler.num_cached_tokens
-    assert computed == 50 + 3 * (50 - 48)
-
-
-def test_rows_with_a_common_beginning_compute_it_once(engine: SteppingEngine) -> None:
-    """Guards against a hit rate of 0: snapshots must not all fall into what is each row's own."""
-    shared, *tails = make_prompts([40, 9, 9, 9, 9, 9])
-    [first], rest = outputs(engine, [shared + tails[0]], SAMPLED), [shared + tail for tail in tails[1:]]
-    assert first
-    outputs(engine, rest[:1], SAMPLED)  # the second that begins so leaves a snapshot at the end of what is shared
-    for completion in generate(engine, rest[1:], SAMPLED):
-        assert completion.usage.cached_tokens == 40
-
-
-def test_a_batch_with_a_common_beginning_computes_it_once(engine: SteppingEngine) -> None:
-    """Guards `run` with a system prompt: rows that arrive together wait until the first has computed it."""
-    shared, *tails = make_prompts([64, 5, 5, 5, 5])
+def test_a_common_beginning_is_computed_once(engine: SteppingEngine) -> None:
+    """Guards against a hit rate of 0: snapshots must not all fall into what is each row's own, and rows or outputs that
+    arrive together wait until the first has computed what they share.
+    """
+    shared, alone, *tails = make_prompts([64, 40, 5, 5, 5, 5])
     completions = generate(engine, [shared + tail for tail in tails], SAMPLED)
     assert [completion.usage.cached_tokens for completion in completions] == [0, 64, 64, 64]
+    for tail in tails[:2]:  # the second that begins so leaves a snapshot at the end of what is shared
+        outputs(engine, [alone + tail], SAMPLED)
+    for tail in tails[2:]:
+        assert generate(engine, [alone + tail], SAMPLED)[0].usage.cached_tokens == 40
+    before = engine.scheduler.num_prompt_tokens - engine.scheduler.num_cached_tokens
+    [completion] = generate(engine, make_prompts([50], seed=2), replace(SAMPLED, n=4))
+    assert len(completion.choices) == 4 and len({tuple(choice.token_ids) for choice in completion.choices}) > 1
+    computed = engine.scheduler.num_prompt_tokens - engine.scheduler.num_cached_tokens - before
+    assert computed == 50 + 3 * (50 - 48)
 
 
 def test_a_step_that_fails_is_computed_from_states_that_it_has_not_touched(
@@ -121,18 +136,7 @@ def test_a_step_that_fails_is_computed_from_states_that_it_has_not_touched(
             return logits
 
         monkeypatch.setattr(failing.runner, "forward", fails_sometimes)
-        rows = {failing.add(prompt, SAMPLED): [] for prompt in PROMPTS[:3]}  # type: dict[int, list[int]]
-        failures = 0
-        while failing.has_work:
-            try:
-                events = failing.step()
-            except RuntimeError:
-                failures += 1
-                continue
-            for event in events:
-                if event.request_id is not None and event.token_id is not None:
-                    rows[event.request_id].append(event.token_id)
-        assert failures == 3 and list(rows.values()) == expected
+        assert tokens_of(failing, [failing.add(prompt, SAMPLED) for prompt in PROMPTS[:3]], failures=3) == expected
 
 
 def test_states_can_be_kept_in_half_the_memory(hybrid: Any) -> None:
@@ -190,20 +194,3 @@ def test_a_model_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(recurrent.StateView, "get_recurrent_state", lambda self, layer_idx, state_idx=0: None)
     with pytest.raises(ModelError, match="differs from its own"):
         checked_model(make_architecture(HYBRID))
-
-
-def test_outputs_go_on_after_known_tokens(hybrid: Any) -> None:
-    """Guards answers that an earlier run has begun: their state, computed again, goes on like the first one."""
-    with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200) as engine:
-        expected = outputs(engine, PROMPTS, SAMPLED)
-    with make_engine(hybrid, max_batch_tokens=32, kv_blocks=200) as engine:
-        numbers = {
-            engine.add_request(Request(prompt_ids=prompt, params=SAMPLED, known=[KnownOutput(output[:7])])): at
-            for at, (prompt, output) in enumerate(zip(PROMPTS, expected, strict=True))
-        }
-        found: list[list[int]] = [[] for _ in PROMPTS]
-        while engine.has_work:
-            for event in engine.step():
-                assert event.request_id is not None and event.token_id is not None
-                found[numbers[event.request_id]].append(event.token_id)
-    assert found == expected

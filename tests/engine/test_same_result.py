@@ -22,6 +22,7 @@ from tests.support.chat_harness import ChatHarness, reply_of
 from tests.support.chat_templates import DEEPSEEK_R1, LLAMA3, MISTRAL_LIST, QWEN3
 from tests.support.model_folder import make_tokenizer, save_model
 from tests.support.rows import without_check, write_rows
+from tests.support.samples import sampled
 from tests.support.tiny_models import make_network
 from tests.support.tool_calls import tool
 
@@ -118,7 +119,7 @@ def rows_of(family: Family) -> list[dict[str, Any]]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name == "Qwen" else pytest.mark.slow) for name in FAMILIES],
+    params=sampled(FAMILIES, 1, keep=["Qwen"]),
 )
 def family(request: pytest.FixtureRequest) -> Family:
     pytest.importorskip("llguidance", reason="the extra `structured` is not installed")

@@ -152,12 +152,6 @@ def test_what_cannot_be_scored_has_an_error(arguments: tuple[Any, ...], message:
     assert error.code == "invalid_row" and str(error).startswith(message)
 
 
-def test_one_text_has_several_continuations(engine: Engine) -> None:
-    """Guards the choice between continuations, each of which is scored as if it were alone."""
-    several = engine.score("hello", [" world", " there"])
-    assert several == [engine.score("hello", " world"), engine.score("hello", " there")]
-
-
 @pytest.mark.parametrize("top", [21, -1, "a", 1.5])
 def test_wrong_numbers_of_alternatives_raise(top: Any, engine: Engine) -> None:
     """Guards `top`."""

@@ -28,7 +28,7 @@ from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
 from tests.support.generation import generate
 from tests.support.shared_engine import CONFIG, LONG, SHORT, SharedEngineStress, check_idle, new_engine
-from tests.support.tiny_models import loaded, make_network, make_prompts
+from tests.support.tiny_models import loaded, make_network
 
 
 def alone(prompt: list[int], params: SamplingParams = SHORT) -> Sequence[int]:
@@ -71,17 +71,6 @@ def wait_for_tokens(engine: Engine, count: int = 1) -> None:
         time.sleep(0.001)
 
 
-# What users tried first.
-
-
-def test_six_threads_generate_at_once(engine: Engine) -> None:
-    """Guards calls from several threads: none fails, and each gets its own result."""
-    prompts = make_prompts([3, 9, 14, 5, 7, 2])
-    calls = [lambda prompt=prompt: [engine.generate(prompt, SHORT).token_ids for _ in range(4)] for prompt in prompts]
-    assert run_together(*calls) == [[alone(prompt)] * 4 for prompt in prompts]
-    check_idle(engine)
-
-
 @pytest.mark.slow
 def test_many_threads_use_an_engine_in_every_way(model_folder: Path) -> None:
     """Guards all of it at once: calls, streams, loops of asyncio, maps, cancelling and exceptions."""
@@ -109,17 +98,6 @@ def test_closing_ends_whoever_waits(slow_engine: Engine) -> None:
     )
     ended = [single, awaited, *several, *(one for one in streamed if one is not None)]
     assert [one.error.code for one in ended] == ["cancelled"] * 6
-
-
-def test_a_stream_may_close_its_engine(engine: Engine) -> None:
-    """Guards `close` in the loop of a stream: it ends with what was generated, and an error."""
-    events = []
-    for event in engine.stream([1, 2], LONG):
-        engine.close()
-        events.append(event)
-    assert 1 < len(events) < 140 and events[-1].error is not None and events[-1].error.code == "cancelled"
-    tokens = [event.token_id for event in events[:-1]]
-    assert tokens == alone([1, 2], LONG)[: len(tokens)]
 
 
 def test_requests_that_meet_a_close_end() -> None:
@@ -151,22 +129,6 @@ def test_requests_that_meet_a_close_end() -> None:
             for _ in range(num_submitted):
                 assert ends.get(timeout=20).finish_reason in ("length", "error")
             assert ends.empty() and not thread._requests and not core.has_work
-
-
-def test_everything_ends_even_if_the_end_fails(slow_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards callers against an exception in the middle of closing."""
-    monkeypatch.setattr(threading, "excepthook", lambda error: None)
-    monkeypatch.setattr(slow_engine.core, "cancel", lambda request_id: 1 / 0)
-
-    def close() -> None:
-        wait_for_tokens(slow_engine)
-        slow_engine.close()
-
-    done, _ = run_together(lambda: slow_engine.generate([1, 2], LONG), close)
-    assert done.error.code == "cancelled"
-    with pytest.raises(EngineError, match="closed"):
-        slow_engine.generate([1, 2])
-    assert slow_engine.core.runner.is_closed
 
 
 def test_a_signal_handler_may_close_the_engine(slow_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,18 +205,11 @@ def interrupted(engine: Engine, tokens: int) -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def test_an_interrupted_call_frees_the_cache(slow_engine: Engine) -> None:
-    """Guards Ctrl-C in `generate`: it arrives at once, the requests are cancelled, and the engine goes on."""
+@pytest.mark.parametrize("use", [Engine.generate, lambda *call: list(Engine.stream(*call))], ids=["call", "stream"])
+def test_an_interrupted_call_frees_the_cache(use: Callable[..., Any], slow_engine: Engine) -> None:
+    """Guards Ctrl-C: it arrives at once, the requests are cancelled, and the engine goes on."""
     with interrupted(slow_engine, tokens=4):
-        slow_engine.generate([[1, 2], [3]], LONG)
-    assert slow_engine.generate([1, 2], SHORT).token_ids == alone([1, 2])
-
-
-def test_an_interrupted_stream_frees_the_cache(slow_engine: Engine) -> None:
-    """Guards Ctrl-C while a loop waits for an event, even if the traceback with the stream is kept."""
-    with interrupted(slow_engine, tokens=4):
-        for _ in slow_engine.stream([[1, 2], [3]], LONG):
-            pass
+        use(slow_engine, [[1, 2], [3]], LONG)
     assert slow_engine.generate([1, 2], SHORT).token_ids == alone([1, 2])
 
 

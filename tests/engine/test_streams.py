@@ -8,12 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from cbatch.api import Engine
 from cbatch.base.params import SamplingParams
@@ -21,15 +18,9 @@ from cbatch.engine.streams import AsyncStream, Stream
 from cbatch.requests.output_processor import StreamEvent
 from tests.support.shared_engine import (
     LONG,
-    PER_REQUEST,
     SHORT,
-    Outcome,
-    StreamChecker,
-    alive,
     check_idle,
     new_engine,
-    outcome,
-    still_alive,
 )
 from tests.support.tiny_models import make_prompts, no_collector
 
@@ -57,41 +48,6 @@ def slow_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Eng
     monkeypatch.setattr(engine.core.runner, "forward", lambda batch: (time.sleep(0.01), forward(batch))[1])
     yield engine
     assert engine.stats().num_tokens - before < 140
-
-
-class Blocked(NamedTuple):
-    """An engine whose steps wait until the end of the test."""
-
-    engine: Engine
-    is_reached: threading.Event
-
-
-@pytest.fixture
-def blocked_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocked]:
-    forward, is_reached, may_go_on = engine.core.runner.forward, threading.Event(), threading.Event()
-
-    def wait(batch: Any) -> Any:
-        is_reached.set()
-        assert may_go_on.wait(60)
-        return forward(batch)
-
-    monkeypatch.setattr(engine.core.runner, "forward", wait)
-    yield Blocked(engine, is_reached)
-    may_go_on.set()
-
-
-@pytest.fixture(scope="module")
-def tokens() -> Callable[[list[int]], list[int]]:
-    """The tokens that a prompt gets alone."""
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def tokens_of(prompt: list[int]) -> list[int]:
-        if tuple(prompt) not in known:
-            with new_engine() as made:
-                known[tuple(prompt)] = list(made.generate(prompt, WHOLE).token_ids)
-        return known[tuple(prompt)]
-
-    return tokens_of
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -150,21 +106,39 @@ def test_an_idle_engine_holds_no_request(engine: Engine) -> None:
         assert reader() is None
 
 
-def test_closing_a_stream_wakes_its_reader(blocked_engine: Blocked) -> None:
-    """Guards a thread that waits for an event of a stream which another thread closes."""
-    stream, events = blocked_engine.engine.stream([1, 2], LONG), list[StreamEvent]()
+def test_closing_a_stream_wakes_its_reader(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a thread or a task that waits for an event of a stream which another one closes."""
+    forward, is_reached, may_go_on = engine.core.runner.forward, threading.Event(), threading.Event()
+
+    def blocked(batch: Any) -> Any:
+        is_reached.set()
+        assert may_go_on.wait(60)
+        return forward(batch)
+
+    async def main() -> None:
+        waited = engine.astream([1, 2], LONG)
+        task = asyncio.create_task(rest_of(waited))
+        await asyncio.sleep(0.02)
+        await waited.aclose()
+        assert await task == []
+
+    monkeypatch.setattr(engine.core.runner, "forward", blocked)
+    stream, events = engine.stream([1, 2], LONG), list[StreamEvent]()
     reader = threading.Thread(target=lambda: events.extend(stream), daemon=True)
     reader.start()
-    assert blocked_engine.is_reached.wait(20)
+    assert is_reached.wait(20)
     time.sleep(0.02)  # now it waits
     stream.close()
     reader.join(timeout=20)
     assert not reader.is_alive() and not events
+    run(main())
+    may_go_on.set()
 
 
-def test_threads_share_the_events_of_a_stream(engine: Engine, tokens: Callable[[list[int]], list[int]]) -> None:
-    """Guards a stream that several threads read: each event goes to one of them, and all of them come to an end."""
+def test_threads_share_the_events_of_a_stream(engine: Engine) -> None:
+    """Guards a stream that several threads or tasks read: each event goes to one of them, and all come to an end."""
     prompts = make_prompts([5, 9])
+    alone = [list(one.token_ids) for one in engine.generate(prompts, WHOLE)]
     stream, events = engine.stream(prompts, WHOLE), list[StreamEvent]()
     readers = [threading.Thread(target=lambda: events.extend(iter(stream)), daemon=True) for _ in range(4)]
     for reader in readers:
@@ -174,7 +148,13 @@ def test_threads_share_the_events_of_a_stream(engine: Engine, tokens: Callable[[
     assert not any(reader.is_alive() for reader in readers)
     assert sorted(event.index for event in events) == [0] * 40 + [1] * 40
     done = {event.index: event.completion for event in events if event.completion is not None}
-    assert [list(done[index].token_ids) for index in (0, 1)] == [tokens(prompt) for prompt in prompts]
+    assert [list(done[index].token_ids) for index in (0, 1)] == alone
+
+    async def main() -> list[list[StreamEvent]]:
+        stream = engine.astream(prompts, WHOLE)
+        return await asyncio.gather(*[rest_of(stream) for _ in range(3)])
+
+    assert sorted(event.index for read in run(main()) for event in read) == [0] * 40 + [1] * 40
 
 
 def test_a_stream_keeps_its_engine() -> None:
@@ -272,33 +252,8 @@ def test_cancelling_a_call_cancels_its_requests(
     assert (engine.stats().num_tokens == before) == (when == "encoding")
 
 
-def test_closing_an_async_stream_wakes_its_reader(blocked_engine: Blocked) -> None:
-    """Guards a task that waits for an event of a stream which another task closes."""
-
-    async def main() -> None:
-        stream = blocked_engine.engine.astream([1, 2], LONG)
-        task = asyncio.create_task(rest_of(stream))
-        assert await asyncio.to_thread(blocked_engine.is_reached.wait, 20)
-        await asyncio.sleep(0.02)
-        await stream.aclose()
-        assert await task == []
-
-    run(main())
-
-
 async def rest_of(stream: AsyncIterator[StreamEvent]) -> list[StreamEvent]:
     return [event async for event in stream]
-
-
-def test_tasks_share_the_events_of_a_stream(engine: Engine) -> None:
-    """Guards a stream that several tasks read from its beginning: the requests run once, and all tasks end."""
-
-    async def main() -> list[list[StreamEvent]]:
-        stream = engine.astream([[1, 2], [3]], WHOLE)
-        return await asyncio.gather(*[rest_of(stream) for _ in range(3)])
-
-    events = [event for read in run(main()) for event in read]
-    assert sorted(event.index for event in events) == [0] * 40 + [1] * 40
 
 
 def test_a_loop_that_is_closed_early_cancels_its_requests(slow_engine: Engine) -> None:
@@ -313,106 +268,3 @@ def test_a_loop_that_is_closed_early_cancels_its_requests(slow_engine: Engine) -
     loop.close()
     check_idle(slow_engine, within_s=1)
     assert not stream._is_closed
-
-
-# Interleavings.
-
-REQUESTS: list[dict[str, Any]] = [
-    {
-        "prompt_token_ids": prompt,
-        "max_tokens": 3 + number,
-        "n": 1 + number % 2,
-        "seed": number,
-        "temperature": number % 3,
-    }
-    for number, prompt in enumerate(make_prompts([5, 9, 3, 17, 30, 1]))
-]
-REQUESTS += [{"prompt_token_ids": []}, {"prompt_token_ids": [1], "max_tokens": 40}]
-several = st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=3)
-which = st.integers(0, 5)
-
-
-class StreamMachine(RuleBasedStateMachine):
-    """Streams and calls on one thread, in any order; each result must be the one that the request gets alone."""
-
-    engine: Engine
-    alone: list[Outcome]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.streams: list[tuple[Any, StreamChecker, list[Outcome]]] = []
-        self.loop = asyncio.new_event_loop()
-
-    def _add(self, stream: Any, numbers: list[int]) -> None:
-        self.streams.append((stream, StreamChecker(), [self.alone[number] for number in numbers]))
-
-    def _next(self, stream: Any) -> StreamEvent | None:
-        return next(stream, None) if isinstance(stream, Stream) else self.loop.run_until_complete(anext(stream, None))
-
-    @rule(numbers=several)
-    def open_stream(self, numbers: list[int]) -> None:
-        self._add(self.engine.stream([REQUESTS[number] for number in numbers]), numbers)
-
-    @rule(numbers=several)
-    def open_async_stream(self, numbers: list[int]) -> None:
-        self._add(self.engine.astream([REQUESTS[number] for number in numbers]), numbers)
-
-    @precondition(lambda self: self.streams)
-    @rule(at=which, count=st.integers(1, 12))
-    def read(self, at: int, count: int) -> None:
-        stream, checker, _ = self.streams[at % len(self.streams)]
-        for _ in range(count):
-            if (event := self._next(stream)) is not None:
-                checker.take(event)
-
-    @precondition(lambda self: self.streams)
-    @rule(at=which)
-    def drop(self, at: int) -> None:
-        self.streams.pop(at % len(self.streams))
-
-    @precondition(lambda self: self.streams)
-    @rule(at=which)
-    def close(self, at: int) -> None:
-        stream = self.streams.pop(at % len(self.streams))[0]
-        if isinstance(stream, Stream):
-            stream.close()
-        else:
-            self.loop.run_until_complete(stream.aclose())
-        assert self._next(stream) is None
-
-    @rule(numbers=several)
-    def generate(self, numbers: list[int]) -> None:
-        done = self.engine.generate([REQUESTS[number] for number in numbers])
-        assert [outcome(one) for one in done] == [self.alone[number] for number in numbers]
-
-    @rule(numbers=several)
-    def agenerate(self, numbers: list[int]) -> None:
-        done = self.loop.run_until_complete(self.engine.agenerate([REQUESTS[number] for number in numbers]))
-        assert [outcome(one) for one in done] == [self.alone[number] for number in numbers]
-
-    def teardown(self) -> None:
-        for stream, checker, expected in self.streams:
-            while (event := self._next(stream)) is not None:
-                checker.take(event)
-            assert checker.outcomes() == expected
-        self.streams.clear()
-        check_idle(self.engine)
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
-
-
-@pytest.mark.parametrize("examples", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_any_order_of_streams_and_calls(engine: Engine, examples: int) -> None:
-    """Guards each result against whatever else is asked for meanwhile, and in which order it is read."""
-    before = alive(*PER_REQUEST)
-    with new_engine() as other:
-        StreamMachine.alone = [outcome(other.generate(request)) for request in REQUESTS]
-    StreamMachine.engine = engine
-    run_state_machine_as_test(
-        StreamMachine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
-    held = still_alive(*PER_REQUEST, before=before)
-    assert not held, f"somebody still holds {held}"

@@ -24,24 +24,33 @@ from cbatch.cli.main import LazyGroup, run_command
 from cbatch.engine import streams
 from cbatch.engine.stepping_engine import SteppingEngine
 from cbatch.engine.thread import EngineThread
+from cbatch.model.loader import LoadedModel
 from cbatch.requests.completion import Choice, Completion
 from cbatch.requests.input_processor import InputProcessor
 from cbatch.requests.output_processor import OutputProcessor
 from cbatch.validation.validation import Validation
 from tests.support.faults import TIMEOUT_S, Fault, Panic, in_time
 from tests.support.queued_requests import queued
+from tests.support.samples import sampled
 
 FAULTS = [Panic("boom"), MemoryError("boom"), ValueError("boom")]
+WORST = sampled(FAULTS, 1, keep=FAULTS[:1])
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder: Path) -> Iterator[LoadedModel]:
+    with Engine(EngineConfig(model=str(model_folder), device="cpu")) as made:
+        yield made.loaded
 
 
 @pytest.fixture
-def engine(model_folder: Path) -> Iterator[Engine]:
-    with Engine(EngineConfig(model=str(model_folder), device="cpu", max_seqs=4)) as made:
+def engine(loaded: LoadedModel) -> Iterator[Engine]:
+    with Engine(EngineConfig(device="cpu", max_seqs=4), loaded=loaded) as made:
         yield made
 
 
 PLACES: dict[str, tuple[type, str, bool]] = {
-    "the reader, encoding": (InputProcessor, "_prompt_ids", False),
+    "the reader, encoding": (InputProcessor, "encode", False),
     "the reader, before the row": (LineProcessor, "process", False),
     "the reader, submitting": (EngineStream, "_submit", False),
     "the engine's thread, adding": (SteppingEngine, "add_request", False),
@@ -54,7 +63,7 @@ PLACES: dict[str, tuple[type, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", WORST, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_ends_whatever_a_thread_raises(
     place: str, error: BaseException, engine: Engine, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +86,7 @@ def test_a_run_ends_whatever_a_thread_raises(
     assert ended is not None or sorted(written) == list(range(6))
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", WORST, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", ["the engine's thread, stepping", "the engine's callback, always"])
 def test_the_callers_of_an_engine_are_told(
     place: str, error: BaseException, engine: Engine, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +109,7 @@ def test_the_callers_of_an_engine_are_told(
         assert "boom" in str(ended if isinstance(ended, EngineError) else ended.error)
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", WORST, ids=lambda error: type(error).__name__)
 def test_a_round_that_breaks_ends_its_row(error: BaseException) -> None:
     """Guards rows whose tools run or whose answers are checked, on threads whose errors nobody sees otherwise."""
     asked: list[Any] = []

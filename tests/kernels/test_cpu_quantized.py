@@ -20,15 +20,12 @@ from cbatch.kernels.cpu.matmul.formats import (
     OFFSETS,
     matrix_bytes,
     pack_integers,
-    pack_weight,
     unpack_column,
 )
 from cbatch.kernels.cpu.matmul.linear import ADD, WRITE, PackedMatrix, new_linear_workspace
 from cbatch.kernels.cpu.matmul.quantized import quantize_row, quantized_row_bytes
 from cbatch.kernels.cpu.work_queue import Worker
 from cbatch.kernels.formats import (
-    BFLOAT16,
-    FLOAT32,
     GROUP,
     INT4,
     INT4_ZEROS,
@@ -40,6 +37,7 @@ from cbatch.kernels.formats import (
     quantized,
 )
 from tests.support.kernels import callable_kernel, lone_worker
+from tests.support.samples import sampled
 
 pytestmark = pytest.mark.kernels
 
@@ -100,25 +98,31 @@ def multiply(
     return out[:, :COLUMNS]
 
 
-@pytest.fixture(params=["avx512", "256 bits", "any processor"])
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The loops of this processor, and those of ones that have less, compiled anew."""
-    if request.param != "avx512":
+SETS = "avx512", "256 bits", "any processor"
+
+
+@pytest.fixture(params=sampled(product(SETS, QUANTIZED), 8, keep=[(SETS[0], kind) for kind in QUANTIZED]), ids=str)
+def kind_of_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A format by the loops of this processor, or by those of one that has less, compiled anew."""
+    instructions, kind = request.param
+    if instructions != "avx512":
         monkeypatch.setattr(loops, "HAS_VNNI", False)
-        monkeypatch.setattr(loops, "HAS_VNNI_256", request.param == "256 bits" and jit.HAS_VNNI_256)
+        monkeypatch.setattr(loops, "HAS_VNNI_256", instructions == "256 bits" and jit.HAS_VNNI_256)
         monkeypatch.setattr(loops, "ROW_COUNTS", (1, 2))
         monkeypatch.setattr(loops, "MAX_ROWS", 2)
-        kept = {name: width for name, width in loops._LOOKUPS.items() if width == 32 and request.param == "256 bits"}
+        kept = {name: width for name, width in loops._LOOKUPS.items() if width == 32 and instructions == "256 bits"}
         monkeypatch.setattr(loops, "_LOOKUPS", kept)
         monkeypatch.setattr(jit, "_keep", lambda *_: None)
     loops.quantized_address.cache_clear()
-    yield
+    yield kind
     loops.quantized_address.cache_clear()
 
 
-@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: CPU_FORMATS[kind])
-def test_products(kind: int, instructions: None) -> None:
-    """Guards every instruction set, depths that end within a block or a group, and every number of rows."""
+def test_products(kind_of_loops: int) -> None:
+    """Guards every instruction set, depths that end within a block or a group, every number of rows, and columns that
+    are read back.
+    """
+    kind = kind_of_loops
     for depth, left_bytes in product((16, 80, 336), (1, 2)):
         packed, numbers = draw(kind, depth)
         assert packed.nbytes == matrix_bytes(kind, COLUMNS, depth)
@@ -128,6 +132,10 @@ def test_products(kind: int, instructions: None) -> None:
         assert (np.abs(found - expected) / sizes).max() < (8e-3 if left_bytes == 1 else 3e-5)
         for rows in range(1, 14):
             assert np.array_equal(multiply(a[:rows].copy(), packed, kind, left_bytes), found[:rows])
+        for column in (0, 15, 16, 33, COLUMNS - 1):
+            out = np.full(depth, np.nan, np.float32)
+            unpack(packed, 0, kind, column, np.float32(2), out)
+            assert np.allclose(out, 2 * numbers[column], rtol=1e-6)
         before = np.ones((29, PADDED), np.float32)
         assert np.allclose(multiply(a, packed, kind, left_bytes, before), found + 1, rtol=1e-5, atol=1e-4)
 
@@ -190,31 +198,6 @@ def test_rows_as_integers(kind: int, left_bytes: int) -> None:
             else:
                 assert group[-4:].view(np.int32)[0] == -OFFSETS[kind] * total
         assert (memory[len(padded) * size :] == 0xAA).all()
-
-
-def test_wrong_scales_are_seen() -> None:
-    """Guards the comparisons above: scales of the neighbouring group would be noticed."""
-    integers = np.random.default_rng(0).integers(0, 16, (COLUMNS, 64))
-    a, scales = rows_of(3, 64), np.tile([1.0, 2.0], (COLUMNS, 1))
-    right = multiply(a, packed_of(INT4, integers, scales), INT4, 1)
-    wrong = multiply(a, packed_of(INT4, integers, scales[:, ::-1]), INT4, 1)
-    assert np.abs(right - wrong).max() > 0.5
-
-
-@pytest.mark.parametrize("kind", range(len(CPU_FORMATS)), ids=CPU_FORMATS)
-def test_columns_that_are_read_back(kind: int) -> None:
-    """Guards embeddings that are read from a packed head, in every format."""
-    if kind in (FLOAT32, BFLOAT16):
-        given = np.random.default_rng(0).standard_normal((COLUMNS, 64), dtype=np.float32)
-        weight = given if kind == FLOAT32 else bfloat16(given)
-        packed, numbers = pack_weight(weight), given if kind == FLOAT32 else as_float(weight)
-    else:
-        packed, numbers = draw(kind, 64)
-    memory = np.concatenate([np.zeros(128, np.uint8), packed])
-    for column in (0, 15, 16, 33, COLUMNS - 1):
-        out = np.full(64, np.nan, np.float32)
-        unpack(memory, 128, kind, column, np.float32(2), out)
-        assert np.allclose(out, 2 * numbers[column], rtol=1e-6)
 
 
 def test_scales_that_float16_does_not_have() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from cbatch.model.ops.selective_scan import SelectiveScan
 from scripts.gpu.bound_kernels import BoundKernels, convolution, delta_rule, scan
 from tests.support.cuda_model import DEVICE
 from tests.support.kernels import draw
+from tests.support.samples import sampled
 
 pytest.importorskip("triton", reason="the kernels for a GPU need Triton")
 
@@ -144,32 +146,23 @@ def scan_heads(heads: int, head_dim: int, groups: int, state_size: int, **limits
     return scan(heads, head_dim, groups, state_size, decay, bias, skip, **limits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", STEPS)
-def test_gated_delta(name: str, dtype: torch.dtype) -> None:
-    """Guards the rule in steps of all kinds: slots, padding, snapshots, heads that share keys, columns of a buffer."""
-    tokens = rows_of(STEPS[name])
-    run, state = delta_case(delta_heads(1, 2, 12, 20), tokens, dtype, dtype)
-    check(run, STEPS[name], state, blank(tokens, 40, dtype))
+CASES: dict[str, Callable[[int, torch.dtype], tuple[Run, Tensor]]] = {
+    "gated delta": lambda tokens, dtype: delta_case(delta_heads(2, 4, 8, 10), tokens, dtype, dtype),
+    "scan": lambda tokens, dtype: scan_case(scan_heads(4, 10, 2, 24, step_min=0.2, step_max=2.0), tokens, dtype, dtype),
+    "convolution": lambda tokens, dtype: convolution_case(40, 4, tokens, dtype, dtype),
+    "plain convolution": lambda tokens, dtype: convolution_case(40, 3, tokens, dtype, dtype, plain=True),
+}
+"""With heads that share keys, or B and C, and with limits of the steps of a scan."""
+EVERY = list(product(CASES, STEPS, DTYPES))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", STEPS)
-def test_selective_scan(name: str, dtype: torch.dtype) -> None:
-    """Guards the scan in steps of all kinds, with limits of its steps, and heads that share B and C."""
-    tokens = rows_of(STEPS[name])
-    run, state = scan_case(scan_heads(4, 10, 2, 24, step_min=0.2, step_max=2.0), tokens, dtype, dtype)
-    check(run, STEPS[name], state, blank(tokens, 40, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize(("channels", "kernel", "plain"), [(40, 4, False), (300, 3, True)])
-def test_convolution(channels: int, kernel: int, plain: bool, name: str, dtype: torch.dtype) -> None:
-    """Guards what tokens see of the state and of their chunk, chunks shorter than the kernel, gates and biases."""
-    tokens = rows_of(STEPS[name])
-    run, state = convolution_case(channels, kernel, tokens, dtype, dtype, plain=plain)
-    check(run, STEPS[name], state, blank(tokens, channels, dtype))
+@pytest.mark.parametrize("way", sampled(EVERY, 30, keep=[way for way in EVERY if way[2] == torch.float32]), ids=str)
+def test_equals_torch(way: tuple[str, str, torch.dtype]) -> None:
+    """Guards steps of all kinds: slots, padding, snapshots, columns of a buffer, chunks shorter than a kernel."""
+    name, steps, dtype = way
+    tokens = rows_of(STEPS[steps])
+    run, state = CASES[name](tokens, dtype)
+    check(run, STEPS[steps], state, blank(tokens, 40, dtype))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (80, 96), (128, 80), (256, 40)])
@@ -219,13 +212,6 @@ def test_gated_norm(groups: int, size: int, gate_first: bool, dtype: torch.dtype
     for ops, out in ((BoundKernels(by_triton(DEVICE)), found), (BoundKernels(by_torch()), expected)):
         ops.gated_norm(source, gate, norm, groups, out, gate_first=gate_first)
     torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-
-
-CASES: dict[str, Callable[[int, torch.dtype], tuple[Run, Tensor]]] = {
-    "gated delta": lambda tokens, dtype: delta_case(delta_heads(2, 4, 8, 10), tokens, dtype, dtype),
-    "scan": lambda tokens, dtype: scan_case(scan_heads(4, 10, 2, 8), tokens, dtype, dtype),
-    "convolution": lambda tokens, dtype: convolution_case(40, 4, tokens, dtype, dtype),
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,6 @@ def prepare() -> None:
     """Applies all patches; does nothing if kernels are not interpreted."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         patch_loops()
-        patch_calls()
         patch_language_once()
         patch_types()
         patch_operations()
@@ -71,27 +70,6 @@ def patch_language_once() -> None:
 
     patch_once.is_once = True  # type: ignore[attr-defined]
     interpreter._patch_lang = patch_once
-
-
-def patch_calls() -> None:
-    """Lets a call in a kernel go to the function itself: the interpreter sorts its arguments twice before."""
-    from triton.runtime import interpreter
-
-    checked = interpreter.tl.core.builtin(lambda: None).__code__
-
-    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
-        function = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            options["_semantic"] = interpreter.interpreter_semantic
-            return function(*arguments, **options)
-
-        if scope:
-            scope[0].set_attr(owner, name, call)
-        else:
-            setattr(owner, name, call)
-
-    interpreter._patch_attr = patch_attribute
 
 
 def patch_operations() -> None:
