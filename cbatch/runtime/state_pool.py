@@ -66,7 +66,8 @@ class StatePool:
         """Makes slots those of sequences without a token."""
         places = self._on_devices(slots)
         for tensor in self.tensors:
-            tensor.index_fill_(0, *places[tensor.device], 0)
+            (written,) = places[tensor.device]
+            tensor.index_fill_(0, written, 0)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots to slots; no target is a source."""
