@@ -1,4 +1,4 @@
-"""What the tests do on a machine with a GPU, on one without.
+"""Guards how tests run with a GPU, on a machine without one.
 
 `pytest -p tests.support.faked_gpu -m "not gpu"` shows more, and takes as long as the suite.
 """

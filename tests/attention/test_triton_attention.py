@@ -314,7 +314,7 @@ def test_buffers_serve_one_step_after_another(kind: str, window: int | None, inv
 
 
 def as_recorded(value: object) -> object:
-    """What a graph keeps of an argument. Activations have other addresses here; a graph gives them the same ones."""
+    """A graph's record of an argument. Activations have other addresses here; a graph gives them the same ones."""
     if not isinstance(value, Tensor):
         return value
     return value.data_ptr() if value.dtype == torch.int32 else value.shape
@@ -322,7 +322,7 @@ def as_recorded(value: object) -> object:
 
 @contextmanager
 def launches_of() -> Iterator[list[object]]:
-    """What attention launches: the kernels with their grids, and addresses and numbers that a graph would keep."""
+    """Launches of attention: the kernels with their grids, and addresses and numbers that a graph would keep."""
     seen: list[object] = []
     names = "_decode_kernel", "_combine_kernel", "_prefill_kernel"
 

@@ -1,4 +1,4 @@
-"""What sampling parameters take and hold, for programs and for type checkers: mypy reads this module, too.
+"""Values sampling parameters take and hold, for programs and type checkers: mypy reads this module, too.
 
 A wrong type has a comment that tells mypy to expect an error; mypy reports the comment if there is none.
 """

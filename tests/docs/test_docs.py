@@ -72,7 +72,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link into a page can lead to, as GitHub makes it of headings."""
+    """Targets of links into a page, as GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", text_without_blocks(page), re.MULTILINE)
     made = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
     before = [made[:place].count(anchor) for place, anchor in enumerate(made)]

@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "chat_tools.py"
 
 
 def calling(*arguments: str) -> Completion:
-    """What a model says that calls the example's function, once with each of these arguments."""
+    """A model's answer that calls the example's function, once with each of these arguments."""
     functions = [{"name": "temperature", "arguments": text} for text in arguments]
     calls = [{"id": f"call-{n}", "type": "function", "function": one} for n, one in enumerate(functions)]
     row = {"index": 0, "id": None, "text": "", "finish_reason": "tool_calls", "tool_calls": calls, "key": "k"}

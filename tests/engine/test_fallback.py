@@ -1,4 +1,4 @@
-"""What an engine steps down to when a kernel fails its check. Without a GPU, Triton's interpreter runs the kernels."""
+"""Fallbacks of an engine when a kernel fails its check. Without a GPU, Triton's interpreter runs the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests can ask for beyond text, on a real engine: log-probabilities, scores, several outputs, echo."""
+"""Requests for more than text, on a real engine: log-probabilities, scores, several outputs, echo."""
 
 from __future__ import annotations
 

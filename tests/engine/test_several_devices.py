@@ -59,7 +59,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def _move(module: Any, name: str, device: Any, value: Any = None, **_: Any) -> None:
-    """What accelerate does to a weight, without making a Parameter of it, which no tensor of the test's device is."""
+    """Moves a weight like accelerate, without making a Parameter of it, which no tensor of the test's device is."""
     parent, _dot, name = name.rpartition(".")
     module = module.get_submodule(parent)
     tensors = module._parameters if name in module._parameters else module._buffers

@@ -1,4 +1,4 @@
-"""What the engine takes and gives, for type checkers: mypy reads this module, and every call in it is made, too.
+"""Types that the engine takes and gives: mypy reads this module, and every call in it is made, too.
 
 A wrong type has a comment that tells mypy to expect an error; mypy reports the comment if there is none.
 """

@@ -1,4 +1,4 @@
-"""What runs in the processes of tests of sandboxes."""
+"""Code for the processes of tests of sandboxes."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_signals_to_all_are_for_the_parent(replica: Worker) -> None:
 def test_messages_come_line_by_line_with_the_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a library writes could control the terminal, fill it, or mix with the answers."""
+    """Guards against output that controls the terminal, fills it, or mixes with answers."""
     monkeypatch.setattr(worker, "MAX_LINES", 6)
     monkeypatch.setattr(worker, "MAX_LINE_BYTES", 10)
     with caplog.at_level(logging.WARNING, "cbatch"):

@@ -44,7 +44,7 @@ def make_linear(kind: str) -> Linear:
 
 
 def added_to(product: Tensor, a: Tensor, numbers: np.ndarray[Any, Any], kind: str) -> Tensor:
-    """What the kernels make of a product: `plain` columns from 20 on, or `gated`, with gates and ups by turns."""
+    """Adds to a product with the kernels: `plain` columns from 20 on, or `gated`, with gates and ups by turns."""
     one, generator = make_linear(kind), torch.Generator().manual_seed(3)
     places = [(20, 300), (320, 270)] if kind == "plain" else [(0, 300), (300, 300)]
     sites = [

@@ -31,7 +31,7 @@ LEVELS = np.array([code % 8 * 2.0**-9 if code < 8 else (8 + code % 8) * 2.0 ** (
 
 
 def plainly_rounded(source: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-    """What rows [T, depth] are rounded to, in units of their scales, and the scales [T, 1].
+    """Rounded rows [T, depth], in units of their scales, and the scales [T, 1].
 
     To the nearest number of e4m3, of two equally near ones to that with an even code.
     """

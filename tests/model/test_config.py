@@ -19,7 +19,7 @@ LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 48, "num_
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is read of a model before its weights are."""
+    """Files that are read before a model's weights."""
     folder = tmp_path_factory.mktemp("whole")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         (folder / name).write_text(json.dumps(LLAMA if name == "config.json" else {}))

@@ -100,7 +100,7 @@ def expected_of(network: Any) -> Tensor:
 
 
 def kinds_of(model: CudaModel) -> list[str]:
-    """What its matrices are kept as, if they are not numbers."""
+    """Formats of its matrices, if they are not numbers."""
     matrices = model._on_device.weights.matrices
     return [
         "float8" if isinstance(matrix, Float8Matrix) else FORMATS[matrix.format]

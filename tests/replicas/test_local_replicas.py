@@ -100,7 +100,7 @@ def test_kills_at_random_moments_change_nothing(
 
 
 def test_model_that_is_not_there_ends_the_start(batch: Batch, tmp_path: Path) -> None:
-    """What is wrong with a model is said in its own sentence, and not five times as a death."""
+    """Guards that a model's fault is said in its own sentence, not five times as a death."""
     config = EngineConfig(model=str(tmp_path / "none"), device="cpu")
     (tmp_path / "none").mkdir()
     with forked_replicas(), pytest.raises(ModelError, match=r"config\.json"):

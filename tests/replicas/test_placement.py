@@ -174,7 +174,7 @@ def test_device_that_is_named_is_one(machine: Callable[..., None], device: str) 
 def test_devices_that_cannot_be_used(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is wrong with a GPU is said once, before replicas start; it never turns into a slow run without a word."""
+    """Guards that a GPU's fault is said once, before replicas start, and never becomes a slow run without a word."""
     machine(["0", "1"])
     see_gpus(monkeypatch, tmp_path, ConfigError("Device 'cuda' cannot be used: no driver."))
     with pytest.raises(ConfigError, match="cannot be used: no driver"):

@@ -56,7 +56,7 @@ def wait_until_idle(engine: Engine) -> None:
 def exchange_until(
     replica: Replica, count: int, rows: Sequence[Line] = (), cancelled: Sequence[int] = ()
 ) -> list[FinishedRow]:
-    """What finishes from the exchange that gives these rows on: a quick row may come back at once."""
+    """Rows that finish from the exchange that gives these on: a quick row may come back at once."""
     found = replica.exchange(list(rows), list(cancelled), 0.0).finished
     for _ in range(600):
         if len(found) >= count:

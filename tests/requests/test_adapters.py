@@ -25,7 +25,7 @@ def call(**body: Any) -> dict[str, Any]:
 
 
 def request(fields: dict[str, Any], adapters: dict[str, str] = ADAPTERS, **params: Any) -> Any:
-    """What a line becomes: a request, or the completion of one that is refused."""
+    """Turns a line into a request, or the completion of one that is refused."""
     model = ModelInfo(
         tokenizer=None,
         default_params=SamplingParams(),

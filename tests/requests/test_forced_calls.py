@@ -110,7 +110,7 @@ def test_a_call_comes_after_the_reasoning(engine: SteppingEngine) -> None:
 
 
 BEGUN = {"<think>\nI should": True, "<think>\nhm\n</think>": False, "": False}
-"""What stands in a message that is continued, and whether it leaves reasoning open."""
+"""The text of a message that is continued, and whether it leaves reasoning open."""
 
 
 @pytest.mark.parametrize("engine", [QWEN3], ids=["Hermes"], indirect=True)

@@ -101,7 +101,7 @@ def shuffled(outputs: Sequence[list[TokenEvent]], seed: int) -> list[TokenEvent]
 def run(
     request: Request, tokenizer: ChatTokenizer | None, events: Sequence[TokenEvent]
 ) -> tuple[list[StreamEvent], Completion]:
-    """What a reader of the stream gets, and what one gets who waits for the end."""
+    """Results for a reader of the stream, and for one who waits for the end."""
     outputs, waiting = (OutputProcessor(request, tokenizer, frozenset([EOS])) for _ in range(2))
     read: list[StreamEvent] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""What is read about the processor."""
+"""Facts read about the processor."""
 
 from __future__ import annotations
 

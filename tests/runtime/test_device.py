@@ -1,4 +1,4 @@
-"""What is said on machines whose GPU, driver, torch or compiler is not as it should be. All of them are faked."""
+"""Messages on machines whose GPU, driver, torch or compiler is not as it should be. All of them are faked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps numba from compiling is said before a kernel needs it."""
+"""Reports of what keeps numba from compiling, before it is needed."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Run:
 
     @property
     def plain_seconds(self) -> float:
-        """What the same takes without drafts."""
+        """Time for the same without drafts."""
         return 300 * (self.fixed + self.per_token * len(self.sequences)) / 1e3
 
 

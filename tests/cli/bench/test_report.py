@@ -106,7 +106,7 @@ def test_what_is_missing_is_said() -> None:
 
 
 class Elements(HTMLParser):
-    """What a page is made of. Fails if its tags do not nest."""
+    """The parts of a page. Fails if its tags do not nest."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

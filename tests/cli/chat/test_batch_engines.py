@@ -1,4 +1,4 @@
-"""What computes the batches of a chat: its own engine, and replicas beside it from the first batch on."""
+"""The engines of a chat's batches: its own engine, and replicas beside it from the first batch on."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def values_of(name: str, *arguments: str) -> dict[str, Any]:
-    """What a command gets for its options, as the program reads them."""
+    """Values of a command's options, as the program reads them."""
     root = cli.make_context("cbatch", [name])
     command = cli.get_command(root, name)
     assert command is not None

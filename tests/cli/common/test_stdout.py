@@ -1,4 +1,4 @@
-"""What libraries print on stdout stays out of the output of a command."""
+"""Guards a command's output against what libraries print on stdout."""
 
 from __future__ import annotations
 

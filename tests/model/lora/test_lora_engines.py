@@ -94,7 +94,7 @@ def make_case(kind: str, folder: Path) -> Case:
 
 
 def run(engine: SteppingEngine, **params: Any) -> list[Any]:
-    """What each prompt is continued with, with each of NAMES, all at once."""
+    """Continues each prompt with each of NAMES, all at once."""
     asked = [SamplingParams(max_tokens=TOKENS, lora=name, **params) for name in NAMES for _ in PROMPTS]
     outputs = generate(engine, PROMPTS * len(NAMES), asked)
     engine.scheduler.check_integrity()
