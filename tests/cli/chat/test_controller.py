@@ -20,7 +20,6 @@ import pytest
 from cbatch.api import Engine
 from cbatch.base.config import EngineConfig
 from cbatch.base.errors import EngineError
-from cbatch.cli.chat.background_run import BackgroundRun
 from cbatch.cli.chat.commands.registry import FrontEnd, execute_line
 from cbatch.cli.chat.controller import ChatController, Variant
 from cbatch.cli.chat.engine_client import EngineClient
@@ -173,26 +172,6 @@ def test_an_engine_that_fails_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     harness.engine.close()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("in.jsonl", "needs an input file"),
-        ("in.jsonl -o", "requires an argument"),
-        ("in.jsonl -o out.jsonl --no-such", "No such option"),
-        ("in.jsonl -o out.jsonl --model x", "--model cannot be changed"),
-        ("in.jsonl -o out.jsonl --retry-errors", "needs --resume"),
-        ("in.jsonl -o /dev/null", "is not one"),
-        ("'in.jsonl", "No closing quotation"),
-        ("--help", "takes the options"),
-        ("~nobody-here/x -o y", "no such user"),
-    ],
-)
-def test_what_run_refuses(harness: ChatHarness, line: str, message: str) -> None:
-    """Guards `/run` against options that make no sense in a chat: they are refused at once."""
-    with pytest.raises(UserError, match=message):
-        BackgroundRun().start(harness.engine, line)
-
-
 def test_queued_messages_are_sent_in_order_and_can_be_taken_back(harness: ChatHarness) -> None:
     """Guards messages typed while a reply streams, and commands for the last turn at that moment."""
     controller = harness.make(params=LONG)
@@ -317,6 +296,15 @@ def test_saving_never_overwrites_another_session(harness: ChatHarness, tmp_path:
         ("/export", "missing: /export FILE"),
         ("/export s.md", "no message yet"),
         ("/lod", "did you mean /load"),
+        ("/run in.jsonl", "needs an input file"),
+        ("/run in.jsonl -o", "requires an argument"),
+        ("/run in.jsonl -o out.jsonl --no-such", "No such option"),
+        ("/run in.jsonl -o out.jsonl --model x", "--model cannot be changed"),
+        ("/run in.jsonl -o out.jsonl --retry-errors", "needs --resume"),
+        ("/run in.jsonl -o /dev/null", "is not one"),
+        ("/run 'in.jsonl", "No closing quotation"),
+        ("/run --help", "takes the options"),
+        ("/run ~nobody-here/x -o y", "no such user"),
     ],
 )
 def test_what_commands_refuse(harness: ChatHarness, tmp_path: Path, line: str, message: str) -> None:
@@ -464,17 +452,15 @@ ANSWER = {"text": "t", "state": "stop"}
 GOOD = {"cbatch_session": 1, "name": "n", "turns": [{"user": "u", "answers": [ANSWER]}]}
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 5000, b'{"cbatch_session": NaN}'], ids=len)
-def test_what_is_no_session_is_refused(data: bytes, tmp_path: Path) -> None:
-    """Guards `/load` against files of other kinds."""
-    (tmp_path / "s.json").write_bytes(data)
-    with pytest.raises(UserError, match=r"s\.json"):
-        read_session(tmp_path / "s.json")
-
-
 @pytest.mark.parametrize(
-    "change",
+    "data",
     [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 5000,
+        b'{"cbatch_session": NaN}',
         {"cbatch_session": 2},
         {"seed": True},
         {"params": {"temperature": "hot"}},
@@ -487,13 +473,14 @@ def test_what_is_no_session_is_refused(data: bytes, tmp_path: Path) -> None:
         {"prelude": [{"role": "user"}]},
         {"dropped": "many"},
     ],
+    ids=lambda data: str(data)[:40],
 )
-def test_a_damaged_session_is_refused_with_a_reason(change: dict[str, Any], tmp_path: Path) -> None:
-    """Guards the chat against files that anybody may have written, in every field that is used later."""
+def test_what_is_no_session_is_refused(data: bytes | dict[str, Any], tmp_path: Path) -> None:
+    """Guards `/load` against files of other kinds, and damage in every field that is used later."""
     path = tmp_path / "s.json"
     path.write_text(json.dumps(GOOD))
     assert read_session(path).turns[0].text == "u"
-    path.write_text(json.dumps(GOOD | change))
+    path.write_bytes(data if isinstance(data, bytes) else json.dumps(GOOD | data).encode())
     with pytest.raises(UserError, match=r"s\.json"):
         read_session(path)
 

@@ -165,7 +165,9 @@ def test_a_reader_that_goes_away_and_a_full_disk(runs: ForkServer, tmp_path: Pat
     assert run.code() == 3 and "No space left" in err.read_text()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
+)
 def test_signals(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> None:
     """Guards the exit codes of a chat in a pipeline that is interrupted in the middle of a reply."""
     text, out, err = (tmp_path / name for name in ("in", "out", "err"))

@@ -30,7 +30,11 @@ WHEEL_UP = "\x1b[<64;10;5M"
 
 @pytest.fixture(scope="module")
 def shared(runs: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
-    with Chat(runs, tmp_path_factory.mktemp("state"), "--no-history") as made:
+    folder = tmp_path_factory.mktemp("state")
+    editor = folder / "editor"
+    editor.write_text('#!/bin/sh\nsed -i s/lamp/tree/ "$1"\n')
+    editor.chmod(0o700)
+    with Chat(runs, folder, "--no-history", env={"EDITOR": str(editor)}) as made:
         yield made
 
 
@@ -233,9 +237,8 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def test_a_signal_ends_it_in_good_order(runs: ForkServer, tmp_path: Path, signum: int, code: int) -> None:
     """Guards messages and a partial reply against every signal, and the screen after it."""
     with Chat(runs, tmp_path, *LONG) as chat:
-        chat.say("Tell me a story about a cat named Tom.", "a cat named Tom. ", "running")
+        chat.ask_for_long("Tell me a story about a cat named Tom.")
         chat.say("Hello.", "(next) > Hello.")
-        chat.until(lambda: "1 main…" in chat.bar and chat.lines[2])
         chat.run.send(signum)
         chat.run.send(signal.SIGHUP)
         assert chat.ended() == code
@@ -254,15 +257,11 @@ def test_a_model_that_cannot_be_loaded(runs: ForkServer, tmp_path: Path) -> None
         assert "Traceback" not in chat.text
 
 
-def test_the_editor_changes_the_last_message(runs: ForkServer, tmp_path: Path) -> None:
+def test_the_editor_changes_the_last_message(chat: Chat) -> None:
     """Guards `/edit`: the screen comes back, and the new text replaces the old message."""
-    editor = tmp_path / "editor"
-    editor.write_text('#!/bin/sh\nsed -i s/lamp/tree/ "$1"\n')
-    editor.chmod(0o700)
-    with Chat(runs, tmp_path / "state", env={"EDITOR": str(editor)}) as chat:
-        chat.say("Spell the word lamp.", "l-a-m-p")
-        chat.say("/edit", "> Spell the word tree.", "t-r-e-e", gone="lamp")
-        chat.say("/set temperature 9999", "temperature must be a number")
+    chat.say("Spell the word lamp.", "l-a-m-p")
+    chat.say("/edit", "> Spell the word tree.", "t-r-e-e", gone="lamp")
+    chat.say("/set temperature 9999", "temperature must be a number")
 
 
 COLOURS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-9]|4[0-9]|9[0-7]|10[0-7])[;m]")
@@ -337,23 +336,23 @@ def test_a_draft_stays_in_its_session(runs: ForkServer, tmp_path: Path) -> None:
     assert json.loads(kept.read_text())["draft"] == "", "a draft that was cleared is back"
 
 
-def test_lines_and_pastes_are_edited(runs: ForkServer, tmp_path: Path) -> None:
+def test_lines_and_pastes_are_edited(chat: Chat, tmp_path: Path) -> None:
     """Guards the usual keys, the three ways to begin a new line, and pastes: long ones are folded, but sent whole."""
     lines = "\n".join(f"pasted line {number}" for number in range(40))
-    with Chat(runs, tmp_path, "--max-tokens", 3) as chat:
-        chat.send("one three", "main> one three")
-        chat.send(CTRL_LEFT + "two ", "main> one two three")
-        chat.send("\x05\nby Ctrl-J\\\rby a backslash\x1b\rby Alt-Enter")
-        chat.send("\x1b[200~\npasted\n/twice\x1b[201~")
-        chat.wait("one two three", "by Ctrl-J", "by a backslash", "by Alt-Enter", "pasted", "/twice")
-        assert not any(line.startswith("> ") for line in chat.lines), "it was sent"
-        chat.send("\r", "> one two three by Ctrl-J by a backslash by Alt-Enter pasted /twice", "cut off after")
-        chat.send(UP, "main> one two three")
-        chat.send("\x03")
-        chat.send(f"Sum up \x1b[200~{lines}\x1b[201~ please", "main> Sum up [pasted 1: 40 lines] please", "tokens")
-        assert [line[:4] for line in chat.lines[-3:]] == ["[1 m", "+ [p", "main"], "the list takes one line"
-        chat.send("\r", "> Sum up [pasted 1: 40 lines] please", "[1 main")
-        chat.say(f"/export {tmp_path}/talk.md", "written to")
+    chat.say("/set max_tokens 3")
+    chat.send("one three", "main> one three")
+    chat.send(CTRL_LEFT + "two ", "main> one two three")
+    chat.send("\x05\nby Ctrl-J\\\rby a backslash\x1b\rby Alt-Enter")
+    chat.send("\x1b[200~\npasted\n/twice\x1b[201~")
+    chat.wait("one two three", "by Ctrl-J", "by a backslash", "by Alt-Enter", "pasted", "/twice")
+    assert not any(line.startswith("> ") for line in chat.lines), "it was sent"
+    chat.send("\r", "> one two three by Ctrl-J by a backslash by Alt-Enter pasted /twice", "cut off after")
+    chat.send(UP, "main> one two three")
+    chat.send("\x03")
+    chat.send(f"Sum up \x1b[200~{lines}\x1b[201~ please", "main> Sum up [pasted 1: 40 lines] please", "tokens")
+    assert [line[:4] for line in chat.lines[-3:]] == ["[1 m", "+ [p", "main"], "the list takes one line"
+    chat.send("\r", "> Sum up [pasted 1: 40 lines] please", "[1 main")
+    chat.say(f"/export {tmp_path}/talk.md", "written to")
     assert f"Sum up {lines} please" in (tmp_path / "talk.md").read_text()
 
 
@@ -478,8 +477,6 @@ def test_the_clipboard(chat: Chat) -> None:
 
 def test_help_fits_the_screen(chat: Chat) -> None:
     """Guards `/help` against scrolling away on 24 lines, and its pages for a command and for the keys."""
-    chat.send("/ren\t", "main> /rename")
-    chat.send("\x03")
     chat.say("/help", "/retry", "/help NAME explains a command")
     assert any(line.startswith("· /") for line in chat.lines) and "more lines below" not in chat.text
     assert sum("/" in line for line in chat.lines) < 22
